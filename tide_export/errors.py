@@ -1,0 +1,55 @@
+"""One exception class per stage of the pipeline, raised with a single sentence a user can act on.
+
+Every stage (load, calibrate, trace, cut/compose/lower, bundle, run) raises its own subclass of `TideError`. The command
+line prints the sentence and exits with code 2; library users catch `TideError` or the stage they care about.
+"""
+
+
+class TideError(Exception):
+    """Base of every error a user can cause or mend; the message is one sentence naming the file or option."""
+
+    exit_code = 2
+
+
+class ConfigError(TideError):
+    """An option or config value is out of range or contradicts another."""
+
+
+class ModelError(TideError):
+    """The source model cannot be loaded, or its weights are unusable (missing, truncated, NaN)."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture lacks something the export rests on; the message names it."""
+
+
+class DatasetError(TideError):
+    """The dataset SPEC cannot be read or holds no usable text."""
+
+
+class CalibrationError(TideError):
+    """Routers cannot be fitted from the text and model given."""
+
+
+class RouterFileError(TideError):
+    """A router file is unreadable or was made for another depth, width or model."""
+
+
+class TraceError(TideError):
+    """`torch.onnx.export` failed, or its graph lost an attention op or a checkpoint."""
+
+
+class GraphError(TideError):
+    """The traced graph cannot be cut, composed or lowered."""
+
+
+class BundleError(TideError):
+    """A bundle cannot be written, or one on disk is missing a file, truncated or corrupt."""
+
+
+class GenerationError(TideError):
+    """A generation request is unusable: empty prompt, prompt beyond the context, option out of range."""
+
+
+class ProviderError(TideError):
+    """The engine asked for cannot run on this machine."""

@@ -1,0 +1,194 @@
+"""Loads the frozen source model and answers what the other stages ask of it: hidden states, final norm, real head.
+
+First stage of every command that needs PyTorch. `load_model` reads any `AutoModelForCausalLM` from a folder or the
+Hugging Face hub; `SourceModel` is what `calibrate`, `trace` and the oracle work on. Nothing here knows an architecture by
+name: see `anatomy` for how layers, norm and head are found.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tide_export.anatomy import Anatomy
+from tide_export.errors import ModelError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class States:
+    """What one forward pass over `input_ids` [B, S] gave.
+
+    Attributes:
+        raw: for each layer count asked for, the residual stream after that many layers, [B, S, D], before the norm.
+        logits: the model's own logits, [B, S, V].
+    """
+
+    raw: dict[int, torch.Tensor]
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A frozen causal LM with its anatomy and identity."""
+
+    model: PreTrainedModel
+    name: str
+    weights_sha256: str
+    anatomy: Anatomy
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.anatomy.layers)
+
+    @property
+    def text_config(self):
+        return self.model.config.get_text_config()
+
+    @property
+    def architecture(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the residual stream."""
+        return int(self.text_config.hidden_size)
+
+    @property
+    def normed_size(self) -> int:
+        """Width of what the routers and the head see; differs from D only where a projection follows the norm."""
+        with torch.no_grad():
+            return int(self.normed(torch.zeros(1, 1, self.hidden_size, device=self.device)).shape[-1])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.text_config.vocab_size)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions the model was made for, or None where its config sets no bound."""
+        length = getattr(self.text_config, "max_position_embeddings", None)
+        return int(length) if length else None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All of the model's end-of-sequence ids, from its generation config and its config."""
+        found: set[int] = set()
+        for config in (getattr(self.model, "generation_config", None), self.model.config, self.text_config):
+            value = getattr(config, "eos_token_id", None)
+            if value is not None:
+                found.update(int(item) for item in (value if isinstance(value, list | tuple) else [value]))
+        return tuple(sorted(found))
+
+    @torch.no_grad()
+    def run(self, input_ids: torch.Tensor, layers: Sequence[int], attention_mask: torch.Tensor | None = None) -> States:
+        """One forward pass over `input_ids` [B, S] that also keeps the raw states after each of `layers` layers."""
+        with self.anatomy.captured(layers) as raw:
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return States(raw=dict(raw), logits=output.logits)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm (and projection, if any) on raw states [..., D]: what the head, and every router, sees."""
+        return self.anatomy.normed(hidden)
+
+    def head(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, V] of normed states [B, S, D'], through the model's own forward: scaling and softcaps included."""
+        return self.anatomy.head(self.model, normed)
+
+
+def load_model(name: str | os.PathLike, device: str = "cpu") -> SourceModel:
+    """Loads `name` (a folder or a hub id) in float32 with eager attention, frozen, and checks that it is usable.
+
+    Raises:
+        ModelError: no such model, unreadable or missing weights, NaN or infinity in a weight.
+        UnsupportedModelError: transformers has no causal LM for it, or its anatomy cannot be found.
+    """
+    name = os.fspath(name)
+    _check_source(name)
+    try:
+        with _quiet_loading():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            )
+    except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
+        raise ModelError(f"cannot load the weights of model {name!r}: {_one_line(error)}") from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        problem = sorted(map(str, info["missing_keys"] or info["mismatched_keys"]))[0]
+        raise ModelError(f"model {name!r} has no usable weight for {problem}: the checkpoint does not fit its config")
+    return wrap_model(model.to(device), name)
+
+
+def wrap_model(model: PreTrainedModel, name: str) -> SourceModel:
+    """A `SourceModel` of a model already in memory (frozen and put in eval mode in place).
+
+    Raises:
+        ModelError: NaN or infinity in a weight.
+        UnsupportedModelError: its anatomy cannot be found.
+    """
+    model.eval().requires_grad_(False)
+    digest = _hash_weights(model, name)
+    return SourceModel(model=model, name=name, weights_sha256=digest, anatomy=Anatomy.find(model))
+
+
+def _check_source(name: str) -> None:
+    """Tells a wrong path, a folder that is no model and an unknown architecture apart before anything is loaded."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ModelError(f"folder {name!r} holds no config.json: it is not a Hugging Face model")
+    if folder.is_file():
+        raise ModelError(f"{name!r} is a file: give the folder of a Hugging Face model, or a hub id")
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ModelError(f"no model at {name!r}: the folder does not exist")
+    try:
+        AutoConfig.from_pretrained(name)
+    except OSError as error:
+        raise ModelError(
+            f"no model {name!r}: no such folder, and the hub has it not or cannot be reached ({_one_line(error)})"
+        ) from error
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"model {name!r} cannot be read: {_one_line(error)}") from error
+
+
+def _hash_weights(model: nn.Module, name: str) -> str:
+    """sha256 over every tensor's name, shape and float32 bytes, in name order; refuses NaN and infinity on the way."""
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
+        digest.update(f"{key}{tuple(tensor.shape)}".encode())
+        data = tensor.float() if tensor.is_floating_point() else tensor
+        digest.update(memoryview(data.contiguous().cpu().numpy()).cast("B") if data.numel() else b"")
+    return digest.hexdigest()
+
+
+@contextmanager
+def _quiet_loading():
+    """transformers draws a progress bar per weight file and logs advice; our own progress says what matters."""
+    from transformers.utils import logging as hf_logging
+
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,54 @@
+"""The fixed names every stage shares: operator domain, graph inputs and outputs, files of a bundle.
+
+`compose` writes graphs with these names, the runtimes (Python, C++) bind them, `inspect` prints them. Shapes use B for
+the batch, S for the new tokens of a step, n_k for the tokens waiting before segment k, D for the hidden size, C for the
+capacity of the K/V buffers.
+"""
+
+# Operators. TensorRT dispatches on the bare op type whatever its domain, so no name may equal an ONNX op's.
+DOMAIN = "tide"
+OP_CHECKPOINT = "TideCheckpoint"  # identity marker in the trace, attribute `layer` = layers run so far
+OP_ATTENTION = "TideAttention"  # symbolic causal attention in the trace, attribute `layer`
+OP_ROUTE = "TideRoute"  # norm + router MLP + threshold; model-local function and TensorRT plugin
+PLUGIN_NAMESPACE = "tide"
+PLUGIN_VERSION = "1"
+
+# Graph inputs.
+INPUT_IDS = "input_ids"  # int64 [1, S]
+TOTAL_LENGTH = "total_sequence_length"  # int32 [], tokens of the sequence including the S new ones
+THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
+MAX_PENDING = "max_pending"  # int64 [], a segment is forced to run when more tokens than this would wait
+
+# Graph outputs.
+LOGITS = "logits"  # float32 [1, 1, V], of the last position
+EXIT_LAYERS = "exit_layers"  # int64 [1], layers the logits' hidden state went through
+SEGMENTS_RUN = "segments_run"  # int64 [1], segments 0 .. this-1 ran
+SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reached
+
+
+def pending(k: int) -> str:
+    """Input: hidden states waiting before segment k >= 1, float32 [1, n_k, D]; n_k may be 0."""
+    return f"pending_states.{k}"
+
+
+def pending_out(k: int) -> str:
+    """Output: hidden states waiting before segment k after the step, float32 [1, n_k', D]."""
+    return f"new_pending_states.{k}"
+
+
+def past(layer: int, kind: str) -> str:
+    """Input: K/V buffer of a layer (`kind` is "key" or "value"), float32 [1, kv_heads, C, head_dim]."""
+    return f"past_key_values.{layer}.{kind}"
+
+
+def present(layer: int, kind: str) -> str:
+    """Output: the same buffer after the step; bind it to the input's memory and nothing is copied."""
+    return f"present.{layer}.{kind}"
+
+
+# Files of a bundle.
+MANIFEST_FILE = "tide.json"
+GRAPH_FILE = "model.onnx"
+WEIGHTS_FILE = "model.onnx.data"
+ROUTERS_FILE = "routers.safetensors"
+TOKENIZER_FILE = "tokenizer.json"

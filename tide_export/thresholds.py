@@ -1,0 +1,47 @@
+"""Turns what a user says about exits (mode, threshold, min_layers) into the one float per checkpoint the graph reads.
+
+Used by the runtime for every generation, by the oracle and by `validate`; plain Python, so that the runtime needs
+nothing but numpy and its engine.
+"""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from tide_export.errors import GenerationError
+
+OFF = 2.0  # above every score: a checkpoint with this threshold never exits
+
+
+def resolve_thresholds(
+    checkpoints: Sequence[int],
+    threshold: float | Sequence[float],
+    min_layers: int = 0,
+    mode: str = "exit",
+) -> list[float]:
+    """One threshold per checkpoint.
+
+    Args:
+        checkpoints: layers run at each checkpoint, ascending, e.g. `[4, 8, 12]`.
+        threshold: one value in [0, 1] for all, or one per checkpoint.
+        min_layers: a count of layers; checkpoints with fewer layers behind them never exit.
+        mode: `"full"` turns every checkpoint off, `"exit"` uses the thresholds.
+
+    Raises:
+        GenerationError: a threshold outside [0, 1], a wrong number of them, a negative min_layers, an unknown mode.
+    """
+    if mode not in ("full", "exit"):
+        raise GenerationError(f"mode must be 'full' or 'exit', not {mode!r}")
+    if isinstance(min_layers, bool) or not isinstance(min_layers, int) or min_layers < 0:
+        raise GenerationError(f"min_layers is a count of layers, 0 or more, not {min_layers!r}")
+    values = [threshold] * len(checkpoints) if isinstance(threshold, int | float) else list(threshold)
+    if len(values) != len(checkpoints):
+        raise GenerationError(
+            f"threshold has {len(values)} values but the model has {len(checkpoints)} checkpoints "
+            f"({', '.join(map(str, checkpoints))}): give one value, or one per checkpoint"
+        )
+    for value in values:
+        if not isinstance(value, int | float) or not isfinite(value) or not 0.0 <= value <= 1.0:
+            raise GenerationError(f"threshold must lie in [0, 1], not {value!r}")
+    if mode == "full":
+        return [OFF] * len(checkpoints)
+    return [float(value) if layers >= min_layers else OFF for layers, value in zip(checkpoints, values, strict=True)]
