@@ -1,11 +1,24 @@
 """tide_export: from a Hugging Face causal LM with early-exit routers to an engine that really skips layers.
 
-`tide_export.load(bundle)` runs a bundle and needs numpy and one engine alone; everything that makes a bundle (`pipeline`,
-`calibrate`, `trace`, ...) is imported only when asked for and needs the `export` extra.
+`tide_export.load(bundle)` runs a bundle and needs numpy and one engine alone; everything that makes a bundle
+(`pipeline`, `calibrate`, `trace`, ...) is imported only when asked for and needs the `export` extra.
 """
 
+from typing import TYPE_CHECKING
+
 from tide_export.errors import TideError
-from tide_export.runtime.engine import Engine, load
+
+if TYPE_CHECKING:
+    from tide_export.runtime.engine import Engine, load
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "TideError", "__version__", "load"]
+
+
+def __getattr__(name: str) -> object:
+    # Late, so that making a bundle does not load an engine and `tide-export --help` loads neither.
+    if name in ("Engine", "load"):
+        from tide_export.runtime import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,6 @@
+"""Third stage: the traced graph is cut at its markers and composed into one graph with an `If` per segment."""
+
+from tide_export.graph.compose import compose
+from tide_export.graph.cut import Pieces, cut
+
+__all__ = ["Pieces", "compose", "cut"]

@@ -1,0 +1,341 @@
+"""Composes the pieces into one graph that skips: segment 0, then an `If` per further segment, then the head.
+
+The state machine of one step (S new tokens, K segments), all of it in the graph:
+
+    y = segment_0(embed(input_ids));  selected = last position of y
+    for k = 1 .. K-1:
+        exited |= router_{k-1}(last position of y) > threshold_{k-1}
+        if not exited, or more than max_pending tokens would wait:
+            y = segment_k(concat(pending_k, y));  pending_k = nothing
+            selected = selected if exited else last position of y
+        else:
+            pending_k = concat(pending_k, y);  y = nothing (and no segment behind runs)
+    logits = head(tail(selected))
+
+A token that left keeps the state it left with, also when a segment runs behind it: its output depends on its prefix
+alone. The result is portable but for `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from tide_export import names
+from tide_export.errors import GraphError
+from tide_export.graph.builder import Block, Weights
+from tide_export.graph.cut import Pieces
+from tide_export.graph.route import normed_size, route_attributes, route_function
+from tide_export.trace.tracer import OPSET
+
+IR_VERSION = 10
+FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+
+RouterWeights = Mapping[int, tuple[np.ndarray, np.ndarray]]  # layers run -> down [D', R], up [R, 1]
+
+
+def compose(pieces: Pieces, routers: RouterWeights) -> ir.Model:
+    """The step graph with an exit at every checkpoint of `pieces`; names and shapes are in `tide_export.names`.
+
+    With no checkpoint (one segment) this is the plain full-depth model.
+
+    Raises:
+        GraphError: `routers` does not hold a router of the right width for every checkpoint.
+    """
+    checkpoints = pieces.boundaries[1:-1]
+    for layers in checkpoints:
+        if layers not in routers or routers[layers][0].shape[0] != normed_size(pieces):
+            raise GraphError(f"no router of width {normed_size(pieces)} for the checkpoint after layer {layers}")
+    return _Composer(pieces, routers).compose()
+
+
+@dataclass
+class _Step:
+    """The values that flow from one segment to the next."""
+
+    hidden: ir.Value  # y, [1, n, D]; n = 0 where the segment did not run
+    selected: ir.Value  # [1, 1, D], the state the head will see
+    exit_layers: ir.Value  # [1, 1, 1]
+    segments_run: ir.Value  # [1]
+    ran: ir.Value | None = None  # bool, None for "always"
+    exited: ir.Value | None = None  # bool [1, 1, 1]
+
+
+class _Composer:
+    def __init__(self, pieces: Pieces, routers: RouterWeights):
+        self.pieces = pieces
+        self.routers = routers
+        self.bounds = pieces.boundaries
+        self.segments = len(pieces.segments)
+        self.weights = Weights()
+        self.main = Block("main", self.weights)
+        width = pieces.hidden_size
+        self.token_ids = _input(names.INPUT_IDS, INT64, [1, "sequence"])
+        self.total = _input(names.TOTAL_LENGTH, INT32, [])
+        self.thresholds = _input(names.THRESHOLDS, FLOAT, [self.segments - 1])
+        self.max_pending = _input(names.MAX_PENDING, INT64, [])
+        self.pending = {
+            k: _input(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in range(1, self.segments)
+        }
+        self.past = {
+            (layer, kind): _input(names.past(layer, kind), FLOAT, [1, kv_heads, "capacity", head_dim])
+            for layer, (kv_heads, head_dim) in enumerate(pieces.kv_shapes)
+            for kind in ("key", "value")
+        }
+        self.outputs: dict[str, ir.Value] = {}
+
+    def compose(self) -> ir.Model:
+        main = self.main
+        step = self._first_segment()
+        scores: list[ir.Value] = []
+        for k in range(1, self.segments):
+            if k == 1:
+                score, step.exited = self._route(main, 0, step.selected)
+                scores.append(score)
+            step = self._segment_or_skip(k, step, scores)
+        (normed,) = main.inline(self.pieces.tail, [step.selected], _dims(self.pieces.tail, 1))
+        (logits,) = main.inline(self.pieces.head, [normed], _dims(self.pieces.head, 1))
+        logits.shape = ir.Shape([1, 1, self.pieces.vocab_size])
+        first = {names.LOGITS: logits}
+        row = self.weights.constant("row", np.array([1], dtype=np.int64))
+        first[names.EXIT_LAYERS] = main.op("Reshape", [step.exit_layers, row], dtype=INT64, shape=[1])
+        first[names.SEGMENTS_RUN] = step.segments_run
+        if scores:
+            joined = main.op("Concat", scores, {"axis": -1}, dtype=FLOAT, shape=[1, 1, len(scores)])
+            shape = self.weights.constant("score_shape", np.array([1, len(scores)], dtype=np.int64))
+            first[names.SCORES] = main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(scores)])
+        return self._model({**first, **self.outputs})
+
+    def _first_segment(self) -> _Step:
+        main = self.main
+        length = main.op("Shape", [self.token_ids], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
+        positions = self._positions(main, length, "sequence")
+        (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], _dims(self.pieces.embed, "sequence"))
+        y, presents = self._run(main, 0, x, "sequence", positions)
+        self.outputs.update(presents)
+        return _Step(
+            hidden=y,
+            selected=self._last(main, y),
+            exit_layers=self._constant_layers(self.bounds[1]),
+            segments_run=self.weights.constant("ran_1", np.array([1], dtype=np.int64)),
+        )
+
+    def _segment_or_skip(self, k: int, step: _Step, scores: list[ir.Value]) -> _Step:
+        """The `If` of segment k; fills the outputs it decides about and appends the next router's score."""
+        assert step.exited is not None
+        condition = self._condition(k, step)
+        then, then_values = self._then(k, step)
+        skip, skip_values = self._else(k, step)
+        assert then_values.keys() == skip_values.keys()
+        branches = {
+            "then_branch": then.graph(list(then_values.values())),
+            "else_branch": skip.graph(list(skip_values.values())),
+        }
+        width = self.pieces.hidden_size
+        shapes: dict[str, tuple[ir.DataType, list]] = {
+            "selected": (FLOAT, [1, 1, width]),
+            "exit_layers": (INT64, [1, 1, 1]),
+            "segments_run": (INT64, [1]),
+            "hidden": (FLOAT, [1, f"ran_tokens_{k}", width]),
+            "score": (FLOAT, [1, 1, 1]),
+            "exited": (BOOL, [1, 1, 1]),
+            names.pending_out(k): (FLOAT, [1, f"new_pending_{k}", width]),
+        }
+        types: list = []
+        for name, value in then_values.items():
+            if name in shapes:
+                types.append(shapes[name])
+            else:
+                types.append((FLOAT, list(value.shape) if value.shape is not None else None))
+        outputs = dict(zip(then_values, self.main.ops("If", [condition], branches, types=types), strict=True))
+        internal = ("selected", "exit_layers", "segments_run", "hidden", "score", "exited")
+        self.outputs.update({name: value for name, value in outputs.items() if name not in internal})
+        if "score" in outputs:
+            scores.append(outputs["score"])
+        return _Step(
+            hidden=outputs.get("hidden", step.hidden),
+            selected=outputs["selected"],
+            exit_layers=outputs["exit_layers"],
+            segments_run=outputs["segments_run"],
+            ran=condition,
+            exited=outputs.get("exited"),
+        )
+
+    def _condition(self, k: int, step: _Step) -> ir.Value:
+        """run = the segment before ran, and the token stays or too many would wait."""
+        main = self.main
+        axis = {"start": 1, "end": 2}
+        waiting = main.op(
+            "Add",
+            [
+                main.op("Shape", [self.pending[k]], axis, dtype=INT64, shape=[1]),
+                main.op("Shape", [step.hidden], axis, dtype=INT64, shape=[1]),
+            ],
+            dtype=INT64,
+            shape=[1],
+        )
+        forced = main.op("Greater", [waiting, self.max_pending], dtype=BOOL, shape=[1])
+        stays = main.op("Not", [step.exited], dtype=BOOL, shape=[1, 1, 1])
+        run = main.op("Or", [stays, forced], dtype=BOOL, shape=[1, 1, 1])
+        return main.op("And", [run, step.ran], dtype=BOOL, shape=[1, 1, 1]) if step.ran is not None else run
+
+    def _then(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
+        block = Block(f"segment_{k}", self.weights)
+        tokens = f"tokens_{k}"
+        x = block.op(
+            "Concat", [self.pending[k], step.hidden], {"axis": 1}, dtype=FLOAT, shape=[1, tokens, self.pieces.hidden_size]
+        )
+        length = block.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
+        y, presents = self._run(block, k, x, tokens, self._positions(block, length, tokens))
+        last = self._last(block, y)
+        values = {
+            "selected": block.op("Where", [step.exited, step.selected, last], dtype=FLOAT, shape=last.shape),
+            "exit_layers": block.op(
+                "Where",
+                [step.exited, step.exit_layers, self._constant_layers(self.bounds[k + 1])],
+                dtype=INT64,
+                shape=[1, 1, 1],
+            ),
+            "segments_run": self._copy(
+                block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))
+            ),
+            names.pending_out(k): self._copy(block, self._nothing()),
+        }
+        if k < self.segments - 1:
+            score, leaves = self._route(block, k, last)
+            values["hidden"] = y
+            values["score"] = score
+            values["exited"] = block.op("Or", [step.exited, leaves], dtype=BOOL, shape=[1, 1, 1])
+        return block, {**values, **presents}
+
+    def _else(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
+        assert step.exited is not None
+        block = Block(f"skip_{k}", self.weights)
+        values = {
+            "selected": self._copy(block, step.selected),
+            "exit_layers": self._copy(block, step.exit_layers),
+            "segments_run": self._copy(block, step.segments_run),
+            names.pending_out(k): block.op(
+                "Concat",
+                [self.pending[k], step.hidden],
+                {"axis": 1},
+                dtype=FLOAT,
+                shape=[1, None, self.pieces.hidden_size],
+            ),
+        }
+        if k < self.segments - 1:
+            nan = self.weights.constant("not_scored", np.full((1, 1, 1), np.nan, dtype=np.float32))
+            values["hidden"] = self._copy(block, self._nothing())
+            values["score"] = self._copy(block, nan)
+            values["exited"] = self._copy(block, step.exited)
+        for layer in range(self.bounds[k], self.bounds[k + 1]):
+            for kind in ("key", "value"):
+                values[names.present(layer, kind)] = self._copy(block, self.past[layer, kind])
+        return block, values
+
+    def _run(
+        self, block: Block, k: int, x: ir.Value, tokens: str, positions: ir.Value
+    ) -> tuple[ir.Value, dict[str, ir.Value]]:
+        """Segment k on x, its attention given the K/V cache: y [1, tokens, D] and the present buffers by name."""
+        piece = self.pieces.segments[k]
+        start = len(block.nodes)
+        (y,) = block.inline(piece, [x, positions], _dims(piece, tokens))
+        presents = {}
+        for node in block.nodes[start:]:
+            if node.op_type != names.OP_ATTENTION:
+                continue
+            layer = node.attributes["layer"].as_int()
+            buffers = [self.past[layer, kind] for kind in ("key", "value")]
+            node.resize_inputs(6)
+            for index, value in enumerate([*buffers, self.total]):
+                node.replace_input_with(3 + index, value)
+            node.resize_outputs(3)
+            for kind, value, buffer in zip(("key", "value"), node.outputs[1:], buffers, strict=True):
+                value.name = f"{node.name}.{kind}"
+                value.type, value.shape = buffer.type, buffer.shape
+                presents[names.present(layer, kind)] = value
+        return y, presents
+
+    def _positions(self, block: Block, length: ir.Value, tokens: str) -> ir.Value:
+        """position_ids [1, n] of the last n tokens of the sequence; dropped again where nothing reads it."""
+        scalar = self.weights.constant("scalar", np.array([], dtype=np.int64))
+        one = self.weights.constant("one", np.array(1, dtype=np.int64))
+        axis = self.weights.constant("axis_0", np.array([0], dtype=np.int64))
+        stop = block.op("Cast", [self.total], {"to": INT64.value}, dtype=INT64, shape=[])
+        count = block.op("Reshape", [length, scalar], dtype=INT64, shape=[])
+        start = block.op("Sub", [stop, count], dtype=INT64, shape=[])
+        flat = block.op("Range", [start, stop, one], dtype=INT64, shape=[tokens])
+        return block.op("Unsqueeze", [flat, axis], dtype=INT64, shape=[1, tokens])
+
+    def _route(self, block: Block, index: int, hidden: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Router number `index` on hidden [1, 1, D]: its score and whether the token leaves, both [1, 1, 1]."""
+        layers = self.bounds[index + 1]
+        down, up = (
+            self.weights.constant(f"routers.{layers}.{part}", np.ascontiguousarray(array, dtype=np.float32))
+            for part, array in zip(("down", "up"), self.routers[layers], strict=True)
+        )
+        threshold = self.thresholds
+        if self.segments > 2:
+            at = self.weights.constant(f"router_{index}", np.array([index], dtype=np.int64))
+            threshold = block.op("Gather", [self.thresholds, at], {"axis": 0}, dtype=FLOAT, shape=[1])
+        norm = [self.weights.share(value) for value in self.pieces.tail.initializers.values()]
+        score, leaves = block.ops(
+            names.OP_ROUTE,
+            [hidden, threshold, down, up, *norm],
+            route_attributes(self.pieces),
+            domain=names.DOMAIN,
+            types=[(FLOAT, [1, 1, 1]), (BOOL, [1, 1, 1])],
+        )
+        return score, leaves
+
+    def _last(self, block: Block, y: ir.Value) -> ir.Value:
+        last = self.weights.constant("last", np.array([-1], dtype=np.int64))
+        return block.op("Gather", [y, last], {"axis": 1}, dtype=FLOAT, shape=[1, 1, self.pieces.hidden_size])
+
+    def _copy(self, block: Block, value: ir.Value) -> ir.Value:
+        """A branch may not give out an outer value itself; a copy into the same buffer costs nothing."""
+        return block.op("Identity", [value], dtype=value.dtype, shape=value.shape)
+
+    def _nothing(self) -> ir.Value:
+        return self.weights.constant("no_tokens", np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32))
+
+    def _constant_layers(self, layers: int) -> ir.Value:
+        return self.weights.constant(f"layers_{layers}", np.full((1, 1, 1), layers, dtype=np.int64))
+
+    def _model(self, outputs: dict[str, ir.Value]) -> ir.Model:
+        inputs = [self.token_ids, self.total]
+        if self.segments > 1:
+            inputs += [self.thresholds, self.max_pending, *self.pending.values()]
+        inputs += self.past.values()
+        values = []
+        for name, value in outputs.items():
+            if value.producer() is None or value.name in outputs:
+                value = self._copy(self.main, value)  # a constant, or already an output under another name
+            value.name = name
+            values.append(value)
+        graph = ir.Graph(
+            inputs,
+            values,
+            nodes=self.main.nodes,
+            initializers=list(self.weights.values.values()),
+            opset_imports={"": OPSET, names.DOMAIN: 1, "com.microsoft": 1},
+            name="tide_step",
+        )
+        functions = [route_function(self.pieces)] if self.segments > 1 else []
+        return ir.Model(graph, ir_version=IR_VERSION, producer_name="tide_export", functions=functions)
+
+
+def _input(name: str, dtype: ir.DataType, shape: list) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+
+def _dims(piece: ir.Graph, tokens: int | str) -> dict[str, int | str | None]:
+    """How the piece's symbolic batch and token dimensions are called where it is put to use."""
+    shape = piece.inputs[0].shape
+    assert shape is not None
+    renamed: dict[str, int | str | None] = {}
+    for dim, to in ((shape[0], 1), (shape[1], tokens)):
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+            renamed[dim.value] = to
+    return renamed

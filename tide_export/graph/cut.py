@@ -1,0 +1,129 @@
+"""Cuts the traced graph at its markers into pieces that can be put together in any way.
+
+Stands between `trace` and `compose` (and, for targets with one network a segment, `lower`). A piece is an `ir.Graph` with
+declared inputs and outputs; pieces share weights by name. Nothing is computed twice and nothing is lost: every
+attention op of the trace ends up in exactly one segment, or the cut is refused.
+"""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import onnx_ir.convenience as irc
+from onnx_ir.passes import common as common_passes
+
+from tide_export.errors import GraphError, UnsupportedModelError
+from tide_export.graph.passes import RotaryTablesPass, StaticReshapesPass
+from tide_export.names import DOMAIN, OP_ATTENTION
+from tide_export.trace import TracedModel
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model taken apart. B is the batch, S the tokens at hand, D the hidden size, V the vocabulary.
+
+    Attributes:
+        boundaries: layers run where each segment starts, and the depth at the end: (0, checkpoints ..., depth).
+        embed: input_ids, position_ids [B, S] -> hidden states [B, S, D].
+        segments: hidden states [B, S, D], position_ids [B, S] -> hidden states, one per segment.
+        tail: hidden states [B, S, D] -> normed states [B, S, D'] (final norm, projection).
+        head: normed states [B, S, D'] -> logits [B, S, V].
+        kv_shapes: (kv_heads, head_dim) of every layer.
+    """
+
+    boundaries: tuple[int, ...]
+    embed: ir.Graph
+    segments: tuple[ir.Graph, ...]
+    tail: ir.Graph
+    head: ir.Graph
+    kv_shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def hidden_size(self) -> int:
+        return static_dim(self.embed.outputs[0], -1)
+
+    @property
+    def vocab_size(self) -> int:
+        return static_dim(self.head.outputs[0], -1)
+
+
+def cut(traced: TracedModel, max_length: int) -> Pieces:
+    """Cuts `traced`; `max_length` is the longest sequence the graphs will see (it sizes the rotary tables).
+
+    Raises:
+        UnsupportedModelError: a layer reads more than the hidden states and positions in front of it.
+    """
+    model = ir.passes.Sequential(
+        common_passes.CommonSubexpressionEliminationPass(),
+        StaticReshapesPass(),
+        RotaryTablesPass(max_length),
+        common_passes.RemoveUnusedNodesPass(),
+    )(traced.model).model
+    graph = model.graph
+    token_ids, positions = graph.inputs
+    bounds = traced.boundaries
+
+    def entry(layer: int) -> ir.Value:
+        return traced.marker(layer).outputs[0]
+
+    def leave(layer: int) -> ir.Value:
+        value = traced.marker(layer).inputs[0]
+        assert value is not None
+        return value
+
+    segments = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        piece = irc.extract(graph, [entry(start), positions, token_ids], [leave(stop)])
+        _shapes_from_hidden_states(piece)
+        attention = [_layer(node) for node in piece if _is_attention(node)]
+        if attention != list(range(start, stop)):
+            raise UnsupportedModelError(
+                f"the segment of layers {start}..{stop - 1} also needs values computed elsewhere in the model "
+                f"(it would run the attention of layers {attention}), so the model cannot be cut there"
+            )
+        segments.append(piece)
+    try:
+        tail = irc.extract(graph, [entry(bounds[-1])], [leave(traced.head_marker)])
+        head = irc.extract(graph, [entry(traced.head_marker)], [graph.outputs[0]])
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"the final norm or head reads more than the last layer's hidden states: {error}"
+        ) from error
+    embed = irc.extract(graph, [token_ids, positions], [leave(0)])
+    kv_shapes = tuple(
+        (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int())
+        for node in graph
+        if _is_attention(node)
+    )
+    return Pieces(bounds, embed, tuple(segments), tail, head, kv_shapes)
+
+
+def static_dim(value: ir.Value, axis: int) -> int:
+    """A dimension that must be known, or GraphError."""
+    dim = value.shape[axis] if value.shape is not None else None
+    if not isinstance(dim, int):
+        raise GraphError(f"the trace lost the size of dimension {axis} of {value.name}")
+    return dim
+
+
+def _shapes_from_hidden_states(piece: ir.Graph) -> None:
+    """Shapes a segment reads off input_ids or position_ids [B, S] are read off its hidden states [B, S, D] instead."""
+    hidden, positions, token_ids = piece.inputs
+    for source in (token_ids, positions):
+        for node, index in list(source.uses()):
+            if node.op_type == "Shape" and node.attributes.get_int("end", 2) in (1, 2):
+                node.attributes["end"] = ir.AttrInt64("end", node.attributes.get_int("end", 2))
+                node.replace_input_with(index, hidden)
+    if token_ids.uses():
+        raise UnsupportedModelError(
+            f"a layer behind a checkpoint reads the token ids ({next(iter(token_ids.uses())).node.op_type}), "
+            "so the model cannot be cut there"
+        )
+    del piece.inputs[2]
+
+
+def _is_attention(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION)
+
+
+def _layer(node: ir.Node) -> int:
+    return node.attributes["layer"].as_int()

@@ -1,0 +1,64 @@
+"""Cosines and sines computed from position_ids become tables of every position the model was made for.
+
+Runs on the trace before it is cut. `RotaryEmbedding(x, cos, sin)` becomes `RotaryEmbedding(x, cos_cache, sin_cache,
+position_ids)` (both forms are ONNX opset 23), so that every segment can rotate at its own positions and ONNX Runtime can
+do it inside attention. Whatever scaling the model applies (NTK, llama3, yarn) is in the table, because the traced nodes
+themselves are evaluated.
+
+Precondition: common subexpressions are merged. Postcondition: no rotary node that depends on positions alone computes
+its angles at run time; equal tables are stored once.
+"""
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.convenience as irc
+from onnx.reference import ReferenceEvaluator
+
+
+class RotaryTablesPass(ir.passes.InPlacePass):
+    def __init__(self, max_length: int):
+        """`max_length`: rows of the tables, the longest sequence the graph will see."""
+        super().__init__()
+        self.max_length = max_length
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        positions = next(value for value in graph.inputs if value.name == "position_ids")
+        tables: dict[ir.Value, ir.Value | None] = {}
+        modified = False
+        for node in graph:
+            if node.op_type != "RotaryEmbedding" or node.domain != "" or len(node.inputs) != 3:
+                continue
+            _, cos, sin = node.inputs
+            assert cos is not None
+            assert sin is not None
+            for value, kind in ((cos, "cos"), (sin, "sin")):
+                if value not in tables:
+                    tables[value] = self._table(graph, positions, value, f"rotary.{kind}_cache.{len(tables) // 2}")
+            if tables[cos] is None or tables[sin] is None:
+                continue
+            node.resize_inputs(4)
+            node.replace_input_with(1, tables[cos])
+            node.replace_input_with(2, tables[sin])
+            node.replace_input_with(3, positions)
+            modified = True
+        return ir.passes.PassResult(model, modified=modified)
+
+    def _table(self, graph: ir.Graph, positions: ir.Value, value: ir.Value, name: str) -> ir.Value | None:
+        """The table [max_length, Dh/2] of `value` [B, S, Dh/2], or None if it depends on more than positions."""
+        try:
+            angles = irc.extract(graph, [positions], [value])
+        except ValueError:
+            return None
+        angles.outputs[0].type = value.type or ir.TensorType(ir.DataType.FLOAT)
+        evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(angles, ir_version=10)))
+        (rows,) = evaluator.run(None, {"position_ids": np.arange(self.max_length, dtype=np.int64)[None]})
+        array = np.ascontiguousarray(rows[0])
+        table = ir.Value(
+            name=name,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
+            const_value=ir.tensor(array, name=name),
+        )
+        graph.register_initializer(table)
+        return table

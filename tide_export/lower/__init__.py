@@ -1,0 +1,5 @@
+"""Fourth stage: the portable graph is rewritten for a target's own operators."""
+
+from tide_export.lower.onnxruntime import lower_for_onnxruntime
+
+__all__ = ["lower_for_onnxruntime"]

@@ -1,0 +1,40 @@
+"""Lowers the composed graph for ONNX Runtime: in-place GroupQueryAttention, fused norms, packed projections.
+
+Layer for layer the result is the graph ONNX Runtime GenAI's builder writes by hand for each architecture: skip norm, one
+MatMul for query, key and value, attention that rotates and caches in place, MatMul, skip norm, MLP. Here it comes from
+rewrites of whatever was traced, inside the branches of every `If` alike.
+"""
+
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from tide_export.errors import GraphError
+from tide_export.lower.passes import (
+    GroupQueryAttentionPass,
+    PackedProjectionsPass,
+    SkipNormsPass,
+    TransposedWeightsPass,
+)
+from tide_export.names import OP_ATTENTION
+
+
+def lower_for_onnxruntime(model: ir.Model) -> ir.Model:
+    """Rewrites `model` (from `compose`) in place and gives it back, ready to be saved.
+
+    Raises:
+        GraphError: an attention op was left without a kernel.
+    """
+    ir.passes.Sequential(
+        TransposedWeightsPass(),
+        GroupQueryAttentionPass(),
+        common_passes.RemoveUnusedNodesPass(),  # or the unused Reshape nodes would count as readers
+        PackedProjectionsPass(),
+        SkipNormsPass(),
+        common_passes.RemoveUnusedNodesPass(),
+        common_passes.RemoveUnusedFunctionsPass(),
+        common_passes.RemoveUnusedOpsetsPass(),
+    )(model)
+    left = [node.name for node in model.graph.all_nodes() if node.op_type == OP_ATTENTION]
+    if left:
+        raise GraphError(f"no ONNX Runtime attention for {', '.join(map(str, left))}")
+    return model

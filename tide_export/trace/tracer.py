@@ -1,0 +1,198 @@
+"""Traces a source model into one flat ONNX graph with its checkpoints marked.
+
+The graph takes input_ids and position_ids [B, S] and gives logits [B, S, V]. Identity-like `tide::TideCheckpoint` markers
+stand where the embedding ends (layer 0), at each checkpoint, after the last layer, and in front of the head; `cut` takes
+the graph apart there. Opset exactly 23: at any other, the exporter's rules no longer recognise hand-written RMSNorm and
+rotary code. No control flow, no cache: both are composed later.
+"""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from tide_export.anatomy import first_tensor
+from tide_export.errors import TideError, TraceError, UnsupportedModelError
+from tide_export.model import SourceModel
+from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
+from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
+
+OPSET = 23
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A traced model.
+
+    Attributes:
+        model: inputs input_ids and position_ids, int64 [B, S]; output logits, float32 [B, S, V].
+        boundaries: layers run at each marker up to the last layer: (0, checkpoints ..., depth).
+    """
+
+    model: ir.Model
+    boundaries: tuple[int, ...]
+
+    @property
+    def head_marker(self) -> int:
+        """The `layer` attribute of the marker in front of the head."""
+        return self.boundaries[-1] + 1
+
+    def marker(self, layer: int) -> ir.Node:
+        return next(
+            node
+            for node in self.model.graph
+            if (node.domain, node.op_type) == (DOMAIN, OP_CHECKPOINT) and node.attributes["layer"].as_int() == layer
+        )
+
+
+def trace(source: SourceModel, checkpoints: Sequence[int]) -> TracedModel:
+    """Traces `source` with markers at `checkpoints` (layers run).
+
+    Raises:
+        UnsupportedModelError: the architecture cannot be traced; the message names what it lacks.
+        TraceError: the exporter failed, or lost an attention op or a marker.
+    """
+    depth = source.num_layers
+    boundaries = (0, *checkpoints, depth)
+    with symbolic_attention(source.model), _markers(source, boundaries):
+        model = _export(source)
+    traced = TracedModel(model, boundaries)
+    _check(source, traced)
+    return traced
+
+
+class _TracedForward(nn.Module):
+    """The model's forward with the two inputs the graph has and the one output."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+
+def _export(source: SourceModel) -> ir.Model:
+    # Two rows of three tokens: a sample dimension of 1 would be taken for a constant.
+    ids = torch.zeros((2, 3), dtype=torch.long, device=source.device)
+    positions = torch.arange(3, device=source.device).expand(2, 3).contiguous()
+    dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    try:
+        with _quiet_exporter():
+            program = torch.onnx.export(
+                _TracedForward(source.model),
+                (ids, positions),
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=["input_ids", "position_ids"],
+                output_names=["logits"],
+                dynamic_shapes=(dynamic, dynamic),
+                verbose=False,
+            )
+    except Exception as error:
+        for cause in _causes(error):
+            if isinstance(cause, TideError):
+                raise cause from None
+            if isinstance(cause, KeyError) and "tide_export" in str(cause):
+                raise UnsupportedModelError(
+                    f"{source.architecture} picks its attention from a table of its own instead of transformers' "
+                    "attention interface, so it cannot be traced"
+                ) from error
+        reason = next((line.strip() for line in reversed(_root(error).splitlines()) if line.strip()), "no reason given")
+        raise TraceError(f"torch.onnx.export failed on {source.architecture} ({source.name}): {reason}") from error
+    if program is None:
+        raise TraceError(f"torch.onnx.export gave no graph for {source.architecture} ({source.name})")
+    return program.model
+
+
+@contextmanager
+def _markers(source: SourceModel, boundaries: Sequence[int]) -> Iterator[None]:
+    """Hooks that write a marker in front of each segment's first layer, after the last layer and after the backbone."""
+    anatomy, depth = source.anatomy, boundaries[-1]
+
+    def before(layer: int) -> Callable:
+        def hook(_module, args, kwargs):
+            if args:
+                return (_mark(args[0], layer), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": _mark(kwargs["hidden_states"], layer)}
+
+        return hook
+
+    def after_last(_module, _args, output):
+        marked = _mark(first_tensor(output), depth)
+        return (marked, *output[1:]) if isinstance(output, tuple) else marked
+
+    def after_backbone(_module, _args, output):
+        if isinstance(output, tuple):
+            return (_mark(output[0], depth + 1), *output[1:])
+        output.last_hidden_state = _mark(output.last_hidden_state, depth + 1)
+        return output
+
+    handles = [anatomy.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in boundaries[:-1]]
+    handles.append(anatomy.layers[-1].register_forward_hook(after_last))
+    handles.append(anatomy.backbone.register_forward_hook(after_backbone))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
+    return torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{OP_CHECKPOINT}",
+        (hidden,),
+        attrs={"layer": layer},
+        dtype=hidden.dtype,
+        shape=hidden.shape,
+        version=1,
+    )
+
+
+def _check(source: SourceModel, traced: TracedModel) -> None:
+    """Every layer's attention and every marker came through, once, in order."""
+    ours = [node for node in traced.model.graph if node.domain == DOMAIN]
+    attention = [node.attributes["layer"].as_int() for node in ours if node.op_type == OP_ATTENTION]
+    markers = [node.attributes["layer"].as_int() for node in ours if node.op_type == OP_CHECKPOINT]
+    depth = traced.boundaries[-1]
+    refuse_ignored_attention(source.model, len(attention), depth)
+    if attention != list(range(depth)):
+        raise TraceError(f"{source.architecture}: attention ops are traced for layers {attention}, not 0..{depth - 1}")
+    expected = [*traced.boundaries, traced.head_marker]
+    if markers != expected:
+        raise TraceError(f"{source.architecture}: the trace holds checkpoints {markers} instead of {expected}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _root(error: BaseException) -> str:
+    """The message of the first cause, cut off before the exporter's report on how to file a bug."""
+    *_, root = _causes(error)
+    return f"{type(root).__name__}: {str(root).split('## Exception summary')[-1].strip()}".split("\n\n")[0]
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """The exporter prints advice about packages we do not use; errors still come as exceptions."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
