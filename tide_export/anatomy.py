@@ -30,7 +30,7 @@ class Anatomy:
     Attributes:
         backbone: the module that owns the layers and whose output carries `last_hidden_state`.
         layers: its decoder layers, in order.
-        tail: modules from the last layer's output to `last_hidden_state`, in order (final norm, projection); may be empty.
+        tail: modules from the last layer's output to `last_hidden_state`, in order (norm, projection); may be empty.
     """
 
     backbone: nn.Module
@@ -75,6 +75,19 @@ class Anatomy:
             for handle in handles:
                 handle.remove()
 
+    @contextmanager
+    def last_position_only(self) -> Iterator[None]:
+        """While open, the backbone hands only its last position on, so that the head makes [B, 1, V] logits."""
+
+        def shorten(_module, _args, output):
+            return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=output[0][:, -1:])
+
+        handle = self.backbone.register_forward_hook(shorten)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The tail on raw states [..., D]."""
         for module in self.tail:
@@ -82,7 +95,7 @@ class Anatomy:
         return hidden
 
     def head(self, model: PreTrainedModel, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V]: the model's own forward, its backbone standing still and handing out `normed` [B, S, D']."""
+        """Logits [B, S, V] by the model's own forward, its backbone doing nothing but hand out `normed` [B, S, D']."""
         backbone = self.backbone
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=normed)
         backbone.forward = lambda *args, **kwargs: output

@@ -1,8 +1,8 @@
 """Loads the frozen source model and answers what the other stages ask of it: hidden states, final norm, real head.
 
 First stage of every command that needs PyTorch. `load_model` reads any `AutoModelForCausalLM` from a folder or the
-Hugging Face hub; `SourceModel` is what `calibrate`, `trace` and the oracle work on. Nothing here knows an architecture by
-name: see `anatomy` for how layers, norm and head are found.
+Hugging Face hub; `SourceModel` is what `calibrate`, `trace` and the oracle work on. Nothing here knows an architecture
+by name: see `anatomy` for how layers, norm and head are found.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,12 +100,21 @@ class SourceModel:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return States(raw=dict(raw), logits=output.logits)
 
+    @torch.no_grad()
+    def raw_states(
+        self, input_ids: torch.Tensor, layers: Sequence[int], attention_mask: torch.Tensor | None = None
+    ) -> dict[int, torch.Tensor]:
+        """The raw states [B, S, D] of `run` alone: no logits [B, S, V] are made, which outweigh all else in memory."""
+        with self.anatomy.captured(layers) as raw, self.anatomy.last_position_only():
+            self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return dict(raw)
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm (and projection, if any) on raw states [..., D]: what the head, and every router, sees."""
         return self.anatomy.normed(hidden)
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V] of normed states [B, S, D'], through the model's own forward: scaling and softcaps included."""
+        """Logits [B, S, V] of normed states [B, S, D'], by the model's own forward: scaling and softcaps included."""
         return self.anatomy.head(self.model, normed)
 
 
@@ -119,9 +129,10 @@ def load_model(name: str | os.PathLike, device: str = "cpu") -> SourceModel:
     _check_source(name)
     try:
         with _quiet_loading():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
             )
+        model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
         raise ModelError(f"cannot load the weights of model {name!r}: {_one_line(error)}") from error
     if info["missing_keys"] or info["mismatched_keys"]:

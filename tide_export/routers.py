@@ -1,8 +1,8 @@
 """The routers: one small MLP per checkpoint, their file, and the import of TIDE's own `router.pt`.
 
-Written by `calibrate`, read by `export`, by the oracle and by `validate`. A router reads the *normed* hidden state, exactly
-what the head would see, and answers with a score in [0, 1]: Linear(D, R, no bias) -> SiLU -> Linear(R, 1, no bias) ->
-sigmoid (TIDE 0.2.1, `router.py`).
+Written by `calibrate`, read by `export`, by the oracle and by `validate`. A router reads the *normed* hidden state,
+exactly what the head would see, and answers with a score in [0, 1]: Linear(D, R, no bias) -> SiLU -> Linear(R, 1, no
+bias) -> sigmoid (TIDE 0.2.1, `router.py`).
 """
 
 import json
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -63,6 +64,14 @@ class RouterSet:
     def bottleneck(self) -> int:
         return self.routers[self.checkpoints[0]].down.out_features
 
+    def arrays(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Layers run -> down [D, R] and up [R, 1] in float32, laid out for `x @ weight`."""
+
+        def weights(part: nn.Linear) -> np.ndarray:
+            return part.weight.detach().float().cpu().numpy().T
+
+        return {layers: (weights(router.down), weights(router.up)) for layers, router in self.routers.items()}
+
     def save(self, path: str | os.PathLike) -> None:
         """Writes safetensors with the provenance in its metadata; a file already there is replaced atomically.
 
@@ -79,7 +88,7 @@ class RouterSet:
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             save_file(tensors, partial, metadata=metadata)
-            os.replace(partial, target)
+            partial.replace(target)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
             raise RouterFileError(f"cannot write router file {target}: {error}") from error
@@ -119,8 +128,8 @@ class RouterSet:
         weights = self.provenance.get("weights_sha256")
         if weights is not None and weights != source.weights_sha256:
             raise RouterFileError(
-                f"router file {path} was calibrated on {self.provenance.get('model', 'another model')!r}, whose weights "
-                f"differ from those of {source.name}: calibrate again"
+                f"router file {path} was calibrated on {self.provenance.get('model', 'another model')!r}, "
+                f"whose weights differ from those of {source.name}: calibrate again"
             )
 
 
@@ -134,10 +143,16 @@ def _load_safetensors(path: Path) -> RouterSet:
     if metadata.get("format") != FORMAT:
         raise RouterFileError(f"{path} is not a router file of this version (format {metadata.get('format')!r})")
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in tensors.items():
-        _, layers, name = key.split(".", 2)
-        weights.setdefault(int(layers), {})[name] = tensor
-    return RouterSet(_build(weights, path), json.loads(metadata.get("provenance", "{}")))
+    try:
+        for key, tensor in tensors.items():
+            _, layers, name = key.split(".", 2)
+            weights.setdefault(int(layers), {})[name] = tensor
+        provenance = json.loads(metadata.get("provenance", "{}"))
+    except ValueError as error:
+        raise RouterFileError(f"router file {path} is corrupt: {error}") from error
+    if not isinstance(provenance, dict):
+        raise RouterFileError(f"router file {path} is corrupt: its provenance is no record")
+    return RouterSet(_build(weights, path), provenance)
 
 
 def _load_tide(path: Path) -> RouterSet:
@@ -145,7 +160,8 @@ def _load_tide(path: Path) -> RouterSet:
         state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {int(layer) + 1: dict(parts) for layer, parts in state["router_layers"].items()}
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
-        raise RouterFileError(f"router file {path} is not a TIDE router.pt, or is damaged ({error})") from error
+        reason = " ".join(str(error).split())[:150]
+        raise RouterFileError(f"router file {path} is not a TIDE router.pt, or is damaged ({reason})") from error
     return RouterSet(_build(weights, path))
 
 
@@ -155,6 +171,8 @@ def _build(weights: dict[int, dict[str, torch.Tensor]], path: Path) -> dict[int,
     routers = {}
     for layers, parts in sorted(weights.items()):
         down, up = parts.get("down.weight"), parts.get("up.weight")
+        if layers < 1:
+            raise RouterFileError(f"router file {path} has a router after {layers} layers: checkpoints count from 1")
         if down is None or up is None or down.ndim != 2 or tuple(up.shape) != (1, down.shape[0]):
             raise RouterFileError(
                 f"router file {path}: the router at checkpoint {layers} has missing or misshapen weights"

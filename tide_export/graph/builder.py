@@ -1,8 +1,8 @@
 """Puts pieces and single ops together into a graph or a branch of one; what `compose` writes with.
 
-A `Block` collects the nodes of one scope (the main graph, or one branch of an `If`) under a name prefix; all blocks of a
-model draw their weights from one `Weights` pool that lives in the main graph, so a weight used in two branches is stored
-once.
+A `Block` collects the nodes of one scope (the main graph, or one branch of an `If`) under a name prefix; all blocks of
+a model draw their weights from one `Weights` pool that lives in the main graph, so a weight used in two branches is
+stored once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,8 +83,8 @@ class Block:
     def inline(self, piece: ir.Graph, inputs: Sequence[ir.Value], dims: Mapping[str, Dim]) -> list[ir.Value]:
         """Adds a copy of `piece` fed by `inputs` and gives its outputs.
 
-        `dims` renames the piece's symbolic dimensions. Others become anonymous: one name for two different lengths would
-        let ONNX Runtime reuse a buffer that is too small.
+        `dims` renames the piece's symbolic dimensions. Others become anonymous: one name for two different lengths
+        would let ONNX Runtime reuse a buffer that is too small.
         """
         copy = piece.clone()
         for parameter, value in zip(copy.inputs, inputs, strict=True):
@@ -101,13 +101,6 @@ class Block:
                     value.shape = ir.Shape([_rename(dim, dims) for dim in value.shape])
             self._add(node)
         return outputs
-
-    def insert_before(self, node: ir.Node, new: Sequence[ir.Node]) -> None:
-        """Puts `new` nodes in front of `node`."""
-        at = self.nodes.index(node)
-        for fresh in new:
-            self._name(fresh, len(self.nodes))
-        self.nodes[at:at] = new
 
     def graph(self, outputs: Sequence[ir.Value]) -> ir.Graph:
         """The block as a branch: no inputs of its own, everything outer is seen by name."""

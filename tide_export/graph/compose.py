@@ -5,11 +5,12 @@ The state machine of one step (S new tokens, K segments), all of it in the graph
     y = segment_0(embed(input_ids));  selected = last position of y
     for k = 1 .. K-1:
         exited |= router_{k-1}(last position of y) > threshold_{k-1}
-        if not exited, or more than max_pending tokens would wait:
-            y = segment_k(concat(pending_k, y));  pending_k = nothing
-            selected = selected if exited else last position of y
+        x = concat(pending_k, y)
+        if exited and x holds at most max_pending tokens, or segment k-1 was skipped:
+            pending_k = x;  y = nothing
         else:
-            pending_k = concat(pending_k, y);  y = nothing (and no segment behind runs)
+            y = segment_k(x);  pending_k = nothing
+            selected = selected if exited else last position of y
     logits = head(tail(selected))
 
 A token that left keeps the state it left with, also when a segment runs behind it: its output depends on its prefix
@@ -58,7 +59,7 @@ class _Step:
     selected: ir.Value  # [1, 1, D], the state the head will see
     exit_layers: ir.Value  # [1, 1, 1]
     segments_run: ir.Value  # [1]
-    ran: ir.Value | None = None  # bool, None for "always"
+    skipped: ir.Value | None = None  # bool [1, 1, 1], None for "never"
     exited: ir.Value | None = None  # bool [1, 1, 1]
 
 
@@ -75,18 +76,18 @@ class _Composer:
         self.total = _input(names.TOTAL_LENGTH, INT32, [])
         self.thresholds = _input(names.THRESHOLDS, FLOAT, [self.segments - 1])
         self.max_pending = _input(names.MAX_PENDING, INT64, [])
-        self.pending = {
-            k: _input(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in range(1, self.segments)
-        }
+        self.pending = {k: _input(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in range(1, self.segments)}
         self.past = {
             (layer, kind): _input(names.past(layer, kind), FLOAT, [1, kv_heads, "capacity", head_dim])
             for layer, (kv_heads, head_dim) in enumerate(pieces.kv_shapes)
             for kind in ("key", "value")
         }
+        self.threshold: list[ir.Value] = []
         self.outputs: dict[str, ir.Value] = {}
 
     def compose(self) -> ir.Model:
         main = self.main
+        self.threshold = self._split_thresholds()
         step = self._first_segment()
         scores: list[ir.Value] = []
         for k in range(1, self.segments):
@@ -107,6 +108,15 @@ class _Composer:
             first[names.SCORES] = main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(scores)])
         return self._model({**first, **self.outputs})
 
+    def _split_thresholds(self) -> list[ir.Value]:
+        """One float32 [1] per checkpoint."""
+        count = self.segments - 1
+        if count <= 1:
+            return [self.thresholds] * count
+        return self.main.ops(
+            "Split", [self.thresholds], {"axis": 0, "num_outputs": count}, types=[(FLOAT, [1])] * count
+        )
+
     def _first_segment(self) -> _Step:
         main = self.main
         length = main.op("Shape", [self.token_ids], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
@@ -123,16 +133,18 @@ class _Composer:
 
     def _segment_or_skip(self, k: int, step: _Step, scores: list[ir.Value]) -> _Step:
         """The `If` of segment k; fills the outputs it decides about and appends the next router's score."""
-        assert step.exited is not None
-        condition = self._condition(k, step)
-        then, then_values = self._then(k, step)
-        skip, skip_values = self._else(k, step)
-        assert then_values.keys() == skip_values.keys()
-        branches = {
-            "then_branch": then.graph(list(then_values.values())),
-            "else_branch": skip.graph(list(skip_values.values())),
-        }
         width = self.pieces.hidden_size
+        waiting = self.main.op(
+            "Concat", [self.pending[k], step.hidden], {"axis": 1}, dtype=FLOAT, shape=[1, f"waiting_{k}", width]
+        )
+        skipped = self._skipped(step, waiting)
+        segment, run_values = self._segment(k, step, waiting)
+        skip, skip_values = self._skip(k, step, waiting)
+        assert run_values.keys() == skip_values.keys()
+        branches = {
+            "then_branch": skip.graph(list(skip_values.values())),
+            "else_branch": segment.graph(list(run_values.values())),
+        }
         shapes: dict[str, tuple[ir.DataType, list]] = {
             "selected": (FLOAT, [1, 1, width]),
             "exit_layers": (INT64, [1, 1, 1]),
@@ -143,12 +155,12 @@ class _Composer:
             names.pending_out(k): (FLOAT, [1, f"new_pending_{k}", width]),
         }
         types: list = []
-        for name, value in then_values.items():
+        for name, value in run_values.items():
             if name in shapes:
                 types.append(shapes[name])
             else:
                 types.append((FLOAT, list(value.shape) if value.shape is not None else None))
-        outputs = dict(zip(then_values, self.main.ops("If", [condition], branches, types=types), strict=True))
+        outputs = dict(zip(run_values, self.main.ops("If", [skipped], branches, types=types), strict=True))
         internal = ("selected", "exit_layers", "segments_run", "hidden", "score", "exited")
         self.outputs.update({name: value for name, value in outputs.items() if name not in internal})
         if "score" in outputs:
@@ -158,36 +170,27 @@ class _Composer:
             selected=outputs["selected"],
             exit_layers=outputs["exit_layers"],
             segments_run=outputs["segments_run"],
-            ran=condition,
+            skipped=skipped,
             exited=outputs.get("exited"),
         )
 
-    def _condition(self, k: int, step: _Step) -> ir.Value:
-        """run = the segment before ran, and the token stays or too many would wait."""
+    def _skipped(self, step: _Step, waiting: ir.Value) -> ir.Value:
+        """bool [1, 1, 1]: the segment before was skipped, or the token has left and all that wait may go on waiting."""
         main = self.main
-        axis = {"start": 1, "end": 2}
-        waiting = main.op(
-            "Add",
-            [
-                main.op("Shape", [self.pending[k]], axis, dtype=INT64, shape=[1]),
-                main.op("Shape", [step.hidden], axis, dtype=INT64, shape=[1]),
-            ],
-            dtype=INT64,
-            shape=[1],
-        )
-        forced = main.op("Greater", [waiting, self.max_pending], dtype=BOOL, shape=[1])
-        stays = main.op("Not", [step.exited], dtype=BOOL, shape=[1, 1, 1])
-        run = main.op("Or", [stays, forced], dtype=BOOL, shape=[1, 1, 1])
-        return main.op("And", [run, step.ran], dtype=BOOL, shape=[1, 1, 1]) if step.ran is not None else run
+        assert step.exited is not None
+        count = main.op("Shape", [waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
+        fits = main.op("LessOrEqual", [count, self.max_pending], dtype=BOOL, shape=[1])
+        skipped = main.op("And", [step.exited, fits], dtype=BOOL, shape=[1, 1, 1])
+        if step.skipped is None:
+            return skipped
+        return main.op("Or", [skipped, step.skipped], dtype=BOOL, shape=[1, 1, 1])
 
-    def _then(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
+    def _segment(self, k: int, step: _Step, waiting: ir.Value) -> tuple[Block, dict[str, ir.Value]]:
+        """The branch that runs segment k over all waiting tokens and asks the router behind it."""
         block = Block(f"segment_{k}", self.weights)
-        tokens = f"tokens_{k}"
-        x = block.op(
-            "Concat", [self.pending[k], step.hidden], {"axis": 1}, dtype=FLOAT, shape=[1, tokens, self.pieces.hidden_size]
-        )
-        length = block.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
-        y, presents = self._run(block, k, x, tokens, self._positions(block, length, tokens))
+        tokens = f"waiting_{k}"
+        length = block.op("Shape", [waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
+        y, presents = self._run(block, k, waiting, tokens, self._positions(block, length, tokens))
         last = self._last(block, y)
         values = {
             "selected": block.op("Where", [step.exited, step.selected, last], dtype=FLOAT, shape=last.shape),
@@ -197,9 +200,7 @@ class _Composer:
                 dtype=INT64,
                 shape=[1, 1, 1],
             ),
-            "segments_run": self._copy(
-                block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))
-            ),
+            "segments_run": self._copy(block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))),
             names.pending_out(k): self._copy(block, self._nothing()),
         }
         if k < self.segments - 1:
@@ -209,20 +210,15 @@ class _Composer:
             values["exited"] = block.op("Or", [step.exited, leaves], dtype=BOOL, shape=[1, 1, 1])
         return block, {**values, **presents}
 
-    def _else(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
+    def _skip(self, k: int, step: _Step, waiting: ir.Value) -> tuple[Block, dict[str, ir.Value]]:
+        """The branch that leaves everything as it is; bound to the same memory, its copies of K/V copy nothing."""
         assert step.exited is not None
         block = Block(f"skip_{k}", self.weights)
         values = {
             "selected": self._copy(block, step.selected),
             "exit_layers": self._copy(block, step.exit_layers),
             "segments_run": self._copy(block, step.segments_run),
-            names.pending_out(k): block.op(
-                "Concat",
-                [self.pending[k], step.hidden],
-                {"axis": 1},
-                dtype=FLOAT,
-                shape=[1, None, self.pieces.hidden_size],
-            ),
+            names.pending_out(k): self._copy(block, waiting),
         }
         if k < self.segments - 1:
             nan = self.weights.constant("not_scored", np.full((1, 1, 1), np.nan, dtype=np.float32))
@@ -275,14 +271,10 @@ class _Composer:
             self.weights.constant(f"routers.{layers}.{part}", np.ascontiguousarray(array, dtype=np.float32))
             for part, array in zip(("down", "up"), self.routers[layers], strict=True)
         )
-        threshold = self.thresholds
-        if self.segments > 2:
-            at = self.weights.constant(f"router_{index}", np.array([index], dtype=np.int64))
-            threshold = block.op("Gather", [self.thresholds, at], {"axis": 0}, dtype=FLOAT, shape=[1])
         norm = [self.weights.share(value) for value in self.pieces.tail.initializers.values()]
         score, leaves = block.ops(
             names.OP_ROUTE,
-            [hidden, threshold, down, up, *norm],
+            [hidden, self.threshold[index], down, up, *norm],
             route_attributes(self.pieces),
             domain=names.DOMAIN,
             types=[(FLOAT, [1, 1, 1]), (BOOL, [1, 1, 1])],

@@ -1,11 +1,12 @@
 """Cuts the traced graph at its markers into pieces that can be put together in any way.
 
-Stands between `trace` and `compose` (and, for targets with one network a segment, `lower`). A piece is an `ir.Graph` with
-declared inputs and outputs; pieces share weights by name. Nothing is computed twice and nothing is lost: every
+Stands between `trace` and `compose` (and, for targets with one network a segment, `lower`). A piece is an `ir.Graph`
+with declared inputs and outputs; pieces share weights by name. Nothing is computed twice and nothing is lost: every
 attention op of the trace ends up in exactly one segment, or the cut is refused.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import onnx_ir as ir
 import onnx_ir.convenience as irc
@@ -71,7 +72,7 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
         return value
 
     segments = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         piece = irc.extract(graph, [entry(start), positions, token_ids], [leave(stop)])
         _shapes_from_hidden_states(piece)
         attention = [_layer(node) for node in piece if _is_attention(node)]

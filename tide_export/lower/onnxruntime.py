@@ -1,8 +1,8 @@
 """Lowers the composed graph for ONNX Runtime: in-place GroupQueryAttention, fused norms, packed projections.
 
-Layer for layer the result is the graph ONNX Runtime GenAI's builder writes by hand for each architecture: skip norm, one
-MatMul for query, key and value, attention that rotates and caches in place, MatMul, skip norm, MLP. Here it comes from
-rewrites of whatever was traced, inside the branches of every `If` alike.
+Layer for layer the result is the graph ONNX Runtime GenAI's builder writes by hand for each architecture: skip norm,
+one MatMul for query, key and value, attention that rotates and caches in place, MatMul, skip norm, MLP. Here it comes
+from rewrites of whatever was traced, inside the branches of every `If` alike.
 """
 
 import onnx_ir as ir

@@ -1,10 +1,10 @@
 """Makes every architecture emit one symbolic attention op a layer while it is traced.
 
 `transformers` lets a named function stand in for attention (`AttentionInterface`) and for the mask
-(`AttentionMaskInterface`). Ours writes a `tide::TideAttention` node instead of computing: rotated query [B, H, S, Dh] and
-unrepeated key and value [B, H_kv, S, Dh] in, [B, S, H, Dh] out, causal by definition. `compose` gives the node its K/V
-cache, `lower` turns it into the target's own attention. Models that never call the interface leave no node behind, which
-`tracer` counts and refuses.
+(`AttentionMaskInterface`). Ours writes a `tide::TideAttention` node instead of computing: rotated query [B, H, S, Dh]
+and unrepeated key and value [B, H_kv, S, Dh] in, [B, S, H, Dh] out, causal by definition. `compose` gives the node its
+K/V cache, `lower` turns it into the target's own attention. Models that never call the interface leave no node behind,
+which `tracer` counts and refuses.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,12 @@ from tide_export.names import DOMAIN, OP_ATTENTION
 IMPLEMENTATION = "tide_export"
 
 # Keyword arguments that change what attention computes and that no target lowers yet.
-_UNSUPPORTED = {"s_aux": "attention sinks", "position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "head masks"}
+_UNSUPPORTED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+    "alibi": "ALiBi",
+    "head_mask": "head masks",
+}
 
 
 def emit_attention(

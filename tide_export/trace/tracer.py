@@ -1,9 +1,9 @@
 """Traces a source model into one flat ONNX graph with its checkpoints marked.
 
-The graph takes input_ids and position_ids [B, S] and gives logits [B, S, V]. Identity-like `tide::TideCheckpoint` markers
-stand where the embedding ends (layer 0), at each checkpoint, after the last layer, and in front of the head; `cut` takes
-the graph apart there. Opset exactly 23: at any other, the exporter's rules no longer recognise hand-written RMSNorm and
-rotary code. No control flow, no cache: both are composed later.
+The graph takes input_ids and position_ids [B, S] and gives logits [B, S, V]. Identity-like `tide::TideCheckpoint`
+markers stand where the embedding ends (layer 0), at each checkpoint, after the last layer, and in front of the head;
+`cut` takes the graph apart there. Opset exactly 23: at any other, the exporter's rules no longer recognise hand-written
+RMSNorm and rotary code. No control flow, no cache: both are composed later.
 """
 
 import contextlib

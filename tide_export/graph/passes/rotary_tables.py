@@ -1,9 +1,9 @@
 """Cosines and sines computed from position_ids become tables of every position the model was made for.
 
 Runs on the trace before it is cut. `RotaryEmbedding(x, cos, sin)` becomes `RotaryEmbedding(x, cos_cache, sin_cache,
-position_ids)` (both forms are ONNX opset 23), so that every segment can rotate at its own positions and ONNX Runtime can
-do it inside attention. Whatever scaling the model applies (NTK, llama3, yarn) is in the table, because the traced nodes
-themselves are evaluated.
+position_ids)` (both forms are ONNX opset 23), so that every segment can rotate at its own positions and ONNX Runtime
+can do it inside attention. Whatever scaling the model applies (NTK, llama3, yarn) is in the table, because the traced
+nodes themselves are evaluated.
 
 Precondition: common subexpressions are merged. Postcondition: no rotary node that depends on positions alone computes
 its angles at run time; equal tables are stored once.

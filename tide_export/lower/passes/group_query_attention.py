@@ -1,8 +1,9 @@
-"""`tide::TideAttention` becomes `com.microsoft.GroupQueryAttention`, which rotates, appends to the K/V cache and attends.
+"""`tide::TideAttention` becomes `com.microsoft.GroupQueryAttention`, which rotates, appends to the K/V cache and
+attends.
 
 Bound to one memory, past and present are the same buffer and the new keys and values are written in place. The operator
-takes [B, S, heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; where query and
-key are rotated from tables just before, the rotation moves inside.
+takes [B, S, heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; where query
+and key are rotated from tables just before, the rotation moves inside.
 
 Precondition: TideAttention has six inputs (query, key, value, past key, past value, total length) and three outputs, as
 `compose` leaves it; batch 1. Postcondition: none is left; what only fed one is left unused.
@@ -85,7 +86,9 @@ def _common_rotation(query: ir.Value | None, key: ir.Value | None) -> tuple[ir.N
     q, k = producer(query, "RotaryEmbedding"), producer(key, "RotaryEmbedding")
     if q is None or k is None or len(q.inputs) != 4 or list(q.inputs[1:]) != list(k.inputs[1:]):
         return None
-    same = all(q.attributes.get_int(n, 0) == k.attributes.get_int(n, 0) for n in ("interleaved", "rotary_embedding_dim"))
+    same = all(
+        q.attributes.get_int(n, 0) == k.attributes.get_int(n, 0) for n in ("interleaved", "rotary_embedding_dim")
+    )
     return (q, k) if same and q.attributes.get_int("rotary_embedding_dim", 0) == 0 else None
 
 
@@ -104,9 +107,9 @@ def _flat(
     reshape = producer(split, "Reshape")
     if reshape is not None:
         merged = reshape.inputs[0]
-        if merged is not None and merged.shape is not None and len(merged.shape) == 3:
-            if last_dim(merged) == heads * head_dim:
-                return merged
+        rank = len(merged.shape) if merged is not None and merged.shape is not None else None
+        if rank == 3 and last_dim(merged) == heads * head_dim:
+            return merged
     shape = constant(model, "merge_heads", np.array([0, 0, -1], dtype=np.int64))
     merged = add_before(node, "Reshape", [split, shape], suffix=suffix).outputs[0]
     merged.type = value.type

@@ -1,8 +1,8 @@
 """Weights that are transposed at run time are stored transposed; a tied head multiplies by the embedding itself.
 
-The exporter folds `Transpose(weight)` only up to some size. ONNX Runtime would fold the rest at every load, holding both
-copies. Where the weight is also read untransposed (an output head tied to the embedding) a `Gemm(transB=1)` on the one
-stored tensor does the same product, so a tied bundle holds its embedding once.
+The exporter folds `Transpose(weight)` only up to some size. ONNX Runtime would fold the rest at every load, holding
+both copies. Where the weight is also read untransposed (an output head tied to the embedding) a `Gemm(transB=1)` on the
+one stored tensor does the same product, so a tied bundle holds its embedding once.
 
 Postcondition: no Transpose of an initializer feeds a MatMul.
 """

@@ -1,0 +1,44 @@
+# What a person types: `make demo` (from nothing to a running engine), `make test`, `make lint`.
+# PYTHON is used once, to make .venv; everything is installed there and nowhere else.
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= out/demo
+PYTEST_OPTIONS ?= -n 2
+
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.runs
+	PATH="$(abspath $(BIN)):$$PATH" sh demo/run.sh $(OUT)
+
+test: $(VENV)/.tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PYTEST_OPTIONS)  # one thread per worker: more would starve each other
+
+lint: $(VENV)/.tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.tests
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) out build
+
+# The stamps are younger than pyproject.toml, so a changed dependency installs again and nothing else does.
+# torch goes first and exactly pinned: a looser pin would fetch several GB of CUDA libraries.
+$(VENV)/.runs: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "tide_export needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --disable-pip-version-check -e '.[export,cpu]'
+	touch $@
+
+$(VENV)/.tests: $(VENV)/.runs
+	$(BIN)/pip install --disable-pip-version-check -e '.[export,cpu,test]'
+	touch $@

@@ -1,0 +1,30 @@
+#!/bin/sh
+# The whole way in a minute or two, with the small model beside this file and no network: export, check, generate, measure.
+# `make demo` calls it with its own virtual environment on the PATH; the folder to write is the argument.
+set -eu
+cd "$(dirname "$0")/.."
+out=${1:-out/demo}
+prompt='import unittest
+
+class TestStack(unittest.TestCase):
+
+    def test_'
+
+say() { printf '\n== %s\n' "$1"; }
+
+say "export demo/demo-llama: fit routers after layers 3, 6 and 9 of 12, trace, cut, compose, write $out"
+tide-export export demo/demo-llama -o "$out" --recipe calibration/recipes/demo-llama.toml --overwrite
+
+say "inspect: what is in the bundle"
+tide-export inspect "$out"
+
+say "validate: full depth equals Hugging Face, every exit equals TIDE's rule (on files the routers have not seen)"
+tide-export validate "$out" --model demo/demo-llama --dataset calibration/text/python-stdlib-validation.jsonl \
+    --prompts 8 --new-tokens 24
+
+say "generate: the text, then where each token left and how many layers were skipped"
+printf '%s' "$prompt"
+tide-export generate "$out" --prompt "$prompt" --max-new-tokens 96 --temperature 0.6 --top-p 0.9 --seed 1
+
+say "bench: exit against full depth, in one run"
+tide-export bench "$out" --prompt "$prompt"

@@ -1,0 +1,482 @@
+"""Bundles on disk: strict manifests, damage found and named, and no half bundle whatever happens to an export."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tide_export
+from tide_export import bundle as bundle_module
+from tide_export.bundle import (
+    Manifest,
+    ModelInfo,
+    TensorInfo,
+    open_bundle,
+    write_manifest,
+    writing_bundle,
+)
+from tide_export.errors import BundleError
+
+
+def make_manifest(name: str = "model") -> Manifest:
+    return Manifest(
+        model=ModelInfo(
+            name=name,
+            architecture="LlamaForCausalLM",
+            weights_sha256="ab" * 32,
+            num_layers=3,
+            hidden_size=16,
+            vocab_size=32,
+            context_length=None,
+            eos_token_ids=(0, 2),
+            kv_shapes=((1, 8), (1, 8), (2, 4)),
+        ),
+        checkpoints=(1, 2),
+        thresholds=(0.5, 1.0),
+        min_layers=2,
+        max_pending=16,
+        weights="fp32",
+        target="onnxruntime",
+        opset=23,
+        inputs=(TensorInfo("input_ids", "int64", (1, "S")),),
+        outputs=(TensorInfo("logits", "float32", (1, 1, 32)),),
+        calibration={"dataset": "wikitext", "loss": [0.5, None]},
+        versions={"torch": "2.13.0"},
+        created="2026-01-01T00:00:00+00:00",
+    )
+
+
+def write(
+    path: Path,
+    content: bytes = b"graph",
+    overwrite: bool = False,
+    manifest: Manifest | None = None,
+    then: Callable[[], object] = lambda: None,
+) -> Path:
+    """A small bundle at `path`; `then` is called last, just before it is put in place."""
+    with writing_bundle(path, overwrite=overwrite) as folder:
+        (folder / "model.onnx").write_bytes(content)
+        (folder / "engines").mkdir()
+        (folder / "engines" / "head.engine").write_bytes(b"engine" * 1000)
+        write_manifest(folder, manifest or make_manifest())
+        then()
+    return path
+
+
+def fail_with(error: type[BaseException]) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def names_in(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+# --- the manifest ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    opened = open_bundle(write(tmp_path / "b"))
+    assert opened.path == tmp_path / "b"
+    assert set(opened.manifest.files) == {"model.onnx", "engines/head.engine"}
+    assert opened.manifest.files["engines/head.engine"].size == 6000
+    without_files = {**vars(opened.manifest), "files": {}}
+    assert without_files == vars(make_manifest())
+    assert opened.file("model.onnx").read_bytes() == b"graph"
+    with pytest.raises(BundleError, match=r"no file tokenizer\.json"):
+        opened.file("tokenizer.json")
+
+
+def test_every_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    with writing_bundle(tmp_path / "b") as folder:
+        (folder / "model.onnx").write_bytes(b"graph")
+        (folder / "model.onnx").chmod(0o600)  # as safetensors leaves its files
+        write_manifest(folder, make_manifest())
+    (tmp_path / "plain").write_text("x")
+    assert (tmp_path / "b" / "model.onnx").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_segment_sizes_add_up_to_the_depth() -> None:
+    assert make_manifest().segment_sizes == (1, 1, 1)
+    full_depth = replace(make_manifest(), checkpoints=(), thresholds=())
+    assert full_depth.segment_sizes == (3,)
+
+
+def edit(path: Path, *keys: str | int, value: object) -> None:
+    """Sets one field of a bundle's tide.json; the value `...` deletes it."""
+    file = path / "tide.json"
+    data = json.loads(file.read_text())
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("model",), ..., "field 'model' is missing"),
+        (("model", "hidden_size"), ..., "field 'model.hidden_size' is missing"),
+        (("colour",), "red", "field 'colour' is unknown"),
+        (("model", "colour"), "red", "field 'model.colour' is unknown"),
+        (("model",), [1], "field 'model' must be an object"),
+        (("model", "num_layers"), "3", "field 'model.num_layers' must be a whole number, not \"3\""),
+        (("model", "num_layers"), True, "field 'model.num_layers' must be a whole number, not true"),
+        (("model", "num_layers"), 3.0, "field 'model.num_layers' must be a whole number, not 3.0"),
+        (("model", "num_layers"), 0, "field 'model.num_layers' must be 1 or more"),
+        (("model", "name"), None, "field 'model.name' must be a string"),
+        (("model", "context_length"), 0, "field 'model.context_length' must be 1 or more"),
+        (("model", "context_length"), "long", "field 'model.context_length' must be a whole number"),
+        (("model", "eos_token_ids"), 0, "field 'model.eos_token_ids' must be a list"),
+        (("model", "eos_token_ids"), [-1], "field 'model.eos_token_ids' holds a negative"),
+        (("model", "kv_shapes"), [[1, 8]], "field 'model.kv_shapes' must have one entry per layer"),
+        (("model", "kv_shapes", 1), [1, 8, 2], "field 'model.kv_shapes.1' must be a list of 2"),
+        (("model", "kv_shapes", 1), [1, 0], "field 'model.kv_shapes' holds a size below 1"),
+        (("checkpoints",), [2, 1], "field 'checkpoints' must be distinct and ascending"),
+        (("checkpoints",), [1, 3], "field 'checkpoints' must lie in 1..2"),
+        (("thresholds",), [0.5], "field 'thresholds' must have one value per checkpoint"),
+        (("thresholds",), [0.5, 1.5], "field 'thresholds' must lie in"),
+        (("thresholds", 0), "0.5", "field 'thresholds.0' must be a number"),
+        (("max_pending",), -1, "field 'max_pending' must be 0 or more"),
+        (("min_layers",), -1, "field 'min_layers' must be 0 or more"),
+        (("weights",), "int3", "field 'weights' must be one of fp32"),
+        (("target",), "abacus", "field 'target' must be one of onnxruntime"),
+        (("inputs", 0, "shape", 1), 1.5, "field 'inputs.0.shape.1' must be"),
+        (("calibration",), 3, "field 'calibration' must be an object"),
+        (("versions", "torch"), 2, "field 'versions.torch' must be a string"),
+        (("files", "model.onnx"), ..., "field 'files' does not list model.onnx"),
+        (("files", "model.onnx", "size"), -1, "field 'files.model.onnx.size' must be 0 or more"),
+        (("files", "model.onnx", "sha256"), "AB" * 32, "field 'files.model.onnx.sha256' must be 64 lower-case"),
+        (("files", "../x"), {"size": 0, "sha256": "0" * 64}, "field 'files.../x' is not a path inside"),
+        (("files", "/etc/x"), {"size": 0, "sha256": "0" * 64}, "field 'files./etc/x' is not a path inside"),
+        (("schema",), "tide_export.bundle/2", "has schema 'tide_export.bundle/2' but this release reads"),
+        (("schema",), ..., "it has no field 'schema'"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, keys: tuple, value: object, message: str) -> None:
+    path = write(tmp_path / "b")
+    edit(path, *keys, value=value)
+    with pytest.raises(BundleError) as error:
+        open_bundle(path)
+    assert message in str(error.value)
+    assert str(path / "tide.json") in str(error.value)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"schema": NaN}'])
+def test_a_broken_manifest_is_one_sentence(tmp_path: Path, text: bytes) -> None:
+    path = write(tmp_path / "b")
+    (path / "tide.json").write_bytes(text)
+    with pytest.raises(BundleError, match=r"tide\.json"):
+        open_bundle(path)
+
+
+def test_a_manifest_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="thresholds"):
+        write(tmp_path / "b", manifest=replace(make_manifest(), thresholds=(0.5,)))
+    assert names_in(tmp_path) == set()
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_bundle_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="does not exist"):
+        open_bundle(tmp_path / "none")
+    with pytest.raises(BundleError, match=r"is not a bundle: it has no tide\.json"):
+        open_bundle(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BundleError, match="is not a bundle"):
+        open_bundle(tmp_path / "file")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_missing_truncated_and_longer_files_are_always_found(tmp_path: Path, verify: bool) -> None:
+    path = write(tmp_path / "b")
+    engine = path / "engines" / "head.engine"
+    engine.write_bytes(engine.read_bytes()[:-1])
+    with pytest.raises(BundleError, match=r"head\.engine' is truncated: 5999 of 6000 bytes"):
+        open_bundle(path, verify=verify)
+    engine.write_bytes(b"engine" * 1000 + b"!")
+    with pytest.raises(BundleError, match=r"head\.engine' has 6001 bytes instead of 6000"):
+        open_bundle(path, verify=verify)
+    engine.unlink()
+    with pytest.raises(BundleError, match=r"head\.engine' is missing"):
+        open_bundle(path, verify=verify)
+    engine.mkdir()
+    with pytest.raises(BundleError, match=r"head\.engine' is not a file"):
+        open_bundle(path, verify=verify)
+
+
+def test_one_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
+    path = write(tmp_path / "b")
+    content = bytearray((path / "engines" / "head.engine").read_bytes())
+    content[3000] ^= 1
+    (path / "engines" / "head.engine").write_bytes(content)
+    with pytest.raises(BundleError, match=r"head\.engine' is corrupt"):
+        open_bundle(path)
+    open_bundle(path, verify=False)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_bundle_appears_at_the_end_and_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "parent" / "b"
+    with writing_bundle(path) as folder:
+        assert not path.exists()
+        (folder / "model.onnx").write_bytes(b"graph")
+        write_manifest(folder, make_manifest())
+        assert not path.exists()
+    assert names_in(path) == {"model.onnx", "tide.json"}
+    assert names_in(path.parent) == {"b"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_a_failed_export_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        write(tmp_path / "made" / "b", then=fail_with(error))
+    assert names_in(tmp_path) == set()
+
+
+def test_a_failed_export_leaves_the_old_bundle(tmp_path: Path) -> None:
+    path = write(tmp_path / "b", b"old")
+    with pytest.raises(RuntimeError):
+        write(path, b"new", overwrite=True, then=fail_with(RuntimeError))
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"old"
+    assert names_in(tmp_path) == {"b"}
+
+
+def test_an_export_that_wrote_no_manifest_fails(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"made no tide\.json"), writing_bundle(tmp_path / "b") as folder:
+        (folder / "model.onnx").write_bytes(b"graph")
+    assert names_in(tmp_path) == set()
+
+
+def test_an_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
+    path = write(tmp_path / "b", b"old")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    for output in (path, tmp_path / "file", tmp_path / "link", tmp_path):
+        with pytest.raises(BundleError, match="already exists"), writing_bundle(output):
+            pytest.fail("the body ran")
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"old"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_overwrite_replaces_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(bundle_module, "_exchange", lambda first, second: False)
+    path = write(tmp_path / "b", b"old")
+    (path / "extra").write_text("of the old bundle")
+    write(path, b"new", overwrite=True)
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"new"
+    assert names_in(tmp_path) == {"b"}
+    assert "extra" not in names_in(path)
+
+
+def test_overwrite_through_a_link_keeps_the_link(tmp_path: Path) -> None:
+    write(tmp_path / "b", b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    write(tmp_path / "link", b"new", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert open_bundle(tmp_path / "b").file("model.onnx").read_bytes() == b"new"
+
+
+def test_overwrite_never_replaces_what_is_no_bundle(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "thesis", tmp_path / "file"):
+        with pytest.raises(BundleError, match="is not a bundle"), writing_bundle(output, overwrite=True):
+            pytest.fail("the body ran")
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "mine"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_made_during_the_export_survives(tmp_path: Path, overwrite: bool) -> None:
+    path = tmp_path / "b"
+
+    def interfere() -> None:
+        path.mkdir()
+        (path / "chapter.txt").write_text("mine")
+
+    with pytest.raises(BundleError, match="exists"):
+        write(path, overwrite=overwrite, then=interfere)
+    assert (path / "chapter.txt").read_text() == "mine"
+    assert names_in(tmp_path) == {"b"}
+
+
+def test_when_the_new_bundle_cannot_be_moved_the_old_one_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "b", b"old")
+    monkeypatch.setattr(bundle_module, "_exchange", lambda first, second: False)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.endswith("tide-tmp"):
+            raise OSError(errno.EIO, "the disk died")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="the disk died"):
+        write(path, b"new", overwrite=True)
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"old"
+    assert names_in(tmp_path) == {"b"}
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BundleError, match="file"), writing_bundle(tmp_path / "file" / "b"):
+        pytest.fail("the body ran")
+
+
+# --- two exports, killed exports, full disks --------------------------------------------------------------------------
+
+HERE = [str(Path(__file__).parent), str(Path(tide_export.__file__).parents[1])]
+EXPORT = f"""
+import sys
+sys.path[:0] = {HERE!r}
+from test_bundle import *
+with writing_bundle(sys.argv[1], overwrite=True) as folder:
+    (folder / "model.onnx").write_bytes(b"half")
+    print("writing", flush=True)
+    sys.stdin.read()
+    write_manifest(folder, make_manifest())
+"""
+
+
+def start_export(path: Path) -> "subprocess.Popen[str]":
+    """An export in another process, inside the body, waiting for its stdin to close."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXPORT, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    return process
+
+
+def test_a_second_export_to_the_same_folder_fails_at_once(tmp_path: Path) -> None:
+    first = start_export(tmp_path / "b")
+    try:
+        with pytest.raises(BundleError, match=r"another export to .* is running"), writing_bundle(tmp_path / "b"):
+            pytest.fail("the body ran")
+        write(tmp_path / "other")  # another folder is nobody's business
+        first.communicate("", timeout=60)
+        assert first.returncode == 0
+    finally:
+        first.kill()
+        first.wait()
+    assert open_bundle(tmp_path / "b").file("model.onnx").read_bytes() == b"half"
+    assert names_in(tmp_path) == {"b", "other"}
+
+
+def test_of_many_threads_exporting_at_once_one_wins_and_nothing_is_mixed(tmp_path: Path) -> None:
+    outcomes: list[str] = []
+
+    def export(number: int) -> None:
+        try:
+            write(tmp_path / "b", b"%d" % number, manifest=make_manifest(name=str(number)))
+            outcomes.append(str(number))
+        except BundleError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=export, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [outcome for outcome in outcomes if outcome.isdigit()]
+    losers = [outcome for outcome in outcomes if "already exists" in outcome or "is running" in outcome]
+    assert (len(winners), len(losers)) == (1, 7)
+    opened = open_bundle(tmp_path / "b")
+    assert opened.manifest.model.name == winners[0]
+    assert opened.file("model.onnx").read_bytes() == winners[0].encode()
+    assert names_in(tmp_path) == {"b"}
+
+
+def test_a_killed_export_leaves_the_old_bundle_and_the_next_export_cleans_up(tmp_path: Path) -> None:
+    path = write(tmp_path / "b", b"old")
+    process = start_export(path)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"old"
+    assert names_in(tmp_path) > {"b"}  # leftovers there are, or this test shows nothing
+    write(path, b"new", overwrite=True)
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"new"
+    assert names_in(tmp_path) == {"b"}
+
+
+def test_killed_between_the_two_renames_the_old_bundle_comes_back(tmp_path: Path) -> None:
+    path = write(tmp_path / "b", b"old")
+    path.rename(tmp_path / ".b.tide-old")  # what such a death leaves where folders cannot be exchanged
+    with pytest.raises(BundleError, match="already exists"), writing_bundle(path):
+        pytest.fail("the body ran")
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"old"
+    assert names_in(tmp_path) == {"b"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_is_one_sentence(tmp_path: Path, wrapped: bool) -> None:
+    def fill() -> None:
+        try:
+            with open("/dev/full", "wb", buffering=0) as device:  # noqa: PTH123
+                device.write(b"x")
+        except OSError as error:
+            if wrapped:
+                raise RuntimeError("cannot serialize") from error
+            raise
+
+    path = write(tmp_path / "b", b"old")
+    with pytest.raises(BundleError, match="no space left"):
+        write(path, b"new", overwrite=True, then=fill)
+    assert open_bundle(path).file("model.onnx").read_bytes() == b"old"
+    assert names_in(tmp_path) == {"b"}
+
+
+WRITERS = {
+    "python": "(folder / 'model.onnx').write_bytes(bytes(100_000))",
+    "numpy": "import numpy; numpy.zeros(100_000).tofile(folder / 'model.onnx')",
+    "safetensors": "import numpy, safetensors.numpy\n"
+    "    safetensors.numpy.save_file({'a': numpy.zeros(100_000)}, folder / 'model.onnx')",
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_file_size_limit_is_a_full_disk_whoever_writes(tmp_path: Path, writer: str) -> None:
+    code = f"""
+import sys, resource
+sys.path[:0] = {HERE!r}
+from test_bundle import *
+def export():
+  with writing_bundle(sys.argv[1]) as folder:
+    {WRITERS[writer]}
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try: export()
+except BundleError as error: sys.exit(str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "b")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("no space left on the disk for bundle")
+    assert names_in(tmp_path) == set()

@@ -1,0 +1,321 @@
+"""The command line: its options, its exit codes, and one clear line for everything a user can get wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tide_export
+from tide_export.cli import COMMANDS, main
+from tide_export.cli_options import CONFIG_OPTIONS, build_parser
+from tide_export.config import TideConfig
+
+ROOT = Path(__file__).parents[1]
+MODEL = str(ROOT / "demo" / "demo-llama")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line on stderr of a command that must exit with 2 and print nothing else."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as usage:
+        code = usage.code
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith(("running", "reading", "loading"))]
+    assert code == 2, err
+    assert out == ""
+    assert len(lines) == 1, err
+    assert lines[0].startswith("tide-export")
+    assert "error: " in lines[0]
+    assert "Traceback" not in err
+    return lines[0]
+
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+
+def test_every_config_field_has_an_option():
+    assert sorted(option.field for option in CONFIG_OPTIONS) == sorted(TideConfig.model_fields)
+
+
+@pytest.mark.parametrize("option", [o for o in CONFIG_OPTIONS if o.field != "checkpoints"], ids=lambda o: o.flag)
+def test_help_shows_the_default(option):
+    default = TideConfig.model_fields[option.field].default
+    shown = option.help.rstrip(")").split("(")[-1].split("; ")[-1]
+    assert shown == str(default)
+
+
+@pytest.mark.parametrize("command", ["calibrate", "export"])
+def test_options_reach_the_config(command):
+    given = ["--checkpoints", "3,6,9", "--exit-threshold", "0.5", "--min-layers", "3", "--label", "cosine"]
+    options = build_parser().parse_args([command, MODEL, "-o", "x", *given])
+    values = {option.field: getattr(options, option.field) for option in CONFIG_OPTIONS}
+    config = TideConfig.from_options(**values)
+    assert (config.checkpoints, config.exit_threshold, config.min_layers) == ((3, 6, 9), 0.5, 3)
+    assert config.label == "cosine"
+    assert config.calibration_samples == TideConfig().calibration_samples
+
+
+def test_version_and_help_need_neither_torch_nor_an_engine():
+    code = (
+        "import sys; from tide_export.cli import main\n"
+        "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'onnxruntime', 'pydantic', 'tokenizers', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_installed_command_prints_its_version():
+    done = subprocess.run(
+        [sys.executable, "-m", "tide_export.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"tide-export {tide_export.__version__}\n"
+
+
+# --- usage errors and what this release does not have --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "COMMAND"),
+        (["tune", "x"], "invalid choice: 'tune'"),
+        (["export", MODEL], "-o/--output"),
+        (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not a list of layer counts"),
+        (["export", MODEL, "-o", "x", "--checkpoint", "3"], "unrecognized arguments: --checkpoint"),
+        (["generate", "x", "--prompt", "a", "--threshold", "high"], "'high' is not a threshold"),
+        (["generate", "x", "--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
+        (["export", MODEL, "-o", "x", "--target", "tensorrt"], "--target tensorrt: this release has onnxruntime only"),
+        (["export", MODEL, "-o", "x", "--weights", "int4"], "--weights int4: this release has fp32 only"),
+        (["generate", "x", "--prompt", "a", "--mode", "lossless"], "this release has full and exit only"),
+    ],
+)
+def test_usage_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- bad input to calibrate and export: nothing is written -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["calibrate", "export"])
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("./no-such-model", [], "no-such-model"),
+        (str(ROOT / "tests"), [], "holds no config.json"),
+        (MODEL, ["--dataset", "./no-such.txt"], "no such file"),
+        (MODEL, ["--dataset", "./none/*.txt"], "no file matches"),
+        (MODEL, ["--dataset", "EMPTY"], "holds no text"),
+        (MODEL, ["--checkpoints", "3,12"], "must lie in 1..11"),
+        (MODEL, ["--checkpoints", "6,3"], "distinct and ascending"),
+        (MODEL, ["--checkpoint-interval", "12"], "leaves no checkpoint"),
+        (MODEL, ["--exit-threshold", "1.5"], "exit_threshold"),
+        (MODEL, ["--max-pending", "-1"], "max_pending"),
+        (MODEL, ["--label", "vibes"], "label"),
+        (MODEL, ["--recipe", "no-such.toml"], "no recipe at no-such.toml"),
+    ],
+)
+def test_bad_input_writes_nothing(capsys, tmp_path, monkeypatch, command, model, options, says):
+    monkeypatch.chdir(tmp_path)
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    options = [str(empty) if option == "EMPTY" else option for option in options]
+    if "--dataset" not in options:
+        options += ["--dataset", str(empty)]
+    assert says in refused(capsys, command, model, "-o", "result", *options)
+    assert sorted(tmp_path.iterdir()) == [empty]
+
+
+def test_a_recipe_is_read_and_its_mistakes_are_named(capsys, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("checkpoints = [3, 12]\n")
+    assert "must lie in 1..11" in refused(capsys, "export", MODEL, "-o", tmp_path / "x", "--recipe", recipe)
+    recipe.write_text("checkpoint = [3]\n")
+    assert "checkpoint" in refused(capsys, "export", MODEL, "-o", tmp_path / "x", "--recipe", recipe)
+    recipe.write_text("checkpoints = \n")
+    assert "not valid TOML" in refused(capsys, "export", MODEL, "-o", tmp_path / "x", "--recipe", recipe)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "calibration" / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_the_recipes_in_the_repository_are_usable(recipe, monkeypatch):
+    from tide_export.cli import _config
+
+    monkeypatch.chdir(ROOT)
+    options = build_parser().parse_args(["export", MODEL, "-o", "x", "--recipe", str(recipe), "--seed", "7"])
+    assert _config(options).seed == 7
+
+
+def test_calibration_options_beside_finished_routers_are_refused(capsys, tmp_path):
+    line = refused(capsys, "export", MODEL, "-o", tmp_path / "x", "--routers", "r.pt", "--dataset", "wikitext")
+    assert "--dataset does nothing with --routers" in line
+    line = refused(capsys, "calibrate", MODEL, "-o", tmp_path / "x", "--from-tide", "r.pt", "--checkpoints", "3")
+    assert "--checkpoints does nothing with --from-tide" in line
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(tide_export.TideError):
+        main(["inspect", str(tmp_path / "none"), "--debug"])
+
+
+# --- generate ------------------------------------------------------------------------------------------------------
+
+PROMPT = "def read_lines(path):\n"
+
+
+def generated(capsys: pytest.CaptureFixture[str], bundle: Path, *arguments: object) -> dict:
+    line = ["generate", str(bundle), "--prompt", PROMPT, "--json", "-q", *map(str, arguments)]
+    assert main(line) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_generate_streams_the_text_that_json_holds(demo_bundle: Path, capsys):
+    answer = generated(capsys, demo_bundle, "--max-new-tokens", 12)
+    assert main(["generate", str(demo_bundle), "--prompt", PROMPT, "--max-new-tokens", "12"]) == 0
+    out, err = capsys.readouterr()
+    assert out == answer["text"] + "\n"
+    assert "layer passes per token" in err
+    assert answer["finish_reason"] == "length"
+    assert len(answer["tokens"]) == answer["stats"]["total_tokens"] == 12
+    assert sum(answer["stats"]["exits_per_layer"].values()) + answer["stats"]["remaining_tokens"] == 12
+
+
+def test_generate_equals_the_python_interface(demo_bundle: Path, capsys):
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(demo_bundle / "tokenizer.json")).encode(PROMPT).ids
+    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 4}
+    expected = tide_export.load(demo_bundle).generate(ids, 10, mode="full", **options)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert generated(capsys, demo_bundle, "--max-new-tokens", 10, "--mode", "full", *flags)["tokens"] == expected.tokens
+
+
+def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
+    shallow = generated(capsys, demo_bundle, "--threshold", 0, "--min-layers", 0, "--max-new-tokens", 6)
+    assert shallow["stats"]["exits_per_layer"] == {"3": 6, "6": 0, "9": 0}
+    second = generated(capsys, demo_bundle, "--threshold", "1,0,1", "--min-layers", 0, "--max-new-tokens", 6)
+    assert second["stats"]["exits_per_layer"] == {"3": 0, "6": 6, "9": 0}
+    full = generated(capsys, demo_bundle, "--mode", "full", "--max-new-tokens", 6)
+    assert full["stats"]["exit_rate"] == 0
+    assert full["stats"]["layers_run_per_token"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--threshold", "1.5"], "[0, 1]"),
+        (["--threshold", "0.5,0.5"], "3 checkpoints"),
+        (["--min-layers", "-1"], "min_layers"),
+        (["--max-pending", "-1"], "max_pending"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--temperature", "-1"], "temperature"),
+        (["--top-k", "-1"], "top_k"),
+        (["--top-p", "0"], "top_p"),
+        (["--prompt", ""], "empty"),
+        (["--prompt", "word " * 3000], "context"),
+        (["--threads", "0"], "threads"),
+        (["--provider", "abacus"], "provider"),
+        (["--provider", "tensorrt"], "not in this release"),
+    ],
+)
+def test_bad_generation_options_are_one_line(demo_bundle: Path, capsys, options, says):
+    assert says in refused(capsys, "generate", demo_bundle, "-q", "--prompt", PROMPT, *options)
+
+
+# --- bundles that are not right ------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "bench", "validate"])
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("model.onnx", truncate, "truncated"),
+        ("model.onnx", flip, "corrupt"),
+        ("model.onnx.data", truncate, "truncated"),
+        ("model.onnx.data", flip, "corrupt"),
+        ("routers.safetensors", flip, "corrupt"),
+        ("tokenizer.json", Path.unlink, "missing"),
+        ("tide.json", truncate, "not valid JSON"),
+        ("tide.json", Path.unlink, "not a bundle"),
+    ],
+)
+def test_a_damaged_bundle_is_named_and_nothing_runs(demo_bundle, tmp_path, capsys, command, name, damage, says):
+    copy = Path(shutil.copytree(demo_bundle, tmp_path / "copy"))
+    damage(copy / name)
+    options = {"generate": ["--prompt", "x"], "validate": ["--model", MODEL]}.get(command, [])
+    line = refused(capsys, command, copy, *options)
+    assert says in line
+    assert str(copy) in line
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "bench", "validate"])
+def test_a_bundle_that_is_not_there_is_said_so(tmp_path, capsys, command):
+    options = {"generate": ["--prompt", "x"], "validate": ["--model", MODEL]}.get(command, [])
+    assert "does not exist" in refused(capsys, command, tmp_path / "none", *options)
+
+
+def test_an_output_that_exists_is_refused_before_any_work(demo_bundle: Path, capsys):
+    before = {path: path.stat().st_mtime_ns for path in demo_bundle.iterdir()}
+    assert "already exists" in refused(capsys, "export", MODEL, "-o", demo_bundle, "--dataset", "./none.txt")
+    assert before == {path: path.stat().st_mtime_ns for path in demo_bundle.iterdir()}
+
+
+# --- what is nobody's option -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (OSError(28, "No space left on device", "/x/y"), 2, "error: [Errno 28] No space left on device: '/x/y'"),
+        (MemoryError(), 2, "error: not enough memory"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "needs the package 'torch'"),
+        (tide_export.TideError("two\nlines"), 2, "error: two lines"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_other_failures_are_one_line_too(monkeypatch, capsys, error, code, says):
+    def fail(options):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "inspect", fail)
+    assert main(["inspect", "x"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
+    def fail(options):
+        raise ModuleNotFoundError("No module named 'tide_export.gone'", name="tide_export.gone")
+
+    monkeypatch.setitem(COMMANDS, "inspect", fail)
+    with pytest.raises(ModuleNotFoundError):
+        main(["inspect", "x"])
+
+
+def test_a_reader_that_leaves_is_no_error(demo_bundle: Path):
+    """`tide-export inspect ... | head -1`: the pipe is closed before anything is written."""
+    command = [sys.executable, "-m", "tide_export.cli", "inspect", str(demo_bundle)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait() == 0

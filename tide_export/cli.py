@@ -1,0 +1,247 @@
+"""The command `tide-export`: reads options, calls one function of the package, prints what it returns.
+
+The options are in `cli_options`; here is a short function per command. The work is in `pipeline`, `validate`, `bench`,
+`describe` and the runtime, imported only by the command that needs them, so that `generate`, `bench` and `inspect` work
+(and start fast) where PyTorch is not installed. Exit codes: 0 done, 1 `validate` found a difference, 2 a user's
+mistake, told in one line on stderr, 130 interrupted.
+"""
+
+import json
+import logging
+import os
+import sys
+import tomllib
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tide_export.cli_options import CALIBRATION_FIELDS, CONFIG_OPTIONS, PROGRAM, build_parser
+from tide_export.errors import ConfigError, TideError
+
+if TYPE_CHECKING:
+    from tide_export.config import TideConfig
+
+logger = logging.getLogger("tide_export")
+RELEASED = {"target": ("onnxruntime",), "weights": ("fp32",), "mode": ("full", "exit")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code (usage errors leave through SystemExit with code 2)."""
+    options = build_parser().parse_args(arguments)
+    _log_to_stderr(options.verbose - options.quiet)
+    try:
+        _refuse_unreleased(options)
+        code = COMMANDS[options.command](options)
+        sys.stdout.flush()  # here, where a reader that has left can still be noticed
+        return code
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # the reader of our output (head, less) has left: nothing went wrong here
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (TideError, OSError, MemoryError, ModuleNotFoundError) as error:
+        if options.debug or (isinstance(error, ModuleNotFoundError) and str(error.name).startswith("tide_export")):
+            raise
+        return _fail(f"error: {_sentence(error)}", TideError.exit_code)
+
+
+def _calibrate(options: Namespace) -> int:
+    config = _config(options)
+    if options.from_tide is None:
+        from tide_export.pipeline import calibrate_to_file
+
+        calibrate_to_file(options.model, Path(options.output), config)
+    else:
+        _refuse_calibration_options(options, "--from-tide")
+        from tide_export.calibrate.imported import import_routers
+
+        import_routers(options.model, options.from_tide).save(options.output)
+    print(options.output)
+    return 0
+
+
+def _export(options: Namespace) -> int:
+    config = _config(options)
+    if options.routers is not None:
+        _refuse_calibration_options(options, "--routers")
+    from tide_export.pipeline import export
+
+    routers = None if options.routers is None else Path(options.routers)
+    bundle = export(
+        options.model,
+        Path(options.output),
+        routers=routers,
+        config=config,
+        weights=options.weights,
+        overwrite=options.overwrite,
+        validate=not options.no_check,
+        max_length=options.max_length,
+    )
+    print(bundle)
+    return 0
+
+
+def _validate(options: Namespace) -> int:
+    from tide_export.validate import validate
+
+    report = validate(
+        options.bundle,
+        options.model,
+        options.dataset,
+        prompts=options.prompts,
+        longest_prompt=options.longest_prompt,
+        new_tokens=options.new_tokens,
+        thresholds=options.threshold,
+        max_pending=options.max_pending,
+        threads=options.threads,
+    )
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
+    return 0 if report.holds else 1
+
+
+def _generate(options: Namespace) -> int:
+    from tide_export.runtime.engine import load
+    from tide_export.text import BundleTokenizer
+
+    engine = load(options.bundle, provider=options.provider, threads=options.threads, verify=not options.no_verify)
+    tokenizer = BundleTokenizer(Path(options.bundle))
+    prompt = tokenizer.encode(options.prompt)
+    stream = engine.stream(
+        prompt,
+        options.max_new_tokens,
+        mode=options.mode,
+        threshold=options.threshold,
+        min_layers=options.min_layers,
+        max_pending=options.max_pending,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_token_ids=[] if options.ignore_eos else None,
+    )
+    if options.json:
+        tokens = list(stream)
+        text = "".join(tokenizer.stream(prompt, tokens))
+        answer = {"prompt": options.prompt, "text": text, "tokens": tokens, "finish_reason": stream.finish_reason}
+        print(json.dumps(answer | {"mode": options.mode, "stats": stream.stats.as_dict()}, indent=2))
+        return 0
+    for piece in tokenizer.stream(prompt, stream):
+        print(piece, end="", flush=True)
+    print(flush=True)
+    if not options.quiet:
+        print(f"\n{stream.stats.summary()}\nended by {stream.finish_reason}", file=sys.stderr)
+    return 0
+
+
+def _bench(options: Namespace) -> int:
+    from tide_export.bench import bench
+
+    report = bench(
+        options.bundle,
+        prompt=options.prompt,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        repeat=options.repeat,
+        threshold=options.threshold,
+        min_layers=options.min_layers,
+        max_pending=options.max_pending,
+        provider=options.provider,
+        threads=options.threads,
+        verify=not options.no_verify,
+    )
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
+    return 0
+
+
+def _inspect(options: Namespace) -> int:
+    from tide_export.describe import describe, render
+
+    described = describe(options.bundle, verify=not options.no_verify)
+    print(json.dumps(described, indent=2) if options.json else render(described))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Namespace], int]] = {
+    "calibrate": _calibrate,
+    "export": _export,
+    "validate": _validate,
+    "generate": _generate,
+    "bench": _bench,
+    "inspect": _inspect,
+}
+
+
+def _config(options: Namespace) -> "TideConfig":
+    """The settings from the recipe, if one is given, with the command line's own options on top."""
+    from tide_export.config import TideConfig
+
+    return TideConfig.from_options(**(_recipe(options.recipe) | _given(options)))
+
+
+def _given(options: Namespace) -> dict[str, Any]:
+    """The config fields set on the command line."""
+    values = {option.field: getattr(options, option.field, None) for option in CONFIG_OPTIONS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _recipe(path: str | None) -> dict[str, Any]:
+    """The config fields in a TOML file."""
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no recipe at {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+
+
+def _refuse_calibration_options(options: Namespace, because: str) -> None:
+    """With ready-made routers there is no calibration to set up; an option that would be ignored is a mistake.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    given = _recipe(options.recipe) | _given(options)
+    for option in CONFIG_OPTIONS:
+        if option.field in CALIBRATION_FIELDS and option.field in given:
+            raise ConfigError(f"{option.flag} does nothing with {because}: the routers are fitted already")
+
+
+def _refuse_unreleased(options: Namespace) -> None:
+    """What the design names but this release has not yet.
+
+    Raises:
+        ConfigError: naming the option and what there is.
+    """
+    for name, known in RELEASED.items():
+        value = getattr(options, name, None)
+        if value is not None and value not in known:
+            raise ConfigError(f"--{name} {value}: this release has {' and '.join(known)} only")
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"{PROGRAM}: {message}", file=sys.stderr)
+    return code
+
+
+def _sentence(error: BaseException) -> str:
+    """An error as one line."""
+    if isinstance(error, MemoryError):
+        return "not enough memory"
+    if isinstance(error, ModuleNotFoundError):
+        return f"this command needs the package {error.name!r}: pip install 'tide_export[export,cpu]'"
+    return " ".join(str(error).split())
+
+
+def _log_to_stderr(verbosity: int) -> None:
+    """Sends the package's log to stderr: -q warnings alone, by default what each stage does, -v everything."""
+    logger.setLevel({-1: logging.WARNING, 0: logging.INFO}.get(max(verbosity, -1), logging.DEBUG))
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers = [handler]  # not added: main may be called more than once in a process
+
+
+if __name__ == "__main__":
+    sys.exit(main())

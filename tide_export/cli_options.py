@@ -1,0 +1,201 @@
+"""The options of every `tide-export` command, and what `--help` says about them.
+
+Read by `cli.main`. Nothing here sets a default of `TideConfig`: an option that is not given stays None, and the recipe,
+the config or the bundle decides.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from tide_export import __version__
+
+PROGRAM = "tide-export"
+
+
+class ConfigOption(NamedTuple):
+    """A command-line option that sets a field of `TideConfig`."""
+
+    flag: str
+    field: str
+    parse: Callable[[str], Any]
+    help: str
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layer counts such as 3,6,9") from None
+
+
+def _thresholds(text: str) -> float | list[float]:
+    """One threshold for all checkpoints, or a list with one per checkpoint."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a threshold such as 0.85, nor a list of them") from None
+    return values[0] if len(values) == 1 else values
+
+
+def _threshold_list(text: str) -> list[float]:
+    """Thresholds to try one after the other."""
+    values = _thresholds(text)
+    return values if isinstance(values, list) else [values]
+
+
+# TideConfig itself needs pydantic, which a machine that only runs bundles has not; a test compares the two.
+CONFIG_OPTIONS = [
+    ConfigOption("--checkpoints", "checkpoints", _layers, "layers run at each checkpoint, e.g. 3,6,9"),
+    ConfigOption("--checkpoint-interval", "checkpoint_interval", int, "a checkpoint after every N layers (4)"),
+    ConfigOption("--exit-threshold", "exit_threshold", float, "a token exits when its score is above this (0.85)"),
+    ConfigOption("--min-layers", "min_layers", int, "checkpoints with fewer layers behind them never exit (8)"),
+    ConfigOption("--max-pending", "max_pending", int, "tokens that may wait before a segment is forced to run (16)"),
+    ConfigOption("--dataset", "calibration_dataset", str, "text to calibrate on (SPEC, see below; wikitext)"),
+    ConfigOption("--calibration-samples", "calibration_samples", int, "sequences read at most (2000)"),
+    ConfigOption("--calibration-length", "calibration_length", int, "tokens per sequence at most (512)"),
+    ConfigOption("--calibration-batch", "calibration_batch", int, "sequences per forward pass (8)"),
+    ConfigOption("--calibration-tokens-kept", "calibration_tokens_kept", int, "tokens kept per split (65536)"),
+    ConfigOption("--label", "label", str, "what a router learns: agreement or cosine (agreement)"),
+    ConfigOption("--convergence-threshold", "convergence_threshold", float, "cosine label: similarity above (0.98)"),
+    ConfigOption("--router-bottleneck-dim", "router_bottleneck_dim", int, "hidden width of a router (128)"),
+    ConfigOption("--router-epochs", "router_epochs", int, "passes over the kept tokens (40)"),
+    ConfigOption("--router-learning-rate", "router_learning_rate", float, "(0.001)"),
+    ConfigOption("--validation-fraction", "validation_fraction", float, "share of documents kept apart (0.2)"),
+    ConfigOption("--seed", "seed", int, "of every random choice in calibration (0)"),
+]
+# The fields that the exported graph or the bundle's defaults depend on even when the routers are fitted already.
+CALIBRATION_FIELDS = {option.field for option in CONFIG_OPTIONS} - {"exit_threshold", "min_layers", "max_pending"}
+
+SPEC_HELP = (
+    "SPEC is a local .txt, .jsonl or .parquet file, a folder or a glob of them, or a Hugging Face dataset id "
+    "(wikitext is wikitext-103-raw-v1). MODEL is a folder or a Hugging Face hub id."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `command` in its result is the command's name."""
+    parser = _Parser(prog=PROGRAM, description="From a Hugging Face causal LM to an engine that really skips layers.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_calibrate(commands)
+    _add_export(commands)
+    _add_validate(commands)
+    _add_generate(commands)
+    _add_bench(commands)
+    _add_inspect(commands)
+    return parser
+
+
+def _command(commands, name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
+    parser.add_argument("-q", "--quiet", action="count", default=0, help="warnings and errors alone")
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="more about what happens")
+    parser.add_argument("--debug", action="store_true", help="a traceback with an error")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("calibration and exits (defaults in parentheses)")
+    group.add_argument("--recipe", metavar="FILE", help="TOML file with these settings, dashes written as underscores")
+    for option in CONFIG_OPTIONS:
+        group.add_argument(option.flag, dest=option.field, type=option.parse, metavar="X", help=option.help)
+
+
+def _add_calibrate(commands) -> None:
+    parser = _command(commands, "calibrate", "Fit one router per checkpoint on text and save them.", SPEC_HELP)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="router file to write (.safetensors)")
+    parser.add_argument("--from-tide", metavar="FILE", help="convert TIDE's own router.pt instead of fitting anything")
+    _add_config(parser)
+
+
+def _add_export(commands) -> None:
+    parser = _command(commands, "export", "Make a bundle; calibrates first unless --routers is given.", SPEC_HELP)
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to write")
+    parser.add_argument("--routers", metavar="FILE", help="routers from `calibrate`, or TIDE's router.pt")
+    parser.add_argument("--target", default="onnxruntime", help="engine: onnxruntime")
+    parser.add_argument("--weights", default="fp32", help="precision of the weights: fp32")
+    parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+    parser.add_argument("--no-check", action="store_true", help="skip the short comparison with the model at the end")
+    _add_config(parser)
+
+
+def _add_validate(commands) -> None:
+    parser = _command(
+        commands,
+        "validate",
+        "Compare a bundle with its model and with TIDE's rule, token for token; exit code 1 when they differ.",
+        SPEC_HELP,
+    )
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="the model the bundle was made from")
+    parser.add_argument("--dataset", metavar="SPEC", help="text for the prompts (what the routers were calibrated on)")
+    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="how many prompts (16)")
+    parser.add_argument("--longest-prompt", type=int, default=128, metavar="N", help="in tokens (128)")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="generated after each prompt (32)")
+    parser.add_argument(
+        "--threshold", type=_threshold_list, metavar="T,T", help="thresholds to try (0.3,0.5,0.7,0.85,0.95)"
+    )
+    parser.add_argument("--max-pending", type=int, metavar="N", help="(the bundle's)")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _add_generate(commands) -> None:
+    parser = _command(commands, "generate", "Continue a prompt; text to stdout as it comes, statistics to stderr.")
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
+    _add_exit_options(parser)
+    parser.add_argument("--mode", default="exit", help="full: every layer for every token; exit: as the routers say")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest; 0: all (0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest X of 1 (1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the sampling; the same seed gives the same text")
+    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
+    _add_engine_options(parser)
+
+
+def _add_bench(commands) -> None:
+    parser = _command(
+        commands, "bench", "Time prefill and decoding at full depth, with exits, and with every token exiting."
+    )
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument("--prompt", metavar="TEXT", help="the text to continue (a built-in one)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="the prompt is cut to this (64)")
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="decoded in each run (64)")
+    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="interleaved runs of each mode (9)")
+    _add_exit_options(parser)
+    _add_engine_options(parser)
+
+
+def _add_inspect(commands) -> None:
+    parser = _command(commands, "inspect", "Print what is in a bundle.")
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument("--no-verify", action="store_true", help="do not hash the files")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _add_exit_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threshold", type=_thresholds, metavar="T[,T]", help="exit above this score, one value or one per checkpoint"
+    )
+    parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer layers never exit")
+    parser.add_argument("--max-pending", type=int, metavar="N", help="tokens that may wait before a segment runs")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--provider", default="auto", help="engine to run on: auto, cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
+    parser.add_argument("--no-verify", action="store_true", help="do not hash the bundle's files before running it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")

@@ -1,0 +1,199 @@
+"""What `tide.json` says of a bundle: the fields, and a parser that takes nothing on trust.
+
+`pipeline` fills a `Manifest`, `bundle` writes and reads it, the runtimes take shapes, checkpoints and defaults from it.
+A manifest comes from a disk or a download: every field is there, of its type and in range, or it is refused by name.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import pairwise
+from math import isfinite
+from pathlib import PurePosixPath
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from tide_export.errors import BundleError
+from tide_export.names import GRAPH_FILE, MANIFEST_FILE
+
+SCHEMA = "tide_export.bundle/1"
+WEIGHTS = ("fp32",)
+TARGETS = ("onnxruntime",)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The source model, as far as a runtime needs it."""
+
+    name: str  # what the user called it: a Hub id or a folder
+    architecture: str  # e.g. "LlamaForCausalLM"
+    weights_sha256: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int | None  # tokens; None: the model has no limit of its own
+    eos_token_ids: tuple[int, ...]
+    kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One input or output of the graph; a dimension is a number, or a name when it varies."""
+
+    name: str
+    dtype: str  # numpy's name: "float32", "int64", "int32"
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size in bytes and sha256 (hex) of one file of the bundle."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `tide.json` says. `write_manifest` fills `files`; everything else is the exporter's to give."""
+
+    model: ModelInfo
+    checkpoints: tuple[int, ...]  # layers run at each, ascending, never the last layer; empty: a full-depth graph
+    thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]
+    min_layers: int  # checkpoints with fewer layers behind them never exit
+    max_pending: int  # default of the runtime input
+    weights: str
+    target: str
+    opset: int
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    calibration: dict[str, Any] | None  # provenance of the routers
+    versions: dict[str, str]  # of the tools that made the bundle
+    created: str  # ISO 8601
+    files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
+
+    @property
+    def segment_sizes(self) -> tuple[int, ...]:
+        """Layers of each segment, shallowest first; they add up to `model.num_layers`."""
+        edges = (0, *self.checkpoints, self.model.num_layers)
+        return tuple(end - start for start, end in pairwise(edges))
+
+    def to_json(self) -> str:
+        """The text of `tide.json`."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = MANIFEST_FILE) -> "Manifest":
+        """Parses strictly: every field present, of its type and in range, and no other field.
+
+        Raises:
+            BundleError: naming `source` and the field.
+        """
+        try:
+            data = json.loads(text, parse_constant=_refuse_constant)
+        except ValueError as error:
+            raise BundleError(f"{source} is not valid JSON: {error}") from None
+        if not isinstance(data, dict) or not isinstance(schema := data.pop("schema", None), str):
+            raise BundleError(f"{source} is not the manifest of a bundle: it has no field 'schema'")
+        if schema != SCHEMA:
+            raise BundleError(
+                f"{source} has schema {schema!r} but this release reads {SCHEMA!r}: "
+                "use the tide_export release that wrote it, or export again"
+            )
+        manifest = _parse(cls, data, source, "")
+        _check(manifest, source)
+        return manifest
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
+    """`value` (from JSON) as the type `kind`; `where` is the dotted field name for the message."""
+
+    def wrong(expected: str) -> BundleError:
+        shown = json.dumps(value, ensure_ascii=False)
+        return BundleError(f"{source}: field '{where}' must be {expected}, not {shown[:60]}")
+
+    if kind is Any:
+        return value
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        return _parse_fields(kind, value, source, where)
+    if isinstance(kind, UnionType):
+        options = [option for option in get_args(kind) if option is not NoneType]
+        if value is None and NoneType in get_args(kind):
+            return None
+        if len(options) > 1:
+            options = [option for option in options if type(value) is option] or options
+        return _parse(options[0], value, source, where)
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        item = get_args(kind)[1]
+        return {key: _parse(item, entry, source, f"{where}.{key}") for key, entry in value.items()}
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise wrong("a list")
+        items = get_args(kind)
+        if items[-1] is Ellipsis:
+            items = (items[0],) * len(value)
+        if len(items) != len(value):
+            raise wrong(f"a list of {len(items)}")
+        return tuple(
+            _parse(item, e, source, f"{where}.{i}") for i, (item, e) in enumerate(zip(items, value, strict=True))
+        )
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise wrong("a number")
+        return float(value)
+    if type(value) is not kind:  # not isinstance: true is no int
+        raise wrong({int: "a whole number", str: "a string"}[kind])
+    return value
+
+
+def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str) -> T:
+    prefix = f"{where}." if where else ""
+    hints = get_type_hints(kind)
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    for name in names:
+        if name not in value:
+            raise BundleError(f"{source}: field '{prefix}{name}' is missing")
+    for name in value:
+        if name not in names:
+            raise BundleError(f"{source}: field '{prefix}{name}' is unknown")
+    return kind(**{name: _parse(hints[name], value[name], source, f"{prefix}{name}") for name in names})
+
+
+def _check(manifest: Manifest, source: str) -> None:
+    """What the types do not say: ranges, and fields that must agree with each other."""
+
+    def require(condition: bool, name: str, rule: str) -> None:
+        if not condition:
+            raise BundleError(f"{source}: field '{name}' {rule}")
+
+    model, points = manifest.model, manifest.checkpoints
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
+    require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
+    require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
+    require(len(model.kv_shapes) == model.num_layers, "model.kv_shapes", "must have one entry per layer")
+    require(all(h >= 1 and d >= 1 for h, d in model.kv_shapes), "model.kv_shapes", "holds a size below 1")
+    require(list(points) == sorted(set(points)), "checkpoints", "must be distinct and ascending")
+    require(all(1 <= p < model.num_layers for p in points), "checkpoints", f"must lie in 1..{model.num_layers - 1}")
+    require(len(manifest.thresholds) == len(points), "thresholds", "must have one value per checkpoint")
+    require(all(0 <= value <= 1 for value in manifest.thresholds), "thresholds", "must lie in [0, 1]")
+    require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
+    require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
+    require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
+    require(manifest.target in TARGETS, "target", f"must be one of {', '.join(TARGETS)}")
+    require(GRAPH_FILE in manifest.files, "files", f"does not list {GRAPH_FILE}")
+    for name, info in manifest.files.items():
+        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts and "\\" not in name
+        require(inside and name not in ("", ".", MANIFEST_FILE), f"files.{name}", "is not a path inside the bundle")
+        require(info.size >= 0, f"files.{name}.size", "must be 0 or more")
+        is_hash = len(info.sha256) == 64 and set(info.sha256) <= set("0123456789abcdef")
+        require(is_hash, f"files.{name}.sha256", "must be 64 lower-case hex digits")

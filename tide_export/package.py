@@ -1,0 +1,105 @@
+"""What goes into a bundle beside the graph: weights file, tokenizer, and the manifest that describes it all.
+
+Called by `pipeline` once the graph is lowered; `bundle` then puts the folder in place.
+"""
+
+import logging
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import onnx_ir as ir
+
+from tide_export import __version__, names
+from tide_export.bundle import Manifest, ModelInfo, TensorInfo
+from tide_export.calibrate import load_tokenizer
+from tide_export.config import TideConfig
+from tide_export.errors import ConfigError, ModelError
+from tide_export.model import SourceModel
+from tide_export.routers import RouterSet
+from tide_export.trace.tracer import OPSET
+
+logger = logging.getLogger("tide_export")
+
+
+def context_length(source: SourceModel, max_length: int | None) -> int:
+    """Tokens a sequence of the bundle may have: `max_length`, at most the model's own context.
+
+    Raises:
+        ConfigError: `max_length` is out of range, or the model sets no bound and none is given.
+    """
+    own = source.context_length
+    if max_length is None:
+        if own is None:
+            raise ConfigError(f"{source.name} sets no context length of its own: give --max-length")
+        return own
+    if max_length < 2 or (own is not None and max_length > own):
+        raise ConfigError(f"max_length must lie in 2..{own or 'any'} (the model's context), not {max_length}")
+    return max_length
+
+
+def save_graph(graph: ir.Model, folder: Path) -> None:
+    """Writes model.onnx and, beside it, every weight of more than a few bytes in model.onnx.data."""
+    ir.save(graph, folder / names.GRAPH_FILE, external_data=names.WEIGHTS_FILE, size_threshold_bytes=1024)
+
+
+def save_tokenizer(model: str, folder: Path) -> None:
+    """Copies the model's tokenizer; a model that has none still exports, for callers that bring token ids."""
+    try:
+        load_tokenizer(model).save_pretrained(folder)
+    except ModelError as error:
+        logger.warning("the bundle has no tokenizer, only token ids can be given to it: %s", error)
+
+
+def make_manifest(
+    source: SourceModel, routers: RouterSet, config: TideConfig, graph: ir.Model, length: int
+) -> Manifest:
+    """The manifest of a bundle, but for its files."""
+    past = [value for value in graph.graph.inputs if (value.name or "").startswith("past_key_values.")]
+    keys = [value.shape for value in past if (value.name or "").endswith(".key")]
+    return Manifest(
+        model=ModelInfo(
+            name=source.name,
+            architecture=source.architecture,
+            weights_sha256=source.weights_sha256,
+            num_layers=source.num_layers,
+            hidden_size=source.hidden_size,
+            vocab_size=source.vocab_size,
+            context_length=length,
+            eos_token_ids=source.eos_token_ids,
+            kv_shapes=tuple((int(shape[1]), int(shape[3])) for shape in keys if shape is not None),  # type: ignore[arg-type]
+        ),
+        checkpoints=routers.checkpoints,
+        thresholds=(config.exit_threshold,) * len(routers.checkpoints),
+        min_layers=config.min_layers,
+        max_pending=config.max_pending,
+        weights="fp32",
+        target="onnxruntime",
+        opset=OPSET,
+        inputs=tuple(_tensor_info(value) for value in graph.graph.inputs),
+        outputs=tuple(_tensor_info(value) for value in graph.graph.outputs),
+        calibration=routers.provenance or None,
+        versions={
+            "tide_export": __version__,
+            **_versions("torch", "transformers", "onnxscript", "onnx-ir", "onnxruntime"),
+        },
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _tensor_info(value: ir.Value) -> TensorInfo:
+    assert value.name is not None
+    assert value.dtype is not None
+    assert value.shape is not None
+    shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+    return TensorInfo(value.name, value.dtype.numpy().name, shape)
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,216 @@
+"""Token-for-token comparison of an engine with its references, on prompts given as token ids.
+
+The engine generates greedily; then the *reference* reads what it wrote in one eager PyTorch pass and is asked, at every
+generated position, what it would have said after the very same prefix. In full mode the reference is the HuggingFace
+model, and by induction equality at every position is equality with HuggingFace's own greedy generation. In exit mode it
+is the oracle (`oracle.py`), which must agree on the token and on the layer it left at. One floating-point allowance: a
+difference is forgiven where the reference itself was undecided, that is, where the two tokens' logits, or the score and
+the threshold that decided, lie closer than `FORGIVEN_GAP`; every forgiven difference is counted and shown.
+
+Called by `validate` and by the parity tests, with any engine and source model.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide_export.model import SourceModel
+from tide_export.oracle import oracle
+from tide_export.routers import RouterSet
+from tide_export.runtime.engine import Engine
+from tide_export.thresholds import OFF
+
+FORGIVEN_GAP = 1e-4
+SHOWN_DIFFERENCES = 5
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the engine wrote after one prompt: N tokens, and how it came to each.
+
+    Attributes:
+        tokens: N token ids.
+        logits: [N, V] float32, those each token was taken from.
+        exit_layers: N layer counts, where the hidden state behind each token left.
+        layers_executed: decoder layers the engine ran over all steps; one run over several waiting tokens counts once.
+    """
+
+    tokens: list[int]
+    logits: np.ndarray
+    exit_layers: list[int]
+    layers_executed: int
+
+
+@dataclass
+class Check:
+    """The tally of one setting (full depth, or one threshold) over all prompts.
+
+    Attributes:
+        name: `full`, `0.85`, or `bundle` for the bundle's own thresholds.
+        thresholds: what the graph was given, one per checkpoint (2.0 = off).
+        tokens: generated positions compared.
+        wrong: positions where the engine differs from its reference, not forgiven.
+        forgiven: positions where it differs and the reference was undecided.
+        same_as_full: positions where the token is the full model's own choice after the same prefix.
+        max_error: largest |logit - reference logit| over positions that left at the same layer.
+        exits: layers -> positions that left there (the model's depth: never left).
+        layers_executed: see `Written`; divided by `tokens` it is what a token cost.
+        differences: the first few wrong positions, one sentence each.
+    """
+
+    name: str
+    thresholds: list[float]
+    tokens: int = 0
+    wrong: int = 0
+    forgiven: int = 0
+    same_as_full: int = 0
+    max_error: float = 0.0
+    exits: Counter[int] = field(default_factory=Counter)
+    layers_executed: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was compared and nothing differed; logits that are no numbers never hold."""
+        return self.tokens > 0 and self.wrong == 0 and bool(np.isfinite(self.max_error))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tally, ready for JSON."""
+        return {
+            "name": self.name,
+            "thresholds": self.thresholds,
+            "holds": self.holds,
+            "tokens": self.tokens,
+            "wrong": self.wrong,
+            "forgiven": self.forgiven,
+            "same_as_full": self.same_as_full,
+            "max_logit_error": self.max_error if np.isfinite(self.max_error) else None,
+            "exits_per_layer": {str(layers): count for layers, count in sorted(self.exits.items())},
+            "layers_per_token": self.layers_executed / self.tokens if self.tokens else None,
+            "differences": self.differences,
+        }
+
+
+def check_full(
+    engine: Engine,
+    source: SourceModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    max_pending: int = 16,
+    advance: Callable[[float], object] = lambda amount: None,
+) -> Check:
+    """The engine at full depth against the HuggingFace model, `new_tokens` greedy tokens after each of `prompts`.
+
+    Args:
+        advance: called with 1 after every prompt.
+    """
+    check = Check("full", [OFF] * len(engine.manifest.checkpoints))
+    for prompt in prompts:
+        written = write_greedily(engine, prompt, new_tokens, check.thresholds, max_pending)
+        reference = _full_logits(source, prompt, written)
+        _tally(check, written, reference, [source.num_layers] * new_tokens, {})
+        check.same_as_full += int((reference.argmax(-1) == np.array(written.tokens)).sum())
+        advance(1)
+    return check
+
+
+def check_exit(
+    engine: Engine,
+    source: SourceModel,
+    routers: RouterSet,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    thresholds: Sequence[float],
+    max_pending: int = 16,
+    name: str = "exit",
+    advance: Callable[[float], object] = lambda amount: None,
+) -> Check:
+    """The engine with exits against the oracle: the same tokens from the same layers.
+
+    Args:
+        thresholds: one per checkpoint, 2.0 = off.
+        name: what the report calls this setting.
+        advance: called with 1 after every prompt.
+    """
+    check = Check(name, list(thresholds))
+    for prompt in prompts:
+        written = write_greedily(engine, prompt, new_tokens, thresholds, max_pending)
+        judged = oracle(source, routers, [*prompt, *written.tokens[:-1]], thresholds)
+        first = len(prompt) - 1  # the position whose logits gave the first new token
+        distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
+        margins = {layers: distance[:, k] for k, layers in enumerate(routers.checkpoints)}
+        reference = judged.logits[first:].float().cpu().numpy()
+        _tally(check, written, reference, judged.exit_layers[first:].tolist(), margins)
+        full = _full_logits(source, prompt, written)
+        check.same_as_full += int((full.argmax(-1) == np.array(written.tokens)).sum())
+        advance(1)
+    return check
+
+
+def write_greedily(
+    engine: Engine, prompt: Sequence[int], new_tokens: int, thresholds: Sequence[float], max_pending: int
+) -> Written:
+    """`new_tokens` greedy tokens after `prompt`; an end-of-sequence token does not stop it: more is compared so."""
+    sizes = engine.manifest.segment_sizes
+    state = engine.start(thresholds=list(thresholds), max_pending=max_pending)
+    tokens: list[int] = []
+    logits, exit_layers, layers_executed = [], [], 0
+    fed = list(prompt)
+    for _ in range(new_tokens):
+        step = state.step(fed)
+        fed = [int(step.logits.argmax())]
+        tokens += fed
+        logits.append(np.array(step.logits, dtype=np.float32))  # a copy: the engine may reuse its buffer
+        exit_layers.append(int(step.exit_layer))
+        layers_executed += sum(sizes[: int(step.segments_run)])
+    return Written(tokens, np.stack(logits), exit_layers, layers_executed)
+
+
+@torch.no_grad()
+def _full_logits(source: SourceModel, prompt: Sequence[int], written: Written) -> np.ndarray:
+    """[N, V]: the HuggingFace model's logits at the N positions the engine took its tokens from."""
+    ids = torch.tensor([[*prompt, *written.tokens[:-1]]], device=source.device)
+    return source.run(ids, []).logits[0, len(prompt) - 1 :].float().cpu().numpy()
+
+
+def _tally(
+    check: Check, written: Written, reference: np.ndarray, exit_layers: Sequence[int], margins: Mapping[int, np.ndarray]
+) -> None:
+    """Adds one prompt's N positions to `check`.
+
+    Args:
+        reference: [N, V] logits after the same prefixes.
+        exit_layers: N layer counts the reference left at.
+        margins: layers at a checkpoint -> [N], |score - threshold| there; empty where nothing may exit.
+    """
+    for i, token in enumerate(written.tokens):
+        left, should = written.exit_layers[i], exit_layers[i]
+        expected = int(reference[i].argmax())
+        check.tokens += 1
+        check.exits[left] += 1
+        if left != should:
+            # The shallower of the two is where one decided to leave and the other to go on.
+            undecided_by = margins.get(min(left, should))
+            gap = float(undecided_by[i]) if undecided_by is not None else float("inf")
+            _count_difference(check, gap, f"new token {i + 1} left after layer {left} instead of {should}")
+            continue
+        error = float(np.abs(written.logits[i] - reference[i]).max())
+        check.max_error = float(np.maximum(check.max_error, error))  # unlike max(), keeps a NaN
+        if token != expected:
+            gap = float(reference[i, expected] - reference[i, token])
+            _count_difference(check, gap, f"new token {i + 1} is {token} instead of {expected}")
+    check.layers_executed += written.layers_executed
+
+
+def _count_difference(check: Check, gap: float, sentence: str) -> None:
+    """Counts a position that differs by how far the reference was from being undecided there."""
+    if gap < FORGIVEN_GAP:
+        check.forgiven += 1
+        return
+    check.wrong += 1
+    if len(check.differences) < SHOWN_DIFFERENCES:
+        check.differences.append(f"{sentence} (reference decided by {gap:.2g})")

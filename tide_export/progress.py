@@ -1,0 +1,46 @@
+"""Shows how far a long stage is and how much time is left: a bar on a terminal, one log line anywhere else.
+
+Every stage of making a bundle wraps its slow loop in `stage`. Bars go to stderr, so that stdout stays clean for results
+and `--json`; where stderr is not a terminal (CI, a log file) nothing is drawn and the stage leaves one INFO line in the
+logger "tide_export" when it ends.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger("tide_export")
+
+
+@contextmanager
+def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+    """Announces a stage; yields `advance(amount)`, to be called as its work is done.
+
+    Args:
+        title: what is being done, in the progressive form: "collecting hidden states".
+        total: the amounts that `advance` will sum up to; None where the end is not known (no time left is shown).
+
+    A stage that ends in an exception draws and logs nothing more: the exception says what happened.
+    """
+    started = time.perf_counter()
+    if sys.stderr.isatty():
+        with _bar(title, total) as advance:
+            yield advance
+    else:
+        yield lambda amount: None
+    logger.info("%s ... done in %.1f s", title, time.perf_counter() - started)
+
+
+@contextmanager
+def _bar(title: str, total: float | None) -> Iterator[Callable[[float], None]]:
+    # Imported here: the runtime uses this module too and must not need more than numpy and its engine.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")]
+    timing = [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
+    with Progress(*columns, *timing, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda amount: progress.advance(task, amount)

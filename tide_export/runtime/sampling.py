@@ -1,0 +1,82 @@
+"""From logits to the next token: greedy, or drawn after temperature, top-k and top-p, in that order.
+
+One `Sampler` per generation, called by `engine.TokenStream` with each step's logits. The same seed and the same logits
+give the same tokens.
+"""
+
+from math import isfinite
+
+import numpy as np
+
+from tide_export.errors import GenerationError
+from tide_export.runtime.options import real_number, whole_number
+
+
+class Sampler:
+    """Picks token ids by the options of one generation."""
+
+    def __init__(
+        self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | np.integer | None = None
+    ) -> None:
+        """Checks the options.
+
+        Args:
+            temperature: 0 is greedy; otherwise logits are divided by it.
+            top_k: keep the k most likely tokens; 0 keeps all.
+            top_p: keep the fewest most likely tokens whose probabilities (after top_k) add up to this or more.
+            seed: of the random numbers; None draws a new one.
+
+        Raises:
+            GenerationError: temperature below 0, top_k below 0, top_p outside (0, 1], seed below 0.
+        """
+        self.temperature = real_number("temperature", temperature)
+        if self.temperature < 0:
+            raise GenerationError(f"temperature must be 0 or more, not {temperature!r}")
+        self.top_k = whole_number("top_k", top_k, least=0)
+        self.top_p = real_number("top_p", top_p)
+        if not 0 < self.top_p <= 1:
+            raise GenerationError(f"top_p must be above 0 and at most 1, not {top_p!r}")
+        self._random = np.random.default_rng(None if seed is None else whole_number("seed", seed, least=0))
+
+    def __call__(self, logits: np.ndarray) -> int:
+        """The next token for float logits [V]. Equal logits: greedy and top-k prefer the lowest id.
+
+        Raises:
+            GenerationError: the logits are not finite, so the model itself is broken.
+        """
+        if self.temperature == 0:
+            best = int(logits.argmax())  # numpy and torch both return the first of equals
+            if not isfinite(logits[best]):  # NaN counts as the largest
+                raise GenerationError("the model's logits are not finite")
+            return best
+        ids, probabilities = self.distribution(logits)
+        edges = probabilities.cumsum()
+        drawn = np.searchsorted(edges, self._random.random() * edges[-1], side="right")
+        return int(ids[min(drawn, len(ids) - 1)])
+
+    def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that can be drawn (int64 [n]) and their probabilities (float64 [n], adding up to 1)."""
+        ids = _top_ids(logits, self.top_k) if 0 < self.top_k < len(logits) else np.arange(len(logits))
+        probabilities = _softmax(logits[ids], self.temperature)
+        if self.top_p < 1:
+            order = np.argsort(-probabilities, kind="stable")
+            kept = order[: np.searchsorted(probabilities[order].cumsum(), self.top_p) + 1]
+            ids, probabilities = ids[kept], probabilities[kept] / probabilities[kept].sum()
+        return ids, probabilities
+
+
+def _top_ids(logits: np.ndarray, k: int) -> np.ndarray:
+    """Ids of exactly k largest logits, ascending; of equals at the edge the lowest ids stay."""
+    edge = np.partition(logits, len(logits) - k)[len(logits) - k]
+    above = np.flatnonzero(logits > edge)
+    ties = np.flatnonzero(logits == edge)[: k - len(above)]
+    return np.sort(np.concatenate([above, ties]))
+
+
+def _softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    best = logits.max()
+    if not isfinite(best):
+        raise GenerationError("the model's logits are not finite")
+    with np.errstate(over="ignore"):  # a tiny temperature: -inf, whose exp is the 0 it should be
+        weights = np.exp((logits.astype(np.float64) - best) / temperature)
+    return weights / weights.sum()

@@ -1,0 +1,104 @@
+"""From a checked bundle to an ONNX Runtime session: which engine runs it, with which options, and a contract check.
+
+`engine.load` calls `open_session` once per bundle; every `SequenceState` then runs steps through the one session. This
+is the only module that imports ONNX Runtime, and only when asked to.
+"""
+
+import logging
+from types import ModuleType
+from typing import Any
+
+from tide_export import names
+from tide_export.bundle import Bundle, Manifest
+from tide_export.errors import BundleError, ConfigError, ProviderError
+
+logger = logging.getLogger("tide_export")
+
+FATAL = 4  # ONNX Runtime's log level: its errors reach the user as exceptions, not a second time on stderr
+
+
+def open_session(bundle: Bundle, provider: str = "auto", threads: int | None = None) -> Any:
+    """The `onnxruntime.InferenceSession` of a bundle; safe to run from several threads at once.
+
+    Args:
+        provider: "auto" or "cpu"; a bundle of this release holds nothing that runs elsewhere.
+        threads: threads one step may use; None leaves it to ONNX Runtime (one per physical core).
+
+    Raises:
+        ProviderError: the provider is unknown or not in the bundle, or ONNX Runtime is not installed.
+        ConfigError: threads below 1.
+        BundleError: the graph does not load, or its inputs and outputs are not those of the manifest.
+    """
+    if provider in ("cuda", "tensorrt"):
+        raise ProviderError(
+            f"provider '{provider}' is not in this release: bundle '{bundle.path}' holds an ONNX Runtime graph for "
+            "the CPU and no such engine; use provider 'auto' or 'cpu'"
+        )
+    if provider not in ("auto", "cpu"):
+        raise ProviderError(f"provider must be 'auto' or 'cpu', not {provider!r}")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ConfigError(f"threads must be a whole number, 1 or more, not {threads!r}")
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = FATAL
+    options.intra_op_num_threads = threads or 0
+    # Spinning threads starve each other when several sequences (or other programs) share the cores: up to 10x slower.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    graph = bundle.file(names.GRAPH_FILE)
+    try:
+        session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
+        raise BundleError(f"ONNX Runtime cannot load '{graph}': {first_line(error)}") from error
+    _check_contract(session, bundle.manifest, str(graph))
+    logger.info(
+        "running '%s' with ONNX Runtime %s on the CPU, %s threads", bundle.path, ort.__version__, threads or "default"
+    )
+    return session
+
+
+def import_onnxruntime() -> ModuleType:
+    """The onnxruntime module.
+
+    Raises:
+        ProviderError: it is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ProviderError(f"ONNX Runtime cannot be imported ({error}): pip install tide_export[cpu]") from None
+    return onnxruntime
+
+
+def graph_inputs(manifest: Manifest) -> set[str]:
+    """Names of the inputs that a graph of this manifest must have."""
+    checkpoints = range(1, len(manifest.checkpoints) + 1)
+    routing = {names.THRESHOLDS, names.MAX_PENDING} if manifest.checkpoints else set()
+    waiting = {names.pending(k) for k in checkpoints}
+    cache = {names.past(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
+    return {names.INPUT_IDS, names.TOTAL_LENGTH} | routing | waiting | cache
+
+
+def graph_outputs(manifest: Manifest) -> set[str]:
+    """Names of the outputs that a graph of this manifest must have."""
+    checkpoints = range(1, len(manifest.checkpoints) + 1)
+    routing = {names.SCORES} if manifest.checkpoints else set()
+    waiting = {names.pending_out(k) for k in checkpoints}
+    cache = {names.present(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
+    return {names.LOGITS, names.EXIT_LAYERS, names.SEGMENTS_RUN} | routing | waiting | cache
+
+
+def _check_contract(session: Any, manifest: Manifest, graph: str) -> None:
+    """Buffers are bound by name and raw shape: a graph that is not the manifest's must not get that far."""
+    for kind, expected, found in (
+        ("input", graph_inputs(manifest), {entry.name for entry in session.get_inputs()}),
+        ("output", graph_outputs(manifest), {entry.name for entry in session.get_outputs()}),
+    ):
+        for name in sorted(expected - found):
+            raise BundleError(f"'{graph}' has no {kind} {name}, which its manifest calls for")
+        for name in sorted(found - expected):
+            raise BundleError(f"'{graph}' has the {kind} {name}, which its manifest does not know")
+
+
+def first_line(error: Exception) -> str:
+    """What ONNX Runtime says, without the stack it may append."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

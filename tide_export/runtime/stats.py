@@ -1,0 +1,111 @@
+"""What a generation saved and how fast it was: TIDE's counts of exits, plus layers that were really run.
+
+`engine.TokenStream` calls `record` once per token; `--json` and `bench` read `as_dict`, people read `summary`. A token
+that exits early may leave work for a later token's step, so exits alone say nothing about time: `layers_run` counts the
+layer passes of each step (a pass over one waiting token or eight costs about the same in decoding), `layer_tokens_run`
+counts positions times layers that were ever computed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ExitStats:
+    """Exits, layers and seconds of one generation; "layers" of a token are those of the step that produced it."""
+
+    checkpoints: tuple[int, ...]  # layers run at each
+    num_layers: int
+    prompt_tokens: int = 0
+    exit_layer: list[int] = field(default_factory=list)  # per token: layers its logits went through
+    layers_run: list[int] = field(default_factory=list)  # per token: layer passes its step executed
+    layer_tokens_run: int = 0  # positions x layers computed so far, the prompt's included
+    layer_tokens_total: int = 0  # what full depth would have computed for the same positions
+    prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
+    decode_seconds: float = 0.0  # all steps after it
+
+    def record(self, exit_layer: int, layers_run: int) -> None:
+        """Adds one generated token."""
+        self.exit_layer.append(exit_layer)
+        self.layers_run.append(layers_run)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens generated."""
+        return len(self.exit_layer)
+
+    @property
+    def exits_per_layer(self) -> dict[int, int]:
+        """Tokens that exited at each checkpoint; the last layer is no exit."""
+        return {layers: self.exit_layer.count(layers) for layers in self.checkpoints}
+
+    @property
+    def total_exited(self) -> int:
+        """Tokens that exited at some checkpoint."""
+        return sum(self.exits_per_layer.values())
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that went through every layer."""
+        return self.total_tokens - self.total_exited
+
+    @property
+    def exit_rate(self) -> float:
+        """Share of tokens that exited, 0 to 1."""
+        return self.total_exited / self.total_tokens if self.total_tokens else 0.0
+
+    @property
+    def layers_run_per_token(self) -> float:
+        """Mean layer passes per generated token, catching up for earlier tokens included."""
+        return sum(self.layers_run) / self.total_tokens if self.total_tokens else 0.0
+
+    @property
+    def layers_skipped_per_token(self) -> float:
+        """Mean layer passes per generated token that full depth would have executed and this did not."""
+        return self.num_layers - self.layers_run_per_token if self.total_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens after the first, by the seconds they took; 0 when there was no second token."""
+        return (self.total_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def summary(self) -> str:
+        """Some lines for people."""
+        lines = [
+            f"{self.total_tokens} tokens generated after a prompt of {self.prompt_tokens}",
+            f"exit rate {self.exit_rate:.1%}: {self.total_exited} exited, {self.remaining_tokens} at full depth",
+        ]
+        rows = [*self.exits_per_layer.items(), (self.num_layers, self.remaining_tokens)]
+        for layers, count in rows:
+            share = count / self.total_tokens if self.total_tokens else 0.0
+            lines.append(f"  after layer {layers:>3} of {self.num_layers}: {count:>5} tokens {share:>7.1%}")
+        lines.append(
+            f"layer passes per token: {self.layers_run_per_token:.2f} of {self.num_layers} run, "
+            f"{self.layers_skipped_per_token:.2f} skipped"
+        )
+        never = self.layer_tokens_total - self.layer_tokens_run
+        lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
+        speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"
+        lines.append(f"prefill {self.prefill_seconds:.3f} s, decode {self.decode_seconds:.3f} s ({speed})")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything above as JSON types (checkpoints become string keys)."""
+        return {
+            "total_tokens": self.total_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "exits_per_layer": {str(layers): count for layers, count in self.exits_per_layer.items()},
+            "remaining_tokens": self.remaining_tokens,
+            "total_exited": self.total_exited,
+            "exit_rate": self.exit_rate,
+            "num_layers": self.num_layers,
+            "layers_run_per_token": self.layers_run_per_token,
+            "layers_skipped_per_token": self.layers_skipped_per_token,
+            "layer_tokens_run": self.layer_tokens_run,
+            "layer_tokens_total": self.layer_tokens_total,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "exit_layer": list(self.exit_layer),
+            "layers_run": list(self.layers_run),
+        }

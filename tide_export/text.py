@@ -1,0 +1,79 @@
+"""Text in and text out for the command line: a bundle's own tokenizer.json, and detokenizing while tokens still arrive.
+
+Used by `generate` and `bench`; needs the small `tokenizers` package (part of the `cpu` and `gpu` extras), not
+transformers. The runtime itself works on token ids alone.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tide_export.errors import BundleError, GenerationError
+from tide_export.names import TOKENIZER_FILE
+
+REPLACEMENT = "\ufffd"  # what tokenizers shows for bytes that are no complete UTF-8 character (yet)
+
+
+class BundleTokenizer:
+    """The tokenizer stored in a bundle."""
+
+    def __init__(self, bundle: Path):
+        """Reads `bundle`/tokenizer.json.
+
+        Raises:
+            BundleError: there is none, or it cannot be read.
+        """
+        from tokenizers import Tokenizer
+
+        path = bundle / TOKENIZER_FILE
+        if not path.is_file():
+            raise BundleError(
+                f"bundle {bundle} holds no {TOKENIZER_FILE}, so it can only be run on token ids from Python "
+                "(tide_export.load)"
+            )
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises bare Exception
+            raise BundleError(f"{path} is not a usable tokenizer: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the special tokens the model puts around a prompt.
+
+        Raises:
+            GenerationError: the text gives no token at all.
+        """
+        ids = self._tokenizer.encode(text).ids
+        if not ids:
+            raise GenerationError("the prompt is empty: it holds no token")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+        """Pieces of text as `tokens` arrive; joined, they are the text that follows the prompt's.
+
+        A token may end in the middle of a character, and a tokenizer may spell a token differently after another one
+        (leading spaces). So each piece is the difference between two decodings of a short window, and text that still
+        ends in an incomplete character waits for the next token. Bytes that are incomplete when the tokens end come out
+        as U+FFFD, as in a decoding of the whole.
+        """
+        ids = list(prompt)
+        start, shown = _window_start(self, ids), len(ids)  # ids[start:shown] are out already; they give the context
+        for token in tokens:
+            ids.append(token)
+            before, after = self.decode(ids[start:shown]), self.decode(ids[start:])
+            if len(after) > len(before) and not after.endswith(REPLACEMENT):
+                yield after[len(before) :]
+                start, shown = shown, len(ids)
+        before, after = self.decode(ids[start:shown]), self.decode(ids[start:])
+        if len(after) > len(before):
+            yield after[len(before) :]
+
+
+def _window_start(tokenizer: BundleTokenizer, ids: Sequence[int]) -> int:
+    """The last few prompt tokens that decode to complete characters: enough context for the first new token."""
+    for start in range(max(0, len(ids) - 6), -1, -1):
+        if not tokenizer.decode(ids[start:]).startswith(REPLACEMENT):
+            return start
+    return 0

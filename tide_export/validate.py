@@ -1,0 +1,200 @@
+"""`tide-export validate`: does the bundle say what HuggingFace and TIDE's rule say, token for token, on real text?
+
+Loads the bundle and the model it was made from, cuts prompts of many lengths from a dataset, and lets `parity` compare
+full depth with HuggingFace and every threshold with the oracle. The report's `holds` is the command's exit code.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tide_export.bundle import Bundle, open_bundle
+from tide_export.calibrate.sequences import load_tokenizer, read_sequences
+from tide_export.errors import BundleError, ConfigError
+from tide_export.model import SourceModel, load_model
+from tide_export.names import ROUTERS_FILE
+from tide_export.parity import FORGIVEN_GAP, Check, check_exit, check_full
+from tide_export.progress import stage
+from tide_export.routers import RouterSet
+from tide_export.runtime.engine import load
+from tide_export.tables import percent, table
+from tide_export.thresholds import resolve_thresholds
+
+logger = logging.getLogger("tide_export")
+THRESHOLDS = (0.3, 0.5, 0.7, 0.85, 0.95)
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """All checks of one bundle; `holds` when every one of them does."""
+
+    bundle: str
+    model: str
+    dataset: str
+    prompt_lengths: list[int]
+    new_tokens: int
+    max_pending: int
+    checks: list[Check]
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.checks) and all(check.holds for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bundle": self.bundle,
+            "model": self.model,
+            "dataset": self.dataset,
+            "prompt_lengths": self.prompt_lengths,
+            "new_tokens": self.new_tokens,
+            "max_pending": self.max_pending,
+            "forgiven_gap": FORGIVEN_GAP,
+            "holds": self.holds,
+            "checks": [check.as_dict() for check in self.checks],
+        }
+
+    def render(self) -> str:
+        """The table the command prints."""
+        layers = sorted({layer for check in self.checks for layer in check.exits})
+        headers = ["threshold", "tokens", "wrong", "forgiven", "max error", "= full model", "layers/token"]
+        rows = [
+            [c.name, c.tokens, c.wrong, c.forgiven, f"{c.max_error:.1e}", percent(c.same_as_full, c.tokens)]
+            + [f"{c.layers_executed / max(c.tokens, 1):.2f}"]
+            + [percent(c.exits[layer], c.tokens) for layer in layers]
+            for c in self.checks
+        ]
+        lengths = f"{min(self.prompt_lengths)}-{max(self.prompt_lengths)}"
+        lines = [
+            f"{self.bundle} against {self.model}",
+            f"{len(self.prompt_lengths)} prompts of {lengths} tokens from {self.dataset}, {self.new_tokens} new tokens "
+            f"each, max pending {self.max_pending}",
+            "full: HuggingFace eager; a threshold: TIDE's rule applied afterwards to all layers (token and exit layer)",
+            "",
+            table([*headers, *(f"exit@{layer}" for layer in layers)], rows),
+            "",
+            *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
+        ]
+        forgiven = sum(check.forgiven for check in self.checks)
+        verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"
+        note = f" ({forgiven} forgiven: reference undecided by less than {FORGIVEN_GAP:g})" if forgiven else ""
+        return "\n".join([*lines, verdict + note])
+
+
+def validate(
+    bundle: str | os.PathLike[str],
+    model_name: str,
+    dataset: str | None = None,
+    *,
+    prompts: int = 16,
+    longest_prompt: int = 128,
+    new_tokens: int = 32,
+    thresholds: Sequence[float] | None = None,
+    max_pending: int | None = None,
+    threads: int | None = None,
+) -> ValidationReport:
+    """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds.
+
+    Args:
+        dataset: SPEC of the text prompts are cut from; None: the one the bundle's routers were calibrated on.
+        prompts: how many, of 1 to `longest_prompt` tokens.
+        thresholds: each used at all checkpoints alike, with no minimum of layers; None: `THRESHOLDS`.
+        max_pending: None: the bundle's.
+
+    Raises:
+        BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
+        ConfigError: a number out of range, or more tokens than the model's context holds.
+        ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load`.
+    """
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
+    pending = manifest.max_pending if max_pending is None else max_pending
+    _check_request(opened, prompts, longest_prompt, new_tokens, pending)
+    spec = _dataset(opened, dataset)
+    settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
+    source = load_model(model_name)
+    if source.weights_sha256 != manifest.model.weights_sha256:
+        raise BundleError(
+            f"bundle {opened.path} was made from other weights than those of {model_name} "
+            f"(sha256 {manifest.model.weights_sha256[:12]}, not {source.weights_sha256[:12]})"
+        )
+    texts = pick_prompts(model_name, spec, prompts, longest_prompt)
+    routers = _routers(opened, source)
+    engine = load(opened.path, provider="cpu", threads=threads, verify=False)  # verified above
+    with stage("validate", total=len(texts) * (1 + len(settings))) as advance:
+        checks = [check_full(engine, source, texts, new_tokens, pending, advance)]
+        if routers is not None:
+            for name, values in settings:
+                checks.append(check_exit(engine, source, routers, texts, new_tokens, values, pending, name, advance))
+    return ValidationReport(
+        str(opened.path), model_name, spec, [len(ids) for ids in texts], new_tokens, pending, checks
+    )
+
+
+def pick_prompts(model_name: str, spec: str, count: int, longest: int) -> list[list[int]]:
+    """Up to `count` prompts of 1 to `longest` tokens (more short ones than long), each the start of another text.
+
+    Raises:
+        ModelError: the model has no tokenizer.
+        DatasetError: unreadable, or no text in it.
+    """
+    sequences = list(read_sequences(spec, load_tokenizer(model_name), longest, count))
+    if len(sequences) < count:
+        logger.warning("dataset %s gives %d prompts only, not %d", spec, len(sequences), count)
+    lengths = np.geomspace(1, longest, len(sequences)).round().astype(int)
+    return [sequence.ids[:length] for sequence, length in zip(sequences, lengths, strict=True)]
+
+
+def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[tuple[str, list[float]]]:
+    """Name and thresholds (one per checkpoint) of every exit check; the last is what the bundle does by default."""
+    manifest = bundle.manifest
+    if not manifest.checkpoints:
+        return []
+    settings = [(f"{value:g}", resolve_thresholds(manifest.checkpoints, value)) for value in thresholds]
+    own = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
+    return [*settings, ("bundle", own)]
+
+
+def _routers(bundle: Bundle, source: SourceModel) -> RouterSet | None:
+    """The routers stored in the bundle, checked against model and manifest; None for a bundle without checkpoints."""
+    if not bundle.manifest.checkpoints:
+        return None
+    path = bundle.file(ROUTERS_FILE)
+    routers = RouterSet.load(path)
+    routers.check(source, path)
+    if routers.checkpoints != bundle.manifest.checkpoints:
+        raise BundleError(
+            f"bundle {bundle.path}: {ROUTERS_FILE} has checkpoints {list(routers.checkpoints)} but the graph has "
+            f"{list(bundle.manifest.checkpoints)}"
+        )
+    return routers
+
+
+def _dataset(bundle: Bundle, given: str | None) -> str:
+    """The SPEC to read: the one given, else the one the calibration record names."""
+    record = bundle.manifest.calibration or {}
+    config = record.get("config", {})
+    spec = given or (config.get("calibration_dataset") if isinstance(config, dict) else None)
+    if not isinstance(spec, str):
+        raise ConfigError(f"bundle {bundle.path} records no calibration dataset: say which text with --dataset")
+    return spec
+
+
+def _check_request(bundle: Bundle, prompts: int, longest_prompt: int, new_tokens: int, max_pending: int) -> None:
+    for name, value, least in (
+        ("prompts", prompts, 1),
+        ("longest_prompt", longest_prompt, 1),
+        ("new_tokens", new_tokens, 1),
+        ("max_pending", max_pending, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} must be {least} or more, not {value}")
+    context = bundle.manifest.model.context_length
+    if context is not None and longest_prompt + new_tokens > context:
+        raise ConfigError(
+            f"prompts of up to {longest_prompt} tokens and {new_tokens} new ones do not fit the model's context of "
+            f"{context}"
+        )
