@@ -186,6 +186,12 @@ def test_generate_streams_the_text_that_json_holds(demo_bundle: Path, capsys):
     assert sum(answer["stats"]["exits_per_layer"].values()) + answer["stats"]["remaining_tokens"] == 12
 
 
+def test_echo_puts_the_prompt_first(demo_bundle: Path, capsys):
+    answer = generated(capsys, demo_bundle, "--max-new-tokens", 4)
+    assert main(["generate", str(demo_bundle), "--prompt", PROMPT, "--max-new-tokens", "4", "--echo", "-q"]) == 0
+    assert capsys.readouterr().out == PROMPT + answer["text"] + "\n"
+
+
 def test_generate_equals_the_python_interface(demo_bundle: Path, capsys):
     from tokenizers import Tokenizer
 
@@ -319,3 +325,49 @@ def test_a_reader_that_leaves_is_no_error(demo_bundle: Path):
     assert process.stderr is not None
     assert process.stderr.read() == ""
     assert process.wait() == 0
+
+
+# --- a machine that only runs bundles --------------------------------------------------------------------------------
+
+WITHOUT_EXPORT_EXTRA = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "pydantic", "rich", "onnx", "onnxscript", "safetensors"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+
+sys.meta_path.insert(0, Blocked())
+from tide_export.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without_export_extra(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", WITHOUT_EXPORT_EXTRA, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("inspect", []),
+        ("generate", ["--prompt", PROMPT, "--max-new-tokens", 3]),
+        ("bench", ["--repeat", 1, "--new-tokens", 2]),
+    ],
+)
+def test_running_a_bundle_needs_no_export_extra(demo_bundle: Path, command, options):
+    done = without_export_extra(command, demo_bundle, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("calibrate", ["-o", "x"]), ("export", ["-o", "x"]), ("validate", ["--model", "x"])],
+)
+def test_making_one_without_it_says_what_to_install(command, options):
+    done = without_export_extra(command, "x", *options)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "pip install 'tide_export[export,cpu]'" in done.stderr

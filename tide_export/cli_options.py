@@ -155,6 +155,7 @@ def _add_generate(commands) -> None:
     parser = _command(commands, "generate", "Continue a prompt; text to stdout as it comes, statistics to stderr.")
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
     _add_exit_options(parser)
     parser.add_argument("--mode", default="exit", help="full: every layer for every token; exit: as the routers say")

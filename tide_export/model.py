@@ -130,13 +130,19 @@ def load_model(name: str | os.PathLike, device: str = "cpu") -> SourceModel:
     try:
         with _quiet_loading():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+                name,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below by name, where transformers would only say "see above"
             )
         model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
         raise ModelError(f"cannot load the weights of model {name!r}: {_one_line(error)}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
-        problem = sorted(map(str, info["missing_keys"] or info["mismatched_keys"]))[0]
+        problem = sorted(
+            key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])
+        )[0]
         raise ModelError(f"model {name!r} has no usable weight for {problem}: the checkpoint does not fit its config")
     return wrap_model(model.to(device), name)
 

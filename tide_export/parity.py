@@ -20,7 +20,7 @@ import torch
 
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
-from tide_export.routers import RouterSet
+from tide_export.routers import Router, RouterSet
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds import OFF
 
@@ -149,6 +149,30 @@ def check_exit(
         check.same_as_full += int((full.argmax(-1) == np.array(written.tokens)).sum())
         advance(1)
     return check
+
+
+def spread_routers(
+    source: SourceModel, checkpoints: Sequence[int], ids: Sequence[int], bottleneck: int = 64, seed: int = 0
+) -> RouterSet:
+    """Seeded random routers whose logits on `ids` have mean 0 and deviation 2, so that scores spread over [0, 1].
+
+    Calibrated routers of a good model rarely use every checkpoint; with these every path of the graph is walked.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    routers = {}
+    for layers, raw in source.run(torch.tensor([list(ids)]), checkpoints).raw.items():
+        normed = source.normed(raw)
+        router = Router(normed.shape[-1], bottleneck).requires_grad_(False)
+        router.down.weight.copy_(torch.randn(router.down.weight.shape, generator=generator))
+        router.down.weight /= (normed @ router.down.weight.T).std()
+        # Without biases the logits need not centre on 0: the second layer turns away from the mean activation.
+        active = torch.nn.functional.silu(router.down(normed)).flatten(0, 1)
+        mean = active.mean(0)
+        up = torch.randn(bottleneck, generator=generator)
+        up -= (up @ mean) / (mean @ mean) * mean
+        router.up.weight.copy_(2.0 * up / (active @ up).std())
+        routers[layers] = router
+    return RouterSet(routers)
 
 
 def write_greedily(

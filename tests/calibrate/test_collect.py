@@ -55,7 +55,8 @@ def test_states_and_labels_belong_together(demo, sequences, label):
     for layers in CHECKPOINTS:
         features, labels = expected[layers]
         rows = rows_in(sample.features[layers], features)
-        assert sorted(rows.tolist()) == list(range(len(features)))
+        every = rows_in(features, features)  # documents that begin alike have states in common
+        assert sorted(rows.tolist()) == sorted(every.tolist())
         assert (sample.labels[layers] == labels[rows]).float().mean() > 0.995  # padding may turn a near tie
         assert 0 < int(labels.sum()) < len(labels) or label == "cosine"
 

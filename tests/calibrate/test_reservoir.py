@@ -31,7 +31,7 @@ def test_bounded_and_without_repeats():
 
 
 def test_uniform_over_the_whole_stream():
-    """Each tenth of the stream gets its tenth of the slots, whatever the sizes of the batches (4 standard deviations)."""
+    """Each tenth of the stream gets its tenth of the slots, whatever the batches (to 4 standard deviations)."""
     for batches in ([1000], [10] * 100, [500, 3, 497], [1] * 1000):
         kept = np.concatenate([fill(50, batches, seed)[1] for seed in range(100)])
         counts = np.bincount(kept // 100, minlength=10)

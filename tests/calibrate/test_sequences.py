@@ -1,6 +1,7 @@
 """Sequences: bounded, complete, spread over documents, opened as the tokenizer opens a prompt."""
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -20,8 +21,10 @@ def long_and_short(write_jsonl):
 def test_nothing_is_lost_or_longer_than_asked(long_and_short, tokenizer):
     found = list(read_sequences(long_and_short, tokenizer, length=32, limit=1000))
     assert max(len(sequence.ids) for sequence in found) == 32
-    ids = sum((sequence.ids for sequence in found if sequence.document == 0), [])
-    assert ids == tokenizer("value = 1\n" * 500)["input_ids"]
+    assert (
+        list(chain.from_iterable(s.ids for s in found if s.document == 0))
+        == tokenizer("value = 1\n" * 500)["input_ids"]
+    )
     assert sorted({sequence.document for sequence in found}) == list(range(10))
 
 
@@ -39,7 +42,7 @@ def test_a_long_document_does_not_crowd_out_the_others(long_and_short, tokenizer
 def test_rests_come_from_the_beginnings(long_and_short, tokenizer):
     found = [s.ids for s in read_sequences(long_and_short, tokenizer, length=32, limit=20) if s.document == 0]
     whole = tokenizer("value = 1\n" * 500)["input_ids"]
-    assert sum(found, []) == whole[: 32 * len(found)]
+    assert list(chain.from_iterable(found)) == whole[: 32 * len(found)]
 
 
 def test_blocks_join_seamlessly(long_and_short, tokenizer, monkeypatch):

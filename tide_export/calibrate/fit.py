@@ -20,7 +20,8 @@ from tide_export.routers import Router
 logger = logging.getLogger("tide_export")
 
 BATCH_TOKENS = 1024
-PATIENCE = 4  # epochs without a better validation loss before fitting stops
+PATIENCE = 4  # epochs after which fitting stops if the validation loss has not fallen
+LEAST_GAIN = 1e-4  # by this much, in nats; labels of one class would go on falling towards zero for ever
 WEIGHT_DECAY = 0.01
 
 
@@ -60,7 +61,7 @@ def fit_router(
     optimizer = torch.optim.AdamW(router.parameters(), lr=config.router_learning_rate, weight_decay=WEIGHT_DECAY)
 
     best_loss, best_epoch, best = float("inf"), 0, copy.deepcopy(router.state_dict())
-    epoch = 0
+    epoch = last_gain = 0
     for epoch in range(1, config.router_epochs + 1):
         for rows in torch.randperm(len(labels), generator=generator).split(BATCH_TOKENS):
             loss = binary_cross_entropy_with_logits(router.logit(features[rows] / scale), labels[rows])
@@ -68,9 +69,11 @@ def fit_router(
             loss.backward()
             optimizer.step()
         current = _loss(router, validation, scale)
+        if current < best_loss - LEAST_GAIN:
+            last_gain = epoch
         if current < best_loss:
             best_loss, best_epoch, best = current, epoch, copy.deepcopy(router.state_dict())
-        elif epoch - best_epoch >= PATIENCE:
+        if epoch - last_gain >= PATIENCE:
             break
     if best_epoch == 0:
         raise CalibrationError(f"the router at checkpoint {checkpoint} cannot be fitted: its loss is not a number")

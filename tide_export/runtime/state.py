@@ -87,6 +87,11 @@ class SequenceState:
         """Tokens waiting before segment 1, 2, ... K-1."""
         return [before - after for before, after in zip(self.lengths, self.lengths[1:], strict=False)]
 
+    def set_thresholds(self, thresholds: Sequence[float]) -> None:
+        """Uses other thresholds, one per checkpoint, from the next step on; what waits goes on waiting."""
+        if self._pending_names:
+            self._memory[names.THRESHOLDS][:] = thresholds
+
     def step(self, ids: Sequence[int] | np.ndarray) -> StepResult:
         """Runs S new tokens; the result is about the last of them.
 

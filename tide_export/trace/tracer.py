@@ -87,7 +87,7 @@ def _export(source: SourceModel) -> ir.Model:
     try:
         with _quiet_exporter():
             program = torch.onnx.export(
-                _TracedForward(source.model),
+                _TracedForward(source.model).eval(),
                 (ids, positions),
                 dynamo=True,
                 opset_version=OPSET,

@@ -1,0 +1,117 @@
+"""The composed graph as a document: one `If` a segment, functions with plugin attributes, weights stored once,
+valid."""
+
+import collections
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from tide_export import names
+from tide_export.errors import GraphError
+from tide_export.graph import compose, cut
+from tide_export.lower import lower_for_onnxruntime
+from tide_export.trace import trace
+
+CHECKPOINTS = (3, 6, 9)
+
+
+@pytest.fixture(scope="module")
+def pieces(demo_source):
+    return cut(trace(demo_source, CHECKPOINTS), 1024)
+
+
+@pytest.fixture(scope="module")
+def routers(demo_source):
+    rng = np.random.default_rng(0)
+    width = demo_source.normed_size
+    return {
+        c: (rng.normal(size=(width, 8)).astype(np.float32), rng.normal(size=(8, 1)).astype(np.float32))
+        for c in CHECKPOINTS
+    }
+
+
+@pytest.fixture(scope="module")
+def model(pieces, routers):
+    return lower_for_onnxruntime(compose(pieces, routers))
+
+
+def test_the_bundle_graph_passes_the_checker_with_shape_inference(demo_bundle: Path) -> None:
+    onnx.checker.check_model(str(demo_bundle / names.GRAPH_FILE), full_check=True)
+
+
+def test_one_if_per_segment_behind_the_first(model) -> None:
+    ifs = [node for node in model.graph if node.op_type == "If"]
+    assert len(ifs) == 3
+    for k, node in enumerate(ifs, start=1):
+        skip, run = node.attributes["then_branch"].as_graph(), node.attributes["else_branch"].as_graph()
+        assert (skip.name, run.name) == (f"skip_{k}", f"segment_{k}")
+        assert {n.op_type for n in skip} == {"Identity"}
+        assert sum(n.op_type == "GroupQueryAttention" for n in run) == 3
+
+
+def test_routers_are_functions_that_a_plugin_can_take(model) -> None:
+    (function,) = model.functions.values()
+    assert (function.domain, function.name) == ("tide", "TideRoute")
+    calls = [node for node in model.graph.all_nodes() if node.op_type == "TideRoute"]
+    assert len(calls) == len(CHECKPOINTS)
+    for call in calls:
+        assert call.attributes["plugin_namespace"].as_string() == "tide"
+        assert call.attributes["plugin_version"].as_string() == "1"
+        assert call.attributes["norm"].as_string() == "rms"
+        assert call.attributes["epsilon"].as_float() == pytest.approx(1e-6)
+
+
+def test_our_operator_names_collide_with_no_onnx_operator() -> None:
+    # TensorRT dispatches on the bare op type, whatever its domain.
+    known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
+    assert not known & {names.OP_ROUTE, names.OP_ATTENTION, names.OP_CHECKPOINT}
+
+
+def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model) -> None:
+    count = collections.Counter(node.op_type for node in model.graph.all_nodes())
+    assert count["GroupQueryAttention"] == 12
+    assert count["MatMul"] == 12 * 5
+    assert count["Transpose"] == count["RotaryEmbedding"] == 0
+    assert count["Gemm"] == 1
+    # All norms but the first of each segment (behind a checkpoint there is no addition to fuse) and the final one.
+    assert count["SkipSimplifiedLayerNormalization"] == 24 - 4
+    for node in model.graph.all_nodes():
+        if node.op_type == "GroupQueryAttention":
+            assert node.inputs[1] is None
+            assert node.attributes["do_rotary"].as_int() == 1
+
+
+def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, demo_source, demo_bundle: Path) -> None:
+    stored = sum(value.const_value.nbytes for value in model.graph.initializers.values())
+    weights = sum(p.numel() * 4 for p in demo_source.model.parameters())
+    tables = 2 * 1024 * 16 * 4
+    assert weights < stored < weights + tables + 3 * (128 * 8 + 8) * 4 + 4096
+    for node in model.graph.all_nodes():
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                assert not attribute.as_graph().initializers
+
+
+def test_the_head_sees_the_last_position_alone(model) -> None:
+    logits = next(value for value in model.graph.outputs if value.name == names.LOGITS)
+    assert list(logits.shape) == [1, 1, 4096]
+
+
+def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs(demo_source) -> None:
+    model = lower_for_onnxruntime(compose(cut(trace(demo_source, ()), 64), {}))
+    assert not any(node.op_type == "If" for node in model.graph)
+    assert {value.name for value in model.graph.inputs if not value.name.startswith("past")} == {
+        names.INPUT_IDS,
+        names.TOTAL_LENGTH,
+    }
+
+
+def test_a_missing_router_or_one_of_another_width_is_refused(pieces, routers) -> None:
+    with pytest.raises(GraphError, match="after layer 9"):
+        compose(pieces, {c: routers[c] for c in (3, 6)})
+    narrow = {c: (down[:64], up) for c, (down, up) in routers.items()}
+    with pytest.raises(GraphError, match="no router of width 128"):
+        compose(pieces, narrow)

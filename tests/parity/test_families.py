@@ -1,0 +1,50 @@
+"""The oracle is the judge, family by family: exported, `full` equals HuggingFace and `exit` equals TIDE's rule."""
+
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, build
+
+from tide_export.bundle import open_bundle, write_manifest, writing_bundle
+from tide_export.config import TideConfig
+from tide_export.graph import compose, cut
+from tide_export.lower import lower_for_onnxruntime
+from tide_export.package import make_manifest, save_graph
+from tide_export.parity import check_exit, check_full, spread_routers
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.session import open_session
+from tide_export.trace import trace
+
+PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
+NEW_TOKENS = 24
+
+
+def bundle_of(source, routers, folder: Path) -> Engine:
+    """`source` with `routers` as an engine, through the same stages as `pipeline.export`."""
+    graph = lower_for_onnxruntime(compose(cut(trace(source, routers.checkpoints), 256), routers.arrays()))
+    with writing_bundle(folder) as temporary:
+        save_graph(graph, temporary)
+        routers.save(temporary / "routers.safetensors")
+        write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, 256))
+    bundle = open_bundle(folder)
+    return Engine(bundle, open_session(bundle, "cpu", 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path) -> None:
+    source = build(FAMILIES[family]())
+    routers = spread_routers(source, (1, 3), PROMPTS[2], bottleneck=16)
+    engine = bundle_of(source, routers, tmp_path / "bundle")
+
+    full = check_full(engine, source, PROMPTS, NEW_TOKENS)
+    assert full.holds, full.differences
+    assert full.forgiven == 0
+    assert full.max_error < 1e-3
+
+    exits: set[int] = set()
+    for threshold in (0.3, 0.5, 0.7):
+        for max_pending in (1, 16):
+            check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, [threshold] * 2, max_pending)
+            assert check.holds, (threshold, max_pending, check.differences)
+            exits |= set(check.exits)
+    assert exits == {1, 3, 4}, "every checkpoint must take part, and full depth too"
