@@ -111,12 +111,13 @@ class BenchReport:
                     percent(left, self.new_tokens),
                 ]
             )
+        repeat = len(self.runs[self.modes[0].name])
         threads = "default threads" if self.threads is None else f"{self.threads} threads"
         headers = ["mode", "ms/token", "speed-up", "prefill ms", "speed-up", "layers/token", "tokens exited"]
         return "\n".join(
             [
                 f"{self.bundle}: {self.prompt_tokens} prompt tokens ({self.prompt})",
-                f"{self.new_tokens} tokens decoded greedily, medians of {len(self.runs[self.modes[0].name])} interleaved runs, {threads}",
+                f"{self.new_tokens} tokens decoded greedily, medians of {repeat} interleaved runs, {threads}",
                 "",
                 table(headers, rows),
                 "",

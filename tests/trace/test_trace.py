@@ -1,12 +1,7 @@
 """Tracing: every attention op and marker comes through in order; models that cannot be traced are refused by name."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from families import REFUSED, build
 
 from tide_export.errors import TraceError, UnsupportedModelError

@@ -1,0 +1,176 @@
+"""Each rewrite alone: it fires on what it is for, leaves alone what only looks like it, and changes no number."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from tide_export.lower.passes import PackedProjectionsPass, SkipNormsPass, TransposedWeightsPass
+
+FLOAT = ir.DataType.FLOAT
+RNG = np.random.default_rng(0)
+
+
+class Sketch:
+    """A small model under construction: inputs, weights, ops with shapes, run before and after a pass."""
+
+    def __init__(self) -> None:
+        self.inputs: list[ir.Value] = []
+        self.weights: list[ir.Value] = []
+        self.nodes: list[ir.Node] = []
+
+    def input(self, name: str, shape: list) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(FLOAT), shape=ir.Shape(shape))
+        self.inputs.append(value)
+        return value
+
+    def weight(self, name: str, *shape: int) -> ir.Value:
+        array = RNG.normal(size=shape).astype(np.float32)
+        value = ir.Value(
+            name=name, type=ir.TensorType(FLOAT), shape=ir.Shape(shape), const_value=ir.tensor(array, name=name)
+        )
+        self.weights.append(value)
+        return value
+
+    def op(self, op_type: str, inputs: list, attributes: dict | None = None, shape: list | None = None) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes=attributes or {}, name=f"n{len(self.nodes)}")
+        node.outputs[0].name = f"v{len(self.nodes)}"
+        node.outputs[0].type = ir.TensorType(FLOAT)
+        node.outputs[0].shape = ir.Shape(shape) if shape is not None else None
+        self.nodes.append(node)
+        return node.outputs[0]
+
+    def model(self, *outputs: ir.Value) -> ir.Model:
+        for value in outputs:
+            value.type = ir.TensorType(FLOAT)
+        imports = {"": 23, "com.microsoft": 1}
+        graph = ir.Graph(self.inputs, outputs, nodes=self.nodes, initializers=self.weights, opset_imports=imports)
+        return ir.Model(graph, ir_version=10)
+
+
+def run(model: ir.Model) -> list[np.ndarray]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString(), options)
+    rng = np.random.default_rng(1)
+    feeds = {
+        value.name: rng.normal(size=[d if isinstance(d, int) else 5 for d in value.shape]).astype(np.float32)
+        for value in session.get_inputs()
+    }
+    return session.run(None, feeds)
+
+
+def apply(rewrite: ir.passes.InPlacePass, model: ir.Model) -> tuple[bool, list[str]]:
+    """Runs the pass, requires unchanged numbers, and gives whether it changed anything and the op types left."""
+    before = run(model)
+    modified = rewrite(model).modified
+    for old, new in zip(before, run(model), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-5)
+    return modified, sorted(node.op_type for node in model.graph)
+
+
+@pytest.mark.parametrize("norm", ["RMSNormalization", "LayerNormalization"])
+def test_an_addition_of_states_and_its_norm_become_one(norm: str) -> None:
+    sketch = Sketch()
+    a, b = sketch.input("a", [1, "s", 16]), sketch.input("b", [1, "s", 16])
+    total = sketch.op("Add", [a, b], shape=[1, "s", 16])
+    weights = [sketch.weight("scale", 16)] + ([sketch.weight("bias", 16)] if norm == "LayerNormalization" else [])
+    normed = sketch.op(norm, [total, *weights], {"axis": -1, "epsilon": 1e-5}, shape=[1, "s", 16])
+    modified, ops = apply(SkipNormsPass(), sketch.model(normed, total))
+    assert modified
+    assert len(ops) == 1
+    assert ops[0].startswith("Skip")
+
+
+def test_an_addition_of_a_bias_is_no_residual() -> None:
+    sketch = Sketch()
+    a = sketch.input("a", [1, "s", 16])
+    total = sketch.op("Add", [a, sketch.weight("bias", 16)], shape=[1, "s", 16])
+    normed = sketch.op("RMSNormalization", [total, sketch.weight("scale", 16)], {"axis": -1}, shape=[1, "s", 16])
+    assert apply(SkipNormsPass(), sketch.model(normed)) == (False, ["Add", "RMSNormalization"])
+
+
+def test_a_norm_over_two_axes_is_left_alone() -> None:
+    sketch = Sketch()
+    a, b = sketch.input("a", [1, 5, 16]), sketch.input("b", [1, 5, 16])
+    total = sketch.op("Add", [a, b], shape=[1, 5, 16])
+    normed = sketch.op("RMSNormalization", [total, sketch.weight("scale", 5, 16)], {"axis": 1}, shape=[1, 5, 16])
+    assert apply(SkipNormsPass(), sketch.model(normed)) == (False, ["Add", "RMSNormalization"])
+
+
+def test_a_transposed_weight_is_stored_transposed_and_made_only_when_written() -> None:
+    sketch = Sketch()
+    weight = sketch.weight("w", 24, 16)
+    turned = sketch.op("Transpose", [weight], {"perm": [1, 0]}, shape=[16, 24])
+    product = sketch.op("MatMul", [sketch.input("x", [1, "s", 16]), turned], shape=[1, "s", 24])
+    model = sketch.model(product)
+    assert apply(TransposedWeightsPass(), model) == (True, ["MatMul"])
+    assert isinstance(model.graph.initializers["w.T"].const_value, ir.LazyTensor)
+
+
+def test_a_head_tied_to_the_embedding_multiplies_by_the_stored_embedding() -> None:
+    sketch = Sketch()
+    table = sketch.weight("embedding", 24, 16)
+    ids = ir.Value(
+        name="ids",
+        type=ir.TensorType(ir.DataType.INT64),
+        shape=ir.Shape([2]),
+        const_value=ir.tensor(np.array([3, 7]), name="ids"),
+    )
+    sketch.weights.append(ids)
+    rows = sketch.op("Gather", [table, ids], {"axis": 0}, shape=[2, 16])
+    turned = sketch.op("Transpose", [table], {"perm": [1, 0]}, shape=[16, 24])
+    product = sketch.op("MatMul", [sketch.input("x", [1, "s", 16]), turned], shape=[1, "s", 24])
+    model = sketch.model(product, rows)
+    modified, ops = apply(TransposedWeightsPass(), model)
+    assert modified
+    assert ops == ["Gather", "Gemm", "Reshape", "Reshape"]
+    assert [name for name, value in model.graph.initializers.items() if value.const_value.nbytes >= 24 * 16 * 4] == [
+        "embedding"
+    ]
+
+
+def attention(sketch: Sketch, biased: int, shared: bool = True) -> ir.Model:
+    """GroupQueryAttention over three projections, `biased` of them with a bias, of one input or of two."""
+    x = sketch.input("x", [1, 1, 32])
+    other = x if shared else sketch.input("y", [1, 1, 32])
+    flat = []
+    for index, (name, width) in enumerate((("q", 32), ("k", 16), ("v", 16))):
+        product = sketch.op("MatMul", [x if index == 0 else other, sketch.weight(name, 32, width)], shape=[1, 1, width])
+        if index < biased:
+            product = sketch.op("Add", [product, sketch.weight(f"{name}_bias", width)], shape=[1, 1, width])
+        flat.append(product)
+    past = [sketch.input(f"past_{kind}", [1, 2, 4, 8]) for kind in "kv"]
+    lengths = ir.tensor(np.array([3], dtype=np.int32), name="seqlens_k")
+    total = ir.tensor(np.array(4, dtype=np.int32), name="total")
+    integers = [
+        ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=ir.Shape(t.shape), const_value=t)
+        for t in (lengths, total)
+    ]
+    sketch.weights += integers
+    node = ir.node(
+        "GroupQueryAttention",
+        [*flat, *past, *integers],
+        attributes={"num_heads": 4, "kv_num_heads": 2},
+        domain="com.microsoft",
+        num_outputs=3,
+        name="attention",
+    )
+    for value, name in zip(node.outputs, ("o", "present_k", "present_v"), strict=True):
+        value.name = name
+    sketch.nodes.append(node)
+    return sketch.model(*node.outputs)
+
+
+@pytest.mark.parametrize(
+    ("biased", "left"), [(0, ["GroupQueryAttention", "MatMul"]), (3, ["Add", "GroupQueryAttention", "MatMul"])]
+)
+def test_projections_of_one_input_are_packed(biased: int, left: list[str]) -> None:
+    assert apply(PackedProjectionsPass(), attention(Sketch(), biased)) == (True, left)
+
+
+@pytest.mark.parametrize(("biased", "shared"), [(1, True), (0, False)])
+def test_projections_that_do_not_match_are_left_alone(biased: int, shared: bool) -> None:
+    modified, ops = apply(PackedProjectionsPass(), attention(Sketch(), biased, shared))
+    assert not modified
+    assert ops.count("MatMul") == 3
