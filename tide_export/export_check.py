@@ -21,7 +21,6 @@ from tide_export.runtime.session import open_session
 
 PROMPT_TOKENS = 24
 NEW_TOKENS = 8
-MAX_RELATIVE_ERROR = 1e-3  # of the largest logit; float32 graphs come to about 1e-6
 
 
 def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers: RouterSet) -> None:
@@ -50,7 +49,8 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
 
 def _require(check: Check, source: SourceModel) -> None:
     if not check.holds:
-        reason = check.differences[0] if check.differences else "its logits are not numbers"
+        wrong_logits = f"logits are off by {check.max_error:.2g}, where the largest is {check.largest_logit:.2g}"
+        reason = check.differences[0] if check.differences else wrong_logits
         raise GraphError(
             f"the exported graph of {source.name} ({source.architecture}) does not equal the model "
             f"({'full depth' if check.name == 'full' else 'with exits'}): {reason}"

@@ -128,7 +128,7 @@ def load_model(name: str | os.PathLike, device: str = "cpu") -> SourceModel:
     name = os.fspath(name)
     _check_source(name)
     try:
-        with _quiet_loading():
+        with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
                 dtype=torch.float32,
@@ -191,7 +191,7 @@ def _hash_weights(model: nn.Module, name: str) -> str:
 
 
 @contextmanager
-def _quiet_loading():
+def quiet_transformers():
     """transformers draws a progress bar per weight file and logs advice; our own progress says what matters."""
     from transformers.utils import logging as hf_logging
 

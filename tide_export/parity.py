@@ -25,6 +25,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.thresholds import OFF
 
 FORGIVEN_GAP = 1e-4
+MAX_RELATIVE_ERROR = 1e-3  # of the largest logit; sums in another order come to about 1e-6, a lost parameter to more
 SHOWN_DIFFERENCES = 5
 
 
@@ -57,6 +58,7 @@ class Check:
         forgiven: positions where it differs and the reference was undecided.
         same_as_full: positions where the token is the full model's own choice after the same prefix.
         max_error: largest |logit - reference logit| over positions that left at the same layer.
+        largest_logit: largest |reference logit|, what `max_error` is measured against.
         exits: layers -> positions that left there (the model's depth: never left).
         layers_executed: see `Written`; divided by `tokens` it is what a token cost.
         differences: the first few wrong positions, one sentence each.
@@ -69,14 +71,20 @@ class Check:
     forgiven: int = 0
     same_as_full: int = 0
     max_error: float = 0.0
+    largest_logit: float = 0.0
     exits: Counter[int] = field(default_factory=Counter)
     layers_executed: int = 0
     differences: list[str] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
-        """Whether something was compared and nothing differed; logits that are no numbers never hold."""
-        return self.tokens > 0 and self.wrong == 0 and bool(np.isfinite(self.max_error))
+        """Whether something was compared, no token or layer differed, and the logits are the reference's too."""
+        return self.tokens > 0 and self.wrong == 0 and self.logits_equal
+
+    @property
+    def logits_equal(self) -> bool:
+        """Whether all logits are numbers and as near the reference's as rounding allows: tokens alone hide much."""
+        return bool(np.isfinite(self.max_error)) and self.max_error <= MAX_RELATIVE_ERROR * self.largest_logit
 
     def as_dict(self) -> dict[str, Any]:
         """The tally, ready for JSON."""
@@ -89,6 +97,7 @@ class Check:
             "forgiven": self.forgiven,
             "same_as_full": self.same_as_full,
             "max_logit_error": self.max_error if np.isfinite(self.max_error) else None,
+            "largest_logit": self.largest_logit,
             "exits_per_layer": {str(layers): count for layers, count in sorted(self.exits.items())},
             "layers_per_token": self.layers_executed / self.tokens if self.tokens else None,
             "differences": self.differences,
@@ -224,6 +233,7 @@ def _tally(
             continue
         error = float(np.abs(written.logits[i] - reference[i]).max())
         check.max_error = float(np.maximum(check.max_error, error))  # unlike max(), keeps a NaN
+        check.largest_logit = max(check.largest_logit, float(np.abs(reference[i]).max()))
         if token != expected:
             gap = float(reference[i, expected] - reference[i, token])
             _count_difference(check, gap, f"new token {i + 1} is {token} instead of {expected}")

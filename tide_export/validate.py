@@ -77,6 +77,7 @@ class ValidationReport:
             table([*headers, *(f"exit@{layer}" for layer in layers)], rows),
             "",
             *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
+            *(f"  {c.name}: the logits are off by {c.max_error:.2g}" for c in self.checks if not c.logits_equal),
         ]
         forgiven = sum(check.forgiven for check in self.checks)
         verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"

@@ -178,7 +178,7 @@ GOALS = [
 def measure(arguments: argparse.Namespace) -> dict:
     torch.set_num_threads(arguments.threads)
     source = load_model(str(arguments.model))
-    checkpoints = [int(c) for c in arguments.checkpoints.split(",")] if arguments.checkpoints else None
+    checkpoints = tuple(int(c) for c in arguments.checkpoints.split(",")) if arguments.checkpoints else None
     config = TideConfig(checkpoints=checkpoints)
     context = (np.arange(1, arguments.context + 1) * 7919 % source.vocab_size).tolist()
     with tempfile.TemporaryDirectory() as scratch:
@@ -229,7 +229,8 @@ def measure(arguments: argparse.Namespace) -> dict:
 def render(result: dict) -> str:
     lines = [
         f"{result['model']}: {result['layers']} layers, checkpoints {result['checkpoints']}, "
-        f"{result['threads']} threads, one decode step after {result['context']} tokens, medians of {result['rounds']} interleaved turns",
+        f"{result['threads']} threads, one decode step after {result['context']} tokens, "
+        f"medians of {result['rounds']} interleaved turns",
         f"{'case':28s} {'median ms':>10s} {'p10 ms':>8s} {'x no branches':>14s}",
     ]
     for name, value in result["median_ms"].items():

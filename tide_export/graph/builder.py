@@ -5,7 +5,8 @@ a model draw their weights from one `Weights` pool that lives in the main graph,
 stored once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -57,7 +58,7 @@ class Block:
         *,
         domain: str = "",
         dtype: ir.DataType | None = None,
-        shape: Sequence[Dim] | None = None,
+        shape: Iterable[Any] | None = None,
     ) -> ir.Value:
         """Adds a node with one output and gives the output."""
         (value,) = self.ops(op_type, inputs, attributes, domain=domain, types=[(dtype, shape)])
@@ -70,7 +71,7 @@ class Block:
         attributes: Mapping | None = None,
         *,
         domain: str = "",
-        types: Sequence[tuple[ir.DataType | None, Sequence[Dim] | None]],
+        types: Sequence[tuple[ir.DataType | None, Iterable[Any] | None]],
     ) -> list[ir.Value]:
         """Adds a node with one output per (dtype, shape) of `types` and gives them."""
         node = ir.node(op_type, inputs, attributes=attributes or {}, domain=domain, num_outputs=len(types))

@@ -9,6 +9,7 @@ which `tracer` counts and refuses.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from tide_export.errors import UnsupportedModelError
+from tide_export.model import quiet_transformers
 from tide_export.names import DOMAIN, OP_ATTENTION
 
 IMPLEMENTATION = "tide_export"
@@ -51,7 +53,7 @@ def emit_attention(
             f"{type(module).__name__} has keys of width {key.shape[-1]} and values of width {value.shape[-1]}: "
             "both must be as wide as the queries"
         )
-    attributes = {
+    attributes: dict[str, Any] = {
         "layer": int(getattr(module, "layer_idx", -1)),
         "num_heads": int(heads),
         "kv_num_heads": int(key.shape[1]),
@@ -86,13 +88,15 @@ def symbolic_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     before = model.config._attn_implementation
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
+        with quiet_transformers():  # it warns of what `refuse_ignored_attention` makes an error
+            model.set_attn_implementation(IMPLEMENTATION)
     except (ValueError, KeyError, AttributeError) as error:
         raise UnsupportedModelError(f"{_does_not_use_interface(model)} ({str(error).splitlines()[0]})") from error
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        with quiet_transformers():
+            model.set_attn_implementation(before)
 
 
 def _does_not_use_interface(model: PreTrainedModel) -> str:

@@ -23,7 +23,9 @@ class StaticReshapesPass(ir.passes.InPlacePass):
                 continue
             modified = True
             if _same_shape(node):
-                node.outputs[0].replace_all_uses_with(node.inputs[0], replace_graph_outputs=True)
+                data = node.inputs[0]
+                assert data is not None
+                node.outputs[0].replace_all_uses_with(data, replace_graph_outputs=True)
                 model.graph.remove(node, safe=True)
                 continue
             if target not in shapes:

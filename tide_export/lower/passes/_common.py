@@ -1,6 +1,6 @@
 """What the passes share: looking at producers, adding nodes and weights where they belong."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -36,7 +36,7 @@ def add_before(
     attributes: Mapping | None = None,
     *,
     domain: str = "",
-    outputs: Sequence[tuple[ir.DataType | None, Sequence | None]] = ((None, None),),
+    outputs: Sequence[tuple[ir.DataType | None, Iterable | None]] = ((None, None),),
     suffix: str = "",
 ) -> ir.Node:
     """A new node in front of `node`, in its graph, named after it."""
@@ -69,7 +69,9 @@ def derived_weight(
 
 
 def _register(model: ir.Model, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-    value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.Value(
+        name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
     model.graph.register_initializer(value)
     return value
 

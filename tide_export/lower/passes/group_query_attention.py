@@ -42,6 +42,8 @@ def _last_index(model: ir.Model, any_attention: ir.Node) -> ir.Value:
 
 def _lower(model: ir.Model, node: ir.Node, last_index: ir.Value) -> None:
     query, key, value, past_key, past_value, total = node.inputs
+    assert past_key is not None
+    assert past_value is not None
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
     head_dim = node.attributes["head_dim"].as_int()
     attributes = {

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.lower.passes._common import add_before, derived_weight, drop_unused, is_weight, nodes_of, producer
+from tide_export.lower.passes._common import (
+    add_before,
+    derived_weight,
+    drop_unused,
+    is_weight,
+    last_dim,
+    nodes_of,
+    producer,
+)
 
 
 @dataclass
@@ -64,11 +72,11 @@ def _packable(projections: list[_Projection]) -> bool:
 def _pack(model: ir.Model, attention: ir.Node, projections: list[_Projection]) -> None:
     first = projections[0]
     dtype = first.weight.dtype or ir.DataType.FLOAT
-    width = sum(int(p.weight.shape[1]) for p in projections)  # type: ignore[index, arg-type]
+    width = sum(last_dim(p.weight) or 0 for p in projections)
     weight = derived_weight(
         model,
         f"{first.weight.name}.qkv",
-        [int(first.weight.shape[0]), width],  # type: ignore[index, arg-type]
+        [last_dim(first.states) or 0, width],
         dtype,
         _concatenated([p.weight for p in projections]),
     )

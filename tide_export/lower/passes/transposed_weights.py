@@ -7,6 +7,8 @@ one stored tensor does the same product, so a tied bundle holds its embedding on
 Postcondition: no Transpose of an initializer feeds a MatMul.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 
@@ -41,12 +43,18 @@ class TransposedWeightsPass(ir.passes.InPlacePass):
                     f"{weight.name}.T",
                     [columns, rows],
                     weight.dtype or ir.DataType.FLOAT,
-                    lambda tensor=weight.const_value: np.ascontiguousarray(tensor.numpy().T),
+                    _turned(weight),
                 )
                 node.outputs[0].replace_all_uses_with(stored)
             drop_unused([node])
             modified = True
         return ir.passes.PassResult(model, modified=modified)
+
+
+def _turned(weight: ir.Value) -> Callable[[], np.ndarray]:
+    tensor = weight.const_value
+    assert tensor is not None
+    return lambda: np.ascontiguousarray(tensor.numpy().T)
 
 
 def _multiply_by_transposed(model: ir.Model, matmul: ir.Node, weight: ir.Value) -> None:
