@@ -1,6 +1,7 @@
 """The command line: its options, its exit codes, and one clear line for everything a user can get wrong."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -305,6 +306,13 @@ def test_other_failures_are_one_line_too(monkeypatch, capsys, error, code, says)
     assert out == ""
     assert says in err
     assert len(err.splitlines()) == 1
+
+
+def test_nothing_is_left_in_the_logging_of_the_process(tmp_path, capsys):
+    log = logging.getLogger("tide_export")
+    before = log.level, list(log.handlers)
+    assert main(["inspect", str(tmp_path / "none"), "-v"]) == 2
+    assert (log.level, log.handlers) == before
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):

@@ -12,7 +12,8 @@ import os
 import sys
 import tomllib
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,14 @@ RELEASED = {"target": ("onnxruntime",), "weights": ("fp32",), "mode": ("full", "
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code (usage errors leave through SystemExit with code 2)."""
     options = build_parser().parse_args(arguments)
-    _log_to_stderr(options.verbose - options.quiet)
     # Before PyTorch is loaded: its threads wait by spinning, which on a busy machine makes calibration 10 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with _log_to_stderr(options.verbose - options.quiet):
+        return _run(options)
+
+
+def _run(options: Namespace) -> int:
+    """Runs the command; turns what a user can mend into one line and an exit code."""
     try:
         _refuse_unreleased(options)
         code = COMMANDS[options.command](options)
@@ -239,12 +245,18 @@ def _sentence(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _log_to_stderr(verbosity: int) -> None:
+@contextmanager
+def _log_to_stderr(verbosity: int) -> Iterator[None]:
     """Sends the package's log to stderr: -q warnings alone, by default what each stage does, -v everything."""
-    logger.setLevel({-1: logging.WARNING, 0: logging.INFO}.get(max(verbosity, -1), logging.DEBUG))
-    handler = logging.StreamHandler()
+    level, handler = logger.level, logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.handlers = [handler]  # not added: main may be called more than once in a process
+    logger.setLevel({-1: logging.WARNING, 0: logging.INFO}.get(max(verbosity, -1), logging.DEBUG))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:  # main may be called from a program that has a log of its own
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 if __name__ == "__main__":

@@ -2,23 +2,28 @@
 
     python tools/benchmark.py MODEL [--checkpoints 4,8,12] [--threads 2] [--json FILE] [--plot FILE.png]
 
-Cases take turns, one decode step each, so that a busy moment of the machine hits all of them alike; only ratios within
-one run mean anything. MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they
-have learned) and without any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra
-`bench`), eager PyTorch always does. Goals are those of the project; a missed one makes the exit code 1 with `--check`.
+Cases take turns in a new random order each round, one decode step each, so that a busy moment of the machine, and the
+caches the case before left behind, hit all of them alike. Where a session's weights happen to lie in memory moves it by
+some percent, so all sessions are loaded again, in another order, `--loads` times. Only ratios within one run mean
+anything. MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned)
+and without any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager
+PyTorch always does. Goals are those of the project; a missed one makes the exit code 1 with `--check`.
 """
 
 import argparse
 import json
+import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads would spin into the turn of the next case
 
 import numpy as np
 import onnxruntime
@@ -39,17 +44,7 @@ from tide_export.trace import trace
 RESTART_AFTER = 48  # steps before a case starts again at the context asked for
 
 
-@dataclass
-class Case:
-    """One thing to time: `turn` does whatever must come first untimed and returns the seconds of one step."""
-
-    name: str
-    turn: Callable[[], float]
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def median_ms(self) -> float:
-        return 1e3 * median(self.seconds)
+Turn = Callable[[], float]  # does whatever must come first untimed and returns the seconds of one step
 
 
 class Stepper:
@@ -80,7 +75,7 @@ class Stepper:
         self._restart()
         return self.step(self.all_exit)
 
-    def deep_over(self, tokens: int) -> Callable[[], float]:
+    def deep_over(self, tokens: int) -> Turn:
         def turn() -> float:
             self._restart()
             for _ in range(tokens - 1):
@@ -94,14 +89,18 @@ class Stepper:
             self.state = self._start()
 
 
-def genai_turn(model: Path, folder: Path, context: int, threads: int) -> Callable[[], float]:
-    """One decode step of the graph that ONNX Runtime GenAI's builder makes of `model`, K/V shared in place."""
+def export_genai(model: Path, folder: Path) -> None:
+    """The graph that ONNX Runtime GenAI's builder makes of `model`."""
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(folder)]
     done = subprocess.run(
         [*command, "-p", "fp32", "-e", "cpu", "-c", str(folder / "cache")], capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"onnxruntime-genai could not build {model}: {done.stderr.strip().splitlines()[-1]}")
+
+
+def genai_turn(folder: Path, context: int, threads: int) -> Turn:
+    """One decode step of that graph, its K/V shared in place."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -133,7 +132,7 @@ def genai_turn(model: Path, folder: Path, context: int, threads: int) -> Callabl
     return turn
 
 
-def eager_turn(source: SourceModel, context: Sequence[int]) -> Callable[[], float]:
+def eager_turn(source: SourceModel, context: Sequence[int]) -> Turn:
     """One decode step of the HuggingFace model in eager PyTorch with its own growing cache."""
     cache: list = [None, 0]
 
@@ -156,15 +155,46 @@ def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: 
     return RouterSet({c: Router(source.normed_size, bottleneck).requires_grad_(False) for c in checkpoints})
 
 
-def export_graph(source: SourceModel, routers: RouterSet, folder: Path, threads: int) -> Engine:
+def export_graph(source: SourceModel, routers: RouterSet, folder: Path) -> None:
     """Exports without calibration or tokenizer; no routers means no branch."""
     length = context_length(source, None)
     graph = lower_for_onnxruntime(compose(cut(trace(source, routers.checkpoints), length), routers.arrays()))
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary)
         write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, length))
-    return load(folder, "cpu", threads)
 
+
+def load_cases(
+    folder: Path, source: SourceModel, context: list[int], threads: int, order: random.Random
+) -> dict[str, Turn]:
+    """Fresh sessions of every exported graph, loaded in random order, and the cases that run on them."""
+
+    def plain() -> dict[str, Turn]:
+        return {"no branches": Stepper(load(folder / "plain", "cpu", threads), context).full}
+
+    def branched() -> dict[str, Turn]:
+        engine = load(folder / "branched", "cpu", threads)
+        return {
+            "branched, nothing exits": Stepper(engine, context).full,
+            "all exit at first": Stepper(engine, context).first_exit,
+            "deep run over 8": Stepper(engine, context).deep_over(8),
+        }
+
+    def genai() -> dict[str, Turn]:
+        graph = folder / "genai"
+        return {"genai": genai_turn(graph, len(context), threads)} if graph.exists() else {}
+
+    def eager() -> dict[str, Turn]:
+        return {"HuggingFace eager": eager_turn(source, context)}
+
+    loaders = [plain, branched, genai, eager]
+    cases: dict[str, Turn] = {}
+    for loader in order.sample(loaders, len(loaders)):
+        cases |= loader()
+    return cases
+
+
+CASES = ("no branches", "branched, nothing exits", "all exit at first", "deep run over 8", "genai", "HuggingFace eager")
 
 # (what, case, against, at most this ratio of their medians)
 GOALS = [
@@ -181,26 +211,25 @@ def measure(arguments: argparse.Namespace) -> dict:
     checkpoints = tuple(int(c) for c in arguments.checkpoints.split(",")) if arguments.checkpoints else None
     config = TideConfig(checkpoints=checkpoints)
     context = (np.arange(1, arguments.context + 1) * 7919 % source.vocab_size).tolist()
+    seconds: dict[str, list[float]] = {name: [] for name in CASES}
+    order = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         routers = random_routers(source, config.resolve_checkpoints(source.num_layers), config.router_bottleneck_dim)
-        branched = export_graph(source, routers, Path(scratch, "branched"), arguments.threads)
-        plain = export_graph(source, RouterSet({}), Path(scratch, "plain"), arguments.threads)
-        cases = [
-            Case("no branches", Stepper(plain, context).full),
-            Case("branched, nothing exits", Stepper(branched, context).full),
-            Case("all exit at first", Stepper(branched, context).first_exit),
-            Case("deep run over 8", Stepper(branched, context).deep_over(8)),
-        ]
+        export_graph(source, routers, folder / "branched")
+        export_graph(source, RouterSet({}), folder / "plain")
         if find_spec("onnxruntime_genai") is not None:
-            turn = genai_turn(arguments.model, Path(scratch, "genai"), arguments.context, arguments.threads)
-            cases.append(Case("genai", turn))
-        cases.append(Case("HuggingFace eager", eager_turn(source, context)))
-        for round_number in range(arguments.rounds + 5):
-            for case in cases:
-                seconds = case.turn()
-                if round_number >= 5:
-                    case.seconds.append(seconds)
-    medians = {case.name: case.median_ms for case in cases}
+            export_genai(arguments.model, folder / "genai")
+        for _ in range(arguments.loads):
+            cases = load_cases(folder, source, context, arguments.threads, order)
+            for round_number in range(arguments.rounds + 3):
+                for name in order.sample(list(cases), len(cases)):
+                    elapsed = cases[name]()
+                    if round_number >= 3:  # the first rounds pay for memory and caches
+                        seconds[name].append(elapsed)
+            del cases
+    measured = {name: values for name, values in seconds.items() if values}
+    medians = {name: 1e3 * median(values) for name, values in measured.items()}
     goals = [
         {
             "goal": what,
@@ -217,10 +246,11 @@ def measure(arguments: argparse.Namespace) -> dict:
         "checkpoints": list(routers.checkpoints),
         "threads": arguments.threads,
         "context": arguments.context,
+        "loads": arguments.loads,
         "rounds": arguments.rounds,
         "onnxruntime": onnxruntime.__version__,
         "median_ms": medians,
-        "p10_ms": {case.name: 1e3 * float(np.percentile(case.seconds, 10)) for case in cases},
+        "p10_ms": {name: 1e3 * float(np.percentile(values, 10)) for name, values in measured.items()},
         "relative": {name: value / medians["no branches"] for name, value in medians.items()},
         "goals": goals,
     }
@@ -230,7 +260,7 @@ def render(result: dict) -> str:
     lines = [
         f"{result['model']}: {result['layers']} layers, checkpoints {result['checkpoints']}, "
         f"{result['threads']} threads, one decode step after {result['context']} tokens, "
-        f"medians of {result['rounds']} interleaved turns",
+        f"medians of {result['loads']} loads x {result['rounds']} interleaved turns",
         f"{'case':28s} {'median ms':>10s} {'p10 ms':>8s} {'x no branches':>14s}",
     ]
     for name, value in result["median_ms"].items():
@@ -250,7 +280,7 @@ def plot(result: dict, path: Path) -> None:
     bars = axes.barh(names, [result["median_ms"][name] for name in names], color="tab:blue")
     axes.bar_label(bars, [f"{result['relative'][name]:.2f}x" for name in names], padding=3)
     axes.invert_yaxis()
-    axes.set_xlabel(f"ms per decode step, median of {result['rounds']} ({result['threads']} threads)")
+    axes.set_xlabel(f"ms per decode step, median ({result['threads']} threads)")
     axes.set_title(f"{Path(result['model']).name}: label is the ratio to the graph without branches")
     axes.margins(x=0.12)
     figure.savefig(path, dpi=120)
@@ -261,7 +291,8 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--checkpoints", help="layers run, comma separated; every 4 layers by default")
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--loads", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=80, help="turns of each case per load")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="write a bar chart (PNG) here")
