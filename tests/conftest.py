@@ -5,7 +5,6 @@ import fcntl
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -69,4 +68,3 @@ def _offline() -> None:
     """No test may depend on the network: a hub lookup fails at once instead of waiting for a time-out."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_DATASETS_OFFLINE"] = "1"
-    np.seterr(all="warn")

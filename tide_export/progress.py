@@ -25,7 +25,7 @@ def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], 
     A stage that ends in an exception draws and logs nothing more: the exception says what happened.
     """
     started = time.perf_counter()
-    if sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
+    if sys.stderr.isatty() and logger.level <= logging.INFO:  # not where the user asked for quiet
         with _bar(title, total) as advance:
             yield advance
     else:

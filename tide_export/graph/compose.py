@@ -55,12 +55,12 @@ def compose(pieces: Pieces, routers: RouterWeights) -> ir.Model:
 class _Step:
     """The values that flow from one segment to the next."""
 
-    hidden: ir.Value  # y, [1, n, D]; n = 0 where the segment did not run
     selected: ir.Value  # [1, 1, D], the state the head will see
-    exit_layers: ir.Value  # [1, 1, 1]
     segments_run: ir.Value  # [1]
-    skipped: ir.Value | None = None  # bool [1, 1, 1], None for "never"
-    exited: ir.Value | None = None  # bool [1, 1, 1]
+    # Of the next segment, where there is one:
+    waiting: ir.Value | None = None  # [1, n, D], all that waits in front of it
+    exited: ir.Value | None = None  # bool [1, 1, 1], the token has left before it
+    skip: ir.Value | None = None  # bool [1, 1, 1], whether to skip it
 
 
 class _Composer:
@@ -88,24 +88,21 @@ class _Composer:
     def compose(self) -> ir.Model:
         main = self.main
         self.threshold = self._split_thresholds()
-        step = self._first_segment()
         scores: list[ir.Value] = []
+        step = self._first_segment(scores)
         for k in range(1, self.segments):
-            if k == 1:
-                score, step.exited = self._route(main, 0, step.selected)
-                scores.append(score)
             step = self._segment_or_skip(k, step, scores)
         (normed,) = main.inline(self.pieces.tail, [step.selected], _dims(self.pieces.tail, 1))
         (logits,) = main.inline(self.pieces.head, [normed], _dims(self.pieces.head, 1))
         logits.shape = ir.Shape([1, 1, self.pieces.vocab_size])
         first = {names.LOGITS: logits}
-        row = self.weights.constant("row", np.array([1], dtype=np.int64))
-        first[names.EXIT_LAYERS] = main.op("Reshape", [step.exit_layers, row], dtype=INT64, shape=[1])
+        first[names.EXIT_LAYERS] = self.weights.constant("depth", np.array([self.bounds[-1]], dtype=np.int64))
         first[names.SEGMENTS_RUN] = step.segments_run
         if scores:
             joined = main.op("Concat", scores, {"axis": -1}, dtype=FLOAT, shape=[1, 1, len(scores)])
             shape = self.weights.constant("score_shape", np.array([1, len(scores)], dtype=np.int64))
             first[names.SCORES] = main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(scores)])
+            first[names.EXIT_LAYERS] = self._exit_layers(first[names.SCORES])
         return self._model({**first, **self.outputs})
 
     def _split_thresholds(self) -> list[ir.Value]:
@@ -117,29 +114,37 @@ class _Composer:
             "Split", [self.thresholds], {"axis": 0, "num_outputs": count}, types=[(FLOAT, [1])] * count
         )
 
-    def _first_segment(self) -> _Step:
+    def _exit_layers(self, scores: ir.Value) -> ir.Value:
+        """The first checkpoint whose score passed, else the depth, int64 [1]; a score not reached is NaN and fails."""
+        passed = self.main.op("Greater", [scores, self.thresholds], dtype=BOOL, shape=list(scores.shape or []))
+        checkpoints = self.weights.constant("checkpoints", np.array([self.bounds[1:-1]], dtype=np.int64))
+        depth = self.weights.constant("depth", np.array([self.bounds[-1]], dtype=np.int64))
+        layers = self.main.op("Where", [passed, checkpoints, depth], dtype=INT64, shape=list(scores.shape or []))
+        axis = self.weights.constant("axis_1", np.array([1], dtype=np.int64))
+        return self.main.op("ReduceMin", [layers, axis], {"keepdims": 0}, dtype=INT64, shape=[1])
+
+    def _first_segment(self, scores: list[ir.Value]) -> _Step:
         main = self.main
         length = main.op("Shape", [self.token_ids], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         positions = self._positions(main, length, "sequence")
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], _dims(self.pieces.embed, "sequence"))
         y, presents = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(presents)
-        return _Step(
-            hidden=y,
+        step = _Step(
             selected=self._last(main, y),
-            exit_layers=self._constant_layers(self.bounds[1]),
             segments_run=self.weights.constant("ran_1", np.array([1], dtype=np.int64)),
         )
+        if self.segments > 1:
+            score, step.exited = self._route(main, 0, step.selected)
+            scores.append(score)
+            step.waiting, step.skip = self._door(main, 1, y, step.exited)
+        return step
 
     def _segment_or_skip(self, k: int, step: _Step, scores: list[ir.Value]) -> _Step:
         """The `If` of segment k; fills the outputs it decides about and appends the next router's score."""
         width = self.pieces.hidden_size
-        waiting = self.main.op(
-            "Concat", [self.pending[k], step.hidden], {"axis": 1}, dtype=FLOAT, shape=[1, f"waiting_{k}", width]
-        )
-        skipped = self._skipped(step, waiting)
-        segment, run_values = self._segment(k, step, waiting)
-        skip, skip_values = self._skip(k, step, waiting)
+        segment, run_values = self._segment(k, step)
+        skip, skip_values = self._skip(k, step)
         assert run_values.keys() == skip_values.keys()
         branches = {
             "then_branch": skip.graph(list(skip_values.values())),
@@ -147,11 +152,11 @@ class _Composer:
         }
         shapes: dict[str, tuple[ir.DataType, list]] = {
             "selected": (FLOAT, [1, 1, width]),
-            "exit_layers": (INT64, [1, 1, 1]),
             "segments_run": (INT64, [1]),
-            "hidden": (FLOAT, [1, f"ran_tokens_{k}", width]),
+            "waiting": (FLOAT, [1, f"waiting_{k + 1}", width]),
             "score": (FLOAT, [1, 1, 1]),
             "exited": (BOOL, [1, 1, 1]),
+            "skip": (BOOL, [1, 1, 1]),
             names.pending_out(k): (FLOAT, [1, f"new_pending_{k}", width]),
         }
         types: list = []
@@ -160,71 +165,68 @@ class _Composer:
                 types.append(shapes[name])
             else:
                 types.append((FLOAT, list(value.shape) if value.shape is not None else None))
-        outputs = dict(zip(run_values, self.main.ops("If", [skipped], branches, types=types), strict=True))
-        internal = ("selected", "exit_layers", "segments_run", "hidden", "score", "exited")
+        outputs = dict(zip(run_values, self.main.ops("If", [step.skip], branches, types=types), strict=True))
+        internal = ("selected", "segments_run", "waiting", "score", "exited", "skip")
         self.outputs.update({name: value for name, value in outputs.items() if name not in internal})
         if "score" in outputs:
             scores.append(outputs["score"])
         return _Step(
-            hidden=outputs.get("hidden", step.hidden),
             selected=outputs["selected"],
-            exit_layers=outputs["exit_layers"],
             segments_run=outputs["segments_run"],
-            skipped=skipped,
+            waiting=outputs.get("waiting"),
             exited=outputs.get("exited"),
+            skip=outputs.get("skip"),
         )
 
-    def _skipped(self, step: _Step, waiting: ir.Value) -> ir.Value:
-        """bool [1, 1, 1]: the segment before was skipped, or the token has left and all that wait may go on waiting."""
-        main = self.main
-        assert step.exited is not None
-        count = main.op("Shape", [waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
-        fits = main.op("LessOrEqual", [count, self.max_pending], dtype=BOOL, shape=[1])
-        skipped = main.op("And", [step.exited, fits], dtype=BOOL, shape=[1, 1, 1])
-        if step.skipped is None:
-            return skipped
-        return main.op("Or", [skipped, step.skipped], dtype=BOOL, shape=[1, 1, 1])
+    def _door(self, block: Block, k: int, y: ir.Value, exited: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """What waits in front of segment k once the one before gave y, and whether k may be skipped: the token has left
+        and those waiting may go on waiting."""
+        width = self.pieces.hidden_size
+        shape = [1, f"waiting_{k}", width]
+        waiting = block.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
+        count = block.op("Shape", [waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
+        fits = block.op("LessOrEqual", [count, self.max_pending], dtype=BOOL, shape=[1])
+        return waiting, block.op("And", [exited, fits], dtype=BOOL, shape=[1, 1, 1])
 
-    def _segment(self, k: int, step: _Step, waiting: ir.Value) -> tuple[Block, dict[str, ir.Value]]:
+    def _segment(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
         """The branch that runs segment k over all waiting tokens and asks the router behind it."""
+        assert step.waiting is not None
+        assert step.exited is not None
         block = Block(f"segment_{k}", self.weights)
         tokens = f"waiting_{k}"
-        length = block.op("Shape", [waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
-        y, presents = self._run(block, k, waiting, tokens, self._positions(block, length, tokens))
+        length = block.op("Shape", [step.waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
+        y, presents = self._run(block, k, step.waiting, tokens, self._positions(block, length, tokens))
         last = self._last(block, y)
         values = {
             "selected": block.op("Where", [step.exited, step.selected, last], dtype=FLOAT, shape=last.shape),
-            "exit_layers": block.op(
-                "Where",
-                [step.exited, step.exit_layers, self._constant_layers(self.bounds[k + 1])],
-                dtype=INT64,
-                shape=[1, 1, 1],
-            ),
             "segments_run": self._copy(block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))),
             names.pending_out(k): self._copy(block, self._nothing()),
         }
         if k < self.segments - 1:
-            score, leaves = self._route(block, k, last)
-            values["hidden"] = y
-            values["score"] = score
+            values["score"], leaves = self._route(block, k, last)
             values["exited"] = block.op("Or", [step.exited, leaves], dtype=BOOL, shape=[1, 1, 1])
+            values["waiting"], values["skip"] = self._door(block, k + 1, y, values["exited"])
         return block, {**values, **presents}
 
-    def _skip(self, k: int, step: _Step, waiting: ir.Value) -> tuple[Block, dict[str, ir.Value]]:
-        """The branch that leaves everything as it is; bound to the same memory, its copies of K/V copy nothing."""
-        assert step.exited is not None
+    def _skip(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
+        """The branch that leaves everything as it is, so that the segments behind are skipped too.
+
+        Bound to the same memory, its copies of K/V copy nothing.
+        """
+        assert step.waiting is not None
+        assert step.skip is not None
         block = Block(f"skip_{k}", self.weights)
         values = {
             "selected": self._copy(block, step.selected),
-            "exit_layers": self._copy(block, step.exit_layers),
             "segments_run": self._copy(block, step.segments_run),
-            names.pending_out(k): self._copy(block, waiting),
+            names.pending_out(k): self._copy(block, step.waiting),
         }
         if k < self.segments - 1:
             nan = self.weights.constant("not_scored", np.full((1, 1, 1), np.nan, dtype=np.float32))
-            values["hidden"] = self._copy(block, self._nothing())
             values["score"] = self._copy(block, nan)
-            values["exited"] = self._copy(block, step.exited)
+            values["exited"] = self._copy(block, step.skip)
+            values["waiting"] = self._copy(block, self.pending[k + 1])
+            values["skip"] = self._copy(block, step.skip)
         for layer in range(self.bounds[k], self.bounds[k + 1]):
             for kind in ("key", "value"):
                 values[names.present(layer, kind)] = self._copy(block, self.past[layer, kind])
@@ -291,9 +293,6 @@ class _Composer:
 
     def _nothing(self) -> ir.Value:
         return self.weights.constant("no_tokens", np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32))
-
-    def _constant_layers(self, layers: int) -> ir.Value:
-        return self.weights.constant(f"layers_{layers}", np.full((1, 1, 1), layers, dtype=np.int64))
 
     def _model(self, outputs: dict[str, ir.Value]) -> ir.Model:
         inputs = [self.token_ids, self.total]
