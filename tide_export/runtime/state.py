@@ -57,10 +57,12 @@ class SequenceState:
         self.lengths = [0] * len(manifest.segment_sizes)
         self.capacity = 0
 
+        self._waits = [False] * len(self._pending_names)  # whether tokens wait before segment 1, 2, ... K-1
+        self._nothing = self._ort.OrtValue.ortvalue_from_numpy(np.zeros((1, 0, manifest.model.hidden_size), np.float32))
         # Outputs of unknown size first: `get_outputs` follows the order of the first binding.
         for name, name_out in self._pending_names:
             self._binding.bind_output(name_out)
-            self._bind_input(name, np.zeros((1, 0, manifest.model.hidden_size), np.float32))
+            self._binding.bind_ortvalue_input(name, self._nothing)
         if thresholds:
             self._bind_input(names.THRESHOLDS, np.array(thresholds, np.float32))
             self._bind_input(names.MAX_PENDING, np.array(min(max_pending, NO_LIMIT), np.int64))
@@ -127,17 +129,26 @@ class SequenceState:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
             raise GenerationError(f"ONNX Runtime failed at token {total}: {first_line(error)}") from error
-        self._take_pending()
         segments_run = int(self._segments_run[0])
+        self._take_pending(segments_run)
         for k in range(segments_run):
             self.lengths[k] = total
         return StepResult(self._logits, int(self._exit_layer[0]), segments_run, self._scores[0])
 
-    def _take_pending(self) -> None:
-        """What waits after this step is what waits before the next: the memory changes hands, nothing is copied."""
-        outputs = self._binding.get_outputs_as_ortvaluevector()
-        for k, (name, _) in enumerate(self._pending_names):
-            self._binding.bind_ortvalue_input(name, self._ort.OrtValue(outputs[k]))
+    def _take_pending(self, segments_run: int) -> None:
+        """What waits after this step is what waits before the next: the memory changes hands, nothing is copied.
+
+        Segments that ran have nothing left waiting, and of those that did not only the first was given something new.
+        """
+        for k in range(1, segments_run):
+            if self._waits[k - 1]:
+                self._binding.bind_ortvalue_input(self._pending_names[k - 1][0], self._nothing)
+                self._waits[k - 1] = False
+        if segments_run < len(self.lengths):
+            k = segments_run
+            taken = self._binding.get_outputs_as_ortvaluevector()[k - 1]
+            self._binding.bind_ortvalue_input(self._pending_names[k - 1][0], self._ort.OrtValue(taken))
+            self._waits[k - 1] = True
 
     def _grow(self, needed: int) -> None:
         """Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice."""
