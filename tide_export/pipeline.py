@@ -16,6 +16,7 @@ from tide_export.export_check import check_export
 from tide_export.graph import compose, cut
 from tide_export.lower import lower_for_onnxruntime
 from tide_export.model import SourceModel, load_model
+from tide_export.names import ROUTERS_FILE
 from tide_export.package import context_length, make_manifest, save_graph, save_tokenizer
 from tide_export.progress import stage
 from tide_export.routers import RouterSet
@@ -82,7 +83,7 @@ def export(
         with stage("writing the weights"):
             save_graph(graph, folder)
             save_tokenizer(model, folder)
-            fitted.save(folder / "routers.safetensors")
+            fitted.save(folder / ROUTERS_FILE)
         manifest = write_manifest(folder, make_manifest(source, fitted, config, graph, length))
         if validate:
             with stage("checking the graph against the model"):
