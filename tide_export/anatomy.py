@@ -9,6 +9,7 @@ model's own forward does after its backbone, scaling and softcaps included.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,17 +59,24 @@ class Anatomy:
         return cls(backbone, layers, _find_tail(model, backbone, layers))
 
     @contextmanager
-    def captured(self, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """While open, forward passes fill the dict with the raw states after each of `layers` layers, [B, S, D]."""
+    def captured(
+        self, layers: Sequence[int], keep: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> Iterator[dict[int, torch.Tensor]]:
+        """While open, forward passes fill the dict with the raw states after each of `layers` layers, [B, S, D].
+
+        They are on the device their layer computed on. `keep` makes less of each as it comes (chosen rows, moved to the
+        CPU), so that the rest need not be held until the pass ends.
+        """
         states: dict[int, torch.Tensor] = {}
 
-        def keep(count: int) -> Callable:
+        def store(count: int) -> Callable:
             def hook(_module, _args, output):
-                states[count] = first_tensor(output)
+                state = first_tensor(output)
+                states[count] = state if keep is None else keep(state)
 
             return hook
 
-        handles = [self.layers[count - 1].register_forward_hook(keep(count)) for count in layers]
+        handles = [self.layers[count - 1].register_forward_hook(store(count)) for count in layers]
         try:
             yield states
         finally:
@@ -98,12 +106,32 @@ class Anatomy:
         """Logits [B, S, V] by the model's own forward, its backbone doing nothing but hand out `normed` [B, S, D']."""
         backbone = self.backbone
         output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=normed)
+        own = backbone.__dict__.get("forward")  # accelerate puts one there for a backbone that is dispatched whole
         backbone.forward = lambda *args, **kwargs: output
         try:
             ids = torch.zeros(normed.shape[:2], dtype=torch.long, device=normed.device)
             return model(input_ids=ids, use_cache=False).logits
         finally:
             del backbone.forward  # uncovers the class's own
+            if own is not None:
+                backbone.forward = own
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model takes its token ids: the device of its embedding, also while its weights are offloaded."""
+    embedding = model.get_input_embeddings()
+    for module in (embedding, model):
+        for hook in offload_hooks(module):
+            if hook.execution_device is not None:
+                return torch.device(hook.execution_device)
+    return next(embedding.parameters()).device
+
+
+def offload_hooks(module: nn.Module) -> list[Any]:
+    """The hooks by which accelerate moves `module`'s weights and inputs between devices; none on a plain model."""
+    hook = getattr(module, "_hf_hook", None)
+    found = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
+    return [one for one in found if hasattr(one, "execution_device")]
 
 
 def _find_tail(model: PreTrainedModel, backbone: nn.Module, layers: nn.ModuleList) -> tuple[nn.Module, ...]:
@@ -130,7 +158,7 @@ def _find_tail(model: PreTrainedModel, backbone: nn.Module, layers: nn.ModuleLis
     handles.append(backbone.register_forward_hook(record_backbone))
     try:
         with torch.no_grad():
-            ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
+            ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
             model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:

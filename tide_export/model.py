@@ -8,7 +8,7 @@ by name: see `anatomy` for how layers, norm and head are found.
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tide_export.anatomy import Anatomy
-from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.anatomy import Anatomy, input_device, offload_hooks
+from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class SourceModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        """Where the model takes its input; of a model on several devices, others may hold some of its layers."""
+        return input_device(self.model)
 
     @property
     def context_length(self) -> int | None:
@@ -102,10 +103,17 @@ class SourceModel:
 
     @torch.no_grad()
     def raw_states(
-        self, input_ids: torch.Tensor, layers: Sequence[int], attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        layers: Sequence[int],
+        attention_mask: torch.Tensor | None = None,
+        keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """The raw states [B, S, D] of `run` alone: no logits [B, S, V] are made, which outweigh all else in memory."""
-        with self.anatomy.captured(layers) as raw, self.anatomy.last_position_only():
+        """The raw states [B, S, D] of `run` alone: no logits [B, S, V] are made, which outweigh all else in memory.
+
+        `keep`, if given, is applied to each as soon as it is there, and what it returns is held instead.
+        """
+        with self.anatomy.captured(layers, keep) as raw, self.anatomy.last_position_only():
             self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return dict(raw)
 
@@ -118,15 +126,32 @@ class SourceModel:
         return self.anatomy.head(self.model, normed)
 
 
-def load_model(name: str | os.PathLike, device: str = "cpu") -> SourceModel:
+def load_model(
+    name: str | os.PathLike,
+    device: str = "cpu",
+    device_map: str | dict[str, Any] | None = None,
+    offload_folder: str | os.PathLike | None = None,
+) -> SourceModel:
     """Loads `name` (a folder or a hub id) in float32 with eager attention, frozen, and checks that it is usable.
 
+    Args:
+        name: the model.
+        device: where all of it goes.
+        device_map: instead of `device`, for a model that does not fit one: "auto", or a device ("cpu" and "disk"
+            included) per module name, as accelerate takes it. Everything but tracing works on such a model.
+        offload_folder: for layers on "disk" whose weights cannot be read from the checkpoint as they are (they can from
+            safetensors): where they are written.
+
     Raises:
+        ConfigError: both `device` and `device_map`.
         ModelError: no such model, unreadable or missing weights, NaN or infinity in a weight.
         UnsupportedModelError: transformers has no causal LM for it, or its anatomy cannot be found.
     """
+    if device_map is not None and device != "cpu":
+        raise ConfigError(f"device {device!r} and a device_map: give one of them")
     name = os.fspath(name)
     _check_source(name)
+    placed = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -135,6 +160,7 @@ def load_model(name: str | os.PathLike, device: str = "cpu") -> SourceModel:
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below by name, where transformers would only say "see above"
+                **placed,
             )
         model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
@@ -144,7 +170,7 @@ def load_model(name: str | os.PathLike, device: str = "cpu") -> SourceModel:
             key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])
         )[0]
         raise ModelError(f"model {name!r} has no usable weight for {problem}: the checkpoint does not fit its config")
-    return wrap_model(model.to(device), name)
+    return wrap_model(model if device_map is not None else model.to(device), name)
 
 
 def wrap_model(model: PreTrainedModel, name: str) -> SourceModel:
@@ -182,6 +208,8 @@ def _hash_weights(model: nn.Module, name: str) -> str:
     """sha256 over every tensor's name, shape and float32 bytes, in name order; refuses NaN and infinity on the way."""
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta:
+            tensor = _offloaded(model, name, key)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
         digest.update(f"{key}{tuple(tensor.shape)}".encode())
@@ -190,10 +218,26 @@ def _hash_weights(model: nn.Module, name: str) -> str:
     return digest.hexdigest()
 
 
+def _offloaded(model: nn.Module, name: str, key: str) -> torch.Tensor:
+    """The weight `key` that accelerate holds in another place, alone: the others stay there."""
+    owner, _, own_name = key.rpartition(".")
+    for hook in offload_hooks(model.get_submodule(owner)):
+        if hook.weights_map is not None:
+            return hook.weights_map[own_name]
+    raise ModelError(f"model {name!r}: weight {key} is on no device and was not offloaded by accelerate either")
+
+
 @contextmanager
 def quiet_transformers():
-    """transformers draws a progress bar per weight file and logs advice; our own progress says what matters."""
+    """transformers draws a progress bar per weight file and logs advice; our own progress says what matters.
+
+    So does accelerate, about weights that are offloaded because they were asked to be.
+    """
     from transformers.utils import logging as hf_logging
+
+    placing = logging.getLogger("accelerate.big_modeling")
+    level = placing.level
+    placing.setLevel(logging.ERROR)
 
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
@@ -201,6 +245,7 @@ def quiet_transformers():
     try:
         yield
     finally:
+        placing.setLevel(level)
         hf_logging.set_verbosity(verbosity)
         if bars:
             hf_logging.enable_progress_bar()

@@ -146,7 +146,7 @@ def pick_prompts(model_name: str, spec: str, count: int, longest: int) -> list[l
     if len(sequences) < count:
         logger.warning("dataset %s gives %d prompts only, not %d", spec, len(sequences), count)
     lengths = np.geomspace(1, longest, len(sequences)).round().astype(int)
-    return [sequence.ids[:length] for sequence, length in zip(sequences, lengths, strict=True)]
+    return [sequence.ids[:length].tolist() for sequence, length in zip(sequences, lengths, strict=True)]
 
 
 def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[tuple[str, list[float]]]:

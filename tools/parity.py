@@ -100,7 +100,7 @@ def main() -> int:
     )
     source = load_model(arguments.model)
     tokenizer = load_tokenizer(arguments.model)
-    sequences = [list(s.ids) for s in read_sequences(arguments.dataset, tokenizer, arguments.longest_prompt, 256)]
+    sequences = [s.ids.tolist() for s in read_sequences(arguments.dataset, tokenizer, arguments.longest_prompt, 256)]
     prompts = prompts_from(sequences, arguments.prompts, arguments.longest_prompt)
     table: list[str] = []
     holds = True

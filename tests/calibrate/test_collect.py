@@ -1,75 +1,113 @@
-"""Collecting: the right features beside the right labels, padding never used, memory independent of the text."""
+"""Collecting: the right states of the right tokens, padding never used, memory independent of the text."""
 
 import copy
+import dataclasses
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
+from tide_export.calibrate import store
 from tide_export.calibrate.collect import collect
 from tide_export.calibrate.sequences import TokenSequence
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.model import wrap_model
 
-CHECKPOINTS = (3, 9)
+LAYERS = (3, 9, 12)
 
 
 def config(**options):
     return TideConfig.from_options(**options)
 
 
-def reference(source, sequences, label):
-    """Features and labels of all tokens, one sequence at a time, nothing padded: {checkpoint: (features, labels)}."""
-    found = {layers: ([], []) for layers in CHECKPOINTS}
+def reference(source, sequences):
+    """Raw states of all tokens, one sequence at a time, nothing padded: {layers: [tokens, D]}."""
+    found = {layers: [] for layers in LAYERS}
     for sequence in sequences:
-        states = source.run(torch.tensor([sequence.ids]), [*CHECKPOINTS, source.num_layers])
-        last = states.raw[source.num_layers][0]
-        for layers in CHECKPOINTS:
-            raw = states.raw[layers][0]
-            normed = source.normed(raw)
-            if label == "cosine":
-                truth = torch.nn.functional.cosine_similarity(raw, last, dim=-1) > 0.98
-            else:
-                truth = source.head(normed[None])[0].argmax(-1) == states.logits[0].argmax(-1)
-            found[layers][0].append(normed)
-            found[layers][1].append(truth)
-    return {layers: (torch.cat(x), torch.cat(y)) for layers, (x, y) in found.items()}
+        states = source.run(torch.from_numpy(sequence.ids).long()[None], LAYERS)
+        for layers in LAYERS:
+            found[layers].append(states.raw[layers][0])
+    return {layers: torch.cat(parts) for layers, parts in found.items()}
 
 
-def rows_in(features, reference_features):
-    """For each row of `features` the nearest row of the reference; fails where it is not the same state."""
-    distances = torch.cdist(features, reference_features, compute_mode="donot_use_mm_for_euclid_dist")
-    nearest = distances.min(dim=1)
-    assert nearest.values.max() < 1e-3
-    return nearest.indices
+def token_numbers(sample, sequences):
+    """Which token of the text, counted through, is in each slot."""
+    starts = np.cumsum([0, *(len(sequence.ids) for sequence in sequences)])
+    return starts[sample.places[:, 0]] + sample.places[:, 1].numpy()
 
 
-@pytest.mark.parametrize("label", ["agreement", "cosine"])
-def test_states_and_labels_belong_together(demo, sequences, label):
+@pytest.mark.parametrize("capacity", [10_000, 100])
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_every_slot_holds_its_tokens_states(demo, sequences, tmp_path, capacity, in_folder):
     ragged = [TokenSequence(s.document, s.ids[: 5 + 7 * n]) for n, s in enumerate(sequences[:6])]
-    expected = reference(demo, ragged, label)
-    sample = collect(demo, ragged, CHECKPOINTS, config(label=label, calibration_batch=4), 10_000, "test")
-    assert sample.kept == sample.seen == sum(len(s.ids) for s in ragged)
-    for layers in CHECKPOINTS:
-        features, labels = expected[layers]
-        rows = rows_in(sample.features[layers], features)
-        every = rows_in(features, features)  # documents that begin alike have states in common
-        assert sorted(rows.tolist()) == sorted(every.tolist())
-        assert (sample.labels[layers] == labels[rows]).float().mean() > 0.995  # padding may turn a near tie
-        assert 0 < int(labels.sum()) < len(labels) or label == "cosine"
+    expected = reference(demo, ragged)
+    tokens = sum(len(s.ids) for s in ragged)
+    folder = tmp_path / "new" / "cache" if in_folder else None
+    sample = collect(demo, ragged, LAYERS, config(calibration_batch=4), capacity, "test", folder)
+    assert sample.seen == tokens
+    assert sample.kept == min(capacity, tokens)
+    numbers = token_numbers(sample, ragged)
+    assert len(set(numbers)) == sample.kept
+    assert set(sample.raw) == set(LAYERS)
+    for layers in LAYERS:
+        found = sample.raw[layers]
+        assert (found.shape, found.dtype, found.device.type) == ((sample.kept, 128), torch.float32, "cpu")
+        assert torch.allclose(found, expected[layers][numbers], atol=1e-3)
+        assert not torch.allclose(found, expected[layers][numbers - 1], atol=1e-1)
+    ids = np.concatenate([s.ids for s in ragged])
+    for slot, (number, position) in enumerate(sample.places.tolist()):
+        assert sample.documents[slot] == ragged[number].document
+        last = position == len(ragged[number].ids) - 1
+        assert sample.next_ids[slot] == (-1 if last else ids[numbers[slot] + 1])
 
 
-def test_a_sample_is_drawn_from_the_same_tokens(demo, sequences):
-    expected = reference(demo, sequences, "agreement")
-    sample = collect(demo, sequences, CHECKPOINTS, config(), 100, "test")
-    assert sample.kept == 100
-    assert sample.seen == sum(len(s.ids) for s in sequences)
-    rows = {layers: rows_in(sample.features[layers], expected[layers][0]) for layers in CHECKPOINTS}
-    assert rows[3].tolist() == rows[9].tolist()  # one token has one slot at every checkpoint
-    assert rows[3].max() > 400  # from the whole stream, not its beginning
-    assert sample.labels[9].tolist() == expected[9][1][rows[9]].tolist()
+def test_folder_and_memory_give_the_same_bits(demo, sequences, tmp_path):
+    in_memory = collect(demo, sequences, LAYERS, config(), 200, "test")
+    in_folder = collect(demo, sequences, LAYERS, config(), 200, "test", tmp_path)
+    assert all(torch.equal(in_memory.raw[layers], in_folder.raw[layers]) for layers in LAYERS)
+
+
+def test_an_interrupted_run_resumes_to_the_same_bits(demo, sequences, tmp_path, monkeypatch):
+    expected = collect(demo, sequences, LAYERS, config(calibration_batch=2), 200, "test")
+    put, calls = store.FolderStore.put, [0]
+
+    def interrupt(*args):
+        calls[0] += 1
+        if calls[0] == 4:
+            raise KeyboardInterrupt
+        put(*args)
+
+    monkeypatch.setattr(store.FolderStore, "put", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        collect(demo, sequences, LAYERS, config(calibration_batch=2), 200, "test", tmp_path)
+    found = collect(demo, sequences, LAYERS, config(calibration_batch=2), 200, "test", tmp_path)
+    assert calls[0] == 4 + 3  # three of six batches were done
+    assert all(torch.equal(found.raw[layers], expected.raw[layers]) for layers in LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 1}, "plan_sha256"),
+        ({"calibration_batch": 3}, r"batches, plan_sha256"),
+        ({"capacity": 199}, "kept, plan_sha256"),
+        ({"layers": (3, 12)}, "layers"),
+        ({"sequences": 11}, "plan_sha256, seen"),
+        ({"weights": 1}, "weights_sha256"),
+    ],
+)
+def test_folder_of_another_plan(demo, sequences, tmp_path, change, named):
+    def run(seed=0, calibration_batch=2, capacity=200, layers=LAYERS, sequences=12, weights=0):
+        source = dataclasses.replace(demo, weights_sha256="0" * 64) if weights else demo
+        options = config(seed=seed, calibration_batch=calibration_batch)
+        return collect(source, text[:sequences], layers, options, capacity, "test", tmp_path)
+
+    text = sequences
+    run()
+    with pytest.raises(CalibrationError, match=rf"another calibration \(another {named}\)"):
+        run(**change)
 
 
 def test_ten_times_the_text_takes_no_more_memory(demo, sequences):
@@ -78,44 +116,49 @@ def test_ten_times_the_text_takes_no_more_memory(demo, sequences):
         sample = collect(demo, text, (6,), config(), 256, "test")
         size = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return size, sum(t.nbytes for part in (sample.features, sample.labels) for t in part.values())
+        return size, sum(state.nbytes for state in sample.raw.values())
 
     small, large = peak(sequences), peak(sequences * 10)
-    assert large[1] == small[1] == 256 * (demo.normed_size * 4 + 1)
+    assert large[1] == small[1] == 256 * demo.hidden_size * 4
     assert large[0] < small[0] + 200_000
 
 
-def test_cosine_labels_do_not_depend_on_the_final_norm(demo, sequences):
-    """They compare raw states, so another final norm changes every feature and not one label."""
-    other = copy.deepcopy(demo.model)
-    with torch.no_grad():
-        other.model.norm.weight.copy_(torch.linspace(-3, 3, demo.hidden_size))
-    options = config(label="cosine", convergence_threshold=0.97)
-    samples = [collect(s, sequences, (9,), options, 1000, "test") for s in (demo, wrap_model(other, "other"))]
-    assert 0.1 < samples[0].labels[9].float().mean() < 0.9
-    assert torch.equal(samples[0].labels[9], samples[1].labels[9])
-    assert not torch.isclose(samples[0].features[9], samples[1].features[9]).all(dim=1).any()
-
-
-def test_heads_run_for_kept_tokens_only(demo, sequences, monkeypatch):
+def test_only_kept_states_leave_the_pass(demo, sequences, monkeypatch):
+    """Neither logits nor the states of other tokens are made into anything."""
+    monkeypatch.setattr(type(demo), "head", lambda *_: pytest.fail("the head ran"))
+    monkeypatch.setattr(type(demo), "normed", lambda *_: pytest.fail("the norm ran"))
     rows = []
-    head = type(demo).head
-    monkeypatch.setattr(type(demo), "head", lambda self, normed: rows.append(normed.shape[1]) or head(self, normed))
-    collect(demo, sequences * 5, (6,), config(calibration_batch=1), 64, "test")
-    tokens = 5 * sum(len(s.ids) for s in sequences)
-    expected = 2 * 64 * (1 + np.log(tokens / 64))  # two heads; the expected number of tokens that enter the reservoir
-    assert sum(rows) < 1.3 * expected < tokens
+    raw_states = type(demo).raw_states
+
+    def spy(*args):
+        states = raw_states(*args)
+        rows.append(len(states[12]))
+        return states
+
+    monkeypatch.setattr(type(demo), "raw_states", spy)
+    collect(demo, sequences, LAYERS, config(), 64, "test")
+    assert sum(rows) == 64
 
 
-def test_nan_in_a_hidden_state(sequences, demo):
-    broken = wrap_model(copy.deepcopy(demo.model), "broken")
+def break_after_layer_5(source):
+    broken = wrap_model(copy.deepcopy(source.model), "broken")
     broken.anatomy.layers[4].register_forward_hook(
         lambda module, args, output: (output[0] * float("nan"),) if isinstance(output, tuple) else output * float("nan")
     )
+    return broken
+
+
+def test_nan_in_a_hidden_state(sequences, demo):
     with pytest.raises(CalibrationError, match="'broken' gives NaN or infinity in its hidden state after layer 9"):
-        collect(broken, sequences, CHECKPOINTS, config(), 100, "test")
+        collect(break_after_layer_5(demo), sequences, LAYERS, config(), 100, "test")
 
 
 def test_tokenizer_of_another_model(demo):
     with pytest.raises(CalibrationError, match="token id 4096"):
-        collect(demo, [TokenSequence(0, [1, 4096])], CHECKPOINTS, config(), 100, "test")
+        collect(demo, [TokenSequence(0, np.array([1, 4096], np.int32))], LAYERS, config(), 100, "test")
+
+
+@pytest.mark.parametrize("text", [[], [TokenSequence(0, np.array([], np.int32))]])
+def test_text_without_a_token(demo, text):
+    with pytest.raises(CalibrationError, match="no usable token"):
+        collect(demo, text, LAYERS, config(), 100, "test")

@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import chain
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +22,7 @@ def long_and_short(write_jsonl):
 def test_nothing_is_lost_or_longer_than_asked(long_and_short, tokenizer):
     found = list(read_sequences(long_and_short, tokenizer, length=32, limit=1000))
     assert max(len(sequence.ids) for sequence in found) == 32
+    assert {sequence.ids.dtype for sequence in found} == {np.dtype(np.int32)}
     assert (
         list(chain.from_iterable(s.ids for s in found if s.document == 0))
         == tokenizer("value = 1\n" * 500)["input_ids"]
@@ -40,15 +42,15 @@ def test_a_long_document_does_not_crowd_out_the_others(long_and_short, tokenizer
 
 
 def test_rests_come_from_the_beginnings(long_and_short, tokenizer):
-    found = [s.ids for s in read_sequences(long_and_short, tokenizer, length=32, limit=20) if s.document == 0]
+    found = [s.ids.tolist() for s in read_sequences(long_and_short, tokenizer, length=32, limit=20) if s.document == 0]
     whole = tokenizer("value = 1\n" * 500)["input_ids"]
     assert list(chain.from_iterable(found)) == whole[: 32 * len(found)]
 
 
 def test_blocks_join_seamlessly(long_and_short, tokenizer, monkeypatch):
-    whole = [s.ids for s in read_sequences(long_and_short, tokenizer, length=32, limit=1000)]
+    whole = [s.ids.tolist() for s in read_sequences(long_and_short, tokenizer, length=32, limit=1000)]
     monkeypatch.setattr(module, "BLOCK_CHARS", 64)
-    assert [s.ids for s in read_sequences(long_and_short, tokenizer, length=32, limit=1000)] == whole
+    assert [s.ids.tolist() for s in read_sequences(long_and_short, tokenizer, length=32, limit=1000)] == whole
 
 
 def test_every_sequence_opens_with_bos_where_the_tokenizer_adds_one(long_and_short, tokenizer):

@@ -1,127 +1,147 @@
-"""Runs the frozen model over sequences and keeps a labelled sample of their tokens: third step of `calibrate`.
+"""Runs the frozen model over sequences and keeps the raw states of a sample of their tokens: third step of `calibrate`.
 
-One forward pass per batch gives the raw states at every checkpoint and after the last layer. A reservoir decides which
-tokens to keep, and only for those are norm, heads and labels computed. What is held is `capacity` x checkpoints
-x width floats, whatever the number of tokens read.
+The plan says which tokens, the store holds them, several processes may share the work. Labels, norms and heads are left
+to the caller, who computes them from the states. What is held is tokens kept x layers x width floats, whatever the
+number of tokens read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from tide_export.calibrate.labels import agreement_labels, cosine_labels, top1
-from tide_export.calibrate.reservoir import Reservoir
+from tide_export.calibrate.plan import Batch, Plan
+from tide_export.calibrate.processes import Processes
 from tide_export.calibrate.sequences import TokenSequence
+from tide_export.calibrate.store import FolderStore, Store
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.model import SourceModel
 from tide_export.progress import stage
 
-SORTED_SEQUENCES = 128  # sequences sorted by length together, so that little is padded
 CPU_TOKENS = 1024  # a CPU gains nothing from a larger pass, but its attention matrices become allocations of their own
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
-    """Tokens kept from a split, uniformly drawn.
+    """n tokens kept from a split, each set of n equally likely, in the order of the text.
 
     Attributes:
-        features: per checkpoint the normed states, float32 [n, D'] on the CPU: exactly what a router sees at run time.
-        labels: per checkpoint whether the token may leave there, bool [n].
+        raw: per layer count the residual stream after that many layers, float32 [n, D] on the CPU.
+        next_ids: the id that follows each token in its sequence, -1 at the sequence's end; int64 [n].
+        documents: the document of each token, int64 [n].
+        places: (number of the sequence in the split, position in it), int64 [n, 2], in ascending order.
         seen: tokens the n were drawn from.
     """
 
-    features: dict[int, torch.Tensor]
-    labels: dict[int, torch.Tensor]
+    raw: dict[int, torch.Tensor]
+    next_ids: torch.Tensor
+    documents: torch.Tensor
+    places: torch.Tensor
     seen: int
 
     @property
     def kept(self) -> int:
-        return len(next(iter(self.labels.values())))
+        return len(self.places)
 
 
 @torch.no_grad()
 def collect(
     source: SourceModel,
     sequences: Sequence[TokenSequence],
-    checkpoints: Sequence[int],
+    layers: Sequence[int],
     config: TideConfig,
     capacity: int,
     title: str,
+    folder: Path | None = None,
 ) -> Sample:
-    """A uniform sample of at most `capacity` tokens of `sequences`, with features and labels at each checkpoint.
+    """The states of at most `capacity` tokens of `sequences` (one part of a split) after each of `layers` layers.
+
+    With a `folder` (made if it is not there; one for each call) they are kept in it: a run that was killed goes on
+    where it was when started again, and a complete one is only read. Processes started by a launcher share the work,
+    and all get the whole sample. The sample does not depend on their number, nor on interruptions, as long as the
+    arithmetic is the same: torch adds up in another order on another device, version or number of threads.
 
     Raises:
-        CalibrationError: a token id the model does not have, or NaN or infinity in a hidden state.
+        CalibrationError: no token, a token id the model does not have, NaN or infinity in a kept state; a folder that
+            cannot be used; another process ended.
     """
-    tokens = sum(len(sequence.ids) for sequence in sequences)
+    on_cpu = source.device.type == "cpu"
+    plan = Plan.make(sequences, capacity, config.seed, config.calibration_batch, CPU_TOKENS if on_cpu else None)
     _check_ids(source, sequences)
-    depth, size = source.num_layers, min(capacity, tokens)
-    reservoir = Reservoir(size, np.random.default_rng(config.seed))
-    features = {layers: torch.empty(size, source.normed_size) for layers in checkpoints}
-    labels = {layers: torch.empty(size, dtype=torch.bool) for layers in checkpoints}
-
-    with stage(title, total=tokens) as advance:
-        tokens_per_pass = CPU_TOKENS if source.device.type == "cpu" else None
-        for ids, mask in _batches(sequences, config.calibration_batch, tokens_per_pass):
-            states = source.raw_states(ids.to(source.device), [*checkpoints, depth], mask.to(source.device))
-            real = mask.bool().to(source.device)
-            raw = {layers: state[real].float() for layers, state in states.items()}
-            _check_finite(source, raw)
-            rows, slots = (torch.from_numpy(part) for part in reservoir.offer(len(raw[depth])))
-            last = raw[depth][rows]
-            full_top1 = top1(source, source.normed(last)) if config.label == "agreement" else None
-            for layers in checkpoints:
-                kept = raw[layers][rows]
-                normed = source.normed(kept)
-                features[layers][slots] = normed.cpu()
-                if full_top1 is None:
-                    label = cosine_labels(kept, last, config.convergence_threshold)
-                else:
-                    label = agreement_labels(source, normed, full_top1)
-                labels[layers][slots] = label.cpu()
-            advance(int(mask.sum()))
-    return Sample(features, labels, reservoir.seen)
+    processes = Processes.current()
+    with _open_store(source, plan, layers, folder, processes) as store:
+        own = store.pending()[processes.rank :: processes.count]
+        with _progress(title, float(plan.tokens[own].sum()), processes) as advance:
+            for number in own:
+                batch = plan.batch(number)
+                states = _run(source, batch, layers)
+                _check_finite(source, states)
+                store.put(number, batch.slots, states)
+                advance(float(plan.tokens[number]))
+        raw = store.finish()
+    next_ids, documents, places = (torch.from_numpy(part) for part in (plan.next_ids, plan.documents, plan.places))
+    return Sample(raw, next_ids, documents, places, plan.seen)
 
 
-def _batches(
-    sequences: Sequence[TokenSequence], size: int, tokens: int | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and attention mask, int64 [B, S] each, of sequences of similar length, padded on the right.
+def _open_store(
+    source: SourceModel, plan: Plan, layers: Sequence[int], folder: Path | None, processes: Processes
+) -> Store:
+    """In memory for one process without a folder, else in one."""
+    width, batches = source.hidden_size, len(plan.batches)
+    if folder is None and processes.count == 1:
+        return Store(layers, plan.kept, width, batches)
+    record = {
+        "format": 1,
+        "weights_sha256": source.weights_sha256,
+        "device": source.device.type,
+        "versions": {package: version(package) for package in ("torch", "transformers")},
+        "plan_sha256": plan.sha256,
+        "layers": list(layers),
+        "kept": plan.kept,
+        "seen": plan.seen,
+        "width": width,
+        "batches": batches,
+    }
+    return FolderStore(folder, record, processes)
 
-    B is at most `size`, and B x S at most `tokens` where B > 1. The padding's token id is any: behind a causal mask no
-    real token sees it, and nothing of it is kept.
-    """
-    stream = iter(sequences)
-    while window := sorted(islice(stream, SORTED_SEQUENCES), key=lambda sequence: -len(sequence.ids)):
-        while window:
-            length = len(window[0].ids)
-            rows = size if tokens is None else min(size, max(1, tokens // length))
-            batch, window = window[:rows], window[rows:]
-            ids = torch.zeros(len(batch), length, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for row, sequence in enumerate(batch):
-                ids[row, : len(sequence.ids)] = torch.tensor(sequence.ids)
-                mask[row, : len(sequence.ids)] = 1
-            yield ids, mask
+
+def _run(source: SourceModel, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
+    """The states [k, D] of the batch's kept tokens, float32 on the CPU; the others never leave the model's device."""
+
+    def kept(state: torch.Tensor) -> torch.Tensor:
+        return state[batch.rows.to(state.device), batch.positions.to(state.device)].float().cpu()
+
+    return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), kept)
+
+
+@contextmanager
+def _progress(title: str, total: float, processes: Processes) -> Iterator[Callable[[float], Any]]:
+    """The main process shows its own part of the work, which stands for all."""
+    if processes.main:
+        with stage(title, total=total) as advance:
+            yield advance
+    else:
+        yield lambda amount: None
 
 
 def _check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:
     embedding = source.model.get_input_embeddings()
     assert isinstance(embedding.weight, torch.Tensor)
     known = embedding.weight.shape[0]
-    largest = max(max(sequence.ids) for sequence in sequences)
+    largest = max(int(sequence.ids.max(initial=0)) for sequence in sequences)
     if largest >= known:
         raise CalibrationError(
             f"the tokenizer gives token id {largest} but {source.name} knows {known} tokens: it is another model's"
         )
 
 
-def _check_finite(source: SourceModel, raw: dict[int, torch.Tensor]) -> None:
-    for layers, state in sorted(raw.items()):
+def _check_finite(source: SourceModel, states: dict[int, torch.Tensor]) -> None:
+    for layers, state in sorted(states.items()):
         if not bool(torch.isfinite(state).all()):
             raise CalibrationError(
                 f"model {source.name!r} gives NaN or infinity in its hidden state after layer {layers}: "
