@@ -1,4 +1,4 @@
-"""Several processes give the sample that one gives, bit for bit; one that dies neither hangs the others nor costs work."""
+"""Several processes give the sample that one gives, bit for bit; one that dies hangs no other and costs no work."""
 
 import os
 import signal
