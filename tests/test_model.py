@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tide_export.errors import ModelError, UnsupportedModelError
+from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
 from tide_export.model import load_model, wrap_model
 
 LLAMA_LIKE = {
@@ -152,6 +152,80 @@ def test_folder_loads(folder):
     assert next(source.model.parameters()).dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in source.model.parameters())
     assert source.weights_sha256 == tiny("llama").weights_sha256
+
+
+def on_disk(*names):
+    """The tiny Llama on the CPU, but for the modules whose names start with one of `names`."""
+    modules = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
+    modules += [f"model.layers.{n}" for n in range(4)]
+    return {module: "disk" if module.startswith(names) else "cpu" for module in modules}
+
+
+OFFLOADS = {
+    "some layers": on_disk("model.layers.1", "model.layers.3"),
+    "all layers and the norm": on_disk("model.layers", "model.norm"),
+    "embedding and head": on_disk("model.embed_tokens", "lm_head"),
+    "all": {"": "disk"},
+    "the backbone whole": {"model": "disk", "lm_head": "disk"},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("placement", OFFLOADS)
+def test_offloaded_weights_change_nothing(tmp_path, placement, tied):
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA_LIKE, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "model")
+    plain = load_model(tmp_path / "model")
+    source = load_model(tmp_path / "model", device_map=OFFLOADS[placement], offload_folder=tmp_path / "offload")
+    assert any(parameter.is_meta for parameter in source.model.parameters())
+    assert source.weights_sha256 == plain.weights_sha256
+    assert source.device == torch.device("cpu")
+    assert source.normed_size == 32
+
+    mask = torch.ones_like(IDS)
+    mask[0, 6:] = 0
+    layers = [1, 2, 4]
+    expected, found = (s.raw_states(IDS, layers, mask, keep=lambda state: state[:, 2:6]) for s in (plain, source))
+    assert found[1].shape == (2, 4, 32)
+    assert all(torch.equal(found[count], expected[count]) for count in layers)
+    states = source.run(IDS, layers)
+    assert torch.equal(states.logits, plain.run(IDS, layers).logits)
+    for count in layers:
+        normed = source.normed(states.raw[count])
+        assert torch.equal(normed, plain.normed(states.raw[count]))
+        assert torch.equal(source.head(normed), plain.head(normed))
+    assert torch.equal(source.run(IDS, layers).logits, states.logits)  # the head left the backbone as it was
+    assert any(parameter.is_meta for parameter in source.model.parameters())
+
+
+def test_offloaded_weight_that_is_no_number(folder):
+    edit_weights(folder, lambda weights: weights["model.layers.2.mlp.up_proj.weight"][3, 4].fill_(float("nan")))
+    with pytest.raises(ModelError, match=r"model\.layers\.2\.mlp\.up_proj\.weight holds NaN or infinity"):
+        load_model(folder, device_map=on_disk("model.layers.2"))
+
+
+def test_offloaded_weight_that_is_missing(folder):
+    edit_weights(folder, lambda weights: weights.pop("model.layers.2.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"no usable weight for model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_model(folder, device_map=on_disk("model.layers.2"))
+
+
+def test_automatic_placement_of_a_model_that_fits(folder):
+    source = load_model(folder, device_map="auto")
+    assert source.weights_sha256 == load_model(folder).weights_sha256
+    assert not any(parameter.is_meta for parameter in source.model.parameters())
+
+
+def test_device_map_with_an_unknown_device(folder):
+    with pytest.raises(ModelError, match="cannot load the weights") as caught:
+        load_model(folder, device_map={"": "attic"})
+    assert "\n" not in str(caught.value)
+
+
+def test_device_and_device_map(folder):
+    with pytest.raises(ConfigError, match="device 'cuda' and a device_map: give one of them"):
+        load_model(folder, device="cuda", device_map="auto")
 
 
 def edit_weights(folder, change):
