@@ -3,8 +3,9 @@
     python tools/calibration_cost.py MODEL --dataset SPEC [--text SPEC] [--json FILE] [--plot FILE.png]
 
 Time: `collect` and Hugging Face's own forward pass (logits and all) over the same tokens in the same batches, in turns
-in one process; the ratio is that of the medians. Fitting is no part of it. Memory: reading and collecting with a fixed number of kept tokens from 10 thousand, 100 thousand and 1 million tokens, each in a process of
-its own; the largest resident set as Linux counted it (VmHWM). `--text` is for the latter, where the former is too short.
+in one process; the ratio is that of the medians. Fitting is no part of it. Memory: reading and collecting with a fixed
+number of kept tokens from 10 thousand, 100 thousand and 1 million tokens, each in a process of its own; the largest
+resident set as Linux counted it (VmHWM). `--text` is for the latter, where the dataset is too short.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Which of several processes this one is, and how they wait for each other: part of `collect`.
 
-`accelerate launch --num_processes N` (or torchrun) starts N processes that all do the same; `collect` deals the batches
-of its plan among them. Only small messages go between them, over gloo on the CPU wherever the model itself runs, so
-processes may share a GPU. Started without a launcher, a process is alone and nothing of accelerate is imported.
+`accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N` start N processes that all do the
+same, on machines without a GPU too (accelerate's `--cpu` starts one, whatever N, unless MPI does it); `collect` deals
+the batches of its plan among them. Only small messages go between them, over gloo on the CPU wherever the model itself
+runs, so processes may share a GPU. Without a launcher a process is alone and nothing of accelerate is imported here.
 
 If a process dies, the launcher stops the others, and the connection that breaks ends their waiting even without it. If
 one hangs, the others give up after `TIMEOUT`.
