@@ -159,6 +159,15 @@ def test_folder_with_something_else_in_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["thesis.txt"]
 
 
+def test_process_that_read_another_text(folder, monkeypatch):
+    monkeypatch.setattr(Processes, "barrier", lambda self: None)
+    with (
+        pytest.raises(CalibrationError, match=r"process 1 .* differs from the main one \(another plan_sha256\)"),
+        FolderStore(folder, record(plan_sha256="other"), Processes(1, 2)),
+    ):
+        pytest.fail("it was let in")
+
+
 def test_folder_in_use(folder):
     with FolderStore(folder, record(), ALONE), pytest.raises(CalibrationError, match="is in use by another run"):
         fill(folder, [])

@@ -196,6 +196,11 @@ class FolderStore(Store):
             ) from error
         if found != self.record:
             keys = sorted(key for key in found.keys() | self.record.keys() if found.get(key) != self.record.get(key))
+            if not self.processes.main:  # the main process made or accepted the record just now
+                raise CalibrationError(
+                    f"process {self.processes.rank} of this calibration differs from the main one "
+                    f"(another {', '.join(keys)}): they must be given the same model, text and options"
+                )
             raise CalibrationError(
                 f"calibration folder {folder} belongs to another calibration (another {', '.join(keys)}): "
                 "use another folder or delete it"
