@@ -85,7 +85,8 @@ def test_the_installed_command_prints_its_version():
     ("arguments", "says"),
     [
         ([], "COMMAND"),
-        (["tune", "x"], "invalid choice: 'tune'"),
+        (["tone", "x"], "invalid choice: 'tone'"),
+        (["tune", "x"], "--dataset, --epsilon, --delta"),
         (["export", MODEL], "-o/--output"),
         (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not a list of layer counts"),
         (["export", MODEL, "-o", "x", "--checkpoint", "3"], "unrecognized arguments: --checkpoint"),
