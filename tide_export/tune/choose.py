@@ -62,7 +62,7 @@ def _with_steps(found: list[Point], path: Measurement, step: float) -> list[Poin
         parts = min(MOST_CANDIDATES, ceil((before.agreement - after.agreement) / step))
         start, end = np.array(before.thresholds), np.array(after.thresholds)
         for i in range(1, parts):
-            thresholds = np.float32(start + (end - start) * i / parts).tolist()
+            thresholds = (start + (end - start) * i / parts).astype(np.float32).tolist()
             dense.append(measure(scores, agrees, path.layers, path.depth, thresholds))
         dense.append(after)
     return dense
