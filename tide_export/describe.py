@@ -10,7 +10,7 @@ from typing import Any
 
 from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.tables import size, table
-from tide_export.thresholds import OFF, resolve_thresholds
+from tide_export.thresholds import resolve_thresholds
 
 REPORT = "report"  # where the calibration record keeps one entry per checkpoint (see `calibrate.fit.assess`)
 REPORT_COLUMNS = ("positive_rate", "exit_rate", "precision", "recall", "accuracy", "loss", "base_loss", "tokens")
@@ -74,7 +74,11 @@ def _segments(bundle: Bundle) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"segment": k, "first_layer": first, "last_layer": first + layers - 1}
         first += layers
         if k < len(manifest.checkpoints):
-            entry |= {"checkpoint": first, "threshold": manifest.thresholds[k], "exits": active[k] < OFF}
+            entry |= {
+                "checkpoint": first,
+                "threshold": manifest.thresholds[k],
+                "exits": active[k] < 1,
+            }  # no score is above 1
         segments.append(entry)
     return segments
 
@@ -119,9 +123,8 @@ def _segment_row(segment: dict[str, Any]) -> list[object]:
     layers = f"{segment['first_layer']}-{segment['last_layer']}"
     if "checkpoint" not in segment:
         return [segment["segment"], layers, "-", "-"]
-    note = segment["threshold"] if segment["exits"] else "off (min_layers)"
-    if segment["exits"] and segment["threshold"] >= 1:  # no score is above 1
-        note = "off"
+    off = "off" if segment["threshold"] >= 1 else "off (min_layers)"
+    note = segment["threshold"] if segment["exits"] else off
     return [segment["segment"], layers, f"{segment['checkpoint']} layers", note]
 
 

@@ -33,8 +33,8 @@ def test_candidates_go_from_safe_to_aggressive_in_steps_below_epsilon():
     risks, layers = [1 - point.agreement for point in path], [point.layers for point in path]
     assert 10 < len(path) <= MOST_CANDIDATES
     assert risks[0] < 0.2 * epsilon
-    assert epsilon < risks[-1] <= 2 * epsilon
-    assert max(np.diff(risks)) < 0.25 * epsilon
+    assert epsilon < risks[-1] <= 1.5 * epsilon
+    assert max(np.diff(risks)) < 0.15 * epsilon
     assert np.corrcoef(risks, layers)[0, 1] < -0.9
     assert all(point.layers < DEPTH for point in path)
 
@@ -50,8 +50,8 @@ def test_routers_that_know_nothing_leave_no_candidate_that_is_safe():
     whole = population(300)
     wrong = Measurement(whole.scores, np.full_like(whole.early, 6), whole.full, LAYERS, DEPTH)
     found = candidates(wrong, 0.05)
-    assert all(1 - point.agreement > 0 for point in found)
-    assert not any(tested.passed for tested in certify(wrong, found, 0.05, 0.1)[:1]) or found[0].agreement > 0.95
+    assert [point.agreement < 0.95 for point in found] == [True]
+    assert [tested.passed for tested in certify(wrong, found, 0.05, 0.1)] == [False]
 
 
 def test_the_walk_ends_at_the_first_failure():
@@ -67,8 +67,8 @@ def test_the_walk_ends_at_the_first_failure():
 
 
 def test_the_true_risk_is_above_epsilon_no_more_often_than_delta():
-    """Paths and tests drawn anew from a population whose risks are known, some hundred times."""
-    epsilon, delta, runs = 0.1, 0.2, 120
+    """Paths and tests drawn anew from a population whose risks are known, many times."""
+    epsilon, delta, runs = 0.1, 0.2, 80
     whole = population(4000)
     random = np.random.default_rng(5)
     bad = found = 0

@@ -48,10 +48,7 @@ def sources(tokenizer: BundleTokenizer):
     """Which documents prompts are from, by the `v<number>_` inside them."""
 
     def sources(prompts: list[list[int]]) -> list[int]:
-        found = []
-        for ids in prompts:
-            found.append(int(re.search(r"v(\d+)_", tokenizer.decode(ids))[1]))
-        return found
+        return [int(re.search(r"v(\d+)_", tokenizer.decode(ids))[1]) for ids in prompts]
 
     return sources
 

@@ -6,7 +6,6 @@ loss is looked at.
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
 
 import numpy as np
 
@@ -16,8 +15,9 @@ from tide_export.tune.measure import Measurement
 
 MOST_CANDIDATES = 30
 PRICES = 120  # settings the frontier is looked for with; the candidates are taken from what it finds
-STEP = 0.1  # times epsilon: how far apart the path risks of two candidates may lie
-HOPELESS = 2.0  # times epsilon: a setting that was wrong this often on the path cannot pass
+STEP = 0.05  # times epsilon: how far apart the path risks of two candidates may lie
+HALVINGS = 5  # of the way between two settings at most, to get there
+HOPELESS = 1.5  # times epsilon: a setting that was wrong this often on the path cannot pass
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,29 @@ def candidates(path: Measurement, epsilon: float, most: int = MOST_CANDIDATES) -
     scores, agrees = path.scores.reshape(-1, columns), path.agrees.reshape(-1, columns)
     found = [p for p in frontier(scores, agrees, path.layers, path.depth, PRICES) if p.layers < path.depth]
     found = found[:1] + [point for point in found[1:] if 1 - point.agreement <= HOPELESS * epsilon]
-    found = _with_steps(found, path, epsilon * STEP)
+    for before, after in pairwise(list(found)):
+        found += _between(before, after, path, STEP * epsilon, HALVINGS)
+    found.sort(key=lambda point: (-point.agreement, -point.layers))
     if len(found) <= most:
         return found
-    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+    risks = np.array([1 - point.agreement for point in found])
+    nearest = {int(np.abs(risks - target).argmin()) for target in np.linspace(risks[0], risks[-1], most)}
+    return [found[i] for i in sorted(nearest)]
 
 
-def _with_steps(found: list[Point], path: Measurement, step: float) -> list[Point]:
-    """Adds settings between neighbours whose risks lie further apart than `step`: the walk can end near epsilon."""
+def _between(before: Point, after: Point, path: Measurement, step: float, halvings: int) -> list[Point]:
+    """Settings halfway, until two neighbours' risks are no further apart than `step`: the walk can end near epsilon."""
+    if halvings == 0 or before.agreement - after.agreement <= step:
+        return []
     columns = path.scores.shape[-1]
     scores, agrees = path.scores.reshape(-1, columns), path.agrees.reshape(-1, columns)
-    dense = found[:1]
-    for before, after in pairwise(found):
-        parts = min(MOST_CANDIDATES, ceil((before.agreement - after.agreement) / step))
-        start, end = np.array(before.thresholds), np.array(after.thresholds)
-        for i in range(1, parts):
-            thresholds = (start + (end - start) * i / parts).astype(np.float32).tolist()
-            dense.append(measure(scores, agrees, path.layers, path.depth, thresholds))
-        dense.append(after)
-    return dense
+    halfway = (np.array(before.thresholds) / 2 + np.array(after.thresholds) / 2).astype(np.float32).tolist()
+    point = measure(scores, agrees, path.layers, path.depth, halfway)
+    return [
+        *_between(before, point, path, step, halvings - 1),
+        point,
+        *_between(point, after, path, step, halvings - 1),
+    ]
 
 
 def certify(calibration: Measurement, path: list[Point], epsilon: float, delta: float) -> list[Tested]:
