@@ -1,13 +1,20 @@
 """The statistics: p-values equal to exact values, the walk's rule, and the guarantee itself, by simulation."""
 
+import re
 from fractions import Fraction
 from itertools import product
-from math import ceil, comb, e, exp, log, sqrt
+from math import ceil, comb, e, erf, exp, log, sqrt
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tide_export.tune.guarantee import binomial_cdf, hoeffding_bentkus, p_value, prompts_needed, walk
+
+DOCS = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+TABLE = [
+    [float(cell) for cell in line.strip("| ").split("|")] for line in DOCS.splitlines() if re.match(r"\| 0\.\d", line)
+]
 
 # --- p-values --------------------------------------------------------------------------------------------------------
 
@@ -29,14 +36,8 @@ def test_the_binomial_tail_holds_for_a_million():
     sigma = sqrt(n * p * (1 - p))
     for k in (19_600, 20_000, 20_300):
         z = (k + 0.5 - n * p) / sigma
-        phi, density = 0.5 * (1 + _erf(z / sqrt(2))), exp(-z * z / 2) / sqrt(2 * np.pi)
+        phi, density = 0.5 * (1 + erf(z / sqrt(2))), exp(-z * z / 2) / sqrt(2 * np.pi)
         assert binomial_cdf(k, n, p) == pytest.approx(phi - (1 - 2 * p) * (z * z - 1) / (6 * sigma) * density, abs=1e-5)
-
-
-def _erf(x: float) -> float:
-    from math import erf
-
-    return erf(x)
 
 
 def test_the_binomial_p_value_is_the_chance_of_as_few_errors():
@@ -86,6 +87,13 @@ def test_prompts_needed_without_an_error(epsilon, delta, n):
     for binary in (True, False):
         assert prompts_needed(epsilon, delta, binary=binary) == n
     assert (1 - epsilon) ** n <= delta < (1 - epsilon) ** (n - 1)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_the_numbers_of_prompts_in_the_docs(row):
+    delta, epsilon, *numbers = row
+    risks = (0.0, epsilon / 4, epsilon / 2)
+    assert [prompts_needed(epsilon, delta, risk) for risk in risks] == [int(number) for number in numbers]
 
 
 # --- the walk --------------------------------------------------------------------------------------------------------

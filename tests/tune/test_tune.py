@@ -187,9 +187,11 @@ def test_min_layers_is_obeyed_and_stored(bundle: Path, capsys):
     assert list(manifest.thresholds[1:]) == [t for t in report["path"] if t["passed"]][-1]["thresholds"]
 
 
-def test_one_position_per_prompt_uses_the_exact_test(bundle: Path, capsys):
-    report = tune(capsys, bundle, "--positions", 1)
+def test_one_position_of_each_document_makes_the_test_exact(bundle: Path, capsys):
+    assert tune(capsys, bundle, "--positions", 1, "--dry-run")["p_value_kind"] == "hoeffding-bentkus"
+    report = tune(capsys, bundle, "--positions", 1, "--prompts-per-document", 1)
     assert report["p_value_kind"] == "binomial"
+    assert report["n"] == report["documents"] == 7
     errors = round(report["risk"] * report["n"])
     assert report["risk"] == pytest.approx(errors / report["n"])
 
@@ -269,7 +271,7 @@ def test_unseen_documents_among_seen_ones_are_used_alone(bundle: Path, capsys, t
         (["--min-layers", "-1"], "min_layers must be 0 or more"),
         (["--min-layers", "10"], "min_layers is 10 but the last checkpoint comes after layer 9"),
         (["--threads", "0"], "threads"),
-        (["--model", "no-such-model"], "no-such-model"),
+        (["--model", "./no-such-model"], "no-such-model"),
         ({"dataset": "./none.txt"}, "no such file"),
     ],
     ids=str,

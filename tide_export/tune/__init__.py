@@ -80,6 +80,8 @@ def tune(
     if not dry_run and not os.access(opened.path, os.W_OK):
         raise BundleError(f"bundle {opened.path} cannot be written to: the thresholds could not be stored")
 
+    # Only then is a loss nothing but 0 or 1, and one prompt's no hint at another's: the sum is binomial.
+    binary = positions == 1 and prompts_per_document == 1
     with stage("reading prompts"):
         drawn = draw_prompts(
             dataset,
@@ -90,13 +92,13 @@ def tune(
             per_document=prompts_per_document,
             seed=seed,
         )
-    _refuse_too_few(drawn, dataset, epsilon, delta, positions)
+    _refuse_too_few(drawn, dataset, epsilon, delta, binary)
     with stage("running the graph", total=len(drawn.path) + len(drawn.calibration)) as advance:
         path = measure_prompts(engine, drawn.path, prompt_length, may_exit, advance)
         calibration = measure_prompts(engine, drawn.calibration, prompt_length, may_exit, advance)
     with stage("choosing candidates"):
         sequence = candidates(path, epsilon)
-    tested = certify(calibration, sequence, epsilon, delta)
+    tested = certify(calibration, sequence, epsilon, delta, binary)
 
     passed = [one for one in tested if one.passed]
     best = passed[-1] if passed else None
@@ -110,6 +112,7 @@ def tune(
         prompts_per_document=prompts_per_document,
         prompt_length=prompt_length,
         positions=positions,
+        p_value_kind="binomial" if binary else "hoeffding-bentkus",
         seed=seed,
         checkpoints=manifest.checkpoints,
         num_layers=manifest.model.num_layers,
@@ -186,9 +189,9 @@ def _check_weights(bundle: Bundle, model: str) -> None:
         )
 
 
-def _refuse_too_few(drawn: Prompts, dataset: str, epsilon: float, delta: float, positions: int) -> None:
+def _refuse_too_few(drawn: Prompts, dataset: str, epsilon: float, delta: float, binary: bool) -> None:
     """Before hours of measuring that could not end well."""
-    needed, there = prompts_needed(epsilon, delta, binary=positions == 1), len(drawn.calibration)
+    needed, there = prompts_needed(epsilon, delta, binary=binary), len(drawn.calibration)
     if there < needed:
         raise TuneError(
             f"epsilon {epsilon:g} at delta {delta:g} needs {needed} prompts to test on even if no token differs, and "

@@ -72,13 +72,14 @@ def _between(before: Point, after: Point, path: Measurement, step: float, halvin
     ]
 
 
-def certify(calibration: Measurement, path: list[Point], epsilon: float, delta: float) -> list[Tested]:
+def certify(
+    calibration: Measurement, path: list[Point], epsilon: float, delta: float, binary: bool = False
+) -> list[Tested]:
     """Tests candidates in order, up to and including the first that fails; the last that passed may be used.
 
     With probability 1 - `delta` or more over the calibration's prompts, what passed has a true risk of at most
-    `epsilon` (Learn then Test, fixed sequence).
+    `epsilon` (Learn then Test, fixed sequence). For `binary` see `p_value`.
     """
-    binary = calibration.full.shape[1] == 1  # one position: by design, not by what was seen (see `p_value`)
     p_values = walk((calibration.losses(point.thresholds) for point in path), epsilon, delta, binary)
     return [_tested(calibration, point, p, delta) for point, p in zip(path, p_values, strict=False)]
 

@@ -18,6 +18,7 @@ class TuningReport:
 
     Attributes:
         thresholds: one per checkpoint of the bundle; all 1.0 (nothing exits) when nothing passed.
+        p_value_kind: "binomial" or "hoeffding-bentkus".
         min_layers: under which they were tested, and with which they are stored.
         certified: the candidate they come from; None when none passed.
         tested: candidates in the order they were tested, the one that failed (if any) last.
@@ -33,6 +34,7 @@ class TuningReport:
     prompts_per_document: int
     prompt_length: int
     positions: int
+    p_value_kind: str
     seed: int
     checkpoints: tuple[int, ...]
     num_layers: int
@@ -42,11 +44,6 @@ class TuningReport:
     tested: list[Tested]
     candidates: int
     stored: bool
-
-    @property
-    def p_value_kind(self) -> str:
-        """Which p-value the tests used; fixed by the number of positions alone."""
-        return "binomial" if self.positions == 1 else "hoeffding-bentkus"
 
     def record(self) -> dict[str, Any]:
         """What the manifest keeps: JSON types, everything needed to say what was promised and to do it again."""
