@@ -373,7 +373,12 @@ def test_running_a_bundle_needs_no_export_extra(demo_bundle: Path, command, opti
 
 @pytest.mark.parametrize(
     ("command", "options"),
-    [("calibrate", ["-o", "x"]), ("export", ["-o", "x"]), ("validate", ["--model", "x"])],
+    [
+        ("calibrate", ["-o", "x"]),
+        ("export", ["-o", "x"]),
+        ("validate", ["--model", "x"]),
+        ("tune", ["--dataset", "x", "--epsilon", 0.1, "--delta", 0.1]),
+    ],
 )
 def test_making_one_without_it_says_what_to_install(command, options):
     done = without_export_extra(command, "x", *options)

@@ -124,7 +124,7 @@ def _segment_row(segment: dict[str, Any]) -> list[object]:
     if "checkpoint" not in segment:
         return [segment["segment"], layers, "-", "-"]
     off = "off" if segment["threshold"] >= 1 else "off (min_layers)"
-    note = segment["threshold"] if segment["exits"] else off
+    note = _short(segment["threshold"]) if segment["exits"] else off
     return [segment["segment"], layers, f"{segment['checkpoint']} layers", note]
 
 
