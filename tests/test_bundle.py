@@ -20,6 +20,7 @@ from tide_export.bundle import (
     ModelInfo,
     TensorInfo,
     open_bundle,
+    replace_manifest,
     write_manifest,
     writing_bundle,
 )
@@ -157,13 +158,15 @@ def edit(path: Path, *keys: str | int, value: object) -> None:
         (("target",), "abacus", "field 'target' must be one of onnxruntime"),
         (("inputs", 0, "shape", 1), 1.5, "field 'inputs.0.shape.1' must be"),
         (("calibration",), 3, "field 'calibration' must be an object"),
+        (("tuning",), [], "field 'tuning' must be an object"),
+        (("tuning",), ..., "field 'tuning' is missing"),
         (("versions", "torch"), 2, "field 'versions.torch' must be a string"),
         (("files", "model.onnx"), ..., "field 'files' does not list model.onnx"),
         (("files", "model.onnx", "size"), -1, "field 'files.model.onnx.size' must be 0 or more"),
         (("files", "model.onnx", "sha256"), "AB" * 32, "field 'files.model.onnx.sha256' must be 64 lower-case"),
         (("files", "../x"), {"size": 0, "sha256": "0" * 64}, "field 'files.../x' is not a path inside"),
         (("files", "/etc/x"), {"size": 0, "sha256": "0" * 64}, "field 'files./etc/x' is not a path inside"),
-        (("schema",), "tide_export.bundle/2", "has schema 'tide_export.bundle/2' but this release reads"),
+        (("schema",), "tide_export.bundle/1", "has schema 'tide_export.bundle/1' but this release reads"),
         (("schema",), ..., "it has no field 'schema'"),
     ],
 )
@@ -347,6 +350,69 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
         pytest.fail("the body ran")
 
 
+# --- another manifest for a bundle that is there ---------------------------------------------------------------------
+
+
+def tuned(manifest: Manifest) -> Manifest:
+    return replace(manifest, thresholds=(0.25, 0.75), tuning={"epsilon": 0.05, "path": [{"risk": 0.5, "p": None}]})
+
+
+def test_a_manifest_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    path = write(tmp_path / "b")
+    before = {file: file.stat() for file in path.rglob("*") if file.name != "tide.json"}
+    mode = (path / "tide.json").stat().st_mode
+    opened = open_bundle(path)
+    replaced = replace_manifest(opened, tuned(replace(opened.manifest, files={})))
+    assert replaced == open_bundle(path)
+    assert replaced.manifest == tuned(opened.manifest)
+    assert {file: file.stat() for file in path.rglob("*") if file.name != "tide.json"} == before
+    assert (path / "tide.json").stat().st_mode == mode
+    assert names_in(tmp_path) == {"b"}
+
+
+def test_a_manifest_is_replaced_through_a_link(tmp_path: Path) -> None:
+    write(tmp_path / "b")
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    opened = open_bundle(tmp_path / "link")
+    replace_manifest(opened, tuned(opened.manifest))
+    assert (tmp_path / "link").is_symlink()
+    assert open_bundle(tmp_path / "b").manifest == tuned(opened.manifest)
+
+
+@pytest.mark.parametrize("broken", ["write_text", "replace"])
+def test_when_the_new_manifest_cannot_be_written_the_old_one_stays(tmp_path, monkeypatch, broken) -> None:
+    opened = open_bundle(write(tmp_path / "b"))
+    text = (tmp_path / "b" / "tide.json").read_bytes()
+
+    def failing(self: Path, *arguments: object, **options: object) -> None:
+        self.touch()
+        raise OSError(errno.ENOSPC if broken == "write_text" else errno.EIO, "the disk died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, broken, failing)
+        says = "no space left" if broken == "write_text" else "stays as it was: the disk died"
+        with pytest.raises(BundleError, match=says):
+            replace_manifest(opened, tuned(opened.manifest))
+    assert (tmp_path / "b" / "tide.json").read_bytes() == text
+    assert names_in(tmp_path / "b") == {"model.onnx", "engines", "tide.json"}
+    assert names_in(tmp_path) == {"b"}
+
+
+def test_a_manifest_that_could_not_be_read_back_does_not_replace_one(tmp_path: Path) -> None:
+    opened = open_bundle(write(tmp_path / "b"))
+    with pytest.raises(BundleError, match="field 'thresholds' must lie in"):
+        replace_manifest(opened, replace(opened.manifest, thresholds=(0.5, 2.0)))
+    assert open_bundle(tmp_path / "b") == opened
+
+
+def test_a_bundle_that_changed_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    opened = open_bundle(write(tmp_path / "b"))
+    write(tmp_path / "b", b"another", overwrite=True)
+    with pytest.raises(BundleError, match="was changed by something else meanwhile"):
+        replace_manifest(opened, tuned(opened.manifest))
+    assert open_bundle(tmp_path / "b").manifest.tuning is None
+
+
 # --- two exports, killed exports, full disks --------------------------------------------------------------------------
 
 HERE = [str(Path(__file__).parent), str(Path(tide_export.__file__).parents[1])]
@@ -388,6 +454,19 @@ def test_a_second_export_to_the_same_folder_fails_at_once(tmp_path: Path) -> Non
         first.wait()
     assert open_bundle(tmp_path / "b").file("model.onnx").read_bytes() == b"half"
     assert names_in(tmp_path) == {"b", "other"}
+
+
+def test_a_manifest_is_not_replaced_during_an_export(tmp_path: Path) -> None:
+    opened = open_bundle(write(tmp_path / "b"))
+    export = start_export(tmp_path / "b")
+    try:
+        with pytest.raises(BundleError, match="another export to"):
+            replace_manifest(opened, tuned(opened.manifest))
+        export.communicate("", timeout=60)
+    finally:
+        export.kill()
+        export.wait()
+    assert open_bundle(tmp_path / "b").manifest.tuning is None
 
 
 def test_of_many_threads_exporting_at_once_one_wins_and_nothing_is_mixed(tmp_path: Path) -> None:

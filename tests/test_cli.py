@@ -85,7 +85,8 @@ def test_the_installed_command_prints_its_version():
     ("arguments", "says"),
     [
         ([], "COMMAND"),
-        (["tune", "x"], "invalid choice: 'tune'"),
+        (["tone", "x"], "invalid choice: 'tone'"),
+        (["tune", "x"], "--dataset, --epsilon, --delta"),
         (["export", MODEL], "-o/--output"),
         (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not a list of layer counts"),
         (["export", MODEL, "-o", "x", "--checkpoint", "3"], "unrecognized arguments: --checkpoint"),
@@ -372,7 +373,12 @@ def test_running_a_bundle_needs_no_export_extra(demo_bundle: Path, command, opti
 
 @pytest.mark.parametrize(
     ("command", "options"),
-    [("calibrate", ["-o", "x"]), ("export", ["-o", "x"]), ("validate", ["--model", "x"])],
+    [
+        ("calibrate", ["-o", "x"]),
+        ("export", ["-o", "x"]),
+        ("validate", ["--model", "x"]),
+        ("tune", ["--dataset", "x", "--epsilon", 0.1, "--delta", 0.1]),
+    ],
 )
 def test_making_one_without_it_says_what_to_install(command, options):
     done = without_export_extra(command, "x", *options)

@@ -2,7 +2,8 @@
 
 `pipeline` writes a bundle at the very end, inside `writing_bundle`: files go into a hidden sibling folder that is
 renamed into place at the end, under a lock. `runtime.engine.load` opens one with `open_bundle`, which checks every file
-against the size and sha256 in `tide.json` before an engine sees it. Needs the standard library alone.
+against the size and sha256 in `tide.json` before an engine sees it. `tune` swaps the manifest alone, with
+`replace_manifest`. Needs the standard library alone.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ __all__ = [
     "ModelInfo",
     "TensorInfo",
     "open_bundle",
+    "replace_manifest",
     "write_manifest",
     "writing_bundle",
 ]
@@ -156,6 +158,41 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     return written
 
 
+def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
+    """Puts another `tide.json` into a bundle, in one step; the files it lists, and their hashes, stay what they are.
+
+    A reader sees the old manifest or the new one. Whatever goes wrong, the old one stays.
+
+    Args:
+        bundle: as it was opened; a bundle that was exported or tuned anew since then is left alone.
+        manifest: its `files` must be the bundle's own.
+
+    Raises:
+        BundleError: the bundle has changed since it was opened, an export to it is running, it cannot be written to,
+            or the manifest is one that `Manifest.from_json` would refuse.
+    """
+    folder = bundle.path.resolve()
+    file, temporary = folder / MANIFEST_FILE, folder / f".{MANIFEST_FILE}.tide-tmp"
+    text = replace(manifest, files=bundle.manifest.files).to_json()
+    written = Manifest.from_json(text, source=f"the new '{file}'")
+    with _lock(folder):
+        if open_bundle(folder, verify=False).manifest != bundle.manifest:
+            raise BundleError(f"bundle '{bundle.path}' was changed by something else meanwhile: it is left as it is")
+        try:
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.chmod(file.stat().st_mode)
+                _fsync(temporary)
+                temporary.replace(file)
+                _fsync(folder)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            reason = "no space left on the disk" if _is_no_space(error) else error.strerror
+            raise BundleError(f"cannot write '{file}', which stays as it was: {reason}") from error
+    return Bundle(bundle.path, written)
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +248,7 @@ def _make_parents(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Holds the one lock of exports to `target`; the kernel drops it when the process dies, however it dies."""
+    """Holds the one lock of writers to `target`; the kernel drops it when the process dies, however it dies."""
     import fcntl  # not at the top: running a bundle must work where there is no flock
 
     file = target.parent / f".{target.name}.tide-lock"
@@ -224,7 +261,7 @@ def _lock(target: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise BundleError(f"another export to '{target}' is running") from None
+            raise BundleError(f"another export to '{target}' is running, or a tuning of it") from None
         except OSError as error:
             os.close(descriptor)
             raise BundleError(f"cannot lock '{file}': {error.strerror}") from None

@@ -1,9 +1,9 @@
 """The command `tide-export`: reads options, calls one function of the package, prints what it returns.
 
-The options are in `cli_options`; here is a short function per command. The work is in `pipeline`, `validate`, `bench`,
-`describe` and the runtime, imported only by the command that needs them, so that `generate`, `bench` and `inspect` work
-(and start fast) where PyTorch is not installed. Exit codes: 0 done, 1 `validate` found a difference, 2 a user's
-mistake, told in one line on stderr, 130 interrupted.
+The options are in `cli_options`; here is a short function per command. The work is in `pipeline`, `validate`, `tune`,
+`bench`, `describe` and the runtime, imported only by the command that needs them, so that `generate`, `bench` and
+`inspect` work (and start fast) where PyTorch is not installed. Exit codes: 0 done, 1 `validate` found a difference, 2 a
+user's mistake, told in one line on stderr, 130 interrupted.
 """
 
 import json
@@ -108,6 +108,28 @@ def _validate(options: Namespace) -> int:
     return 0 if report.holds else 1
 
 
+def _tune(options: Namespace) -> int:
+    from tide_export.tune import tune
+
+    report = tune(
+        options.bundle,
+        options.dataset,
+        epsilon=options.epsilon,
+        delta=options.delta,
+        model=options.model,
+        prompts=options.prompts,
+        prompts_per_document=options.prompts_per_document,
+        prompt_length=options.prompt_length,
+        positions=options.positions,
+        min_layers=options.min_layers,
+        threads=options.threads,
+        seed=options.seed,
+        dry_run=options.dry_run,
+    )
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
+    return 0
+
+
 def _generate(options: Namespace) -> int:
     from tide_export.runtime.engine import load
     from tide_export.text import BundleTokenizer
@@ -176,6 +198,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "calibrate": _calibrate,
     "export": _export,
     "validate": _validate,
+    "tune": _tune,
     "generate": _generate,
     "bench": _bench,
     "inspect": _inspect,

@@ -88,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_export(commands)
     _add_validate(commands)
+    _add_tune(commands)
     _add_generate(commands)
     _add_bench(commands)
     _add_inspect(commands)
@@ -148,6 +149,37 @@ def _add_validate(commands) -> None:
     )
     parser.add_argument("--max-pending", type=int, metavar="N", help="(the bundle's)")
     parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _add_tune(commands) -> None:
+    parser = _command(
+        commands,
+        "tune",
+        "Find thresholds that hold a guarantee of how often a token differs from full depth, and store them.",
+        SPEC_HELP,
+    )
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument("--dataset", required=True, metavar="SPEC", help="text the routers have not seen")
+    parser.add_argument("--epsilon", type=float, required=True, metavar="X", help="share of tokens that may differ")
+    parser.add_argument("--delta", type=float, required=True, metavar="X", help="risk that the guarantee is wrong")
+    parser.add_argument("--model", metavar="MODEL", help="check that the bundle was made from this model's weights")
+    parser.add_argument(
+        "--prompts", type=int, default=600, metavar="N", help="at most, a third of them to choose with (600)"
+    )
+    parser.add_argument(
+        "--prompts-per-document",
+        type=int,
+        default=1,
+        metavar="N",
+        help="at most; with more than 1 the guarantee is about the documents tested (1)",
+    )
+    parser.add_argument("--prompt-length", type=int, default=32, metavar="N", help="tokens before a scored one (32)")
+    parser.add_argument("--positions", type=int, default=32, metavar="N", help="tokens scored per prompt (32)")
+    parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer never exit (the bundle's)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw of prompts (0)")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--dry-run", action="store_true", help="leave the bundle as it is")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 

@@ -8,12 +8,14 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from tide_export.bundle import Bundle, open_bundle
+from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.tables import size, table
-from tide_export.thresholds import OFF, resolve_thresholds
+from tide_export.thresholds import resolve_thresholds
 
 REPORT = "report"  # where the calibration record keeps one entry per checkpoint (see `calibrate.fit.assess`)
 REPORT_COLUMNS = ("positive_rate", "exit_rate", "precision", "recall", "accuracy", "loss", "base_loss", "tokens")
+
+TUNING_COLUMNS = ("path_risk", "risk", "p_value", "layers", "passed")
 
 
 def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any]:
@@ -48,10 +50,19 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
         "inputs": [asdict(tensor) for tensor in manifest.inputs],
         "outputs": [asdict(tensor) for tensor in manifest.outputs],
         "calibration": manifest.calibration,
+        "tuning": manifest.tuning,
+        "tuning_in_force": _in_force(manifest),
         "versions": manifest.versions,
         "files": {name: asdict(info) for name, info in manifest.files.items()},
         "files_verified": verify,
     }
+
+
+def _in_force(manifest: Manifest) -> bool:
+    """Whether the thresholds are those that were certified: a manifest edited by hand promises nothing."""
+    record = manifest.tuning or {}
+    stored = (record.get("thresholds"), record.get("min_layers"))
+    return bool(record.get("certified")) and stored == (list(manifest.thresholds), manifest.min_layers)
 
 
 def _segments(bundle: Bundle) -> list[dict[str, Any]]:
@@ -63,7 +74,11 @@ def _segments(bundle: Bundle) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"segment": k, "first_layer": first, "last_layer": first + layers - 1}
         first += layers
         if k < len(manifest.checkpoints):
-            entry |= {"checkpoint": first, "threshold": manifest.thresholds[k], "exits": active[k] < OFF}
+            entry |= {
+                "checkpoint": first,
+                "threshold": manifest.thresholds[k],
+                "exits": active[k] < 1,
+            }  # no score is above 1
         segments.append(entry)
     return segments
 
@@ -90,6 +105,7 @@ def render(described: dict[str, Any]) -> str:
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
     ]
     lines += ["", *_calibration_lines(described["calibration"])]
+    lines += ["", *_tuning_lines(described["tuning"], described["tuning_in_force"])]
     for key in ("inputs", "outputs"):
         rows = [[name, dtype, shape] for name, dtype, shape in _grouped(described[key])]
         lines += ["", key, table(["name", "type", "shape"], rows, left=3)]
@@ -107,7 +123,8 @@ def _segment_row(segment: dict[str, Any]) -> list[object]:
     layers = f"{segment['first_layer']}-{segment['last_layer']}"
     if "checkpoint" not in segment:
         return [segment["segment"], layers, "-", "-"]
-    note = segment["threshold"] if segment["exits"] else "off (min_layers)"
+    off = "off" if segment["threshold"] >= 1 else "off (min_layers)"
+    note = _short(segment["threshold"]) if segment["exits"] else off
     return [segment["segment"], layers, f"{segment['checkpoint']} layers", note]
 
 
@@ -124,6 +141,26 @@ def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
     if report:
         rows = [[layers, *(_short(entry.get(c)) for c in REPORT_COLUMNS)] for layers, entry in report.items()]
         lines += ["", table(["checkpoint", *REPORT_COLUMNS], rows)]
+    return lines
+
+
+def _tuning_lines(record: dict[str, Any] | None, in_force: bool) -> list[str]:
+    """What `tune` promises of the thresholds, its numbers in a line each, and the candidates it tested as a table."""
+    if not record:
+        return ["thresholds  without a guarantee (see `tune`)"]
+    lines = ["thresholds  certified by `tune`"]
+    if not record.get("certified"):
+        lines = ["thresholds  `tune` found none that passed: nothing exits"]
+    elif not in_force:
+        lines = ["thresholds  are NOT those that `tune` certified: the record below is not about them"]
+    for key, value in record.items():
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            shown = value[:12] if key.endswith("sha256") and isinstance(value, str) else value
+            lines.append(f"  {key}: {_short(shown)}")
+    tested = record.get("path")
+    if isinstance(tested, list) and tested and all(isinstance(entry, dict) for entry in tested):
+        rows = [[number, *(_short(entry.get(c)) for c in TUNING_COLUMNS)] for number, entry in enumerate(tested, 1)]
+        lines += ["", table(["candidate", *TUNING_COLUMNS], rows)]
     return lines
 
 

@@ -1,7 +1,7 @@
 """One exception class per stage of the pipeline, raised with a single sentence a user can act on.
 
-Every stage (load, calibrate, trace, cut/compose/lower, bundle, run) raises its own subclass of `TideError`. The command
-line prints the sentence and exits with code 2; library users catch `TideError` or the stage they care about.
+Every stage (load, calibrate, trace, cut/compose/lower, tune, bundle, run) raises its own subclass of `TideError`. The
+command line prints the sentence and exits with code 2; library users catch `TideError` or the stage they care about.
 """
 
 
@@ -41,6 +41,10 @@ class TraceError(TideError):
 
 class GraphError(TideError):
     """The traced graph cannot be cut, composed or lowered."""
+
+
+class TuneError(TideError):
+    """Thresholds cannot be certified from the prompts there are: too few, or none the routers have not seen."""
 
 
 class BundleError(TideError):

@@ -1,7 +1,8 @@
 """What `tide.json` says of a bundle: the fields, and a parser that takes nothing on trust.
 
-`pipeline` fills a `Manifest`, `bundle` writes and reads it, the runtimes take shapes, checkpoints and defaults from it.
-A manifest comes from a disk or a download: every field is there, of its type and in range, or it is refused by name.
+`pipeline` fills a `Manifest`, `tune` puts other thresholds into it, `bundle` writes and reads it, the runtimes take
+shapes, checkpoints and defaults from it. A manifest comes from a disk or a download: every field is there, of its type
+and in range, or it is refused by name.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from tide_export.errors import BundleError
 from tide_export.names import GRAPH_FILE, MANIFEST_FILE
 
-SCHEMA = "tide_export.bundle/1"
+SCHEMA = "tide_export.bundle/2"
 WEIGHTS = ("fp32",)
 TARGETS = ("onnxruntime",)
 
@@ -71,6 +72,7 @@ class Manifest:
     calibration: dict[str, Any] | None  # provenance of the routers
     versions: dict[str, str]  # of the tools that made the bundle
     created: str  # ISO 8601
+    tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tune.report`); None: they were not
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property

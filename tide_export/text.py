@@ -1,6 +1,6 @@
 """Text in and text out for the command line: a bundle's own tokenizer.json, and detokenizing while tokens still arrive.
 
-Used by `generate` and `bench`; needs the small `tokenizers` package (part of the `cpu` and `gpu` extras), not
+Used by `generate`, `bench` and `tune`; needs the small `tokenizers` package (part of the `cpu` and `gpu` extras), not
 transformers. The runtime itself works on token ids alone.
 """
 
@@ -34,6 +34,9 @@ class BundleTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises bare Exception
             raise BundleError(f"{path} is not a usable tokenizer: {error}") from error
+        # Settings of the training that a tokenizer may carry along: no text is ever cut or filled up unasked.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens the model puts around a prompt.
@@ -45,6 +48,16 @@ class BundleTokenizer:
         if not ids:
             raise GenerationError("the prompt is empty: it holds no token")
         return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text` without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def prefix(self) -> list[int]:
+        """What `encode` puts before every prompt (the BOS token, where the model has one)."""
+        plain, dressed = self.encode_plain("a"), self._tokenizer.encode("a").ids
+        starts = (n for n in range(len(dressed) - len(plain) + 1) if dressed[n : n + len(plain)] == plain)
+        return dressed[: next(starts, 0)] if plain else []
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""

@@ -23,6 +23,14 @@ def test_text_file_is_one_document(tmp_path):
     assert read(path) == ["first\n\nsecond, with ümläute\n"]
 
 
+def test_hashes_are_of_the_documents_handed_out(write_jsonl):
+    documents = Documents(str(write_jsonl("a.jsonl", [{"text": "one"}, {"text": " "}, {"text": "zwölf"}])))
+    assert documents.hashes == []
+    for text in documents:
+        assert documents.hashes[-1] == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert len(documents.hashes) == documents.count == 2
+
+
 def test_jsonl_rows_are_documents_and_blank_ones_are_skipped(write_jsonl):
     path = write_jsonl("a.jsonl", [{"source": "x", "text": "one"}, {"text": " \n"}, {"text": None}, {"text": "two"}])
     assert read(path) == ["one", "two"]

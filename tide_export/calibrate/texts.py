@@ -32,6 +32,8 @@ class Documents:
     Attributes:
         spec: the dataset SPEC.
         count: documents handed out so far.
+        hashes: `document_hash` of each of them, in order; a calibration record keeps them, so that `tune` can tell the
+            documents the routers saw.
 
     Iterating yields non-blank `str`. What is one document: a row of a .jsonl, .json, .parquet or hub dataset (the
     column `text`, or else the first column that holds strings); a plain text file, cut as `split_documents` says; an
@@ -45,6 +47,7 @@ class Documents:
     def __init__(self, spec: str):
         self.spec = spec
         self.count = 0
+        self.hashes: list[str] = []
         self._digest = hashlib.sha256()
         self._files = _local_files(spec)
 
@@ -61,6 +64,7 @@ class Documents:
                         continue
                     text = text.encode("utf-8", "replace").decode()  # a lone surrogate would stop the tokenizer
                     self._digest.update(text.encode() + b"\0")
+                    self.hashes.append(document_hash(text))
                     self.count += 1
                     yield text
         except DatasetError:
@@ -74,6 +78,11 @@ class Documents:
         if self._files is None:
             return _hub_texts(self.spec)
         return (text for file in self._files for text in _file_texts(self.spec, file))
+
+
+def document_hash(text: str) -> str:
+    """The first 16 hex digits of the sha256 of a document's UTF-8 text: one in 2**64 that two documents share it."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def split_documents(lines: Iterable[str]) -> Iterator[str]:
