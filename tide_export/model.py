@@ -117,6 +117,17 @@ class SourceModel:
             self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return dict(raw)
 
+    def head_rows(self) -> torch.Tensor | None:
+        """The head's matrix [V, D'], float32 on the CPU; None where the head is something else."""
+        head = self.model.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        if not isinstance(weight, torch.Tensor) or tuple(weight.shape) != (self.vocab_size, self.normed_size):
+            return None
+        if weight.is_meta:
+            key = next(name for name, module in self.model.named_modules() if module is head)
+            weight = _offloaded(self.model, self.name, f"{key}.weight")
+        return weight.detach().float().cpu()
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm (and projection, if any) on raw states [..., D]: what the head, and every router, sees."""
         return self.anatomy.normed(hidden)

@@ -51,4 +51,5 @@ MANIFEST_FILE = "tide.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 ROUTERS_FILE = "routers.safetensors"
+REPORT_FILE = "report.html"  # with a picture of the same name beside it; where the bundle calibrated its own routers
 TOKENIZER_FILE = "tokenizer.json"

@@ -44,7 +44,7 @@ def oracle(
     exited = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
     scores = []
     for layers, threshold in zip(checkpoints, thresholds, strict=True):
-        normed = source.normed(states.raw[layers])
+        normed = routers.exit_state(source, layers, states.raw[layers])
         score = routers.routers[layers].to(ids.device)(normed)
         leaves = (score > threshold) & ~exited
         chosen = torch.where(leaves[..., None], normed, chosen)

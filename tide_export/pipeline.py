@@ -16,17 +16,34 @@ from tide_export.export_check import check_export
 from tide_export.graph import compose, cut
 from tide_export.lower import lower_for_onnxruntime
 from tide_export.model import SourceModel, load_model
-from tide_export.names import ROUTERS_FILE
+from tide_export.names import REPORT_FILE, ROUTERS_FILE
 from tide_export.package import context_length, make_manifest, save_graph, save_tokenizer
 from tide_export.progress import stage
+from tide_export.report import check_report_path, headline, write_report
 from tide_export.routers import RouterSet
 from tide_export.trace import trace
 
 logger = logging.getLogger("tide_export")
 
 
-def calibrate_to_file(model: str, output: str | os.PathLike[str], config: TideConfig) -> RouterSet:
+def calibrate_to_file(
+    model: str,
+    output: str | os.PathLike[str],
+    config: TideConfig,
+    *,
+    report: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    device_map: str | None = None,
+) -> RouterSet | None:
     """Calibrates routers for `model` and writes them to `output` (safetensors).
+
+    Args:
+        report: a .html file for what the model gains by them; a picture of the same name goes beside it.
+        cache: a folder to keep hidden states in, so that a run that is killed can go on.
+        device_map: "auto" for a model larger than one device.
+
+    Returns:
+        The routers; None in all but the main one of several processes.
 
     Raises:
         TideError: of the stage that failed; nothing is written then.
@@ -34,10 +51,19 @@ def calibrate_to_file(model: str, output: str | os.PathLike[str], config: TideCo
     target = Path(output)
     if not target.resolve().parent.is_dir():
         raise ConfigError(f"cannot write routers to {target}: the folder {target.parent} does not exist")
-    source = _load(model)
-    routers = calibrate(source, load_tokenizer(model), config)
-    routers.save(target)
-    return routers
+    if report is not None:
+        check_report_path(Path(report))
+    source = _load(model, device_map)
+    made = calibrate(source, load_tokenizer(model), config, None if cache is None else Path(cache))
+    if made is None:
+        return None
+    made.routers.save(target)
+    logger.info("wrote %s: %s", target, made.routers.sizes())
+    logger.info("%s", headline(made.assessment))
+    if report is not None:
+        with stage("writing the report"):
+            write_report(made.assessment, Path(report))
+    return made.routers
 
 
 def export(
@@ -73,13 +99,20 @@ def export(
         length = context_length(source, max_length)
         if given is not None:
             given.check(source, routers or "")
-        fitted = given or calibrate(source, load_tokenizer(model), config)
+        if given is None:
+            made = calibrate(source, load_tokenizer(model), config)
+            if made is None:
+                raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
+            logger.info("%s", headline(made.assessment))
+            with stage("writing the report"):
+                write_report(made.assessment, folder / REPORT_FILE)
+        fitted = given if given is not None else made.routers
         _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
 
         with stage("tracing the model"):
             traced = trace(source, fitted.checkpoints)
         with stage("cutting and composing the graph"):
-            graph = lower_for_onnxruntime(compose(cut(traced, length), fitted.arrays()))
+            graph = lower_for_onnxruntime(compose(cut(traced, length), fitted.arrays(), fitted.lens_arrays()))
         with stage("writing the weights"):
             save_graph(graph, folder)
             save_tokenizer(model, folder)
@@ -91,9 +124,9 @@ def export(
     return Path(output)
 
 
-def _load(model: str) -> SourceModel:
+def _load(model: str, device_map: str | None = None) -> SourceModel:
     with stage("loading the model"):
-        return load_model(model)
+        return load_model(model, device_map=device_map)
 
 
 def _warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None:

@@ -1,8 +1,13 @@
-"""The routers: one small MLP per checkpoint, their file, and the import of TIDE's own `router.pt`.
+"""What stands at a checkpoint: a router, and with `exit_strategy = "lens"` a lens; their file; TIDE's own `router.pt`.
 
-Written by `calibrate`, read by `export`, by the oracle and by `validate`. A router reads the *normed* hidden state,
-exactly what the head would see, and answers with a score in [0, 1]: Linear(D, R, no bias) -> SiLU -> Linear(R, 1, no
-bias) -> sigmoid (TIDE 0.2.1, `router.py`).
+Written by `calibrate`, read by `export`, by the oracle and by `validate`. A lens translates the raw state of its
+checkpoint towards the last layer's (tuned lens, arXiv 2303.08112); without one the state is taken as it is, which is
+TIDE's rule. A router reads the *normed* state behind the lens, exactly what the head would see, and answers with a
+score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
+
+What an MLP of that size cannot compute is how sure the head would be, and nothing tells more about whether the answer
+is final. So a router of ours also reads a *shortlist*: the logits of the few hundred tokens the model says most, summed
+up in three numbers (the largest, the second largest, the log of the sum of exponentials) that join the hidden layer.
 """
 
 import json
@@ -20,37 +25,111 @@ from torch import nn
 from tide_export.errors import RouterFileError
 from tide_export.model import SourceModel
 
-FORMAT = "tide_export.routers/1"
+FORMAT = "tide_export.routers/2"
+CONFIDENCE = 3  # numbers a shortlist's logits are summed up in
 
 
 class Router(nn.Module):
-    """One checkpoint's router; `forward` maps normed states [..., D] to scores [...]."""
+    """One checkpoint's router; `forward` maps normed states [..., D] to scores [...].
 
-    def __init__(self, hidden_size: int, bottleneck: int):
+    Attributes:
+        down: Linear(D, R, no bias).
+        up: Linear(R, 1); TIDE's has no bias, which is a bias of 0.
+        shortlist: rows of the head [N, D], a buffer that is not trained; None for TIDE's form.
+        confidence: Linear(3, R, no bias) on what `summary` says of the shortlist's logits.
+    """
+
+    shortlist: torch.Tensor | None
+
+    def __init__(self, hidden_size: int, bottleneck: int, shortlist: torch.Tensor | None = None):
         super().__init__()
         self.down = nn.Linear(hidden_size, bottleneck, bias=False)
-        self.up = nn.Linear(bottleneck, 1, bias=False)
+        self.up = nn.Linear(bottleneck, 1)
+        nn.init.zeros_(self.up.bias)
+        self.register_buffer("shortlist", shortlist)
+        if shortlist is not None:
+            self.confidence = nn.Linear(CONFIDENCE, bottleneck, bias=False)
+
+    def summary(self, normed: torch.Tensor) -> torch.Tensor:
+        """[..., 3]: largest and second largest shortlist logit, and the log of the sum of all exponentials."""
+        assert self.shortlist is not None
+        logits = normed @ self.shortlist.T
+        return torch.cat([logits.topk(2, dim=-1).values, logits.logsumexp(-1, keepdim=True)], dim=-1)
 
     def logit(self, normed: torch.Tensor) -> torch.Tensor:
         """The score before the sigmoid, [...]."""
-        return self.up(nn.functional.silu(self.down(normed))).squeeze(-1)
+        return self.logit_with(normed, self.summary(normed) if self.shortlist is not None else None)
+
+    def logit_with(self, normed: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
+        """`logit`, the summary [..., 3] being known already (None for TIDE's form)."""
+        hidden = self.down(normed)
+        if summary is not None:
+            hidden = hidden + self.confidence(summary)
+        return self.up(nn.functional.silu(hidden)).squeeze(-1)
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(self.logit(normed))
 
 
+class Lens(nn.Module):
+    """A low-rank affine translator of raw states [..., D]: x + up(down(x)) + bias; starts as the identity."""
+
+    def __init__(self, hidden_size: int, rank: int):
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, hidden_size)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw + self.up(self.down(raw))
+
+
+@dataclass(frozen=True)
+class RouterArrays:
+    """A router's weights in float32, laid out for `x @ weight`.
+
+    Attributes:
+        down: [D, R], or [D, R + N] with the shortlist's columns behind it: one product gives both.
+        confidence: [3, R], or None without a shortlist.
+        up: [R, 1].
+        bias: what is added to the logit.
+    """
+
+    down: np.ndarray
+    confidence: np.ndarray | None
+    up: np.ndarray
+    bias: float
+
+    @property
+    def width(self) -> int:
+        """Hidden units R."""
+        return self.up.shape[0]
+
+
+@dataclass(frozen=True)
+class LensArrays:
+    """A lens's weights in float32: down [D, r] and up [r, D], laid out for `x @ weight`, and bias [D]."""
+
+    down: np.ndarray
+    up: np.ndarray
+    bias: np.ndarray
+
+
 @dataclass(frozen=True)
 class RouterSet:
-    """The routers of one model.
+    """The routers, and lenses, of one model.
 
     Attributes:
         routers: layers run at the checkpoint -> its router, ascending.
         provenance: JSON-able record of how they were made: source model, weights hash, dataset, config, versions,
             per-checkpoint report. Empty for routers imported from TIDE, which records nothing.
+        lenses: layers run -> its lens; empty for identity exits, else one for every checkpoint.
     """
 
     routers: dict[int, Router]
     provenance: dict[str, Any] = field(default_factory=dict)
+    lenses: dict[int, Lens] = field(default_factory=dict)
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -64,13 +143,50 @@ class RouterSet:
     def bottleneck(self) -> int:
         return self.routers[self.checkpoints[0]].down.out_features
 
-    def arrays(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Layers run -> down [D, R] and up [R, 1] in float32, laid out for `x @ weight`."""
+    @property
+    def strategy(self) -> str:
+        """TIDE's `exit_strategy`: "identity" or "lens"."""
+        return "lens" if self.lenses else "identity"
 
-        def weights(part: nn.Linear) -> np.ndarray:
-            return part.weight.detach().float().cpu().numpy().T
+    def exit_state(self, source: SourceModel, layers: int, raw: torch.Tensor) -> torch.Tensor:
+        """Normed states [..., D'] of an exit after `layers` layers, from raw states [..., D]: lens, then norm."""
+        lens = self.lenses.get(layers)
+        return source.normed(raw if lens is None else lens.to(raw.device)(raw))
 
-        return {layers: (weights(router.down), weights(router.up)) for layers, router in self.routers.items()}
+    def arrays(self) -> dict[int, RouterArrays]:
+        """Layers run -> the router's weights."""
+        return {layers: _router_arrays(router) for layers, router in self.routers.items()}
+
+    def lens_arrays(self) -> dict[int, LensArrays]:
+        """Layers run -> the lens's weights."""
+        return {
+            layers: LensArrays(_array(lens.down.weight.T), _array(lens.up.weight.T), _array(lens.up.bias))
+            for layers, lens in self.lenses.items()
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All weights by their names in the file; the shortlist, which the routers share, once."""
+        found: dict[str, torch.Tensor] = {}
+        for layers, router in self.routers.items():
+            for name, tensor in router.state_dict().items():
+                found[name if name == "shortlist" else f"routers.{layers}.{name}"] = tensor
+        for layers, lens in self.lenses.items():
+            found |= {f"lenses.{layers}.{name}": tensor for name, tensor in lens.state_dict().items()}
+        return {name: tensor.detach().float().cpu().contiguous() for name, tensor in found.items()}
+
+    def sizes(self) -> str:
+        """What routers and lenses weigh, for people."""
+
+        def kib(prefix: str) -> str:
+            found = [t for name, t in self.tensors().items() if name.startswith(prefix)]
+            return f"{sum(t.numel() * t.element_size() for t in found) / 1024:.0f} KiB"
+
+        parts = [f"{len(self.routers)} routers {kib('routers.')}"]
+        if any(router.shortlist is not None for router in self.routers.values()):
+            parts.append(f"shortlist {kib('shortlist')}")
+        if self.lenses:
+            parts.append(f"{len(self.lenses)} lenses {kib('lenses.')}")
+        return ", ".join(parts)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes safetensors with the provenance in its metadata; a file already there is replaced atomically.
@@ -79,15 +195,10 @@ class RouterSet:
             RouterFileError: the folder does not exist or cannot be written.
         """
         target = Path(path)
-        tensors = {
-            f"routers.{layers}.{part}.weight": getattr(router, part).weight.detach().float().contiguous()
-            for layers, router in self.routers.items()
-            for part in ("down", "up")
-        }
         metadata = {"format": FORMAT, "provenance": json.dumps(self.provenance, sort_keys=True)}
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            save_file(tensors, partial, metadata=metadata)
+            save_file(self.tensors(), partial, metadata=metadata)
             partial.replace(target)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
@@ -133,6 +244,18 @@ class RouterSet:
             )
 
 
+def _router_arrays(router: Router) -> RouterArrays:
+    down, up = _array(router.down.weight.T), _array(router.up.weight.T)
+    if router.shortlist is None:
+        return RouterArrays(down, None, up, float(router.up.bias))
+    packed = np.concatenate([down, _array(router.shortlist.T)], axis=1)
+    return RouterArrays(packed, _array(router.confidence.weight.T), up, float(router.up.bias))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+
+
 def _load_safetensors(path: Path) -> RouterSet:
     try:
         with safe_open(path, framework="pt") as file:
@@ -141,18 +264,26 @@ def _load_safetensors(path: Path) -> RouterSet:
     except (SafetensorError, OSError) as error:
         raise RouterFileError(f"router file {path} is truncated or corrupt: {error}") from error
     if metadata.get("format") != FORMAT:
-        raise RouterFileError(f"{path} is not a router file of this version (format {metadata.get('format')!r})")
-    weights: dict[int, dict[str, torch.Tensor]] = {}
+        raise RouterFileError(
+            f"{path} is not a router file of this release (format {metadata.get('format')!r}, not {FORMAT!r}): "
+            "calibrate again"
+        )
+    parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {"routers": {}, "lenses": {}}
+    shortlist = tensors.pop("shortlist", None)
     try:
         for key, tensor in tensors.items():
-            _, layers, name = key.split(".", 2)
-            weights.setdefault(int(layers), {})[name] = tensor
+            kind, layers, name = key.split(".", 2)
+            parts[kind].setdefault(int(layers), {})[name] = tensor
         provenance = json.loads(metadata.get("provenance", "{}"))
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise RouterFileError(f"router file {path} is corrupt: {error}") from error
     if not isinstance(provenance, dict):
         raise RouterFileError(f"router file {path} is corrupt: its provenance is no record")
-    return RouterSet(_build(weights, path), provenance)
+    routers = _build(parts["routers"], path, shortlist)
+    lenses = {layers: _build_lens(weights, layers, path) for layers, weights in sorted(parts["lenses"].items())}
+    if lenses and lenses.keys() != routers.keys():
+        raise RouterFileError(f"router file {path} holds lenses for {list(lenses)} but routers for {list(routers)}")
+    return RouterSet(routers, provenance, lenses)
 
 
 def _load_tide(path: Path) -> RouterSet:
@@ -162,10 +293,12 @@ def _load_tide(path: Path) -> RouterSet:
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
         reason = " ".join(str(error).split())[:150]
         raise RouterFileError(f"router file {path} is not a TIDE router.pt, or is damaged ({reason})") from error
-    return RouterSet(_build(weights, path))
+    return RouterSet(_build(weights, path, None))
 
 
-def _build(weights: dict[int, dict[str, torch.Tensor]], path: Path) -> dict[int, Router]:
+def _build(
+    weights: dict[int, dict[str, torch.Tensor]], path: Path, shortlist: torch.Tensor | None
+) -> dict[int, Router]:
     if not weights:
         raise RouterFileError(f"router file {path} holds no router")
     routers = {}
@@ -173,15 +306,34 @@ def _build(weights: dict[int, dict[str, torch.Tensor]], path: Path) -> dict[int,
         down, up = parts.get("down.weight"), parts.get("up.weight")
         if layers < 1:
             raise RouterFileError(f"router file {path} has a router after {layers} layers: checkpoints count from 1")
+        what = f"router file {path}: the router at checkpoint {layers}"
         if down is None or up is None or down.ndim != 2 or tuple(up.shape) != (1, down.shape[0]):
-            raise RouterFileError(
-                f"router file {path}: the router at checkpoint {layers} has missing or misshapen weights"
-            )
-        if not (bool(torch.isfinite(down).all()) and bool(torch.isfinite(up).all())):
-            raise RouterFileError(f"router file {path}: the router at checkpoint {layers} holds NaN or infinity")
-        router = Router(down.shape[1], down.shape[0])
-        router.load_state_dict({"down.weight": down.float(), "up.weight": up.float()})
-        routers[layers] = router.eval().requires_grad_(False)
+            raise RouterFileError(f"{what} has missing or misshapen weights")
+        state = {"up.bias": torch.zeros(1), **parts} | ({} if shortlist is None else {"shortlist": shortlist})
+        router = Router(down.shape[1], down.shape[0], shortlist)
+        _fill(router, state, what)
+        routers[layers] = router
     if len({router.down.weight.shape for router in routers.values()}) != 1:
         raise RouterFileError(f"router file {path} mixes routers of different widths")
     return routers
+
+
+def _build_lens(parts: dict[str, torch.Tensor], layers: int, path: Path) -> Lens:
+    what = f"router file {path}: the lens at checkpoint {layers}"
+    down = parts.get("down.weight")
+    if down is None or down.ndim != 2:
+        raise RouterFileError(f"{what} has missing or misshapen weights")
+    lens = Lens(down.shape[1], down.shape[0])
+    _fill(lens, parts, what)
+    return lens
+
+
+def _fill(module: nn.Module, parts: dict[str, torch.Tensor], what: str) -> None:
+    """Gives `module` the weights of a file, frozen; refuses missing, misshapen and non-finite ones."""
+    expected = module.state_dict()
+    if parts.keys() != expected.keys() or any(parts[name].shape != expected[name].shape for name in expected):
+        raise RouterFileError(f"{what} has missing or misshapen weights")
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in parts.values()):
+        raise RouterFileError(f"{what} holds NaN or infinity")
+    module.load_state_dict({name: tensor.float() for name, tensor in parts.items()})
+    module.eval().requires_grad_(False)

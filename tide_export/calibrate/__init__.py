@@ -1,76 +1,127 @@
-"""Calibration: from a frozen model and text to one fitted router per checkpoint, with a record of how it was made.
+"""Calibration: from a frozen model and text to one fitted router per checkpoint, with a record of how good they are.
 
 First stage of the pipeline after loading the model:
-texts -> sequences -> split -> collect (reservoir, labels) -> fit -> `RouterSet`.
+texts -> sequences -> split -> (checkpoints) -> collect -> lenses -> labels -> routers -> evaluate.
+Three splits, between documents: routers and lenses are fitted on the first, stopped and scaled on the second, and
+measured on the third.
 """
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from tide_export import __version__
-from tide_export.calibrate.collect import collect
-from tide_export.calibrate.fit import fit_router
+from tide_export.calibrate.collect import Sample, collect
+from tide_export.calibrate.evaluate import count_costs, evaluate, exit_states, read_examples
+from tide_export.calibrate.evaluation import Assessment
+from tide_export.calibrate.fit import Labelled, assess, fit_router
+from tide_export.calibrate.labels import may_leave, normed, top1
+from tide_export.calibrate.lens import fit_lens
+from tide_export.calibrate.placement import choose_checkpoints, look_layer_by_layer
+from tide_export.calibrate.processes import Processes
 from tide_export.calibrate.sequences import TokenSequence, load_tokenizer, read_sequences
-from tide_export.calibrate.split import split_sequences
+from tide_export.calibrate.split import Split, split_sequences
 from tide_export.calibrate.texts import Documents
 from tide_export.config import TideConfig
+from tide_export.errors import CalibrationError
+from tide_export.frontier import OFF
 from tide_export.model import SourceModel
 from tide_export.progress import stage
-from tide_export.routers import Router, RouterSet
+from tide_export.routers import Lens, Router, RouterSet
 
 logger = logging.getLogger("tide_export")
 
-__all__ = ["Documents", "TokenSequence", "calibrate", "load_tokenizer", "read_sequences"]
+__all__ = ["Calibration", "Documents", "TokenSequence", "calibrate", "load_tokenizer", "read_sequences"]
+
+HELD_SHARE = (
+    0.25  # tokens kept of the validation and of the test split, each, as a share of those of the training split
+)
 
 
-def calibrate(source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: TideConfig) -> RouterSet:
-    """Fits the routers of `source` on `config.calibration_dataset`.
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` gives: the routers, and all that was measured of them on documents held out."""
 
-    The result's provenance holds `model`, `weights_sha256`, `num_layers`, `hidden_size` (of the normed state);
-    `dataset`, `dataset_sha256` (of the text read), `documents`, `sequences`, `tokens`; `split` and `label`; `config`,
-    `versions`; and `report`, per checkpoint (a string) what `fit.assess` found on the validation split.
+    routers: RouterSet
+    assessment: Assessment
+
+
+def calibrate(
+    source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: TideConfig, cache: Path | None = None
+) -> Calibration | None:
+    """Fits the routers and lenses of `source` on `config.calibration_dataset`; None in any process but the main one.
+
+    The routers' provenance holds `model`, `weights_sha256`, `num_layers`, `hidden_size` (of the normed state);
+    `dataset`, `dataset_sha256` (of the text read), `document_hashes`, `documents`, `sequences`, `tokens`; `split` and
+    `label`, `exit_strategy`; `config`, `versions`; and `report`, per checkpoint (a string) what `fit.assess` found on
+    the test split, with `lens` beside it where there is one.
+
+    Args:
+        cache: a folder for the hidden states, instead of memory; a run that was killed goes on from there.
 
     Raises:
         ConfigError: no such checkpoints in this model.
         DatasetError: the dataset cannot be read or holds no text.
-        CalibrationError: too little text, a tokenizer of another model, NaN in a hidden state.
+        CalibrationError: too little text, a tokenizer of another model, NaN in a hidden state, no checkpoint left.
     """
-    checkpoints = config.resolve_checkpoints(source.num_layers)
+    if config.checkpoints != "auto":
+        config.resolve_checkpoints(source.num_layers)  # or its mistake would be found after the reading
     documents = Documents(config.calibration_dataset)
     sequences = _read(source, tokenizer, config, documents)
-    split = split_sequences(sequences, config.validation_fraction, config.seed)
+    split = split_sequences(sequences, config.validation_fraction, config.test_fraction, config.seed)
     if split.unit == "sequences":
         logger.warning(
             "dataset %r has too few documents to validate on ones of their own: its last sequences are taken instead, "
             "and the report will look better than new text would",
             documents.spec,
         )
+    checkpoints = _checkpoints(source, config, split)
+    samples = _collect(source, config, split, checkpoints, cache)
+    if not Processes.current().main:
+        return None
 
-    kept = config.calibration_tokens_kept
-    train = collect(source, split.train, checkpoints, config, kept, "running the model on training text")
-    kept = max(1, round(kept * config.validation_fraction))
-    validation = collect(source, split.validation, checkpoints, config, kept, "running the model on validation text")
-
+    shortlist = _shortlist(source, config, samples["train"])
     routers: dict[int, Router] = {}
+    lenses: dict[int, Lens] = {}
     report: dict[str, dict[str, Any]] = {}
-    with stage("fitting routers", total=len(checkpoints)) as advance:
+    with stage(
+        "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers", len(checkpoints)
+    ) as (advance):
+        teacher = {name: top1(source, normed(source, s.raw[source.num_layers])) for name, s in samples.items()}
         for layers in checkpoints:
-            fitted = fit_router(
-                (train.features[layers], train.labels[layers]),
-                (validation.features[layers], validation.labels[layers]),
-                config,
-                layers,
-            )
-            routers[layers], report[str(layers)] = fitted.router, fitted.report
+            record: dict[str, Any] = {}
+            if config.exit_strategy == "lens":
+                lenses[layers], record["lens"] = fit_lens(
+                    source, samples["train"], samples["validation"], config, layers
+                )
+            fitting = RouterSet({}, {}, lenses)
+            labelled = {
+                name: _labelled(source, fitting, sample, config, layers, teacher[name])
+                for name, sample in samples.items()
+            }
+            if _tells_nothing_apart(layers, labelled["train"].labels, config.label):
+                lenses.pop(layers, None)
+            else:
+                fitted = fit_router(labelled["train"], labelled["validation"], config, layers, shortlist)
+                routers[layers] = fitted.router
+                report[str(layers)] = (
+                    fitted.report | assess(fitted.router, labelled["test"], config.exit_threshold) | record
+                )
+                _tell(layers, report[str(layers)])
             advance(1)
-    for layers in checkpoints:
-        _tell(layers, report[str(layers)], train.labels[layers], config.label)
+    if not routers:
+        raise CalibrationError(
+            f"no checkpoint of {', '.join(map(str, checkpoints))} is left: by the {config.label} label either no token "
+            "may leave there or every one may, so there is nothing to learn"
+        )
 
-    return RouterSet(
+    fitted_set = RouterSet(
         routers,
         {
             "model": source.name,
@@ -79,17 +130,21 @@ def calibrate(source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: T
             "hidden_size": source.normed_size,
             "dataset": documents.spec,
             "dataset_sha256": documents.sha256,
+            "document_hashes": documents.hashes,
             "documents": len({sequence.document for sequence in sequences}),
             "sequences": len(sequences),
-            "tokens": train.seen + validation.seen,
+            "tokens": sum(sample.seen for sample in samples.values()),
             "split": split.unit,
             "label": config.label,
+            "exit_strategy": config.exit_strategy,
             "config": config.model_dump(mode="json"),
             "versions": {"tide_export": __version__}
             | {package: version(package) for package in ("torch", "transformers", "datasets")},
             "report": report,
         },
+        lenses,
     )
+    return Calibration(fitted_set, _assess(source, tokenizer, fitted_set, split, samples["test"], config))
 
 
 def _read(
@@ -104,23 +159,104 @@ def _read(
     return sequences
 
 
-def _tell(layers: int, report: dict[str, Any], labels: torch.Tensor, label: str) -> None:
-    """One line per checkpoint in the log; a warning where there was nothing to tell apart."""
-    if not bool(labels.any()) or bool(labels.all()):
-        share = "every" if bool(labels.any()) else "no"
-        logger.warning(
-            "checkpoint %d: %s token (of %d) may leave here by the %s label: its router learns to answer always alike",
+def _checkpoints(source: SourceModel, config: TideConfig, split: Split) -> tuple[int, ...]:
+    if config.checkpoints != "auto":
+        return config.resolve_checkpoints(source.num_layers)
+    looked = look_layer_by_layer(source, split.train, config)
+    chosen = choose_checkpoints(looked, count_costs(source, config), config.min_layers)
+    logger.info("checkpoints auto: after %s of %d layers", ", ".join(map(str, chosen)), source.num_layers)
+    return chosen
+
+
+def _collect(
+    source: SourceModel, config: TideConfig, split: Split, checkpoints: Sequence[int], cache: Path | None
+) -> dict[str, Sample]:
+    """The samples of the three splits by name."""
+    layers = [*checkpoints, source.num_layers]
+    kept = config.tokens_kept(source.hidden_size, len(layers))
+    held = max(1, round(kept * HELD_SHARE))
+    return {
+        name: collect(
+            source,
+            sequences,
             layers,
-            share,
-            len(labels),
-            label,
+            config,
+            capacity,
+            f"running the model on {name} text",
+            None if cache is None else cache / name,
         )
+        for name, sequences, capacity in (
+            ("train", split.train, kept),
+            ("validation", split.validation, held),
+            ("test", split.test, held),
+        )
+    }
+
+
+def _shortlist(source: SourceModel, config: TideConfig, train: Sample) -> torch.Tensor | None:
+    """The head's rows [N, D'] for the N tokens the full model says most often; None for routers of TIDE's form."""
+    if config.router_shortlist == 0:
+        return None
+    rows = source.head_rows()
+    if rows is None:
+        logger.warning("the head of %s is no matrix: its routers do without a shortlist", source.architecture)
+        return None
+    said = top1(source, normed(source, train.raw[source.num_layers]))
+    counts = torch.bincount(said, minlength=len(rows))
+    most = counts.sort(descending=True, stable=True).indices[: max(2, config.router_shortlist)]
+    return rows[most].contiguous()
+
+
+def _labelled(
+    source: SourceModel, lenses: RouterSet, sample: Sample, config: TideConfig, layers: int, full_top1: torch.Tensor
+) -> Labelled:
+    states = exit_states(source, lenses, layers, sample.raw[layers])
+    return Labelled(states, may_leave(source, sample, config, layers, states, full_top1))
+
+
+def _assess(
+    source: SourceModel,
+    tokenizer: PreTrainedTokenizerBase,
+    routers: RouterSet,
+    split: Split,
+    test: Sample,
+    config: TideConfig,
+) -> Assessment:
+    thresholds = tuple(config.exit_threshold if c >= config.min_layers else OFF for c in routers.checkpoints)
+    with stage("measuring the exits on held-out text"):
+        return Assessment(
+            model=source.name,
+            thresholds=thresholds,
+            evaluation=evaluate(source, routers, test, config),
+            convergence=look_layer_by_layer(source, split.test, config).convergence(),
+            examples=read_examples(source, tokenizer, routers, split.test, thresholds),
+            costs=count_costs(source, config),
+            provenance=routers.provenance,
+        )
+
+
+def _tells_nothing_apart(layers: int, labels: torch.Tensor, label: str) -> bool:
+    """Whether a checkpoint is dropped because no token or every token may leave there; says so."""
+    if bool(labels.any()) and not bool(labels.all()):
+        return False
+    logger.warning(
+        "checkpoint %d is dropped: %s token (of %d) may leave here by the %s label, so a router has nothing to learn",
+        layers,
+        "every" if bool(labels.any()) else "no",
+        len(labels),
+        label,
+    )
+    return True
+
+
+def _tell(layers: int, report: dict[str, Any]) -> None:
+    """One line per checkpoint in the log."""
     precision, recall = (
         f"{100 * value:.1f} %" if value is not None else "n/a" for value in (report["precision"], report["recall"])
     )
     logger.info(
-        "checkpoint %d: %.1f %% of %d validation tokens may leave; with score > %.2f %.1f %% do, precision %s, "
-        "recall %s (accuracy at 0.5: %.1f %%; loss %.3f, without a router %.3f)",
+        "checkpoint %d: %.1f %% of %d held-out tokens may leave; with score > %.2f %.1f %% do, precision %s, "
+        "recall %s (accuracy at 0.5: %.1f %%; loss %.3f, without a router %.3f; calibration error %.3f)",
         layers,
         100 * report["positive_rate"],
         report["tokens"],
@@ -131,4 +267,5 @@ def _tell(layers: int, report: dict[str, Any], labels: torch.Tensor, label: str)
         100 * report["accuracy"],
         report["loss"],
         report["base_loss"],
+        report["ece"],
     )

@@ -2,19 +2,20 @@
 
 The state machine of one step (S new tokens, K segments), all of it in the graph:
 
-    y = segment_0(embed(input_ids));  selected = last position of y
+    y = segment_0(embed(input_ids));  selected = lens_0(last position of y)
     for k = 1 .. K-1:
-        exited |= router_{k-1}(last position of y) > threshold_{k-1}
+        exited |= router_{k-1}(lens_{k-1}(last position of y)) > threshold_{k-1}
         x = concat(pending_k, y)
         if exited and x holds at most max_pending tokens, or segment k-1 was skipped:
             pending_k = x;  y = nothing
         else:
             y = segment_k(x);  pending_k = nothing
-            selected = selected if exited else last position of y
+            selected = selected if exited else lens_k(last position of y)
     logits = head(tail(selected))
 
-A token that left keeps the state it left with, also when a segment runs behind it: its output depends on its prefix
-alone. The result is portable but for `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
+The lens is the identity where there is none, and behind the last segment. A token that left keeps the state it left
+with, also when a segment runs behind it: its output depends on its prefix alone. The result is portable but for
+`tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
 """
 
 from collections.abc import Mapping
@@ -28,27 +29,34 @@ from tide_export.errors import GraphError
 from tide_export.graph.builder import Block, Weights
 from tide_export.graph.cut import Pieces
 from tide_export.graph.route import normed_size, route_attributes, route_function
+from tide_export.routers import LensArrays, RouterArrays
 from tide_export.trace.tracer import OPSET
 
 IR_VERSION = 10
 FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
 
-RouterWeights = Mapping[int, tuple[np.ndarray, np.ndarray]]  # layers run -> down [D', R], up [R, 1]
+RouterWeights = Mapping[int, RouterArrays]  # by layers run
+LensWeights = Mapping[int, LensArrays]
 
 
-def compose(pieces: Pieces, routers: RouterWeights) -> ir.Model:
+def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None) -> ir.Model:
     """The step graph with an exit at every checkpoint of `pieces`; names and shapes are in `tide_export.names`.
 
     With no checkpoint (one segment) this is the plain full-depth model.
 
     Raises:
-        GraphError: `routers` does not hold a router of the right width for every checkpoint.
+        GraphError: `routers` does not hold a router of the right width for every checkpoint, or `lenses`, where there
+            are any, a lens.
     """
     checkpoints = pieces.boundaries[1:-1]
     for layers in checkpoints:
-        if layers not in routers or routers[layers][0].shape[0] != normed_size(pieces):
+        if layers not in routers or routers[layers].down.shape[0] != normed_size(pieces):
             raise GraphError(f"no router of width {normed_size(pieces)} for the checkpoint after layer {layers}")
-    return _Composer(pieces, routers).compose()
+        if lenses and (layers not in lenses or lenses[layers].bias.shape != (pieces.hidden_size,)):
+            raise GraphError(f"no lens of width {pieces.hidden_size} for the checkpoint after layer {layers}")
+    if len({(router.width, router.down.shape) for router in routers.values()}) > 1:
+        raise GraphError("the routers differ in their form: one graph takes routers of one width and shortlist")
+    return _Composer(pieces, routers, lenses or {}).compose()
 
 
 @dataclass
@@ -64,9 +72,10 @@ class _Step:
 
 
 class _Composer:
-    def __init__(self, pieces: Pieces, routers: RouterWeights):
+    def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights):
         self.pieces = pieces
         self.routers = routers
+        self.lenses = lenses
         self.bounds = pieces.boundaries
         self.segments = len(pieces.segments)
         self.weights = Weights()
@@ -131,7 +140,7 @@ class _Composer:
         y, presents = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(presents)
         step = _Step(
-            selected=self._last(main, y),
+            selected=self._candidate(main, 0, y),
             segments_run=self.weights.constant("ran_1", np.array([1], dtype=np.int64)),
         )
         if self.segments > 1:
@@ -196,14 +205,14 @@ class _Composer:
         tokens = f"waiting_{k}"
         length = block.op("Shape", [step.waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         y, presents = self._run(block, k, step.waiting, tokens, self._positions(block, length, tokens))
-        last = self._last(block, y)
+        candidate = self._candidate(block, k, y)
         values = {
-            "selected": block.op("Where", [step.exited, step.selected, last], dtype=FLOAT, shape=last.shape),
+            "selected": block.op("Where", [step.exited, step.selected, candidate], dtype=FLOAT, shape=candidate.shape),
             "segments_run": self._copy(block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))),
             names.pending_out(k): self._copy(block, self._nothing()),
         }
         if k < self.segments - 1:
-            values["score"], leaves = self._route(block, k, last)
+            values["score"], leaves = self._route(block, k, candidate)
             values["exited"] = block.op("Or", [step.exited, leaves], dtype=BOOL, shape=[1, 1, 1])
             values["waiting"], values["skip"] = self._door(block, k + 1, y, values["exited"])
         return block, {**values, **presents}
@@ -269,23 +278,41 @@ class _Composer:
     def _route(self, block: Block, index: int, hidden: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Router number `index` on hidden [1, 1, D]: its score and whether the token leaves, both [1, 1, 1]."""
         layers = self.bounds[index + 1]
-        down, up = (
-            self.weights.constant(f"routers.{layers}.{part}", np.ascontiguousarray(array, dtype=np.float32))
-            for part, array in zip(("down", "up"), self.routers[layers], strict=True)
-        )
+        router = self.routers[layers]
+        parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
+        if router.confidence is not None:
+            parts["confidence"] = router.confidence
+        weights = [self._float(f"routers.{layers}.{name}", array) for name, array in parts.items()]
         norm = [self.weights.share(value) for value in self.pieces.tail.initializers.values()]
         score, leaves = block.ops(
             names.OP_ROUTE,
-            [hidden, self.threshold[index], down, up, *norm],
+            [hidden, self.threshold[index], *weights, *norm],
             route_attributes(self.pieces),
             domain=names.DOMAIN,
             types=[(FLOAT, [1, 1, 1]), (BOOL, [1, 1, 1])],
         )
         return score, leaves
 
-    def _last(self, block: Block, y: ir.Value) -> ir.Value:
+    def _candidate(self, block: Block, k: int, y: ir.Value) -> ir.Value:
+        """The state [1, 1, D] the head gets if the token leaves behind segment k: the last, through the lens."""
+        shape = [1, 1, self.pieces.hidden_size]
         last = self.weights.constant("last", np.array([-1], dtype=np.int64))
-        return block.op("Gather", [y, last], {"axis": 1}, dtype=FLOAT, shape=[1, 1, self.pieces.hidden_size])
+        state = block.op("Gather", [y, last], {"axis": 1}, dtype=FLOAT, shape=shape)
+        layers = self.bounds[k + 1]
+        lens = self.lenses.get(layers)
+        if lens is None:
+            return state
+        down, up, bias = (
+            self._float(f"lenses.{layers}.{name}", array)
+            for name, array in (("down", lens.down), ("up", lens.up), ("bias", lens.bias))
+        )
+        low = block.op("MatMul", [state, down], dtype=FLOAT, shape=[1, 1, lens.down.shape[1]])
+        moved = block.op("MatMul", [low, up], dtype=FLOAT, shape=shape)
+        moved = block.op("Add", [moved, bias], dtype=FLOAT, shape=shape)
+        return block.op("Add", [state, moved], dtype=FLOAT, shape=shape)
+
+    def _float(self, name: str, array: np.ndarray) -> ir.Value:
+        return self.weights.constant(name, np.ascontiguousarray(array, dtype=np.float32))
 
     def _copy(self, block: Block, value: ir.Value) -> ir.Value:
         """A branch may not give out an outer value itself; a copy into the same buffer costs nothing."""
@@ -313,7 +340,7 @@ class _Composer:
             opset_imports={"": OPSET, names.DOMAIN: 1, "com.microsoft": 1},
             name="tide_step",
         )
-        functions = [route_function(self.pieces)] if self.segments > 1 else []
+        functions = [route_function(self.pieces, self.routers[self.bounds[1]])] if self.segments > 1 else []
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="tide_export", functions=functions)
 
 

@@ -1,4 +1,4 @@
-"""The router as a `tide::TideRoute` function: final norm, MLP, sigmoid, threshold.
+"""The router as a `tide::TideRoute` function: final norm, MLP (with the shortlist's say), sigmoid, threshold.
 
 Written by `compose` once per model and called once per checkpoint. One definition serves two back ends: ONNX Runtime
 inlines the function's body of standard ops; TensorRT, where a plugin of that name is registered, takes the plugin,
@@ -9,21 +9,28 @@ import onnx_ir as ir
 
 from tide_export.graph.cut import Pieces, static_dim
 from tide_export.names import DOMAIN, OP_ROUTE, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tide_export.routers import RouterArrays
 
 _NORMS = {"RMSNormalization": "rms", "LayerNormalization": "layer"}
 
 
-def route_function(pieces: Pieces) -> ir.Function:
-    """TideRoute(hidden [B, 1, D], threshold [1], down [D', R], up [R, 1], *norm weights) -> score, exit [B, 1, 1].
+def route_function(pieces: Pieces, router: RouterArrays) -> ir.Function:
+    """TideRoute(hidden [B, 1, D], threshold [1], down, up [R, 1], bias [1], confidence, *norm weights) -> score, exit.
 
-    The body starts with a copy of the model's own tail, so a router sees exactly what the head would; score is float32
-    in [0, 1], exit is bool, true where score > threshold (never for NaN).
+    `down` is [D', R] and `confidence` left out for routers of TIDE's form; with a shortlist of N tokens they are
+    [D', R + N] and [3, R]. The body starts with a copy of the model's own tail, so a router sees exactly what the head
+    would; score is float32 [B, 1, 1] in [0, 1], exit is bool, true where score > threshold (never for NaN).
+
+    Args:
+        router: any of the model's routers; all are of one form.
     """
     tail = pieces.tail.clone()
     (normed,) = tail.outputs
-    hidden, threshold, down, up = (
-        ir.Value(name=name) for name in ("hidden_states", "threshold", "down_weight", "up_weight")
-    )
+    names = ["hidden_states", "threshold", "down_weight", "up_weight", "bias"]
+    if router.confidence is not None:
+        names.append("confidence_weight")
+    parameters = [ir.Value(name=name) for name in names]
+    hidden, threshold, down, up, bias = parameters[:5]
     tail.inputs[0].replace_all_uses_with(hidden)
     weights = []
     for index, initializer in enumerate(list(tail.initializers.values())):
@@ -35,23 +42,41 @@ def route_function(pieces: Pieces) -> ir.Function:
     tail.remove(nodes)
     tape = ir.tape.Tape()
     z = tape.op("MatMul", [normed, down])
+    if router.confidence is not None:
+        z = _with_confidence(tape, z, router, parameters[5])
     z = tape.op("Mul", [z, tape.op("Sigmoid", [z])])
-    score = tape.op("Sigmoid", [tape.op("MatMul", [z, up])])
+    score = tape.op("Sigmoid", [tape.op("Add", [tape.op("MatMul", [z, up]), bias])])
     leaves = tape.op("Greater", [score, threshold])
     nodes += tape.nodes
     for number, node in enumerate(nodes):
         node.name = f"{node.op_type}_{number}"
-        for value in node.outputs:
-            value.name, value.type, value.shape = f"{node.name}_out", None, None
+        for index, value in enumerate(node.outputs):
+            value.name, value.type, value.shape = f"{node.name}_out_{index}", None, None
     score.name, leaves.name = "score", "exit"
     body = ir.Graph(
-        [hidden, threshold, down, up, *weights],
+        [*parameters, *weights],
         [score, leaves],
         nodes=nodes,
         opset_imports=dict(pieces.tail.opset_imports),
         name=OP_ROUTE,
     )
     return ir.Function(DOMAIN, OP_ROUTE, graph=body, attributes=_declared(route_attributes(pieces)))
+
+
+def _with_confidence(tape: ir.tape.Tape, packed: ir.Value, router: RouterArrays, weight: ir.Value) -> ir.Value:
+    """The hidden layer [..., R] out of the packed product [..., R + N], the shortlist's part summed up and added."""
+
+    def constant(values: list[int]) -> ir.Value:
+        return tape.op("Constant", [], {"value_ints": values})
+
+    shortlist = router.down.shape[1] - router.width
+    hidden, logits = tape.op_multi_out(
+        "Split", [packed, constant([router.width, shortlist])], {"axis": -1}, num_outputs=2
+    )
+    largest, _ = tape.op_multi_out("TopK", [logits, constant([2])], {"axis": -1}, num_outputs=2)
+    total = tape.op("ReduceLogSumExp", [logits, constant([-1])])
+    summary = tape.op("Concat", [largest, total], {"axis": -1})
+    return tape.op("Add", [hidden, tape.op("MatMul", [summary, weight])])
 
 
 def route_attributes(pieces: Pieces) -> dict[str, str | float]:
