@@ -1,0 +1,57 @@
+"""Whether a router's score is a probability: what it says against what is so, in bins of equally many tokens.
+
+Used by the report (its reliability diagrams) on held-out tokens. NumPy alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+BINS = 15
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Tokens in bins of ascending score.
+
+    Attributes:
+        score: mean score in each bin, float64 [bins found].
+        share: share of the bin's tokens that are labelled true, float64 [bins found].
+        count: tokens in each bin, int64 [bins found].
+    """
+
+    score: np.ndarray
+    share: np.ndarray
+    count: np.ndarray
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error: how far the bins' scores are from their shares, mean over tokens, in [0, 1]."""
+        return float(np.average(np.abs(self.score - self.share), weights=self.count))
+
+
+def reliability(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Reliability:
+    """Bins of equal mass; equal scores are never torn apart, so there may be fewer bins than asked for.
+
+    Args:
+        scores: float [n], in [0, 1].
+        labels: bool [n].
+        bins: how many, at least 1.
+
+    Raises:
+        ValueError: no tokens, no bins, or two lengths.
+    """
+    if len(scores) == 0 or len(scores) != len(labels) or bins < 1:
+        raise ValueError(f"cannot put {len(scores)} scores with {len(labels)} labels into {bins} bins")
+    order = np.argsort(scores, kind="stable")
+    ranked, truth = scores[order].astype(np.float64), labels[order].astype(np.float64)
+    wanted = np.ceil(np.arange(1, bins + 1) * len(ranked) / bins).astype(np.int64)
+    ends = np.unique(np.searchsorted(ranked, ranked[wanted - 1], side="right"))
+    starts = np.concatenate([[0], ends[:-1]])
+    count = ends - starts
+    return Reliability(np.add.reduceat(ranked, starts) / count, np.add.reduceat(truth, starts) / count, count)
+
+
+def expected_calibration_error(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
+    """`reliability(scores, labels, bins).error`: 0 where every score is the probability it claims to be."""
+    return reliability(scores, labels, bins).error
