@@ -13,7 +13,7 @@ from pathlib import Path
 from tide_export.calibrate.evaluation import Assessment
 from tide_export.errors import ConfigError
 from tide_export.report.findings import investigate
-from tide_export.report.page import page
+from tide_export.report.page import render
 from tide_export.report.plots import overview
 from tide_export.report.sentence import verdict
 
@@ -67,7 +67,7 @@ def write_report(assessment: Assessment, path: Path) -> str:
     _put(
         {
             target.with_suffix(".png"): overview(assessment, findings, answer.sentence),
-            target: page(assessment, findings, answer).encode("utf-8"),
+            target: render(assessment, findings, answer).encode("utf-8"),
         },
         target,
     )

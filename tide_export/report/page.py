@@ -22,7 +22,7 @@ ROUGH = 2000  # tokens measured on: with fewer, a tenth of a percent is a token 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-def page(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
+def render(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
     """The whole file."""
     checkpoints = len(assessment.evaluation.checkpoints)
     style = files("tide_export.report").joinpath("style.css").read_text(encoding="utf-8") + colours_css(checkpoints)

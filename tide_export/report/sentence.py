@@ -64,7 +64,8 @@ def verdict(assessment: Assessment, findings: Findings) -> Verdict:
         return Verdict(True, None, sentence, "")
 
     reason = _reason(findings, possible)
-    cost = f"saves {percent(saved)} of its {depth} layers" if saved > 0 else f"saves none of its {depth} layers"
+    share = percent(saved) if saved >= 0.0005 else "none"
+    cost = f"saves {share} of its {depth} layers"
     sentence = (
         f"{assessment.model} does not gain from early exits as calibrated: keeping {percent(HEADLINE_TARGET, 0)} of "
         f"its tokens {cost}, because {REASONS[reason]}. {_evidence(findings, reason, choice, possible)}"
