@@ -64,6 +64,22 @@ def test_choices_are_measured_where_they_were_not_chosen(assessment, findings):
     assert layers[-1] < layers[0]
 
 
+def test_nothing_simple_beats_the_choices(assessment, findings):
+    chosen, _, _ = halves(assessment.evaluation)
+    for choice in findings.choices:
+        best = chosen.outcome(choice.outcome.thresholds).layers
+        for t in np.linspace(0.02, 0.98, 25):
+            single = chosen.outcome([t] * 3)
+            assert single.agreement < choice.target or best <= single.layers + 0.02
+
+
+def test_the_curve_has_no_holes_where_the_routers_know_little():
+    made = report_data.make(n=4000, depth=32, checkpoints=tuple(range(4, 32, 4)), knowledge=0.6, shift=-1.5)
+    layers = sorted(outcome.layers for outcome in investigate(made).curve)
+    assert np.diff(layers).max() < 4
+    assert layers[-1] - layers[0] > 20
+
+
 def test_the_perfect_router_and_efficiency(assessment, findings):
     _, measured, _ = halves(assessment.evaluation)
     wanted = [next((c for c, a in zip((3, 6, 9), row, strict=True) if a), 12) for row in measured.agrees]

@@ -12,7 +12,7 @@ import numpy as np
 from tide_export.calibrate.evaluation import Assessment, Costs, Evaluation, Outcome
 from tide_export.calibrate.reliability import Reliability, reliability
 from tide_export.errors import CalibrationError
-from tide_export.frontier import OFF, cheapest, frontier
+from tide_export.frontier import OFF, Point, cheapest, frontier, measure
 
 TARGETS = (0.995, 0.99, 0.98, 0.95, 0.90)
 SMALLER_HALF = 0.25  # of all tokens: with less, one document is nearly all there is
@@ -72,7 +72,7 @@ class Findings:
         chosen_on, measured_on: tokens of the two halves.
         full_flops: of a token that runs all layers, without any router.
         choices: one per target, from the most careful.
-        curve: the best thresholds at every price, chosen on one half, measured on the other.
+        curve: the best thresholds from careful to bold, chosen on one half, measured on the other.
         sweep: one and the same threshold for all checkpoints, measured on that other half too.
         fixed: every token leaves at this one checkpoint, no router: the naive way to save as much.
         perfect: every token leaves at the first checkpoint that agrees, no other.
@@ -111,7 +111,7 @@ def investigate(assessment: Assessment) -> Findings:
         raise CalibrationError("a report needs at least two held-out tokens: calibrate on more text")
     chosen_on, measured_on, unit = halves(evaluation)
     depth, checkpoints = evaluation.num_layers, evaluation.checkpoints
-    path = frontier(chosen_on.scores, chosen_on.agrees, checkpoints, depth)
+    path = candidates(chosen_on)
     perfect = perfect_outcome(measured_on)
 
     def choose(target: float) -> Choice:
@@ -155,6 +155,22 @@ def halves(evaluation: Evaluation) -> tuple[Evaluation, Evaluation, str]:
         return _rows(evaluation, chosen), _rows(evaluation, ~chosen), "documents"
     chosen = np.arange(len(evaluation.documents)) < len(evaluation.documents) // 2
     return _rows(evaluation, chosen), _rows(evaluation, ~chosen), "tokens"
+
+
+def candidates(evaluation: Evaluation) -> list[Point]:
+    """The best settings for these tokens, from careful to bold, none worse than another in both respects.
+
+    The frontier's, and single thresholds where they are better: a price per changed token finds nothing between two
+    settings when all that lies between is worse than tossing a coin for one of them.
+    """
+    known = evaluation.scores, evaluation.agrees, evaluation.checkpoints, evaluation.num_layers
+    single = [[float(t)] * len(evaluation.checkpoints) for t in sweep_thresholds(evaluation.scores)]
+    found = frontier(*known) + [measure(*known, thresholds) for thresholds in single]
+    kept: list[Point] = []
+    for point in sorted(found, key=lambda p: (p.layers, -p.agreement)):
+        if not kept or point.agreement > kept[-1].agreement:
+            kept.append(point)
+    return kept[::-1]
 
 
 def perfect_outcome(evaluation: Evaluation) -> Outcome:

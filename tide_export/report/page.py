@@ -55,7 +55,7 @@ def _top(assessment: Assessment, findings: Findings, verdict: Verdict, title: st
         (percent(saved_share(choice, depth)), "layers saved"),
         (percent(1 - choice.flops / findings.full_flops), "compute saved"),
         (percent(choice.outcome.agreement), "tokens kept, measured"),
-        (change(choice.outcome.perplexity_change), "perplexity"),
+        (change(choice.outcome.perplexity_change), "change of perplexity"),
     ]
     shown = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(what)}</span></li>" for value, what in tiles)
     advice = f'<p class="warn">{escaped(verdict.advice)}</p>' if verdict.advice else ""
@@ -128,8 +128,8 @@ def _costs(assessment: Assessment, findings: Findings) -> str:
             panels.append((panel, f"{name} against {against} per token"))
     return (
         "<section><h2>Quality against cost</h2>"
-        "<p>Best thresholds: one per checkpoint, chosen on one half and measured on the other, at every price of a "
-        "changed token. One threshold for all: the knob <code>--threshold</code>. The grey squares let every token "
+        "<p>Best thresholds: one per checkpoint, chosen on one half and measured on the other, from careful to "
+        "bold. One threshold for all: the knob <code>--threshold</code>. The grey squares let every token "
         "leave at one and the same checkpoint: what a router has to beat. The vertical line is the full model.</p>"
         f"{_panels(panels)}</section>"
     )

@@ -70,8 +70,9 @@ def convergence_panel(assessment: Assessment, what: str) -> Panel:
 
     def draw(axes: Axes, theme: Theme) -> None:
         colours = theme.checkpoints(len(assessment.evaluation.checkpoints))
-        for checkpoint, colour in zip(assessment.evaluation.checkpoints, colours, strict=True):
-            axes.axvline(checkpoint, color=colour, linewidth=5, alpha=0.35, zorder=0)
+        for i, (checkpoint, colour) in enumerate(zip(assessment.evaluation.checkpoints, colours, strict=True)):
+            label = "checkpoints" if i == len(colours) // 2 else None
+            axes.axvline(checkpoint, color=colour, linewidth=5, alpha=0.35, zorder=0, label=label)
         axes.plot(convergence.layers, values, color=theme.best, marker="o", markersize=4)
         axes.set(title=titles[what][0], xlabel="layers run", ylabel=titles[what][1])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -80,9 +81,7 @@ def convergence_panel(assessment: Assessment, what: str) -> Panel:
             axes.set_ylim(-0.02, 1.04)
         elif what == "kl":
             axes.set_ylim(bottom=min(0.0, float(np.nanmin(values))))
-        axes.annotate(
-            "bands: checkpoints", (0.98, 0.5), xycoords="axes fraction", ha="right", fontsize=8, color=theme.fixed
-        )
+        axes.legend(loc="best")
 
     return draw
 
@@ -133,7 +132,8 @@ def precision_recall_panel(findings: Findings) -> Panel:
         axes.set_xlim(-0.02, 1.02)
         axes.set_ylim(max(-0.02, lowest - 0.05), 1.01)
         _percent_axes(axes)
-        axes.legend(loc="lower left", title="marked: default threshold", title_fontsize=8)
+        columns = 1 if len(findings.routers) < 5 else 2
+        axes.legend(loc="lower left", title="marked: default threshold", title_fontsize=8, ncols=columns)
 
     return draw
 
@@ -193,7 +193,11 @@ def quality_panel(assessment: Assessment, findings: Findings, quality: str, cost
         axes.set_ylabel(labels[quality])
         if not np.isfinite(y(findings.curve)).any():
             axes.text(
-                0.5, 0.5, "the held-out text goes on nowhere:\nno perplexity", ha="center", transform=axes.transAxes
+                0.5,
+                0.5,
+                "no held-out token has a known successor:\nno perplexity",
+                ha="center",
+                transform=axes.transAxes,
             )
             axes.set(xticks=[], yticks=[])
             return
