@@ -33,7 +33,7 @@ def test_the_quality_table_is_what_was_measured(assessment, page):
         assert cell("compute per token") == f"{flops / 1e6:.3g} MFLOP"
         assert cell("of full") == f"{100 * flops / 50.4e6:.1f} %"
         assert cell("mean KL, nats") == f"{outcome.kl:.4f}"
-        assert cell("perplexity") == f"{100 * outcome.perplexity_change:+.1f} %"
+        assert cell("change of perplexity") == f"{100 * outcome.perplexity_change:+.1f} %"
         shares = [f"{100 * share:.1f} %" for share in outcome.exit_shares]
         assert [cell(f"leave after {c}") for c in (3, 6, 9)] == shares
         assert cell("run all 12") == f"{100 * (1 - sum(outcome.exit_shares)):.1f} %"
