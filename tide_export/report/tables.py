@@ -17,8 +17,8 @@ def quality_table(assessment: Assessment, findings: Findings) -> str:
     depth, checkpoints = assessment.evaluation.num_layers, assessment.evaluation.checkpoints
     headers = [
         "tokens to keep", "kept", "layers per token", "layers saved", "router efficiency", "compute per token",
-        "of full", "mean KL, nats", "change of perplexity", *[f"leave after {c}" for c in checkpoints], f"run all {depth}",
-        f"thresholds at {', '.join(map(str, checkpoints))}",
+        "of full", "mean KL, nats", "change of perplexity", *[f"leave after {c}" for c in checkpoints],
+        f"run all {depth}", f"thresholds at {', '.join(map(str, checkpoints))}",
     ]  # fmt: skip
     nothing_leaves = Outcome((1.0,) * len(checkpoints), 1.0, float(depth), 0.0, 0.0, (0.0,) * len(checkpoints))
     full = Choice(1.0, nothing_leaves, findings.full_flops, float("nan"))
