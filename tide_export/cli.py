@@ -14,6 +14,7 @@ import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,7 +210,12 @@ def _config(options: Namespace) -> "TideConfig":
     """The settings from the recipe, if one is given, with the command line's own options on top."""
     from tide_export.config import TideConfig
 
-    return TideConfig.from_options(**(_recipe(options.recipe) | _given(options)))
+    recipe = _recipe(options.recipe)
+    try:
+        TideConfig.from_options(**recipe)
+    except ConfigError as error:
+        raise ConfigError(f"recipe {options.recipe}: {error}") from None
+    return TideConfig.from_options(**(recipe | _given(options)))
 
 
 def _given(options: Namespace) -> dict[str, Any]:
@@ -223,11 +229,24 @@ def _recipe(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        recipe = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no recipe at {path}") from None
+        raise ConfigError(f"no recipe at {path}{_recipes_near(Path(path))}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
+    known = [option.field for option in CONFIG_OPTIONS]
+    for name in recipe:
+        if name not in known:
+            meant = get_close_matches(name, known, n=1)
+            raise ConfigError(f"recipe {path}: no setting is called {name!r}" + "".join(f"; {m}?" for m in meant))
+    return recipe
+
+
+def _recipes_near(path: Path) -> str:
+    """The recipes in the folder that was meant, or in this repository's when a checkout is the current folder."""
+    folders = [Path("calibration/recipes")] if path.parent == Path() else [path.parent, Path("calibration/recipes")]
+    found = next((names for folder in folders if (names := sorted(map(str, folder.glob("*.toml"))))), [])
+    return f"; there are {', '.join(found)}" if found else ""
 
 
 def _refuse_calibration_options(options: Namespace, because: str) -> None:

@@ -1,0 +1,177 @@
+"""The page holds the numbers that were found, shows text as text, and needs nothing but itself."""
+
+import base64
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import report_data
+from matplotlib.image import imread
+from report_reader import read
+
+from tide_export.calibrate.evaluation import Example
+from tide_export.report import write_report
+from tide_export.report.findings import halves, investigate
+
+NASTY = "<script>alert('1')</script> & \"x\"</span></div>"
+
+
+def test_the_quality_table_is_what_was_measured(assessment, page):
+    _, measured, _ = halves(assessment.evaluation)
+    assert page.column(0, "tokens to keep") == ["no exits", "99.5 %", "99.0 %", "98.0 %", "95.0 %", "90.0 %"]
+    for row, choice in enumerate(investigate(assessment).choices, start=1):
+        outcome = measured.outcome(choice.outcome.thresholds)
+        flops = assessment.costs.per_token(outcome, (3, 6, 9))
+
+        def cell(name, row=row):
+            return page.column(0, name)[row]
+
+        assert cell("kept") == f"{100 * outcome.agreement:.1f} %"
+        assert cell("layers per token") == f"{outcome.layers:.2f}"
+        assert cell("layers saved") == f"{100 * (1 - outcome.layers / 12):.1f} %"
+        assert cell("compute per token") == f"{flops / 1e6:.3g} MFLOP"
+        assert cell("of full") == f"{100 * flops / 50.4e6:.1f} %"
+        assert cell("mean KL, nats") == f"{outcome.kl:.4f}"
+        assert cell("change of perplexity") == f"{100 * outcome.perplexity_change:+.1f} %"
+        shares = [f"{100 * share:.1f} %" for share in outcome.exit_shares]
+        assert [cell(f"leave after {c}") for c in (3, 6, 9)] == shares
+        assert cell("run all 12") == f"{100 * (1 - sum(outcome.exit_shares)):.1f} %"
+        assert cell("router efficiency") == f"{100 * choice.efficiency:.0f} %"
+        shown = cell("thresholds at 3, 6, 9").replace("off", "1").split(", ")
+        assert [float(t) for t in shown] == pytest.approx(choice.outcome.thresholds, abs=6e-4)
+    assert page.column(0, "layers per token")[0] == "12.00"
+
+
+def test_the_routers_table(assessment, page):
+    evaluation = assessment.evaluation
+    assert page.column(1, "checkpoint") == ["after 3", "after 6", "after 9"]
+    for k in range(3):
+        left, may = evaluation.scores[:, k] > 0.85, evaluation.labels[:, k]
+        assert page.column(1, "precision there")[k] == f"{100 * may[left].mean():.1f} %"
+        assert page.column(1, "recall there")[k] == f"{100 * left[may].mean():.1f} %"
+        assert page.column(1, "may leave (label)")[k] == f"{100 * may.mean():.1f} %"
+        share = evaluation.outcome(assessment.thresholds).exit_shares[k]
+        assert page.column(1, "tokens that leave here")[k] == f"{100 * share:.1f} %"
+
+
+def test_the_record_is_all_there(assessment, page):
+    text = page.text
+    for value in ("ab" * 32, "cd" * 32, "texts/*.jsonl", "812,345", "2.13.0", "exit strategy"):
+        assert value in text
+
+
+def test_documents_or_tokens_are_said(assessment, page, tmp_path):
+    assert "one half of the held-out documents" in page.text
+    one = report_data.varied(assessment, documents=np.zeros(4000, np.int64))
+    write_report(one, tmp_path / "one.html")
+    text = read(tmp_path / "one.html").text
+    assert "only one document" in text
+    assert "one half of the held-out documents" not in text
+
+
+def test_nothing_comes_from_elsewhere(page):
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    sources = page.values("img", "src") + page.values("source", "srcset")
+    assert sources
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not page.values("a", "href")
+    assert any("default-src 'none'" in value for value in page.values("meta", "content"))
+    assert "width=device-width, initial-scale=1" in page.values("meta", "content")
+    assert all(page.values("img", "alt"))
+
+
+def test_every_picture_is_one_and_the_dark_ones_are_dark(page):
+    light, dark = page.values("img", "src"), page.values("source", "srcset")
+    assert len(light) == len(dark) == 1 + 8 + 3 + 4
+    for sources, is_light in ((light, True), (dark, False)):
+        for source in sources:
+            picture = imread(io.BytesIO(base64.b64decode(source.split(",")[1])), format="png")
+            assert picture.shape[0] > 300
+            assert (picture[2, 2, :3].mean() > 0.5) == is_light
+            assert len(np.unique(picture[::3, ::3, :3].reshape(-1, 3), axis=0)) > 12  # something is drawn
+
+
+def test_the_overview_beside_it(written):
+    picture = imread(written.with_suffix(".png"))
+    assert picture.shape[1] > 1500
+
+
+def test_passages_keep_their_text_and_say_where_tokens_left(assessment, page):
+    (example,), (passage,) = assessment.examples, page.passages
+    assert "".join(token.text for token in passage) == "".join(example.pieces)
+    for token, layers, agrees in zip(passage, example.exit_layers, example.agrees, strict=True):
+        assert token.classes[0] == {3: "c0", 6: "c1", 9: "c2", 12: "full"}[layers]
+        assert ("wrong" in token.classes) == (not agrees)
+        assert (f"layer {layers} of 12" if layers < 12 else "all 12") in token.title
+    assert passage[0].title.startswith("next: ␣f from")
+    assert any("next: ⏎" in token.title for token in passage)
+
+
+def test_text_is_shown_and_never_obeyed(assessment, tmp_path):
+    pieces = (NASTY, "\r", "\x00", "\ud800", "\n\n    x")
+    example = Example(pieces, (NASTY,) * 5, (3, 6, 9, 12, 3), (True, False, True, True, True))
+    provenance = {**assessment.provenance, "dataset": NASTY, "config": {NASTY: NASTY}}
+    nasty = replace(assessment, model=NASTY, examples=(example,), provenance=provenance)
+    write_report(nasty, tmp_path / "nasty.html")
+    found = read(tmp_path / "nasty.html")
+    assert "script" not in found.tags
+    (passage,) = found.passages
+    assert [token.text for token in passage] == [NASTY, "␍", "␀", "\ufffd", "\n\n    x"]
+    assert "alert('1')" in passage[0].title
+    assert found.text.count(NASTY) >= 5  # title, heading, sentence, record
+
+
+DEGENERATE = {
+    "no perplexity": lambda a: report_data.varied(a, nll=np.full_like(a.evaluation.nll, np.nan)),
+    "nothing may leave": lambda a: report_data.varied(
+        a, labels=np.zeros((600, 3), bool), agrees=np.zeros((600, 3), bool), scores=np.zeros((600, 3), np.float32)
+    ),
+    "everything may": lambda a: report_data.varied(
+        a, labels=np.ones((600, 3), bool), agrees=np.ones((600, 3), bool), scores=np.ones((600, 3), np.float32)
+    ),
+    "no exits by default": lambda a: replace(a, thresholds=(1.0, 1.0, 1.0)),
+    "no examples, no record": lambda a: replace(a, examples=(), provenance={}),
+    "an empty example": lambda a: replace(a, examples=(Example((), (), (), ()),)),
+    "one checkpoint": lambda a: report_data.make(n=600, checkpoints=(5,)),
+    "many checkpoints": lambda a: report_data.make(n=600, depth=48, checkpoints=tuple(range(4, 48, 4))),
+    "two tokens": lambda a: report_data.make(n=2, documents=1),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_degenerate_cases_are_written(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("tide_export.report.plots.DPI", 40)
+    assessment = DEGENERATE[case](report_data.make(n=600))
+    write_report(assessment, tmp_path / "r.html")
+    found = read(tmp_path / "r.html")
+    text = found.text.replace("\u202f", " ")
+    assert "nan" not in text.lower()
+    assert "inf" not in text.lower().split()
+    says = {
+        "nothing may leave": "saves none of its 12 layers",
+        "everything may": "runs 3.0 of 12 layers per token (75 % fewer)",
+        "no exits by default": "lets no token leave early",
+        "no examples, no record": "No passage was kept",
+        "an empty example": "No passage was kept",
+        "two tokens": "Measured on 1 token only",
+    }
+    assert says.get(case, "At equal quality") in text
+    checkpoints = len(assessment.evaluation.checkpoints)
+    assert len(found.values("img", "src")) == 1 + 8 + 3 + 1 + checkpoints
+
+
+def test_the_exit_histogram_never_counts_the_last_layer(assessment):
+    from matplotlib.figure import Figure
+
+    from tide_export.report.plots import exits_panel
+    from tide_export.report.theme import LIGHT
+
+    axes = Figure().add_subplot()
+    exits_panel(assessment, investigate(assessment))(axes, LIGHT)
+    shares = assessment.evaluation.outcome(assessment.thresholds).exit_shares
+    heights = [bar.get_height() for bar in axes.patches]
+    assert heights == pytest.approx([*shares, 1 - sum(shares)])
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == ["3", "6", "9", "all 12\n(no exit)"]

@@ -1,0 +1,243 @@
+"""The numbers of the report: what thresholds do to tokens they were not chosen on, and what bounds them.
+
+First step of `write_report`; `sentence`, `plots` and `page` only say and draw what is found here. Thresholds are chosen
+on one half of the held-out documents and measured on the other, because the best of many measured on the tokens it was
+picked on looks better than it is. NumPy alone; the model is not run again.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tide_export.calibrate.evaluation import Assessment, Costs, Evaluation, Outcome
+from tide_export.calibrate.reliability import Reliability, reliability
+from tide_export.errors import CalibrationError
+from tide_export.frontier import OFF, Point, cheapest, frontier, measure
+
+TARGETS = (0.995, 0.99, 0.98, 0.95, 0.90)
+SMALLER_HALF = 0.25  # of all tokens: with less, one document is nearly all there is
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The thresholds chosen for a wanted agreement, as measured on the other half.
+
+    Attributes:
+        target: the agreement they keep on the half they were chosen on.
+        outcome: on the half they were not chosen on.
+        flops: per token, routers and lenses included.
+        efficiency: layers saved over layers a perfect router saves; NaN where that one saves none.
+    """
+
+    target: float
+    outcome: Outcome
+    flops: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class RouterFinding:
+    """One router on all held-out tokens, those that would have left before included.
+
+    Attributes:
+        checkpoint: layers run.
+        threshold: the bundle's default; 1 lets nothing leave.
+        agreement: share of tokens for which this exit gives the full model's.
+        positive_rate: share that may leave by the label.
+        mean_score: mean of the scores.
+        recall_curve, precision_curve: at every threshold that differs, from the highest; empty where none may leave.
+        precision, recall: at `threshold`; NaN where nothing exceeds it, or none may leave.
+        reliability: scores against labels.
+    """
+
+    checkpoint: int
+    threshold: float
+    agreement: float
+    positive_rate: float
+    mean_score: float
+    recall_curve: np.ndarray
+    precision_curve: np.ndarray
+    precision: float
+    recall: float
+    reliability: Reliability
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What there is to say about a model.
+
+    Attributes:
+        unit: what was halved, `documents`, or `tokens` where there are too few documents.
+        documents: how many there are.
+        chosen_on, measured_on: tokens of the two halves.
+        full_flops: of a token that runs all layers, without any router.
+        choices: one per target, from the most careful.
+        curve: the best thresholds from careful to bold, chosen on one half, measured on the other.
+        sweep: one and the same threshold for all checkpoints, measured on that other half too.
+        fixed: every token leaves at this one checkpoint, no router: the naive way to save as much.
+        perfect: every token leaves at the first checkpoint that agrees, no other.
+        default: what the bundle's own thresholds do, on all held-out tokens.
+        default_measured: the same on the measured half alone, to compare with the curves.
+        routers: one per checkpoint.
+    """
+
+    unit: str
+    documents: int
+    chosen_on: int
+    measured_on: int
+    full_flops: float
+    choices: tuple[Choice, ...]
+    curve: tuple[Outcome, ...]
+    sweep: tuple[Outcome, ...]
+    fixed: tuple[Outcome, ...]
+    perfect: Outcome
+    default: Outcome
+    default_measured: Outcome
+    routers: tuple[RouterFinding, ...]
+
+    def choice(self, target: float) -> Choice:
+        """The choice for one of `TARGETS`."""
+        return next(choice for choice in self.choices if choice.target == target)
+
+
+def investigate(assessment: Assessment) -> Findings:
+    """All numbers of the report.
+
+    Raises:
+        CalibrationError: fewer than two held-out tokens: there is nothing to choose on or to measure.
+    """
+    evaluation, costs = assessment.evaluation, assessment.costs
+    if len(evaluation.documents) < 2:
+        raise CalibrationError("a report needs at least two held-out tokens: calibrate on more text")
+    chosen_on, measured_on, unit = halves(evaluation)
+    depth, checkpoints = evaluation.num_layers, evaluation.checkpoints
+    path = candidates(chosen_on)
+    perfect = perfect_outcome(measured_on)
+
+    def choose(target: float) -> Choice:
+        outcome = measured_on.outcome(cheapest(path, target).thresholds)
+        possible = depth - perfect.layers
+        efficiency = (depth - outcome.layers) / possible if possible > 0 else float("nan")
+        return Choice(target, outcome, costs.per_token(outcome, checkpoints), efficiency)
+
+    return Findings(
+        unit=unit,
+        documents=len(np.unique(evaluation.documents)),
+        chosen_on=len(chosen_on.documents),
+        measured_on=len(measured_on.documents),
+        full_flops=costs.layer * depth + costs.head,
+        choices=tuple(choose(target) for target in TARGETS),
+        curve=tuple(measured_on.outcome(point.thresholds) for point in path),
+        sweep=tuple(measured_on.outcome([t] * len(checkpoints)) for t in sweep_thresholds(measured_on.scores)),
+        fixed=tuple(fixed_outcome(measured_on, k) for k in range(len(checkpoints))),
+        perfect=perfect,
+        default=evaluation.outcome(assessment.thresholds),
+        default_measured=measured_on.outcome(assessment.thresholds),
+        routers=tuple(_router(evaluation, k, assessment.thresholds[k]) for k in range(len(checkpoints))),
+    )
+
+
+def halves(evaluation: Evaluation) -> tuple[Evaluation, Evaluation, str]:
+    """Two parts of about equally many tokens, and what was divided: `documents`, else `tokens`.
+
+    Documents go, the longest first, to the part that has less, so the same tokens are halved alike every time.
+    """
+    found, sizes = np.unique(evaluation.documents, return_counts=True)
+    first: list[int] = []
+    filled = [0, 0]
+    for i in np.argsort(-sizes, kind="stable"):
+        part = int(filled[1] < filled[0])
+        filled[part] += int(sizes[i])
+        if part == 0:
+            first.append(int(found[i]))
+    if min(filled) >= SMALLER_HALF * len(evaluation.documents):
+        chosen = np.isin(evaluation.documents, first)
+        return _rows(evaluation, chosen), _rows(evaluation, ~chosen), "documents"
+    chosen = np.arange(len(evaluation.documents)) < len(evaluation.documents) // 2
+    return _rows(evaluation, chosen), _rows(evaluation, ~chosen), "tokens"
+
+
+def candidates(evaluation: Evaluation) -> list[Point]:
+    """The best settings for these tokens, from careful to bold, none worse than another in both respects.
+
+    The frontier's, and single thresholds where they are better: a price per changed token finds nothing between two
+    settings when all that lies between is worse than tossing a coin for one of them.
+    """
+    known = evaluation.scores, evaluation.agrees, evaluation.checkpoints, evaluation.num_layers
+    single = [[float(t)] * len(evaluation.checkpoints) for t in sweep_thresholds(evaluation.scores)]
+    found = frontier(*known) + [measure(*known, thresholds) for thresholds in single]
+    kept: list[Point] = []
+    for point in sorted(found, key=lambda p: (p.layers, -p.agreement)):
+        if not kept or point.agreement > kept[-1].agreement:
+            kept.append(point)
+    return kept[::-1]
+
+
+def perfect_outcome(evaluation: Evaluation) -> Outcome:
+    """Every token leaves at the first checkpoint whose top-1 is the full model's, and runs all layers where none is."""
+    knowing = replace(evaluation, scores=evaluation.agrees.astype(np.float32))
+    return knowing.outcome([0.5] * len(evaluation.checkpoints))
+
+
+def fixed_outcome(evaluation: Evaluation, k: int) -> Outcome:
+    """Every token leaves at checkpoint number `k`."""
+    columns = len(evaluation.checkpoints)
+    always = np.zeros_like(evaluation.scores)
+    always[:, k] = 1.0
+    return replace(evaluation, scores=always).outcome([0.5] * columns)
+
+
+def fixed_flops(costs: Costs, outcome: Outcome) -> float:
+    """Of a token that leaves where it was decided beforehand: no router is asked, one lens at most is used."""
+    return costs.layer * outcome.layers + costs.head + costs.lens
+
+
+def sweep_thresholds(scores: np.ndarray) -> np.ndarray:
+    """Thresholds to try for all checkpoints alike: evenly spaced ones, and more where the scores are."""
+    even = np.linspace(0.0, 1.0, 41)
+    return np.unique(np.concatenate([even, np.quantile(scores, even).clip(0.0, OFF)]))[::-1]
+
+
+def precision_recall(scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Recall and precision of `score >= s` for every score s there is, from the highest; float64 [distinct scores].
+
+    Empty where no label is true: there is no recall.
+    """
+    order = np.argsort(-scores, kind="stable")
+    ranked, hits = scores[order], np.cumsum(labels[order])
+    if not len(hits) or hits[-1] == 0:
+        return np.empty(0), np.empty(0)
+    last = np.append(ranked[1:] < ranked[:-1], True)
+    return hits[last] / hits[-1], (hits / np.arange(1, len(hits) + 1))[last]
+
+
+def _router(evaluation: Evaluation, k: int, threshold: float) -> RouterFinding:
+    scores, labels = evaluation.scores[:, k], evaluation.labels[:, k]
+    recall_curve, precision_curve = precision_recall(scores, labels)
+    # In the scores' own precision, as the graph compares.
+    left = scores > np.asarray(threshold, dtype=scores.dtype)
+    right = float((left & labels).sum())
+    return RouterFinding(
+        checkpoint=evaluation.checkpoints[k],
+        threshold=float(threshold),
+        agreement=float(evaluation.agrees[:, k].mean()),
+        positive_rate=float(labels.mean()),
+        mean_score=float(scores.mean()),
+        recall_curve=recall_curve,
+        precision_curve=precision_curve,
+        precision=right / float(left.sum()) if left.any() else float("nan"),
+        recall=right / float(labels.sum()) if labels.any() else float("nan"),
+        reliability=reliability(scores, labels),
+    )
+
+
+def _rows(evaluation: Evaluation, rows: np.ndarray) -> Evaluation:
+    return replace(
+        evaluation,
+        scores=evaluation.scores[rows],
+        labels=evaluation.labels[rows],
+        agrees=evaluation.agrees[rows],
+        kl=evaluation.kl[rows],
+        nll=evaluation.nll[rows],
+        documents=evaluation.documents[rows],
+    )

@@ -1,0 +1,145 @@
+"""The report's answer in a sentence or two: what this model gains from leaving early, and if nothing, why.
+
+Second step of `write_report`, from `findings` alone; the command line may print the same.
+"""
+
+import math
+from dataclasses import dataclass
+
+from tide_export.calibrate.evaluation import Assessment
+from tide_export.report.findings import Choice, Findings, RouterFinding
+from tide_export.report.wording import listed, number, percent
+
+HEADLINE_TARGET = 0.98
+WORTHWHILE = 0.05  # of the layers: less is eaten up by routers and bookkeeping
+MUCH = 0.10  # of the layers a perfect router would save: with less, routers are not what is wanting
+OFTEN = 0.5  # of the tokens
+
+REASONS = {
+    "heads": "its early heads rarely give the full model's answer",
+    "late": "only its last checkpoints often give the full model's answer, where few layers are left to save",
+    "routers": "its routers cannot tell which tokens may leave",
+}
+ADVICE = {
+    "heads": "What can help: a lens at each checkpoint (exit_strategy lens); a model trained with an early-exit loss, "
+    "as LayerSkip is; a lower agreement, if the use allows it.",
+    "late": "What can help: a lens at each checkpoint (exit_strategy lens), which moves agreement to earlier layers; "
+    "checkpoints placed where the convergence curve below rises; a model trained with an early-exit loss.",
+    "routers": "What can help: more calibration text, and text like the text the model will write; another label; a "
+    "larger router_bottleneck_dim; fewer checkpoints; a lower agreement, if the use allows it.",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stands on top of the report.
+
+    Attributes:
+        gains: whether exits are worth having at `HEADLINE_TARGET`.
+        reason: `heads`, `late` or `routers` where they are not, else None.
+        sentence: one or two plain sentences.
+        advice: what to try, where there is nothing gained; else empty.
+    """
+
+    gains: bool
+    reason: str | None
+    sentence: str
+    advice: str
+
+
+def verdict(assessment: Assessment, findings: Findings) -> Verdict:
+    """The answer, at the choice that keeps `HEADLINE_TARGET` of the tokens."""
+    depth = assessment.evaluation.num_layers
+    choice = findings.choice(HEADLINE_TARGET)
+    saved = saved_share(choice, depth)
+    possible = 1 - findings.perfect.layers / depth
+    if saved >= WORTHWHILE:
+        sentence = (
+            f"With exits tuned to keep {percent(HEADLINE_TARGET, 0)} of its tokens, {assessment.model} runs "
+            f"{number(choice.outcome.layers)} of {depth} layers per token ({percent(saved, 0)} fewer); a perfect "
+            f"router would run {number(findings.perfect.layers)} (router efficiency {percent(choice.efficiency, 0)}). "
+            f"On text the thresholds were not chosen on, {percent(choice.outcome.agreement)} of the tokens are "
+            "the full model's own."
+        )
+        return Verdict(True, None, sentence, "")
+
+    reason = _reason(findings, possible)
+    share = percent(saved) if saved >= 0.0005 else "none"
+    cost = f"saves {share} of its {depth} layers"
+    sentence = (
+        f"{assessment.model} does not gain from early exits as calibrated: keeping {percent(HEADLINE_TARGET, 0)} of "
+        f"its tokens {cost}, because {REASONS[reason]}. {_evidence(findings, reason, choice, possible)}"
+        f"{_cheaper(findings, depth)}"
+    )
+    return Verdict(False, reason, sentence, ADVICE[reason])
+
+
+def default_sentence(assessment: Assessment, findings: Findings) -> str:
+    """What the bundle does when no threshold is given."""
+    depth, outcome = assessment.evaluation.num_layers, findings.default
+    open_at = [r for r in findings.routers if r.threshold < 1.0]
+    if not open_at:
+        return (
+            "With its default thresholds the bundle lets no token leave early: every checkpoint is switched off "
+            "(by min_layers or a threshold of 1), so it gives what the full model gives, and saves nothing."
+        )
+    off = [r for r in findings.routers if r.threshold >= 1.0]
+    closed = f" ({_after(off)} switched off)" if off else ""
+    if sum(outcome.exit_shares) == 0:
+        return (
+            f"With its default thresholds{closed} no held-out token left early: every one ran all {depth} layers. "
+            "The table above says what other thresholds would give."
+        )
+    return (
+        f"With its default thresholds{closed} the bundle runs {number(outcome.layers)} of {depth} layers per token "
+        f"({percent(1 - outcome.layers / depth)} fewer) and keeps {percent(outcome.agreement)} of the full model's "
+        f"tokens{_perplexity(outcome.perplexity_change)}; {percent(1 - sum(outcome.exit_shares))} of the tokens "
+        "run all layers."
+    )
+
+
+def saved_share(choice: Choice, depth: int) -> float:
+    """Share of the layers that a choice does not run, 0 .. 1."""
+    return 1 - choice.outcome.layers / depth
+
+
+def _reason(findings: Findings, possible: float) -> str:
+    if possible >= MUCH:
+        return "routers"
+    return "late" if max(r.agreement for r in findings.routers) >= OFTEN else "heads"
+
+
+def _evidence(findings: Findings, reason: str, choice: Choice, possible: float) -> str:
+    if reason == "routers":
+        return f"A perfect router would save {percent(possible, 0)} of the layers at these checkpoints{_found(choice)}."
+    heads = listed([f"{percent(r.agreement, 0)} after {r.checkpoint}" for r in findings.routers[:4]])
+    more = ", for the first four" if len(findings.routers) > 4 else ""
+    return (
+        f"Even a perfect router would save only {percent(possible)}; an exit gives the full model's token in {heads} "
+        f"layers{more}."
+    )
+
+
+def _cheaper(findings: Findings, depth: int) -> str:
+    """The least sacrifice that is worth something, if one of the targets is."""
+    for choice in findings.choices:
+        if choice.target < HEADLINE_TARGET and saved_share(choice, depth) >= WORTHWHILE:
+            return f" Keeping {percent(choice.target, 0)} would save {percent(saved_share(choice, depth), 0)}."
+    return ""
+
+
+def _found(choice: Choice) -> str:
+    return f", the fitted ones find {percent(choice.efficiency, 0)} of that" if choice.efficiency > 0 else ""
+
+
+def _after(routers: list[RouterFinding]) -> str:
+    layers = listed([str(r.checkpoint) for r in routers])
+    return f"checkpoint{'s' if len(routers) > 1 else ''} {layers} {'are' if len(routers) > 1 else 'is'}"
+
+
+def _perplexity(change: float) -> str:
+    if math.isnan(change):
+        return ""
+    if abs(change) < 0.0005:
+        return ", at the same perplexity"
+    return f", at a perplexity {percent(abs(change))} {'higher' if change > 0 else 'lower'}"

@@ -1,0 +1,71 @@
+"""Colours of the report, on paper-white and on a dark screen, told apart with any kind of colour vision.
+
+Used by `plots` (lines, bars) and by `page` (the examples' backgrounds), so that a checkpoint has one colour throughout.
+Lines that are not checkpoints are of Okabe and Ito's palette; checkpoints are steps of viridis, early ones light.
+"""
+
+from dataclasses import dataclass
+
+from matplotlib import colormaps
+from matplotlib.colors import to_hex, to_rgb
+
+
+@dataclass(frozen=True)
+class Theme:
+    """One of the two looks; colours as `#rrggbb`."""
+
+    name: str
+    paper: str
+    ink: str
+    faint: str
+    best: str  # the frontier
+    single: str  # one threshold for all
+    fixed: str  # exits at one checkpoint, no router
+    perfect: str
+    full: str  # tokens that run all layers
+    deep: float  # where on viridis the last checkpoint lies
+    shallow: float  # and the first
+
+    def checkpoints(self, count: int) -> list[str]:
+        """One colour per checkpoint, the first the lightest."""
+        steps = (
+            [self.shallow]
+            if count == 1
+            else [self.shallow + (self.deep - self.shallow) * i / (count - 1) for i in range(count)]
+        )
+        return [to_hex(colormaps["viridis"](step)) for step in steps]
+
+
+LIGHT = Theme(
+    "light",
+    "#ffffff",
+    "#1b1f24",
+    "#d5dae0",
+    "#0072b2",
+    "#d55e00",
+    "#6b7480",
+    "#00805f",
+    "#aab2bc",
+    deep=0.05,
+    shallow=0.78,
+)
+DARK = Theme(
+    "dark",
+    "#161a20",
+    "#e6e9ed",
+    "#39414c",
+    "#56b4e9",
+    "#e69f00",
+    "#a3adb9",
+    "#2fc79a",
+    "#6b7480",
+    deep=0.32,
+    shallow=0.97,
+)
+
+
+def text_on(background: str) -> str:
+    """Black or white, whichever is easier to read on `background` (relative luminance of WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(background)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) else "#ffffff"
