@@ -60,9 +60,21 @@ def _calibrate(options: Namespace) -> int:
     if options.from_tide is None:
         from tide_export.pipeline import calibrate_to_file
 
-        calibrate_to_file(options.model, Path(options.output), config)
+        made = calibrate_to_file(
+            options.model,
+            Path(options.output),
+            config,
+            report=options.report,
+            cache=options.cache,
+            device_map=options.device_map,
+        )
+        if made is None:  # one of several processes, and not the one that writes
+            return 0
     else:
         _refuse_calibration_options(options, "--from-tide")
+        for name in ("report", "cache", "device_map"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} does nothing with --from-tide: nothing is measured")
         from tide_export.calibrate.imported import import_routers
 
         import_routers(options.model, options.from_tide).save(options.output)

@@ -22,11 +22,13 @@ class ConfigOption(NamedTuple):
     help: str
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _layers(text: str) -> str | tuple[int, ...]:
+    if text == "auto":
+        return text
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layer counts such as 3,6,9") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, nor a list of layer counts such as 3,6,9") from None
 
 
 def _thresholds(text: str) -> float | list[float]:
@@ -38,6 +40,12 @@ def _thresholds(text: str) -> float | list[float]:
     return values[0] if len(values) == 1 else values
 
 
+def _yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not yes or no")
+    return text == "yes"
+
+
 def _threshold_list(text: str) -> list[float]:
     """Thresholds to try one after the other."""
     values = _thresholds(text)
@@ -46,7 +54,7 @@ def _threshold_list(text: str) -> list[float]:
 
 # TideConfig itself needs pydantic, which a machine that only runs bundles has not; a test compares the two.
 CONFIG_OPTIONS = [
-    ConfigOption("--checkpoints", "checkpoints", _layers, "layers run at each checkpoint, e.g. 3,6,9"),
+    ConfigOption("--checkpoints", "checkpoints", _layers, "layers run at each checkpoint, e.g. 3,6,9, or auto"),
     ConfigOption("--checkpoint-interval", "checkpoint_interval", int, "a checkpoint after every N layers (4)"),
     ConfigOption("--exit-threshold", "exit_threshold", float, "a token exits when its score is above this (0.85)"),
     ConfigOption("--min-layers", "min_layers", int, "checkpoints with fewer layers behind them never exit (8)"),
@@ -55,13 +63,23 @@ CONFIG_OPTIONS = [
     ConfigOption("--calibration-samples", "calibration_samples", int, "sequences read at most (2000)"),
     ConfigOption("--calibration-length", "calibration_length", int, "tokens per sequence at most (512)"),
     ConfigOption("--calibration-batch", "calibration_batch", int, "sequences per forward pass (8)"),
-    ConfigOption("--calibration-tokens-kept", "calibration_tokens_kept", int, "tokens kept per split (65536)"),
-    ConfigOption("--label", "label", str, "what a router learns: agreement or cosine (agreement)"),
+    ConfigOption("--calibration-tokens-kept", "calibration_tokens_kept", int, "training tokens kept (by memory)"),
+    ConfigOption("--calibration-memory", "calibration_memory", float, "GiB of hidden states kept (2)"),
+    ConfigOption("--exit-strategy", "exit_strategy", str, "what leaves: identity or lens (identity)"),
+    ConfigOption("--lens-rank", "lens_rank", int, "width of a lens (64)"),
+    ConfigOption("--lens-tokens", "lens_tokens", int, "tokens a lens is fitted to in each epoch (32768)"),
+    ConfigOption("--lens-epochs", "lens_epochs", int, "(3)"),
+    ConfigOption("--lens-learning-rate", "lens_learning_rate", float, "(0.001)"),
+    ConfigOption("--label", "label", str, "what a router learns: agreement, kl or cosine (agreement)"),
+    ConfigOption("--kl-bound", "kl_bound", float, "kl label: nats from the full distribution, below (0.1)"),
     ConfigOption("--convergence-threshold", "convergence_threshold", float, "cosine label: similarity above (0.98)"),
     ConfigOption("--router-bottleneck-dim", "router_bottleneck_dim", int, "hidden width of a router (128)"),
-    ConfigOption("--router-epochs", "router_epochs", int, "passes over the kept tokens (40)"),
+    ConfigOption("--router-shortlist", "router_shortlist", int, "head rows a router reads; 0: TIDE's router (256)"),
+    ConfigOption("--class-balance", "class_balance", _yes_or_no, "weigh both classes alike, yes or no (no)"),
+    ConfigOption("--router-epochs", "router_epochs", int, "passes over the kept tokens (20)"),
     ConfigOption("--router-learning-rate", "router_learning_rate", float, "(0.001)"),
-    ConfigOption("--validation-fraction", "validation_fraction", float, "share of documents kept apart (0.2)"),
+    ConfigOption("--validation-fraction", "validation_fraction", float, "share of tokens to stop fitting by (0.15)"),
+    ConfigOption("--test-fraction", "test_fraction", float, "share of tokens for the report alone (0.15)"),
     ConfigOption("--seed", "seed", int, "of every random choice in calibration (0)"),
 ]
 # The fields that the exported graph or the bundle's defaults depend on even when the routers are fitted already.
@@ -115,6 +133,13 @@ def _add_calibrate(commands) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="router file to write (.safetensors)")
     parser.add_argument("--from-tide", metavar="FILE", help="convert TIDE's own router.pt instead of fitting anything")
+    parser.add_argument(
+        "--report", metavar="FILE", help="write what the model gains to this .html (and a .png beside it)"
+    )
+    parser.add_argument(
+        "--cache", metavar="FOLDER", help="keep hidden states on disk: a run that is killed goes on from there"
+    )
+    parser.add_argument("--device-map", choices=["auto"], help="spread a model larger than one device over several")
     _add_config(parser)
 
 

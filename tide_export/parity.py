@@ -203,7 +203,7 @@ def spread_routers(
             hidden = hidden + router.confidence(router.summary(normed))
         up = draw(router.up.weight)
         router.up.weight.copy_(2.0 * up / (torch.nn.functional.silu(hidden) @ up.T).std())
-        router.up.bias -= router.logit(normed).mean()
+        router.up.bias.copy_(-router.logit(normed).mean())
         routers[layers] = router
     return RouterSet(routers, {}, lenses)
 

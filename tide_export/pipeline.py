@@ -99,14 +99,16 @@ def export(
         length = context_length(source, max_length)
         if given is not None:
             given.check(source, routers or "")
-        if given is None:
+        if given is not None:
+            fitted = given
+        else:
             made = calibrate(source, load_tokenizer(model), config)
             if made is None:
                 raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
             logger.info("%s", headline(made.assessment))
             with stage("writing the report"):
                 write_report(made.assessment, folder / REPORT_FILE)
-        fitted = given if given is not None else made.routers
+            fitted = made.routers
         _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
 
         with stage("tracing the model"):

@@ -86,8 +86,8 @@ def read_examples(
         said = choices[np.arange(len(left)), left]
         found.append(
             Example(
-                pieces=tuple(tokenizer.decode([token]) for token in ids.tolist()),
-                predicted=tuple(tokenizer.decode([int(token)]) for token in said),
+                pieces=tuple(str(tokenizer.decode([token])) for token in ids.tolist()),
+                predicted=tuple(str(tokenizer.decode([int(token)])) for token in said),
                 exit_layers=tuple(int(layers) for layers in np.array([*checkpoints, depth])[left]),
                 agrees=tuple(bool(same) for same in said == choices[:, -1]),
             )

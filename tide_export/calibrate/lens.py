@@ -71,6 +71,6 @@ def fit_lens(
             raise CalibrationError(f"the lens at checkpoint {checkpoint} cannot be fitted: its loss is not a number")
     lens.load_state_dict(best)
     with torch.no_grad():
-        lens.up.bias *= size
+        lens.up.bias.mul_(size)
     lens.eval().requires_grad_(False)
     return lens, {"kl_before": before, "kl_after": best_loss, "best_epoch": best_epoch, "rank": rank}
