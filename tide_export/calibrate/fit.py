@@ -209,7 +209,7 @@ def _platt(router: Router, validation: Labelled) -> None:
         return float(value.detach())
 
     optimizer.step(loss)
-    found = float(factor), float(shift)
+    found = float(factor.detach()), float(shift.detach())
     if not all(math.isfinite(value) for value in found) or found[0] <= 0:
         return  # a router that tells nothing apart: turning its scores round would only fit noise
     with torch.no_grad():
