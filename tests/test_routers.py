@@ -63,7 +63,7 @@ def test_score_with_a_shortlist_is_the_formula():
     x = np.random.default_rng(0).normal(size=16)
     part = {name: tensor.double().numpy() for name, tensor in router.state_dict().items()}
     logits = np.sort(part["shortlist"] @ x)[::-1]
-    told = np.array([logits[0], logits[1], np.log(np.exp(logits).sum())])
+    told = logits[:2] - np.log(np.exp(logits).sum())
     assert router.summary(torch.from_numpy(x).float()).tolist() == pytest.approx(told.tolist(), abs=1e-5)
     hidden = part["down.weight"] @ x + part["confidence.weight"] @ told
     expected = score(hidden.tolist(), part["up.weight"], float(part["up.bias"][0]))
@@ -140,14 +140,12 @@ def test_arrays_are_laid_out_for_a_product_from_the_left(form):
     made = random_routers(**form)
     x = torch.randn(5, 16)
     arrays = made.arrays()[3]
-    packed = x.numpy() @ arrays.down
-    hidden, logits = packed[:, : arrays.width], packed[:, arrays.width :]
-    assert arrays.width == 4
-    if arrays.confidence is not None:
-        best = np.sort(logits, axis=1)[:, ::-1]
-        total = np.log(np.exp(best).sum(axis=1, keepdims=True))
-        hidden = hidden + np.concatenate([best[:, :2], total], axis=1) @ arrays.confidence
-    assert (arrays.confidence is None) == (logits.shape[1] == 0)
+    hidden = x.numpy() @ arrays.down
+    assert (arrays.confidence is None) == (arrays.shortlist is None) == ("shortlist" not in form)
+    if arrays.shortlist is not None:
+        logits = x.numpy() @ arrays.shortlist
+        likely = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        hidden = hidden + np.sort(likely, axis=1)[:, :-3:-1] @ arrays.confidence
     found = (hidden / (1 + np.exp(-hidden))) @ arrays.up + arrays.bias
     assert torch.allclose(torch.from_numpy(found[:, 0]), made.routers[3].logit(x).detach(), atol=1e-4)
     assert all(array.flags.c_contiguous and array.dtype == np.float32 for array in (arrays.down, arrays.up))

@@ -17,7 +17,8 @@ PLUGIN_VERSION = "1"
 INPUT_IDS = "input_ids"  # int64 [1, S]
 TOTAL_LENGTH = "total_sequence_length"  # int32 [], tokens of the sequence including the S new ones
 THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
-MAX_PENDING = "max_pending"  # int64 [], a segment is forced to run when more tokens than this would wait
+# float32 [K-1], the same, or 2.0 where the segment behind must run because more tokens than max pending would wait.
+SKIP_THRESHOLDS = "skip_thresholds"
 
 # Graph outputs.
 LOGITS = "logits"  # float32 [1, 1, V], of the last position

@@ -6,8 +6,8 @@ TIDE's rule. A router reads the *normed* state behind the lens, exactly what the
 score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
 
 What an MLP of that size cannot compute is how sure the head would be, and nothing tells more about whether the answer
-is final. So a router of ours also reads a *shortlist*: the logits of the few hundred tokens the model says most, summed
-up in three numbers (the largest, the second largest, the log of the sum of exponentials) that join the hidden layer.
+is final. So a router of ours also reads a *shortlist*: the head's logits of the few hundred tokens the model says most,
+of which the log-probabilities of the first and the second (among the shortlist alone) join the hidden layer.
 """
 
 import json
@@ -26,7 +26,7 @@ from tide_export.errors import RouterFileError
 from tide_export.model import SourceModel
 
 FORMAT = "tide_export.routers/2"
-CONFIDENCE = 3  # numbers a shortlist's logits are summed up in
+CONFIDENCE = 2  # numbers a shortlist's logits are summed up in
 
 
 class Router(nn.Module):
@@ -36,7 +36,7 @@ class Router(nn.Module):
         down: Linear(D, R, no bias).
         up: Linear(R, 1); TIDE's has no bias, which is a bias of 0.
         shortlist: rows of the head [N, D], a buffer that is not trained; None for TIDE's form.
-        confidence: Linear(3, R, no bias) on what `summary` says of the shortlist's logits.
+        confidence: Linear(2, R, no bias) on what `summary` says of the shortlist.
     """
 
     shortlist: torch.Tensor | None
@@ -51,17 +51,16 @@ class Router(nn.Module):
             self.confidence = nn.Linear(CONFIDENCE, bottleneck, bias=False)
 
     def summary(self, normed: torch.Tensor) -> torch.Tensor:
-        """[..., 3]: largest and second largest shortlist logit, and the log of the sum of all exponentials."""
+        """[..., 2]: log-probability of the shortlist's likeliest and second likeliest token, for states [..., D]."""
         assert self.shortlist is not None
-        logits = normed @ self.shortlist.T
-        return torch.cat([logits.topk(2, dim=-1).values, logits.logsumexp(-1, keepdim=True)], dim=-1)
+        return (normed @ self.shortlist.T).log_softmax(-1).topk(2, dim=-1).values
 
     def logit(self, normed: torch.Tensor) -> torch.Tensor:
         """The score before the sigmoid, [...]."""
         return self.logit_with(normed, self.summary(normed) if self.shortlist is not None else None)
 
     def logit_with(self, normed: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
-        """`logit`, the summary [..., 3] being known already (None for TIDE's form)."""
+        """`logit`, the summary [..., 2] being known already (None for TIDE's form)."""
         hidden = self.down(normed)
         if summary is not None:
             hidden = hidden + self.confidence(summary)
@@ -90,21 +89,18 @@ class RouterArrays:
     """A router's weights in float32, laid out for `x @ weight`.
 
     Attributes:
-        down: [D, R], or [D, R + N] with the shortlist's columns behind it: one product gives both.
-        confidence: [3, R], or None without a shortlist.
+        down: [D, R].
         up: [R, 1].
+        shortlist: [D, N], or None.
+        confidence: [2, R]; None without a shortlist.
         bias: what is added to the logit.
     """
 
     down: np.ndarray
-    confidence: np.ndarray | None
     up: np.ndarray
     bias: float
-
-    @property
-    def width(self) -> int:
-        """Hidden units R."""
-        return self.up.shape[0]
+    shortlist: np.ndarray | None = None
+    confidence: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -251,12 +247,10 @@ class RouterSet:
 
 
 def _router_arrays(router: Router) -> RouterArrays:
-    down, up = _array(router.down.weight.T), _array(router.up.weight.T)
-    bias = float(router.up.bias.detach())
+    down, up, bias = _array(router.down.weight.T), _array(router.up.weight.T), float(router.up.bias.detach())
     if router.shortlist is None:
-        return RouterArrays(down, None, up, bias)
-    packed = np.concatenate([down, _array(router.shortlist.T)], axis=1)
-    return RouterArrays(packed, _array(router.confidence.weight.T), up, bias)
+        return RouterArrays(down, up, bias)
+    return RouterArrays(down, up, bias, _array(router.shortlist.T), _array(router.confidence.weight.T))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

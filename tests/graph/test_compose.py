@@ -30,8 +30,9 @@ def random_arrays(width: int, shortlist: int = 0, hidden: int = 8) -> dict[int, 
     def draw(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32)
 
+    rows = draw(width, shortlist) if shortlist else None
     return {
-        c: RouterArrays(draw(width, hidden + shortlist), draw(3, hidden) if shortlist else None, draw(hidden, 1), 0.5)
+        c: RouterArrays(draw(width, hidden), draw(hidden, 1), 0.5, rows, draw(2, hidden) if shortlist else None)
         for c in CHECKPOINTS
     }
 
@@ -86,8 +87,7 @@ def test_routers_are_functions_that_a_plugin_can_take(model) -> None:
     for call in calls:
         assert call.attributes["plugin_namespace"].as_string() == "tide"
         assert call.attributes["plugin_version"].as_string() == "1"
-        assert call.attributes["norm"].as_string() == "rms"
-        assert call.attributes["epsilon"].as_float() == pytest.approx(1e-6)
+        assert call.attributes["norm"].as_string() == "none"  # the candidate it reads has been through the norm
 
 
 def test_our_operator_names_collide_with_no_onnx_operator() -> None:
@@ -135,16 +135,16 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs(demo_sou
     }
 
 
-@pytest.mark.parametrize(("form", "parameters"), [("composed", 6), ("full_form", 7)])
+@pytest.mark.parametrize(("form", "parameters"), [("composed", 5), ("full_form", 7)])
 def test_every_router_call_gives_the_function_what_it_takes(request, form: str, parameters: int) -> None:
-    """hidden, threshold, down, up, bias, with a shortlist confidence, and the norm's weight."""
+    """Candidate, threshold, down, up, bias; with a shortlist its rows too, and confidence."""
     model = request.getfixturevalue(form)
     (function,) = model.functions.values()
     assert len(function.inputs) == parameters
     calls = [node for node in model.graph.all_nodes() if node.op_type == names.OP_ROUTE]
     assert [len(call.inputs) for call in calls] == [parameters] * len(CHECKPOINTS)
     count = collections.Counter(node.op_type for node in function)
-    assert count["TopK"] == count["ReduceLogSumExp"] == (form == "full_form")
+    assert count["TopK"] == count["LogSoftmax"] == (form == "full_form")
 
 
 def test_a_lens_stands_at_every_checkpoint_and_not_behind_the_last_segment(full_form, composed) -> None:
@@ -161,13 +161,15 @@ def test_a_missing_router_or_one_of_another_width_is_refused(pieces, routers) ->
         compose(pieces, random_arrays(64))
 
 
-def test_routers_of_two_forms_are_refused(pieces, routers) -> None:
-    mixed = routers | {6: random_arrays(128, shortlist=6)[6]}
-    with pytest.raises(GraphError, match="differ in their form"):
-        compose(pieces, mixed)
-    # As wide together, with another share of the shortlist in it.
-    with pytest.raises(GraphError, match="differ in their form"):
-        compose(pieces, random_arrays(128, 6, 8) | {6: random_arrays(128, 7, 7)[6]})
+def test_the_shortlist_is_stored_once(full_form) -> None:
+    assert [name for name in full_form.graph.initializers if "shortlist" in name] == ["shortlist"]
+
+
+def test_routers_of_two_shortlists_are_refused(pieces, routers) -> None:
+    with pytest.raises(GraphError, match="differ in their shortlists"):
+        compose(pieces, routers | {6: random_arrays(128, shortlist=6)[6]})
+    with pytest.raises(GraphError, match="differ in their shortlists"):
+        compose(pieces, random_arrays(128, shortlist=6) | {6: random_arrays(128, shortlist=7)[6]})
 
 
 def test_a_missing_lens_or_one_of_another_width_is_refused(pieces, routers) -> None:

@@ -132,7 +132,7 @@ def assess(router: Router, split: Labelled, threshold: float) -> dict[str, Any]:
 
 class _Scaling:
     """What a router is fitted to instead of raw numbers, so that one learning rate suits all models: normed states of
-    unit size, and the summary as three differences of unit deviation. Linear, hence foldable into the weights."""
+    unit size, and the summary as two distances of unit deviation. Linear, hence foldable into the weights."""
 
     def __init__(self, router: Router, features: torch.Tensor):
         self.router = router
@@ -161,8 +161,8 @@ class _Scaling:
             self.router.confidence.weight.copy_(self.router.confidence.weight @ self.turn.T)
 
 
-# From (largest, second, log-sum) to (largest - second, largest - log-sum, largest).
-_DIFFERENCES = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
+# From (first, second) to (first - second, first).
+_DIFFERENCES = torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
 
 
 def _class_weights(labels: torch.Tensor) -> torch.Tensor:

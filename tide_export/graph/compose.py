@@ -2,24 +2,28 @@
 
 The state machine of one step (S new tokens, K segments), all of it in the graph:
 
-    y = segment_0(embed(input_ids));  selected = lens_0(last position of y)
+    y = segment_0(embed(input_ids));  candidate_0 = tail(lens_0(last position of y))
     for k = 1 .. K-1:
-        exited |= router_{k-1}(lens_{k-1}(last position of y)) > threshold_{k-1}
+        score_{k-1} = router_{k-1}(candidate_{k-1})
         x = concat(pending_k, y)
-        if exited and x holds at most max_pending tokens, or segment k-1 was skipped:
+        if score_{k-1} > skip_threshold_{k-1}, or segment k-1 was skipped:
             pending_k = x;  y = nothing
         else:
-            y = segment_k(x);  pending_k = nothing
-            selected = selected if exited else lens_k(last position of y)
-    logits = head(tail(selected))
+            y = segment_k(x);  pending_k = nothing;  candidate_k = tail(lens_k(last position of y))
+    logits = head(candidate of the first checkpoint whose score is above its exit threshold, else the last)
+
+The caller sets a skip threshold to the exit threshold, or to 2.0 where more than max pending tokens would wait. That is
+enough for a token that has left while a segment was forced to run behind it: deeper segments have at least as many
+waiting before them, so they are forced too, and the first score that passed still decides what the head sees.
 
 The lens is the identity where there is none, and behind the last segment. A token that left keeps the state it left
 with, also when a segment runs behind it: its output depends on its prefix alone. The result is portable but for
 `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -28,12 +32,14 @@ from tide_export import names
 from tide_export.errors import GraphError
 from tide_export.graph.builder import Block, Weights
 from tide_export.graph.cut import Pieces
-from tide_export.graph.route import normed_size, route_attributes, route_function
+from tide_export.graph.route import norm_kind, normed_size, route_attributes, route_function
 from tide_export.routers import LensArrays, RouterArrays
 from tide_export.trace.tracer import OPSET
 
 IR_VERSION = 10
 FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+
+INTERNAL = ("candidate", "segments_run", "waiting", "score", "skip")  # what an `If` gives the next, not the caller
 
 RouterWeights = Mapping[int, RouterArrays]  # by layers run
 LensWeights = Mapping[int, LensArrays]
@@ -54,8 +60,9 @@ def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None =
             raise GraphError(f"no router of width {normed_size(pieces)} for the checkpoint after layer {layers}")
         if lenses and (layers not in lenses or lenses[layers].bias.shape != (pieces.hidden_size,)):
             raise GraphError(f"no lens of width {pieces.hidden_size} for the checkpoint after layer {layers}")
-    if len({(router.width, router.down.shape) for router in routers.values()}) > 1:
-        raise GraphError("the routers differ in their form: one graph takes routers of one width and shortlist")
+    shortlists = [router.shortlist for router in routers.values()]
+    if any((a is None) != (b is None) or not np.array_equal(a, b) for a, b in pairwise(shortlists)):  # type: ignore[arg-type]
+        raise GraphError("the routers differ in their shortlists: one graph takes routers of one")
     return _Composer(pieces, routers, lenses or {}).compose()
 
 
@@ -63,11 +70,11 @@ def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None =
 class _Step:
     """The values that flow from one segment to the next."""
 
-    selected: ir.Value  # [1, 1, D], the state the head will see
+    candidate: ir.Value  # [1, 1, D'], what the head sees if the token leaves here
     segments_run: ir.Value  # [1]
     # Of the next segment, where there is one:
     waiting: ir.Value | None = None  # [1, n, D], all that waits in front of it
-    exited: ir.Value | None = None  # bool [1, 1, 1], the token has left before it
+    score: ir.Value | None = None  # [1, 1, 1], the router's, NaN where it was not reached
     skip: ir.Value | None = None  # bool [1, 1, 1], whether to skip it
 
 
@@ -84,74 +91,86 @@ class _Composer:
         self.token_ids = _input(names.INPUT_IDS, INT64, [1, "sequence"])
         self.total = _input(names.TOTAL_LENGTH, INT32, [])
         self.thresholds = _input(names.THRESHOLDS, FLOAT, [self.segments - 1])
-        self.max_pending = _input(names.MAX_PENDING, INT64, [])
+        self.skip_thresholds = _input(names.SKIP_THRESHOLDS, FLOAT, [self.segments - 1])
         self.pending = {k: _input(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in range(1, self.segments)}
         self.past = {
             (layer, kind): _input(names.past(layer, kind), FLOAT, [1, kv_heads, "capacity", head_dim])
             for layer, (kv_heads, head_dim) in enumerate(pieces.kv_shapes)
             for kind in ("key", "value")
         }
-        self.threshold: list[ir.Value] = []
+        self.skip_threshold: list[ir.Value] = []
         self.outputs: dict[str, ir.Value] = {}
 
     def compose(self) -> ir.Model:
         main = self.main
-        self.threshold = self._split_thresholds()
-        scores: list[ir.Value] = []
-        step = self._first_segment(scores)
+        self.skip_threshold = self._split_thresholds()
+        step = self._first_segment()
+        steps = [step]
         for k in range(1, self.segments):
-            step = self._segment_or_skip(k, step, scores)
-        (normed,) = main.inline(self.pieces.tail, [step.selected], _dims(self.pieces.tail, 1))
-        (logits,) = main.inline(self.pieces.head, [normed], _dims(self.pieces.head, 1))
+            step = self._segment_or_skip(k, step)
+            steps.append(step)
+        first: dict[str, ir.Value] = {}
+        chosen = step.candidate
+        depth = self.weights.constant("depth", np.array([self.bounds[-1]], dtype=np.int64))
+        first[names.EXIT_LAYERS] = depth
+        if self.segments > 1:
+            first[names.SCORES] = self._scores(steps)
+            chosen, first[names.EXIT_LAYERS] = self._first_exit(steps, first[names.SCORES])
+        (logits,) = main.inline(self.pieces.head, [chosen], _dims(self.pieces.head, 1))
         logits.shape = ir.Shape([1, 1, self.pieces.vocab_size])
-        first = {names.LOGITS: logits}
-        first[names.EXIT_LAYERS] = self.weights.constant("depth", np.array([self.bounds[-1]], dtype=np.int64))
-        first[names.SEGMENTS_RUN] = step.segments_run
-        if scores:
-            joined = main.op("Concat", scores, {"axis": -1}, dtype=FLOAT, shape=[1, 1, len(scores)])
-            shape = self.weights.constant("score_shape", np.array([1, len(scores)], dtype=np.int64))
-            first[names.SCORES] = main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(scores)])
-            first[names.EXIT_LAYERS] = self._exit_layers(first[names.SCORES])
-        return self._model({**first, **self.outputs})
+        head = {names.LOGITS: logits, names.EXIT_LAYERS: first.pop(names.EXIT_LAYERS)}
+        return self._model({**head, names.SEGMENTS_RUN: step.segments_run, **first, **self.outputs})
 
     def _split_thresholds(self) -> list[ir.Value]:
         """One float32 [1] per checkpoint."""
         count = self.segments - 1
         if count <= 1:
-            return [self.thresholds] * count
+            return [self.skip_thresholds] * count
         return self.main.ops(
-            "Split", [self.thresholds], {"axis": 0, "num_outputs": count}, types=[(FLOAT, [1])] * count
+            "Split", [self.skip_thresholds], {"axis": 0, "num_outputs": count}, types=[(FLOAT, [1])] * count
         )
 
-    def _exit_layers(self, scores: ir.Value) -> ir.Value:
-        """The first checkpoint whose score passed, else the depth, int64 [1]; a score not reached is NaN and fails."""
-        passed = self.main.op("Greater", [scores, self.thresholds], dtype=BOOL, shape=list(scores.shape or []))
-        checkpoints = self.weights.constant("checkpoints", np.array([self.bounds[1:-1]], dtype=np.int64))
-        depth = self.weights.constant("depth", np.array([self.bounds[-1]], dtype=np.int64))
-        layers = self.main.op("Where", [passed, checkpoints, depth], dtype=INT64, shape=list(scores.shape or []))
-        axis = self.weights.constant("axis_1", np.array([1], dtype=np.int64))
-        return self.main.op("ReduceMin", [layers, axis], {"keepdims": 0}, dtype=INT64, shape=[1])
+    def _scores(self, steps: Sequence[_Step]) -> ir.Value:
+        """All routers' scores, [1, K-1]."""
+        found = [step.score for step in steps if step.score is not None]
+        joined = self.main.op("Concat", found, {"axis": -1}, dtype=FLOAT, shape=[1, 1, len(found)])
+        shape = self.weights.constant("score_shape", np.array([1, len(found)], dtype=np.int64))
+        return self.main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(found)])
 
-    def _first_segment(self, scores: list[ir.Value]) -> _Step:
+    def _first_exit(self, steps: Sequence[_Step], scores: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The candidate of the first checkpoint whose score passed, else of the last segment, [1, 1, D'], and the
+        layers it went through, int64 [1]; a score that was not reached is NaN and does not pass."""
+        main, count = self.main, self.segments - 1
+        numbers = self.weights.constant("checkpoint_numbers", np.arange(count, dtype=np.int64)[None])
+        none = self.weights.constant("no_checkpoint", np.array([count], dtype=np.int64))
+        layers = self.weights.constant("exit_depths", np.array(self.bounds[1:], dtype=np.int64))
+        axis = self.weights.constant("axis_1", np.array([1], dtype=np.int64))
+        passed = main.op("Greater", [scores, self.thresholds], dtype=BOOL, shape=[1, count])
+        where = main.op("Where", [passed, numbers, none], dtype=INT64, shape=[1, count])
+        first = main.op("ReduceMin", [where, axis], {"keepdims": 0}, dtype=INT64, shape=[1])
+        width = normed_size(self.pieces)
+        candidates = main.op(
+            "Concat", [step.candidate for step in steps], {"axis": 1}, dtype=FLOAT, shape=[1, len(steps), width]
+        )
+        chosen = main.op("Gather", [candidates, first], {"axis": 1}, dtype=FLOAT, shape=[1, 1, width])
+        return chosen, main.op("Gather", [layers, first], {"axis": 0}, dtype=INT64, shape=[1])
+
+    def _first_segment(self) -> _Step:
         main = self.main
         length = main.op("Shape", [self.token_ids], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         positions = self._positions(main, length, "sequence")
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], _dims(self.pieces.embed, "sequence"))
         y, presents = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(presents)
-        step = _Step(
-            selected=self._candidate(main, 0, y),
-            segments_run=self.weights.constant("ran_1", np.array([1], dtype=np.int64)),
-        )
+        ran = self.weights.constant("ran_1", np.array([1], dtype=np.int64))
+        step = _Step(candidate=self._candidate(main, 0, y, "sequence"), segments_run=ran)
         if self.segments > 1:
-            score, step.exited = self._route(main, 0, step.selected)
-            scores.append(score)
-            step.waiting, step.skip = self._door(main, 1, y, step.exited)
+            step.score, step.skip = self._route(main, 0, step.candidate)
+            step.waiting = self._waiting(main, 1, y)
         return step
 
-    def _segment_or_skip(self, k: int, step: _Step, scores: list[ir.Value]) -> _Step:
-        """The `If` of segment k; fills the outputs it decides about and appends the next router's score."""
-        width = self.pieces.hidden_size
+    def _segment_or_skip(self, k: int, step: _Step) -> _Step:
+        """The `If` of segment k; fills the outputs it decides about."""
         segment, run_values = self._segment(k, step)
         skip, skip_values = self._skip(k, step)
         assert run_values.keys() == skip_values.keys()
@@ -159,12 +178,12 @@ class _Composer:
             "then_branch": skip.graph(list(skip_values.values())),
             "else_branch": segment.graph(list(run_values.values())),
         }
+        width = self.pieces.hidden_size
         shapes: dict[str, tuple[ir.DataType, list]] = {
-            "selected": (FLOAT, [1, 1, width]),
+            "candidate": (FLOAT, [1, 1, normed_size(self.pieces)]),
             "segments_run": (INT64, [1]),
             "waiting": (FLOAT, [1, f"waiting_{k + 1}", width]),
             "score": (FLOAT, [1, 1, 1]),
-            "exited": (BOOL, [1, 1, 1]),
             "skip": (BOOL, [1, 1, 1]),
             names.pending_out(k): (FLOAT, [1, f"new_pending_{k}", width]),
         }
@@ -175,46 +194,30 @@ class _Composer:
             else:
                 types.append((FLOAT, list(value.shape) if value.shape is not None else None))
         outputs = dict(zip(run_values, self.main.ops("If", [step.skip], branches, types=types), strict=True))
-        internal = ("selected", "segments_run", "waiting", "score", "exited", "skip")
-        self.outputs.update({name: value for name, value in outputs.items() if name not in internal})
-        if "score" in outputs:
-            scores.append(outputs["score"])
-        return _Step(
-            selected=outputs["selected"],
-            segments_run=outputs["segments_run"],
-            waiting=outputs.get("waiting"),
-            exited=outputs.get("exited"),
-            skip=outputs.get("skip"),
-        )
+        internal = {name: outputs.pop(name) for name in INTERNAL if name in outputs}
+        self.outputs.update(outputs)
+        return _Step(**internal)
 
-    def _door(self, block: Block, k: int, y: ir.Value, exited: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """What waits in front of segment k once the one before gave y, and whether k may be skipped: the token has left
-        and those waiting may go on waiting."""
-        width = self.pieces.hidden_size
-        shape = [1, f"waiting_{k}", width]
-        waiting = block.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
-        count = block.op("Shape", [waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
-        fits = block.op("LessOrEqual", [count, self.max_pending], dtype=BOOL, shape=[1])
-        return waiting, block.op("And", [exited, fits], dtype=BOOL, shape=[1, 1, 1])
+    def _waiting(self, block: Block, k: int, y: ir.Value) -> ir.Value:
+        """What waits in front of segment k once the one before gave y."""
+        shape = [1, f"waiting_{k}", self.pieces.hidden_size]
+        return block.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
 
     def _segment(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
         """The branch that runs segment k over all waiting tokens and asks the router behind it."""
         assert step.waiting is not None
-        assert step.exited is not None
         block = Block(f"segment_{k}", self.weights)
         tokens = f"waiting_{k}"
         length = block.op("Shape", [step.waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         y, presents = self._run(block, k, step.waiting, tokens, self._positions(block, length, tokens))
-        candidate = self._candidate(block, k, y)
         values = {
-            "selected": block.op("Where", [step.exited, step.selected, candidate], dtype=FLOAT, shape=candidate.shape),
+            "candidate": self._candidate(block, k, y, tokens),
             "segments_run": self._copy(block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))),
             names.pending_out(k): self._copy(block, self._nothing()),
         }
         if k < self.segments - 1:
-            values["score"], leaves = self._route(block, k, candidate)
-            values["exited"] = block.op("Or", [step.exited, leaves], dtype=BOOL, shape=[1, 1, 1])
-            values["waiting"], values["skip"] = self._door(block, k + 1, y, values["exited"])
+            values["score"], values["skip"] = self._route(block, k, values["candidate"])
+            values["waiting"] = self._waiting(block, k + 1, y)
         return block, {**values, **presents}
 
     def _skip(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
@@ -226,16 +229,15 @@ class _Composer:
         assert step.skip is not None
         block = Block(f"skip_{k}", self.weights)
         values = {
-            "selected": self._copy(block, step.selected),
+            "candidate": self._copy(block, step.candidate),
             "segments_run": self._copy(block, step.segments_run),
             names.pending_out(k): self._copy(block, step.waiting),
         }
         if k < self.segments - 1:
             nan = self.weights.constant("not_scored", np.full((1, 1, 1), np.nan, dtype=np.float32))
             values["score"] = self._copy(block, nan)
-            values["exited"] = self._copy(block, step.skip)
-            values["waiting"] = self._copy(block, self.pending[k + 1])
             values["skip"] = self._copy(block, step.skip)
+            values["waiting"] = self._copy(block, self.pending[k + 1])
         for layer in range(self.bounds[k], self.bounds[k + 1]):
             for kind in ("key", "value"):
                 values[names.present(layer, kind)] = self._copy(block, self.past[layer, kind])
@@ -275,41 +277,52 @@ class _Composer:
         flat = block.op("Range", [start, stop, one], dtype=INT64, shape=[tokens])
         return block.op("Unsqueeze", [flat, axis], dtype=INT64, shape=[1, tokens])
 
-    def _route(self, block: Block, index: int, hidden: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Router number `index` on hidden [1, 1, D]: its score and whether the token leaves, both [1, 1, 1]."""
+    def _route(self, block: Block, index: int, candidate: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Router number `index` on a candidate [1, 1, D']: its score and whether to skip what is behind, [1, 1, 1]."""
         layers = self.bounds[index + 1]
         router = self.routers[layers]
         parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
-        if router.confidence is not None:
-            parts["confidence"] = router.confidence
         weights = [self._float(f"routers.{layers}.{name}", array) for name, array in parts.items()]
-        norm = [self.weights.share(value) for value in self.pieces.tail.initializers.values()]
+        if router.shortlist is not None and router.confidence is not None:
+            weights.append(self._float("shortlist", router.shortlist))  # one for all routers
+            weights.append(self._float(f"routers.{layers}.confidence", router.confidence))
         score, leaves = block.ops(
             names.OP_ROUTE,
-            [hidden, self.threshold[index], *weights, *norm],
-            route_attributes(self.pieces),
+            [candidate, self.skip_threshold[index], *weights],
+            route_attributes(),
             domain=names.DOMAIN,
             types=[(FLOAT, [1, 1, 1]), (BOOL, [1, 1, 1])],
         )
         return score, leaves
 
-    def _candidate(self, block: Block, k: int, y: ir.Value) -> ir.Value:
-        """The state [1, 1, D] the head gets if the token leaves behind segment k: the last, through the lens."""
-        shape = [1, 1, self.pieces.hidden_size]
-        last = self.weights.constant("last", np.array([-1], dtype=np.int64))
-        state = block.op("Gather", [y, last], {"axis": 1}, dtype=FLOAT, shape=shape)
-        layers = self.bounds[k + 1]
+    def _candidate(self, block: Block, k: int, y: ir.Value, tokens: str) -> ir.Value:
+        """What the head sees if the token leaves behind segment k: y's last position, through lens and tail.
+
+        Without a lens, a tail that is a norm alone is taken of all of y and then its last position: behind the residual
+        addition that made y, norm and addition are one operator.
+        """
+        tail, layers = self.pieces.tail, self.bounds[k + 1]
         lens = self.lenses.get(layers)
-        if lens is None:
-            return state
-        down, up, bias = (
-            self._float(f"lenses.{layers}.{name}", array)
-            for name, array in (("down", lens.down), ("up", lens.up), ("bias", lens.bias))
-        )
-        low = block.op("MatMul", [state, down], dtype=FLOAT, shape=[1, 1, lens.down.shape[1]])
-        moved = block.op("MatMul", [low, up], dtype=FLOAT, shape=shape)
-        moved = block.op("Add", [moved, bias], dtype=FLOAT, shape=shape)
-        return block.op("Add", [state, moved], dtype=FLOAT, shape=shape)
+        if lens is None and norm_kind(self.pieces) is not None:
+            (normed,) = block.inline(tail, [y], _dims(tail, tokens))
+            return self._last(block, normed)
+        state = self._last(block, y)
+        if lens is not None:
+            down, up, bias = (
+                self._float(f"lenses.{layers}.{name}", array)
+                for name, array in (("down", lens.down), ("up", lens.up), ("bias", lens.bias))
+            )
+            low = block.op("MatMul", [state, down], dtype=FLOAT, shape=[1, 1, lens.down.shape[1]])
+            moved = block.op("MatMul", [low, up], dtype=FLOAT, shape=state.shape)
+            moved = block.op("Add", [moved, bias], dtype=FLOAT, shape=state.shape)
+            state = block.op("Add", [state, moved], dtype=FLOAT, shape=state.shape)
+        (normed,) = block.inline(tail, [state], _dims(tail, 1))
+        return normed
+
+    def _last(self, block: Block, states: ir.Value) -> ir.Value:
+        assert states.shape is not None
+        last = self.weights.constant("last", np.array([-1], dtype=np.int64))
+        return block.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, 1, states.shape[-1]])
 
     def _float(self, name: str, array: np.ndarray) -> ir.Value:
         return self.weights.constant(name, np.ascontiguousarray(array, dtype=np.float32))
@@ -324,7 +337,7 @@ class _Composer:
     def _model(self, outputs: dict[str, ir.Value]) -> ir.Model:
         inputs = [self.token_ids, self.total]
         if self.segments > 1:
-            inputs += [self.thresholds, self.max_pending, *self.pending.values()]
+            inputs += [self.thresholds, self.skip_thresholds, *self.pending.values()]
         inputs += self.past.values()
         values = []
         for name, value in outputs.items():
@@ -340,7 +353,7 @@ class _Composer:
             opset_imports={"": OPSET, names.DOMAIN: 1, "com.microsoft": 1},
             name="tide_step",
         )
-        functions = [route_function(self.pieces, self.routers[self.bounds[1]])] if self.segments > 1 else []
+        functions = [route_function(self.routers[self.bounds[1]])] if self.segments > 1 else []
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="tide_export", functions=functions)
 
 

@@ -72,7 +72,7 @@ def import_onnxruntime() -> ModuleType:
 def graph_inputs(manifest: Manifest) -> set[str]:
     """Names of the inputs that a graph of this manifest must have."""
     checkpoints = range(1, len(manifest.checkpoints) + 1)
-    routing = {names.THRESHOLDS, names.MAX_PENDING} if manifest.checkpoints else set()
+    routing = {names.THRESHOLDS, names.SKIP_THRESHOLDS} if manifest.checkpoints else set()
     waiting = {names.pending(k) for k in checkpoints}
     cache = {names.past(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
     return {names.INPUT_IDS, names.TOTAL_LENGTH} | routing | waiting | cache

@@ -17,7 +17,8 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.session import first_line, import_onnxruntime
 
 ROOM = 128  # tokens of K/V buffer beyond the prompt before the first growth
-NO_LIMIT = 2**62  # more tokens than can ever wait; anything above means the same and would not fit the graph's int64
+NO_LIMIT = 2**62  # more tokens than can ever wait
+FORCED = 2.0  # a skip threshold that no score is above
 
 
 class StepResult(NamedTuple):
@@ -65,7 +66,8 @@ class SequenceState:
             self._binding.bind_ortvalue_input(name, self._nothing)
         if thresholds:
             self._bind_input(names.THRESHOLDS, np.array(thresholds, np.float32))
-            self._bind_input(names.MAX_PENDING, np.array(min(max_pending, NO_LIMIT), np.int64))
+            self._bind_input(names.SKIP_THRESHOLDS, np.array(thresholds, np.float32))
+        self._max_pending = max_pending
         self._one_id = np.zeros((1, 1), np.int64)
         self._one_id_bound = False
         self._total = self._bind_input(names.TOTAL_LENGTH, np.zeros((), np.int32))
@@ -121,6 +123,13 @@ class SequenceState:
                 self._bind_input(names.INPUT_IDS, self._one_id)
                 self._one_id_bound = True
         self._total[()] = total
+        if self._pending_names:
+            # Segments 0 .. k-1 give segment k all it has not seen yet, so what would wait is known before the step.
+            skip = self._memory[names.SKIP_THRESHOLDS]
+            skip[:] = self._memory[names.THRESHOLDS]
+            for k, length in enumerate(self.lengths[1:]):
+                if total - length > self._max_pending:
+                    skip[k] = FORCED
 
         binding = self._binding
         for _, name_out in self._pending_names:
