@@ -46,18 +46,34 @@ def test_every_config_field_has_an_option():
 def test_help_shows_the_default(option):
     default = TideConfig.model_fields[option.field].default
     shown = option.help.rstrip(")").split("(")[-1].split("; ")[-1]
-    assert shown == str(default)
+    if isinstance(default, float):
+        default = f"{default:g}"
+    said = (
+        "by memory"
+        if default is None
+        else {True: "yes", False: "no"}[default]
+        if option.field == "class_balance"
+        else default
+    )
+    assert shown == str(said)
 
 
 @pytest.mark.parametrize("command", ["calibrate", "export"])
 def test_options_reach_the_config(command):
     given = ["--checkpoints", "3,6,9", "--exit-threshold", "0.5", "--min-layers", "3", "--label", "cosine"]
+    given += ["--exit-strategy", "lens", "--class-balance", "yes", "--router-shortlist", "0"]
     options = build_parser().parse_args([command, MODEL, "-o", "x", *given])
     values = {option.field: getattr(options, option.field) for option in CONFIG_OPTIONS}
     config = TideConfig.from_options(**values)
     assert (config.checkpoints, config.exit_threshold, config.min_layers) == ((3, 6, 9), 0.5, 3)
     assert config.label == "cosine"
+    assert (config.exit_strategy, config.class_balance, config.router_shortlist) == ("lens", True, 0)
     assert config.calibration_samples == TideConfig().calibration_samples
+
+
+def test_checkpoints_may_be_left_to_us():
+    options = build_parser().parse_args(["calibrate", MODEL, "-o", "x", "--checkpoints", "auto"])
+    assert TideConfig.from_options(checkpoints=options.checkpoints).checkpoints == "auto"
 
 
 def test_version_and_help_need_neither_torch_nor_an_engine():
@@ -88,7 +104,9 @@ def test_the_installed_command_prints_its_version():
         (["tone", "x"], "invalid choice: 'tone'"),
         (["tune", "x"], "--dataset, --epsilon, --delta"),
         (["export", MODEL], "-o/--output"),
-        (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not a list of layer counts"),
+        (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not auto, nor a list of layer counts"),
+        (["calibrate", MODEL, "-o", "x", "--class-balance", "maybe"], "'maybe' is not yes or no"),
+        (["calibrate", MODEL, "-o", "x", "--device-map", "cuda"], "invalid choice: 'cuda'"),
         (["export", MODEL, "-o", "x", "--checkpoint", "3"], "unrecognized arguments: --checkpoint"),
         (["generate", "x", "--prompt", "a", "--threshold", "high"], "'high' is not a threshold"),
         (["generate", "x", "--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
@@ -121,6 +139,11 @@ def test_usage_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, say
         (MODEL, ["--exit-threshold", "1.5"], "exit_threshold"),
         (MODEL, ["--max-pending", "-1"], "max_pending"),
         (MODEL, ["--label", "vibes"], "label"),
+        (MODEL, ["--exit-strategy", "teleport"], "exit_strategy"),
+        (MODEL, ["--lens-rank", "0"], "lens_rank"),
+        (MODEL, ["--kl-bound", "0"], "kl_bound"),
+        (MODEL, ["--router-shortlist", "-1"], "router_shortlist"),
+        (MODEL, ["--validation-fraction", "0.5"], "validation_fraction"),
         (MODEL, ["--recipe", "no-such.toml"], "no recipe at no-such.toml"),
     ],
 )
@@ -159,6 +182,29 @@ def test_calibration_options_beside_finished_routers_are_refused(capsys, tmp_pat
     assert "--dataset does nothing with --routers" in line
     line = refused(capsys, "calibrate", MODEL, "-o", tmp_path / "x", "--from-tide", "r.pt", "--checkpoints", "3")
     assert "--checkpoints does nothing with --from-tide" in line
+    for flag, value in (("--report", "r.html"), ("--cache", "c"), ("--device-map", "auto")):
+        line = refused(capsys, "calibrate", MODEL, "-o", tmp_path / "x", "--from-tide", "r.pt", flag, value)
+        assert f"{flag} does nothing with --from-tide" in line
+
+
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [
+        ("report.pdf", "must end in .html"),
+        ("none/report.html", "there is no folder"),
+        ("folder.html", "is a folder"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    capsys, tmp_path, monkeypatch, report, says
+):
+    from tide_export import pipeline
+
+    monkeypatch.setattr(pipeline, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    (tmp_path / "folder.html").mkdir()
+    line = refused(capsys, "calibrate", MODEL, "-o", tmp_path / "r.safetensors", "--report", tmp_path / report)
+    assert says in line
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
 
 
 def test_debug_shows_the_traceback(tmp_path):

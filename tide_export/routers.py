@@ -227,6 +227,12 @@ class RouterSet:
             raise RouterFileError(
                 f"router file {path} is for hidden size {self.hidden_size} but {source.name} has {source.normed_size}"
             )
+        for layers, lens in self.lenses.items():
+            if lens.down.in_features != source.hidden_size:
+                raise RouterFileError(
+                    f"router file {path}: the lens at checkpoint {layers} is for hidden size {lens.down.in_features} "
+                    f"but {source.name} has {source.hidden_size}"
+                )
         depth = self.provenance.get("num_layers")
         if depth is not None and depth != source.num_layers:
             raise RouterFileError(
@@ -241,7 +247,7 @@ class RouterSet:
 
 
 def _router_arrays(router: Router) -> RouterArrays:
-    down, up, bias = _array(router.down.weight.T), _array(router.up.weight.T), float(router.up.bias)
+    down, up, bias = _array(router.down.weight.T), _array(router.up.weight.T), float(router.up.bias.detach())
     if router.shortlist is None:
         return RouterArrays(down, up, bias)
     return RouterArrays(down, up, bias, _array(router.shortlist.T), _array(router.confidence.weight.T))
@@ -265,6 +271,8 @@ def _load_safetensors(path: Path) -> RouterSet:
         )
     parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {"routers": {}, "lenses": {}}
     shortlist = tensors.pop("shortlist", None)
+    if shortlist is not None and (shortlist.ndim != 2 or len(shortlist) < 2):
+        raise RouterFileError(f"router file {path} has a misshapen shortlist")
     try:
         for key, tensor in tensors.items():
             kind, layers, name = key.split(".", 2)
@@ -304,6 +312,8 @@ def _build(
         what = f"router file {path}: the router at checkpoint {layers}"
         if down is None or up is None or down.ndim != 2 or tuple(up.shape) != (1, down.shape[0]):
             raise RouterFileError(f"{what} has missing or misshapen weights")
+        if shortlist is not None and shortlist.shape[1] != down.shape[1]:
+            raise RouterFileError(f"{what} is of another width than the shortlist")
         state = {"up.bias": torch.zeros(1), **parts} | ({} if shortlist is None else {"shortlist": shortlist})
         router = Router(down.shape[1], down.shape[0], shortlist)
         _fill(router, state, what)

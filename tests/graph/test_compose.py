@@ -13,6 +13,7 @@ from tide_export import names
 from tide_export.errors import GraphError
 from tide_export.graph import compose, cut
 from tide_export.lower import lower_for_onnxruntime
+from tide_export.routers import LensArrays, RouterArrays
 from tide_export.trace import trace
 
 CHECKPOINTS = (3, 6, 9)
@@ -23,19 +24,45 @@ def pieces(demo_source):
     return cut(trace(demo_source, CHECKPOINTS), 1024)
 
 
-@pytest.fixture(scope="module")
-def routers(demo_source):
+def random_arrays(width: int, shortlist: int = 0, hidden: int = 8) -> dict[int, RouterArrays]:
     rng = np.random.default_rng(0)
-    width = demo_source.normed_size
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    rows = draw(width, shortlist) if shortlist else None
     return {
-        c: (rng.normal(size=(width, 8)).astype(np.float32), rng.normal(size=(8, 1)).astype(np.float32))
+        c: RouterArrays(draw(width, hidden), draw(hidden, 1), 0.5, rows, draw(2, hidden) if shortlist else None)
         for c in CHECKPOINTS
     }
 
 
+def random_lenses(width: int, rank: int = 4) -> dict[int, LensArrays]:
+    rng = np.random.default_rng(1)
+    shapes = ((width, rank), (rank, width), (width,))
+    return {c: LensArrays(*(rng.normal(size=shape).astype(np.float32) for shape in shapes)) for c in CHECKPOINTS}
+
+
+@pytest.fixture(scope="module")
+def routers(demo_source):
+    return random_arrays(demo_source.normed_size)
+
+
+@pytest.fixture(scope="module")
+def composed(pieces, routers):
+    """Routers of TIDE's form, no lens."""
+    return compose(pieces, routers)
+
+
 @pytest.fixture(scope="module")
 def model(pieces, routers):
-    return lower_for_onnxruntime(compose(pieces, routers))
+    return lower_for_onnxruntime(compose(pieces, routers))  # lowering changes its graph: one of its own
+
+
+@pytest.fixture(scope="module")
+def full_form(demo_source, pieces):
+    """Routers with a shortlist of 6 tokens, and lenses."""
+    return compose(pieces, random_arrays(demo_source.normed_size, shortlist=6), random_lenses(demo_source.hidden_size))
 
 
 def test_the_bundle_graph_passes_the_checker_with_shape_inference(demo_bundle: Path) -> None:
@@ -60,8 +87,7 @@ def test_routers_are_functions_that_a_plugin_can_take(model) -> None:
     for call in calls:
         assert call.attributes["plugin_namespace"].as_string() == "tide"
         assert call.attributes["plugin_version"].as_string() == "1"
-        assert call.attributes["norm"].as_string() == "rms"
-        assert call.attributes["epsilon"].as_float() == pytest.approx(1e-6)
+        assert call.attributes["norm"].as_string() == "none"  # the candidate it reads has been through the norm
 
 
 def test_our_operator_names_collide_with_no_onnx_operator() -> None:
@@ -109,9 +135,46 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs(demo_sou
     }
 
 
+@pytest.mark.parametrize(("form", "parameters"), [("composed", 5), ("full_form", 7)])
+def test_every_router_call_gives_the_function_what_it_takes(request, form: str, parameters: int) -> None:
+    """Candidate, threshold, down, up, bias; with a shortlist its rows too, and confidence."""
+    model = request.getfixturevalue(form)
+    (function,) = model.functions.values()
+    assert len(function.inputs) == parameters
+    calls = [node for node in model.graph.all_nodes() if node.op_type == names.OP_ROUTE]
+    assert [len(call.inputs) for call in calls] == [parameters] * len(CHECKPOINTS)
+    count = collections.Counter(node.op_type for node in function)
+    assert count["TopK"] == count["LogSoftmax"] == (form == "full_form")
+
+
+def test_a_lens_stands_at_every_checkpoint_and_not_behind_the_last_segment(full_form, composed) -> None:
+    stored = {name for name in full_form.graph.initializers if name.startswith("lenses.")}
+    assert stored == {f"lenses.{c}.{part}" for c in CHECKPOINTS for part in ("down", "up", "bias")}
+    products = [sum(node.op_type == "MatMul" for node in model.graph.all_nodes()) for model in (full_form, composed)]
+    assert products[0] - products[1] == 2 * len(CHECKPOINTS)
+
+
 def test_a_missing_router_or_one_of_another_width_is_refused(pieces, routers) -> None:
     with pytest.raises(GraphError, match="after layer 9"):
         compose(pieces, {c: routers[c] for c in (3, 6)})
-    narrow = {c: (down[:64], up) for c, (down, up) in routers.items()}
     with pytest.raises(GraphError, match="no router of width 128"):
-        compose(pieces, narrow)
+        compose(pieces, random_arrays(64))
+
+
+def test_the_shortlist_is_stored_once(full_form) -> None:
+    assert [name for name in full_form.graph.initializers if "shortlist" in name] == ["shortlist"]
+
+
+def test_routers_of_two_shortlists_are_refused(pieces, routers) -> None:
+    with pytest.raises(GraphError, match="differ in their shortlists"):
+        compose(pieces, routers | {6: random_arrays(128, shortlist=6)[6]})
+    with pytest.raises(GraphError, match="differ in their shortlists"):
+        compose(pieces, random_arrays(128, shortlist=6) | {6: random_arrays(128, shortlist=7)[6]})
+
+
+def test_a_missing_lens_or_one_of_another_width_is_refused(pieces, routers) -> None:
+    lenses = random_lenses(128)
+    with pytest.raises(GraphError, match="no lens of width 128 for the checkpoint after layer 9"):
+        compose(pieces, routers, {c: lenses[c] for c in (3, 6)})
+    with pytest.raises(GraphError, match="no lens of width 128 for the checkpoint after layer 3"):
+        compose(pieces, routers, random_lenses(64))

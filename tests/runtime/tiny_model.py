@@ -95,7 +95,7 @@ class TinyModel:
         outputs = [f"float[1,1,{self.vocabulary}] {names.LOGITS}", f"int64[1] {names.EXIT_LAYERS}"]
         outputs.append(f"int64[1] {names.SEGMENTS_RUN}")
         if self.checkpoints:
-            inputs += [f"float[{segments - 1}] {names.THRESHOLDS}", f"int64 {names.MAX_PENDING}"]
+            inputs += [f"float[{segments - 1}] {names.THRESHOLDS}", f"float[{segments - 1}] {names.SKIP_THRESHOLDS}"]
             outputs.append(f"float[1,{segments - 1}] {names.SCORES}")
         for k in range(1, segments):
             inputs.append(f'float[1,N{k},{WIDTH}] "{names.pending(k)}"')
@@ -117,7 +117,6 @@ class TinyModel:
             *self._segment(0, "x0", "y0"),
             "last0 = Gather<axis=1>(y0, minus1)",
             "run0 = Constant<value = bool {1}>()",
-            "gone0 = Constant<value = bool {0}>()",
         ]
         if self.checkpoints:
             body.append(f"score1 = {self._score(1, 'last0', body)}")
@@ -127,12 +126,10 @@ class TinyModel:
                 f"threshold{k} = Gather({names.THRESHOLDS}, index{k})",
                 f"fires{k}_11 = Greater(score{k}, threshold{k})",
                 f"fires{k} = Squeeze(fires{k}_11)",
-                f"gone{k} = Or(gone{k - 1}, fires{k})",
                 f'x{k} = Concat<axis=1>("{names.pending(k)}", y{k - 1})',
-                f"shape{k} = Shape(x{k})",
-                f"waiting{k} = Gather(shape{k}, one)",
-                f"fits{k} = LessOrEqual(waiting{k}, {names.MAX_PENDING})",
-                f"stop{k} = And(gone{k}, fits{k})",
+                f"skip_threshold{k} = Gather({names.SKIP_THRESHOLDS}, index{k})",
+                f"stop{k}_11 = Greater(score{k}, skip_threshold{k})",
+                f"stop{k} = Squeeze(stop{k}_11)",
                 f"go{k} = Not(stop{k})",
                 f"run{k} = And(run{k - 1}, go{k})",
                 self._if(k),

@@ -23,7 +23,7 @@ from tide_export.calibrate.evaluation import Assessment
 from tide_export.calibrate.fit import Labelled, assess, fit_router
 from tide_export.calibrate.labels import may_leave, normed, top1
 from tide_export.calibrate.lens import fit_lens
-from tide_export.calibrate.placement import choose_checkpoints, look_layer_by_layer
+from tide_export.calibrate.placement import Layerwise, choose_checkpoints, look_layer_by_layer
 from tide_export.calibrate.processes import Processes
 from tide_export.calibrate.sequences import TokenSequence, load_tokenizer, read_sequences
 from tide_export.calibrate.split import Split, split_sequences
@@ -83,6 +83,7 @@ def calibrate(
         )
     checkpoints = _checkpoints(source, config, split)
     samples = _collect(source, config, split, checkpoints, cache)
+    looked = look_layer_by_layer(source, split.test, config)  # here: all processes share what runs the model
     if not Processes.current().main:
         return None
 
@@ -144,7 +145,7 @@ def calibrate(
         },
         lenses,
     )
-    return Calibration(fitted_set, _assess(source, tokenizer, fitted_set, split, samples["test"], config))
+    return Calibration(fitted_set, _assess(source, tokenizer, fitted_set, split, samples["test"], looked, config))
 
 
 def _read(
@@ -220,6 +221,7 @@ def _assess(
     routers: RouterSet,
     split: Split,
     test: Sample,
+    looked: Layerwise,
     config: TideConfig,
 ) -> Assessment:
     thresholds = tuple(config.exit_threshold if c >= config.min_layers else OFF for c in routers.checkpoints)
@@ -228,7 +230,7 @@ def _assess(
             model=source.name,
             thresholds=thresholds,
             evaluation=evaluate(source, routers, test, config),
-            convergence=look_layer_by_layer(source, split.test, config).convergence(),
+            convergence=looked.convergence(),
             examples=read_examples(source, tokenizer, routers, split.test, thresholds),
             costs=count_costs(source, config),
             provenance=routers.provenance,

@@ -211,7 +211,9 @@ def _platt(router: Router, validation: Labelled) -> None:
     optimizer.step(loss)
     found = float(factor.detach()), float(shift.detach())
     if not all(math.isfinite(value) for value in found) or found[0] <= 0:
-        return  # a router that tells nothing apart: turning its scores round would only fit noise
+        # A router that tells nothing apart: turning its scores round would only fit noise, and leaving them where
+        # they started would promise what is not so. What is known of every token is the share that may leave.
+        found = 0.0, float(truth.mean().logit())
     with torch.no_grad():
         router.up.weight *= found[0]
         router.up.bias.copy_(router.up.bias * found[0] + found[1])
