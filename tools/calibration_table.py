@@ -6,7 +6,8 @@ For each model four calibrations on the same text and the same split: TIDE's (co
 it is), TIDE's router taught with `agreement`, ours (`agreement`, shortlist), and ours with a lens. Each is measured on
 its test documents: thresholds are chosen on one half of them and applied to the other, and the layers per token are
 read off where that other half keeps 99, 98 and 95 % of the full model's tokens. Router efficiency is layers saved over
-what a perfect router saves at the same checkpoints, those that a label gave up (no token may leave there) included. Writes `table.json`, `table.md` and `table.png` into the folder.
+what a perfect router saves at the same checkpoints, those included that a label gave up because no token may leave
+there. Writes `table.json`, `table.md` and `table.png` into the folder.
 """
 
 import argparse
