@@ -150,9 +150,11 @@ def eager_turn(source: SourceModel, context: Sequence[int]) -> Turn:
     return turn
 
 
-def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: int) -> RouterSet:
+def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: int, shortlist: int) -> RouterSet:
     torch.manual_seed(0)
-    return RouterSet({c: Router(source.normed_size, bottleneck).requires_grad_(False) for c in checkpoints})
+    rows = source.head_rows() if shortlist else None
+    read = rows[:shortlist] if rows is not None else None
+    return RouterSet({c: Router(source.normed_size, bottleneck, read).requires_grad_(False) for c in checkpoints})
 
 
 def export_graph(source: SourceModel, routers: RouterSet, folder: Path) -> None:
@@ -210,12 +212,14 @@ def measure(arguments: argparse.Namespace) -> dict:
     source = load_model(str(arguments.model))
     checkpoints = tuple(int(c) for c in arguments.checkpoints.split(",")) if arguments.checkpoints else None
     config = TideConfig(checkpoints=checkpoints)
+    shortlist = config.router_shortlist if arguments.shortlist is None else arguments.shortlist
     context = (np.arange(1, arguments.context + 1) * 7919 % source.vocab_size).tolist()
     seconds: dict[str, list[float]] = {name: [] for name in CASES}
     order = random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        routers = random_routers(source, config.resolve_checkpoints(source.num_layers), config.router_bottleneck_dim)
+        points = config.resolve_checkpoints(source.num_layers)
+        routers = random_routers(source, points, config.router_bottleneck_dim, shortlist)
         export_graph(source, routers, folder / "branched")
         export_graph(source, RouterSet({}), folder / "plain")
         if find_spec("onnxruntime_genai") is not None:
@@ -244,6 +248,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "model": str(arguments.model),
         "layers": source.num_layers,
         "checkpoints": list(routers.checkpoints),
+        "shortlist": shortlist,
         "threads": arguments.threads,
         "context": arguments.context,
         "loads": arguments.loads,
@@ -259,6 +264,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 def render(result: dict) -> str:
     lines = [
         f"{result['model']}: {result['layers']} layers, checkpoints {result['checkpoints']}, "
+        f"routers with {result['shortlist'] or 'no'} shortlist rows, "
         f"{result['threads']} threads, one decode step after {result['context']} tokens, "
         f"medians of {result['loads']} loads x {result['rounds']} interleaved turns",
         f"{'case':28s} {'median ms':>10s} {'p10 ms':>8s} {'x no branches':>14s}",
@@ -290,6 +296,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--checkpoints", help="layers run, comma separated; every 4 layers by default")
+    parser.add_argument("--shortlist", type=int, help="head rows a router reads; as many as by default")
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
     parser.add_argument("--loads", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=80, help="turns of each case per load")

@@ -6,7 +6,8 @@ For each model four calibrations on the same text and the same split: TIDE's (co
 it is), TIDE's router taught with `agreement`, ours (`agreement`, shortlist), and ours with a lens. Each is measured on
 its test documents: thresholds are chosen on one half of them and applied to the other, and the layers per token are
 read off where that other half keeps 99, 98 and 95 % of the full model's tokens. Router efficiency is layers saved over
-what a perfect router saves with the same exits. Writes `table.json`, `table.md` and `table.png` into the folder.
+what a perfect router saves at the same checkpoints, those included that a label gave up because no token may leave
+there. Writes `table.json`, `table.md` and `table.png` into the folder.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One calibration at one agreement; layers and efficiency are None where it cannot be reached by exiting."""
+    """One calibration at one agreement.
+
+    Attributes:
+        layers: per token; `depth` where the agreement cannot be had with exits.
+        exits: share of tokens leaving at each checkpoint.
+        perfect_layers: per token, of a perfect router.
+        router_layers: what routers and lenses cost a token, in layers.
+    """
 
     model: str
     variant: str
@@ -53,9 +61,12 @@ class Row:
     layers: float
     depth: int
     exits: tuple[float, ...]
-    efficiency: float
     perfect_layers: float
     router_layers: float
+
+    @property
+    def efficiency(self) -> float:
+        return (self.depth - self.layers) / (self.depth - self.perfect_layers)
 
 
 def at_agreement(curve: Sequence[Outcome], target: float, depth: int) -> tuple[float, tuple[float, ...]]:
@@ -79,11 +90,7 @@ def rows_of(name: str, variant: str, found: Findings, depth: int, router: float)
     for target in TARGETS:
         layers, shares = at_agreement(found.curve, target, depth)
         reached = sum(1.0 - sum(shares[:k]) for k in range(len(shares)))
-        possible = depth - found.perfect.layers
-        efficiency = (depth - layers) / possible if possible > 0 else float("nan")
-        rows.append(
-            Row(name, variant, target, layers, depth, shares, efficiency, found.perfect.layers, router * reached)
-        )
+        rows.append(Row(name, variant, target, layers, depth, shares, found.perfect.layers, router * reached))
     return rows
 
 
@@ -115,7 +122,13 @@ def measure_model(path: str, dataset: str, options: dict[str, Any], cache: Path)
             "seconds": time.perf_counter() - started,
         }
         print(_markdown(rows[-len(TARGETS) :]), curves[variant]["sizes"], file=sys.stderr, flush=True)
-    return rows, curves
+    return [replace(row, perfect_layers=_perfect(rows, row)) for row in rows], curves
+
+
+def _perfect(rows: Sequence[Row], row: Row) -> float:
+    """Of the calibrations that leave the same states, lenses or none, the one that kept most checkpoints."""
+    lens = "lens" in row.variant
+    return min(other.perfect_layers for other in rows if ("lens" in other.variant) == lens)
 
 
 def _config(source: SourceModel, dataset: str, options: dict[str, Any]) -> TideConfig:
@@ -183,7 +196,7 @@ def main() -> int:
     text = _markdown(rows)
     (options.out / "table.md").write_text(text + "\n")
     (options.out / "table.json").write_text(
-        json.dumps({"rows": [vars(row) for row in rows], "curves": curves}, indent=1)
+        json.dumps({"rows": [asdict(row) | {"efficiency": row.efficiency} for row in rows], "curves": curves}, indent=1)
     )
     draw(curves, rows, options.out / "table.png")
     print(text)

@@ -91,9 +91,8 @@ def calibrate(
     routers: dict[int, Router] = {}
     lenses: dict[int, Lens] = {}
     report: dict[str, dict[str, Any]] = {}
-    with stage(
-        "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers", len(checkpoints)
-    ) as (advance):
+    title = "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers"
+    with stage(title, total=len(checkpoints)) as advance:
         teacher = {name: top1(source, normed(source, s.raw[source.num_layers])) for name, s in samples.items()}
         for layers in checkpoints:
             record: dict[str, Any] = {}
@@ -225,11 +224,12 @@ def _assess(
     config: TideConfig,
 ) -> Assessment:
     thresholds = tuple(config.exit_threshold if c >= config.min_layers else OFF for c in routers.checkpoints)
-    with stage("measuring the exits on held-out text"):
+    folder = Path(source.name)
+    with stage("measuring the exits on held-out text", total=len(routers.checkpoints)) as advance:
         return Assessment(
-            model=source.name,
+            model=folder.resolve().name if folder.is_dir() else source.name,
             thresholds=thresholds,
-            evaluation=evaluate(source, routers, test, config),
+            evaluation=evaluate(source, routers, test, config, advance),
             convergence=looked.convergence(),
             examples=read_examples(source, tokenizer, routers, split.test, thresholds),
             costs=count_costs(source, config),

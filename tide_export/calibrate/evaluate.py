@@ -3,7 +3,7 @@
 Fills the records of `evaluation.py`, from which the report and the tables are made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,8 +23,14 @@ EXAMPLE_TOKENS = 240
 
 
 @torch.no_grad()
-def evaluate(source: SourceModel, routers: RouterSet, sample: Sample, config: TideConfig) -> Evaluation:
-    """What every exit of `routers` gives for the tokens of `sample`."""
+def evaluate(
+    source: SourceModel,
+    routers: RouterSet,
+    sample: Sample,
+    config: TideConfig,
+    advance: Callable[[float], object] = lambda amount: None,
+) -> Evaluation:
+    """What every exit of `routers` gives for the tokens of `sample`; `advance` is called with 1 after each exit."""
     depth, checkpoints = source.num_layers, routers.checkpoints
     full = normed(source, sample.raw[depth])
     full_top1 = top1(source, full)
@@ -49,6 +55,7 @@ def evaluate(source: SourceModel, routers: RouterSet, sample: Sample, config: Ti
                 target = source.head(full[rows][None].to(source.device))[0].float().log_softmax(-1).cpu()
                 kl[rows, k] = (target.exp() * (target - answer)).sum(-1).clamp_min(0).numpy()
                 agrees[rows, k] = (answer.argmax(-1) == full_top1[rows]).numpy()
+        advance(1)
     return Evaluation(depth, checkpoints, scores, labels, agrees, kl, nll, sample.documents.numpy())
 
 
