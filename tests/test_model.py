@@ -70,6 +70,36 @@ def test_head_of_the_normed_last_state_is_the_model(source):
     assert source.head(normed).shape == (*IDS.shape, source.vocab_size)
 
 
+def test_the_heads_rows_are_its_logits_up_to_what_the_model_does_to_all_of_them(source):
+    """Scaling and soft capping keep the order, so a shortlist of rows can stand for the head."""
+    rows = source.head_rows()
+    assert (rows.shape, rows.dtype) == ((61, source.normed_size), torch.float32)
+    assert not rows.requires_grad
+    normed = source.normed(source.run(IDS, [2]).raw[2])
+    products, logits = (normed @ rows.T).flatten(0, 1), source.head(normed).flatten(0, 1)
+    bias = getattr(source.model.get_output_embeddings(), "bias", None)
+    if bias is None:
+        assert torch.equal(products.argsort(dim=-1, stable=True)[:, -3:], logits.argsort(dim=-1, stable=True)[:, -3:])
+    else:
+        assert torch.allclose(products + bias, logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_heads_rows_are_the_embedding_where_they_are_tied(tied):
+    torch.manual_seed(0)
+    source = wrap_model(LlamaForCausalLM(LlamaConfig(**LLAMA_LIKE, tie_word_embeddings=tied)), "tiny")
+    assert torch.equal(source.head_rows(), source.model.lm_head.weight)
+    assert torch.equal(source.head_rows(), source.model.model.embed_tokens.weight) is tied
+
+
+def test_a_head_that_is_no_matrix_has_no_rows():
+    source = tiny("llama")
+    source.model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 61))
+    assert source.head_rows() is None
+    source.model.lm_head = torch.nn.Linear(32, 60)
+    assert source.head_rows() is None
+
+
 def test_raw_states_are_the_residual_stream(source):
     """They equal Hugging Face's own record (whose last entry alone is behind the final norm)."""
     with torch.no_grad():
@@ -182,6 +212,7 @@ def test_offloaded_weights_change_nothing(tmp_path, placement, tied):
     assert source.weights_sha256 == plain.weights_sha256
     assert source.device == torch.device("cpu")
     assert source.normed_size == 32
+    assert torch.equal(source.head_rows(), plain.head_rows())
 
     mask = torch.ones_like(IDS)
     mask[0, 6:] = 0

@@ -133,21 +133,6 @@ def test_tides_own_router_file_exports_and_follows_the_oracle(tmp_path: Path, de
     assert set(check.exits) == {4, 8, 12}
 
 
-def test_routers_with_lenses_go_into_the_bundle_and_follow_the_oracle(
-    tmp_path: Path, demo_model: Path, demo_source, demo_text_ids
-) -> None:
-    spread = spread_routers(demo_source, (3, 6, 9), demo_text_ids[:64], lens_rank=8)
-    spread.save(tmp_path / "lenses.safetensors")
-    bundle = pipeline.export(
-        str(demo_model), tmp_path / "out", routers=tmp_path / "lenses.safetensors", config=CONFIG, validate=False
-    )
-    stored = RouterSet.load(bundle / "routers.safetensors")
-    assert stored.lenses.keys() == {3, 6, 9}
-    check = check_exit(load(bundle), demo_source, stored, [demo_text_ids[:50]], 40, [0.6] * 3)
-    assert check.holds, check.differences
-    assert set(check.exits) == {3, 6, 9, 12}
-
-
 def test_an_export_killed_in_the_middle_leaves_the_old_bundle_and_no_half_of_a_new_one(
     tmp_path: Path, demo_bundle: Path, demo_model: Path, routers: Path
 ) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from tide_export.calibrate import processes
 from tide_export.calibrate.processes import Processes
+from tide_export.cli import main
 from tide_export.errors import CalibrationError
+from tide_export.routers import RouterSet
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("collecting.py")
@@ -58,6 +60,33 @@ def test_two_processes_give_what_one_gives(expected, tmp_path):
         with np.load(tmp_path / f"{rank}.npz") as found:
             same(found, expected)
     assert not list((tmp_path / "tmp").glob("tide-calibration-*"))
+
+
+def test_two_processes_calibrate_to_the_file_that_one_writes(tmp_path):
+    """All the way through the command line: checkpoints chosen, lenses and routers fitted, one report written."""
+    command = ["calibrate", str(ROOT / "demo" / "demo-llama"), "-q"]
+    command += ["--dataset", str(ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl")]
+    command += ["--checkpoints", "auto", "--exit-strategy", "lens", "--lens-rank", "4", "--router-epochs", "2"]
+    command += ["--calibration-samples", "16", "--calibration-length", "64"]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    output = ["-o", str(tmp_path / "one" / "r.safetensors")]
+    assert main([*command, *output]) == 0
+    output = ["-o", str(tmp_path / "two" / "r.safetensors"), "--report", str(tmp_path / "two" / "report.html")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tide_export.cli"]
+        + [*command, *output],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'two' / 'r.safetensors'}\n"  # of the main process alone
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"r.safetensors", "report.html", "report.png"}
+    one, two = (RouterSet.load(tmp_path / name / "r.safetensors") for name in ("one", "two"))
+    assert two.provenance == one.provenance
+    same({n: t.numpy() for n, t in two.tensors().items()}, {n: t.numpy() for n, t in one.tensors().items()})
 
 
 def test_one_dies_the_other_ends_and_the_rest_is_resumed(expected, demo, tmp_path, monkeypatch):
