@@ -17,6 +17,7 @@ from tide_export.bundle import open_bundle
 from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, GraphError, ModelError, RouterFileError, UnsupportedModelError
 from tide_export.model import load_model
+from tide_export.oracle import oracle
 from tide_export.parity import check_exit, spread_routers
 from tide_export.routers import Router, RouterSet
 from tide_export.runtime.engine import load
@@ -100,8 +101,8 @@ def test_a_graph_that_differs_from_the_model_is_not_put_in_place(
 ) -> None:
     real = pipeline.compose
 
-    def wrong(pieces, arrays):
-        model = real(pieces, arrays)
+    def wrong(*args):
+        model = real(*args)
         norm = next(v for n, v in model.graph.initializers.items() if n.endswith("layers.7.input_layernorm.weight"))
         import onnx_ir as ir
 
@@ -115,17 +116,36 @@ def test_a_graph_that_differs_from_the_model_is_not_put_in_place(
 
 
 def test_tides_own_router_file_exports_and_follows_the_oracle(tmp_path: Path, demo_model: Path, demo_text_ids) -> None:
+    """TIDE's routers read neither a shortlist nor have they a bias."""
     source = load_model(str(demo_model))
-    spread = spread_routers(source, (4, 8), demo_text_ids[:64])
+    spread = spread_routers(source, (4, 8), demo_text_ids[:64], shortlist=0)
+    for router in spread.routers.values():
+        router.up.bias.zero_()
     layers = {c - 1: {"down.weight": r.down.weight, "up.weight": r.up.weight} for c, r in spread.routers.items()}
     torch.save({"hidden_dim": 128, "bottleneck_dim": 64, "router_layers": layers}, tmp_path / "router.pt")
     bundle = pipeline.export(str(demo_model), tmp_path / "out", routers=tmp_path / "router.pt", config=CONFIG)
     manifest = open_bundle(bundle).manifest
     assert manifest.checkpoints == (4, 8)
     assert manifest.calibration is None
-    check = check_exit(load(bundle), source, spread, [demo_text_ids[:50]], 40, [0.5, 0.5])
+    thresholds = oracle(source, spread, demo_text_ids[:90], [1.0, 1.0]).scores.quantile(0.6, dim=0).tolist()
+    check = check_exit(load(bundle), source, spread, [demo_text_ids[:50]], 40, thresholds)
     assert check.holds, check.differences
     assert set(check.exits) == {4, 8, 12}
+
+
+def test_routers_with_lenses_go_into_the_bundle_and_follow_the_oracle(
+    tmp_path: Path, demo_model: Path, demo_source, demo_text_ids
+) -> None:
+    spread = spread_routers(demo_source, (3, 6, 9), demo_text_ids[:64], lens_rank=8)
+    spread.save(tmp_path / "lenses.safetensors")
+    bundle = pipeline.export(
+        str(demo_model), tmp_path / "out", routers=tmp_path / "lenses.safetensors", config=CONFIG, validate=False
+    )
+    stored = RouterSet.load(bundle / "routers.safetensors")
+    assert stored.lenses.keys() == {3, 6, 9}
+    check = check_exit(load(bundle), demo_source, stored, [demo_text_ids[:50]], 40, [0.6] * 3)
+    assert check.holds, check.differences
+    assert set(check.exits) == {3, 6, 9, 12}
 
 
 def test_an_export_killed_in_the_middle_leaves_the_old_bundle_and_no_half_of_a_new_one(

@@ -229,8 +229,8 @@ def test_a_shortlist_tells_what_the_state_alone_does_not(scale):
     settings = config(router_epochs=8, router_learning_rate=1e-2)
     without = fit_router(train, validation, settings, 4)
     told = fit_router(train, validation, settings, 4, HEAD)
-    assert told.report["loss"] < 0.35 * without.report["loss"]
-    assert told.report["accuracy"] > 0.92
+    assert told.report["loss"] < 0.5 * without.report["loss"]
+    assert told.report["accuracy"] > 0.85
     assert told.router.shortlist is not None
     assert torch.equal(told.router.shortlist, HEAD)  # read, never trained
     assert without.router.shortlist is None
