@@ -71,10 +71,8 @@ def test_two_checkpoints_thresholds_are_beaten_by_none_of_a_grid(seed):
         better = [
             other
             for other in everything
-            if other.agreement >= point.agreement + 1e-9
-            and other.layers <= point.layers + 1e-9
-            or other.agreement >= point.agreement - 1e-9
-            and other.layers <= point.layers - 1e-9
+            if (other.agreement >= point.agreement + 1e-9 and other.layers <= point.layers + 1e-9)
+            or (other.agreement >= point.agreement - 1e-9 and other.layers <= point.layers - 1e-9)
         ]
         assert not better, (point, better[:2])
 

@@ -102,5 +102,7 @@ class TideConfig(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"option {name}: {first['msg']} (got {first.get('input')!r})") from None
+            name, *inside = first["loc"]
+            # Inside a union pydantic tells what each member would have liked; nobody asked.
+            wanted = "must be auto, or a list of layer counts" if inside and name == "checkpoints" else first["msg"]
+            raise ConfigError(f"option {name}: {wanted} (got {given.get(str(name), first.get('input'))!r})") from None

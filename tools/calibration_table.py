@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from tide_export.calibrate import calibrate, load_tokenizer
 from tide_export.calibrate.evaluation import Outcome
 from tide_export.config import TideConfig
+from tide_export.errors import CalibrationError
 from tide_export.model import SourceModel, load_model
 from tide_export.report.findings import Findings, investigate
 from tide_export.tables import table
@@ -104,7 +105,12 @@ def measure_model(path: str, dataset: str, options: dict[str, Any], cache: Path)
     for variant, own in VARIANTS.items():
         config = _config(source, dataset, options | own)
         started = time.perf_counter()
-        made = calibrate(source, tokenizer, config, cache)
+        try:
+            made = calibrate(source, tokenizer, config, cache)
+        except CalibrationError as error:  # no token may leave at any checkpoint: all layers, always
+            print(f"{name}, {variant}: {error}", file=sys.stderr)
+            rows += [Row(name, variant, target, depth, depth, (), depth, 0.0) for target in TARGETS]
+            continue
         assert made is not None
         found = investigate(made.assessment)
         costs = made.assessment.costs
@@ -153,7 +159,7 @@ def _markdown(rows: Sequence[Row]) -> str:
                 f"{100 * row.agreement:.0f} %",
                 f"{row.layers:.2f} of {row.depth}",
                 f"{row.depth - row.layers:.2f} of {row.depth - row.perfect_layers:.2f}",
-                " / ".join(f"{100 * share:.0f}" for share in row.exits) + " %",
+                " / ".join(f"{100 * share:.0f}" for share in row.exits) + " %" if row.exits else "none",
                 f"{100 * row.efficiency:.0f} %",
                 f"{row.router_layers:.2f} layers",
             ]

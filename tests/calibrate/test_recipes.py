@@ -1,5 +1,6 @@
 """Every recipe that ships is valid and fits the models it names; a mistake in one's own is told in one line."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -45,17 +46,20 @@ def test_a_recipe_is_valid_and_leaves_exits_open(name):
 
 @pytest.mark.parametrize("name", sorted(set(DEPTHS) - {"demo-llama"}))
 def test_a_recipe_says_what_it_costs_in_memory(name):
-    """4 bytes a number, for the checkpoints it states; the comment must not outlive a change of the values."""
+    """For the checkpoints and the width it states; the comments must not outlive a change of the values."""
     text = (RECIPES / f"{name}.toml").read_text(encoding="utf-8")
     config = TideConfig.from_options(**tomllib.loads(text))
-    stated = [line for line in text.splitlines() if "are held in memory" in line]
-    if not stated:
-        assert config.calibration_tokens_kept == TideConfig().calibration_tokens_kept
+    share, width = re.search(r"([\d.]+) % of a layer's work at hidden size (\d+)", text).groups()
+    assert float(share) == pytest.approx(100 * config.router_shortlist / (12 * int(width)), abs=0.05)
+    stated = re.search(r"([\d.]+) GiB keep about ([\d,]+) training tokens at (\d+) checkpoints of .* (\d+)\.", text)
+    if stated is None:
+        assert config.calibration_memory == TideConfig().calibration_memory
         return
-    words = stated[0].split()
-    checkpoints, hidden, gigabytes = int(words[1]), int(words[words.index("size") + 1]), float(words[-2])
+    memory, kept, checkpoints, hidden = (float(number.replace(",", "")) for number in stated.groups())
+    assert memory == config.calibration_memory
     assert checkpoints in {len(config.resolve_checkpoints(depth)) for depth in DEPTHS[name]}
-    assert gigabytes == pytest.approx(checkpoints * config.calibration_tokens_kept * hidden * 4 / 1e9, abs=0.06)
+    assert kept == pytest.approx(config.tokens_kept(int(hidden), int(checkpoints) + 1), abs=500)
+    assert kept >= config.lens_tokens
 
 
 def refused(capsys, recipe) -> str:
