@@ -222,8 +222,9 @@ def render(found: Check) -> str:
         ["  standard error, documents independent", "", between],
         ["p-value", _p(found.certified_p_value), _p(found.p_value)],
         ["layers/token", f"{found.certified_layers_per_token:.2f}", f"{found.layers_per_token:.2f}"],
-        *([f"left after layer {at}", "", f"{100 * share:.1f} %"] for at, share in found.exits.items()),
     ]
+    for at, share in found.exits.items():
+        rows.append([f"left after layer {at}", "", f"{100 * share:.1f} %"])
     documents = [[d.document_hash, d.prompts, f"{d.risk:.4f}", f"{d.layers_per_token:.2f}"] for d in found.documents]
     verdict = "HOLDS" if found.holds else "DOES NOT HOLD"
     return "\n".join(
