@@ -137,6 +137,17 @@ def test_documents_the_routers_saw_are_left_out_wherever_they_are(draw, sources)
     assert (drawn.seen, drawn.overlap) == (3, "per document")
 
 
+def test_it_says_which_documents_the_prompts_are_from(draw, sources):
+    texts = [document(number, words=20 + 40 * number) for number in range(9)]
+    drawn = draw([*texts[:4], texts[1], "short", *texts[4:]], {"document_hashes": [name(texts[0])]}, per_document=5)
+    per_prompt = [
+        hashed for hashed, n in zip(drawn.document_hashes, drawn.document_prompts, strict=True) for _ in range(n)
+    ]
+    assert per_prompt == [name(texts[number]) for number in sources(drawn.path + drawn.calibration)]
+    assert sorted(drawn.document_hashes) == sorted(map(name, texts[1:]))
+    assert sum(drawn.document_prompts[: drawn.path_documents]) == len(drawn.path)
+
+
 def test_the_hashes_are_those_that_reading_keeps(tmp_path, draw, sources):
     texts = [document(number) for number in range(5)]
     path = tmp_path / "seen.jsonl"

@@ -29,6 +29,8 @@ class Prompts:
         path: token ids [L] of each prompt that candidates are chosen on.
         calibration: the same for those they are tested on; from other documents.
         path_documents, calibration_documents: how many documents each came from.
+        document_hashes: `document_hash` of each of these, the path's first.
+        document_prompts: how many prompts each of them gave; the prompts lie in this order.
         seen, duplicates, short: documents left out: the routers saw them, they came before, or they hold no stretch of
             L tokens.
         dataset_sha256: over the documents read, as `Documents.sha256`.
@@ -39,6 +41,8 @@ class Prompts:
     calibration: list[list[int]]
     path_documents: int
     calibration_documents: int
+    document_hashes: list[str]
+    document_prompts: list[int]
     seen: int
     duplicates: int
     short: int
@@ -96,6 +100,7 @@ def draw_prompts(
     _warn_about_overlap(seen, calibration)
     documents = Documents(dataset)
     met: set[str] = set()
+    names: list[str] = []  # of the usable ones
     usable: list[list[list[int]]] = []
     left_out = {"seen": 0, "duplicates": 0, "short": 0}
     for text in documents:
@@ -105,12 +110,14 @@ def draw_prompts(
         elif name in met:
             left_out["duplicates"] += 1
         elif stretches := _stretches(text, tokenizer, length, per_document, random):
+            names.append(name)
             usable.append(stretches)
         else:
             left_out["short"] += 1
         met.add(name)
         if documents.sha256 == seen.digest:  # an older record: this is where calibration stopped reading
             left_out = {"seen": documents.count, "duplicates": 0, "short": 0}
+            names.clear()
             usable.clear()
         if len(usable) >= count and documents.count >= seen.documents:
             break
@@ -124,6 +131,8 @@ def draw_prompts(
         calibration=[prompt for number in order[first:] for prompt in taken[number]],
         path_documents=first,
         calibration_documents=len(taken) - first,
+        document_hashes=[names[number] for number in order],
+        document_prompts=[len(taken[number]) for number in order],
         dataset_sha256=documents.sha256,
         overlap=seen.overlap,
         **left_out,

@@ -71,6 +71,7 @@ class TuningReport:
             "path": [asdict(tested) | {"thresholds": list(tested.thresholds)} for tested in self.tested],
             "dataset": self.dataset,
             "dataset_sha256": prompts.dataset_sha256,
+            "document_hashes": prompts.document_hashes,
             "documents_seen_by_routers": prompts.seen,
             "documents_repeated": prompts.duplicates,
             "documents_too_short": prompts.short,
