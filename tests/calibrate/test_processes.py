@@ -73,9 +73,18 @@ def test_two_processes_calibrate_to_the_file_that_one_writes(tmp_path):
     output = ["-o", str(tmp_path / "one" / "r.safetensors")]
     assert main([*command, *output]) == 0
     output = ["-o", str(tmp_path / "two" / "r.safetensors"), "--report", str(tmp_path / "two" / "report.html")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tide_export.cli"]
     done = subprocess.run(
-        [*launcher, *command, *output],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "tide_export.cli",
+            *command,
+            *output,
+        ],
         env=environment(tmp_path),
         capture_output=True,
         text=True,
