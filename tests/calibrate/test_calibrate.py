@@ -91,7 +91,7 @@ def test_the_report_is_of_the_test_split_alone(made, calibration, demo, tokenize
 
 def test_the_assessment_is_of_these_routers(calibration, demo):
     assessment = calibration.assessment
-    assert assessment.model == demo.name
+    assert assessment.model == "demo-llama"  # a folder's own name, without the path to it
     assert assessment.evaluation.checkpoints == (3, 9)
     assert assessment.thresholds == (OFF, 0.85)  # min_layers is 8
     assert assessment.convergence.layers == tuple(range(1, 13))

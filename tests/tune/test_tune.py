@@ -110,8 +110,9 @@ def test_what_is_certified_is_stored_and_used_from_then_on(bundle: Path, capsys,
         by_default.stats.exit_layer
         == engine.generate(demo_text_ids[:20], 24, threshold=report["thresholds"]).stats.exit_layer
     )
-    overridden = engine.generate(demo_text_ids[:20], 24, threshold=0.0)
-    assert overridden.stats.exit_layer == [3] * 24
+    assert engine.generate(demo_text_ids[:20], 24, threshold=0.0).stats.exit_layer == [3] * 24
+    overridden = engine.generate(demo_text_ids[:20], 24, threshold=1.0)
+    assert overridden.stats.exit_layer == [12] * 24
     assert by_default.stats.exit_layer != overridden.stats.exit_layer
 
 

@@ -1,6 +1,6 @@
 """What `tune` found: a table for people, JSON for programs, and the record that stays in the bundle's manifest."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,7 @@ class TuningReport:
         tested: candidates in the order they were tested, the one that failed (if any) last.
         candidates: how many there were.
         stored: whether the bundle uses them from now on (not after a dry run).
+        date: when it was done.
     """
 
     bundle: str
@@ -44,6 +45,7 @@ class TuningReport:
     tested: list[Tested]
     candidates: int
     stored: bool
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def record(self) -> dict[str, Any]:
         """What the manifest keeps: JSON types, everything needed to say what was promised and to do it again."""
@@ -78,7 +80,7 @@ class TuningReport:
             "overlap_checked": prompts.overlap,
             "seed": self.seed,
             "tide_export": __version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": self.date,
         }
 
     def as_dict(self) -> dict[str, Any]:
