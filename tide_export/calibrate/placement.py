@@ -72,8 +72,9 @@ def choose_checkpoints(looked: Layerwise, costs: Costs, min_layers: int) -> tupl
     """Few checkpoints: one is added as long as what it saves is more than what it costs, the best first.
 
     A token counts as able to leave where it agrees and does so after all deeper layers too: agreement that is lost
-    again is luck, which no router can tell. Of those `FOUND` are thought to be found. A checkpoint costs its router
-    (and lens) for every token that reaches it, and a branch in the graph.
+    again is luck, which no router can tell. A share `FOUND` of them is thought to be told by any router, and the rest by
+    none: routers read much the same thing. A checkpoint costs its router (and lens) for every token that reaches it,
+    and a branch in the graph.
 
     Args:
         costs: of one layer and one router, in any common unit.
@@ -87,12 +88,12 @@ def choose_checkpoints(looked: Layerwise, costs: Costs, min_layers: int) -> tupl
     router = (costs.router + costs.lens) / costs.layer
 
     def saved(chosen: Sequence[int]) -> float:
-        gain, still_here = 0.0, np.ones(len(settled))
+        gain, left = 0.0, np.zeros(len(settled), bool)
         for layers in sorted(chosen):
-            gain -= float(still_here.mean()) * router + BRANCH * depth
-            leaves = still_here * settled[:, layers - 1] * FOUND
-            gain += float(leaves.mean()) * (depth - layers)
-            still_here = still_here - leaves
+            gain -= (1 - FOUND * float(left.mean())) * router + BRANCH * depth
+            leaves = settled[:, layers - 1] & ~left
+            gain += FOUND * float(leaves.mean()) * (depth - layers)
+            left |= leaves
         return gain
 
     chosen: list[int] = []
