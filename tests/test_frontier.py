@@ -5,9 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from tide_export.frontier import OFF, Point, cheapest, exits, frontier, measure, perfect_layers
+from tide_export.frontier import OFF, Point, cheapest, exits, frontier, measure
 
 DEPTH = 12
+
+
+def perfect_layers(agrees, checkpoints, depth):
+    """Mean layers per token of a perfect router: every token leaves at the first checkpoint that agrees, no other."""
+    first = np.concatenate([agrees, np.ones((len(agrees), 1), bool)], axis=1).argmax(axis=1)
+    return float(np.array([*checkpoints, depth])[first].mean())
 
 
 def made_up(tokens, columns, seed, knowledge=1.0):
@@ -115,11 +121,6 @@ def test_thresholds_part_neighbours_in_float32_too():
     found = frontier(scores, agrees, (3,), DEPTH)
     assert found[0].agreement == 1.0
     assert found[0].layers == (3 + DEPTH) / 2
-
-
-def test_perfect_layers_by_hand():
-    agrees = np.array([[True, True], [False, True], [False, False], [True, False]])
-    assert perfect_layers(agrees, (3, 6), 10) == (3 + 6 + 10 + 3) / 4
 
 
 def test_cheapest_keeps_the_agreement_or_is_the_safest():

@@ -92,12 +92,6 @@ def cheapest(path: Sequence[Point], agreement: float) -> Point:
     return min((point for point in path if point.agreement >= agreement), key=lambda p: p.layers, default=path[0])
 
 
-def perfect_layers(agrees: np.ndarray, checkpoints: Sequence[int], depth: int) -> float:
-    """Mean layers per token of a perfect router: every token leaves at the first checkpoint that agrees, no other."""
-    first = np.concatenate([agrees, np.ones((len(agrees), 1), bool)], axis=1).argmax(axis=1)
-    return float(np.array([*checkpoints, depth])[first].mean())
-
-
 def _best(
     k: int,
     scores: np.ndarray,

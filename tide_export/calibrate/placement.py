@@ -72,7 +72,7 @@ def choose_checkpoints(looked: Layerwise, costs: Costs, min_layers: int) -> tupl
     """Few checkpoints: one is added as long as what it saves is more than what it costs, the best first.
 
     A token counts as able to leave where it agrees and does so after all deeper layers too: agreement that is lost
-    again is luck, which no router can tell. A share `FOUND` of them is thought to be told by any router, and the rest by
+    again is luck, which no router can tell. A share `FOUND` of them is thought to be told by any router, the rest by
     none: routers read much the same thing. A checkpoint costs its router (and lens) for every token that reaches it,
     and a branch in the graph.
 
