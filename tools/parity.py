@@ -106,7 +106,7 @@ def main() -> int:
     holds = True
     with tempfile.TemporaryDirectory() as scratch:
         random_file = Path(scratch, "random.safetensors")
-        spread_routers(source, checkpoints, prompts[-1]).save(random_file)
+        spread_routers(source, checkpoints, max(prompts, key=len)).save(random_file)
         for kind, routers in (("calibrated", arguments.routers), ("random", random_file)):
             bundle = export(arguments.model, Path(scratch, kind), routers=routers, config=config)
             engine = load(bundle, "cpu", arguments.threads)
