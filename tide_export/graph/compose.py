@@ -61,7 +61,7 @@ def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None =
         if lenses and (layers not in lenses or lenses[layers].bias.shape != (pieces.hidden_size,)):
             raise GraphError(f"no lens of width {pieces.hidden_size} for the checkpoint after layer {layers}")
     shortlists = [router.shortlist for router in routers.values()]
-    if any((a is None) != (b is None) or not np.array_equal(a, b) for a, b in pairwise(shortlists)):  # type: ignore[arg-type]
+    if not all(a is b is None or np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairwise(shortlists)):
         raise GraphError("the routers differ in their shortlists: one graph takes routers of one")
     return _Composer(pieces, routers, lenses or {}).compose()
 
