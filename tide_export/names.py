@@ -16,25 +16,23 @@ PLUGIN_VERSION = "1"
 # Graph inputs.
 INPUT_IDS = "input_ids"  # int64 [1, S]
 TOTAL_LENGTH = "total_sequence_length"  # int32 [], tokens of the sequence including the S new ones
+LOGITS_TO_KEEP = "logits_to_keep"  # int64 [1], how many of the last segment's last positions get logits, 1 or more
 THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
 # float32 [K-1], the same, or 2.0 where the segment behind must run because more tokens than max pending would wait.
 SKIP_THRESHOLDS = "skip_thresholds"
 
 # Graph outputs.
-LOGITS = "logits"  # float32 [1, 1, V], of the last position
+LOGITS = "logits"  # float32 [1, m, V], of the last m positions: m = logits to keep, 1 where the token left early
 EXIT_LAYERS = "exit_layers"  # int64 [1], layers the logits' hidden state went through
 SEGMENTS_RUN = "segments_run"  # int64 [1], segments 0 .. this-1 ran
 SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reached
+# float32 [1, n, D], what waits before segment `segments_run` after the step; empty where every segment ran.
+NEW_PENDING = "new_pending_states"
 
 
 def pending(k: int) -> str:
     """Input: hidden states waiting before segment k >= 1, float32 [1, n_k, D]; n_k may be 0."""
     return f"pending_states.{k}"
-
-
-def pending_out(k: int) -> str:
-    """Output: hidden states waiting before segment k after the step, float32 [1, n_k', D]."""
-    return f"new_pending_states.{k}"
 
 
 def past(layer: int, kind: str) -> str:

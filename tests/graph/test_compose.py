@@ -8,12 +8,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 
 from tide_export import names
 from tide_export.errors import GraphError
 from tide_export.graph import compose, cut
 from tide_export.lower import lower_for_onnxruntime
 from tide_export.routers import LensArrays, RouterArrays
+from tide_export.runtime.engine import load
+from tide_export.thresholds import OFF
 from tide_export.trace import trace
 
 CHECKPOINTS = (3, 6, 9)
@@ -122,9 +125,17 @@ def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, d
                 assert not attribute.as_graph().initializers
 
 
-def test_the_head_sees_the_last_position_alone(model) -> None:
-    logits = next(value for value in model.graph.outputs if value.name == names.LOGITS)
-    assert list(logits.shape) == [1, 1, 4096]
+def test_the_head_sees_as_many_last_positions_as_are_asked_for(demo_source, demo_bundle: Path) -> None:
+    engine, ids = load(demo_bundle), (np.arange(20) * 37 % demo_source.vocab_size).tolist()
+    full = engine.start([OFF] * len(CHECKPOINTS))
+    assert full.step(ids).rows.shape == (1, demo_source.vocab_size)
+    full.rewind(0)
+    rows = full.step(ids, logits_to_keep=7).rows
+    with torch.no_grad():
+        expected = demo_source.model(torch.tensor([ids])).logits[0, -7:].numpy()
+    np.testing.assert_allclose(rows, expected, atol=2e-4)
+    leaving = engine.start([-1.0] * len(CHECKPOINTS), max_pending=100)
+    assert leaving.step(ids, logits_to_keep=7).rows.shape == (1, demo_source.vocab_size)
 
 
 def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs(demo_source) -> None:
@@ -133,6 +144,7 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs(demo_sou
     assert {value.name for value in model.graph.inputs if not value.name.startswith("past")} == {
         names.INPUT_IDS,
         names.TOTAL_LENGTH,
+        names.LOGITS_TO_KEEP,
     }
 
 

@@ -228,3 +228,49 @@ def test_a_step_needs_a_token(tiny_engine: Engine) -> None:
 def test_start_wants_one_threshold_per_checkpoint(tiny_engine: Engine) -> None:
     with pytest.raises(GenerationError, match="1 thresholds for 2 checkpoints"):
         tiny_engine.start([0.5])
+
+
+# --- verifying and undoing -------------------------------------------------------------------------------------------
+
+
+def test_a_full_step_lets_nothing_exit_and_catches_up_with_logits_of_all_that_waited(
+    tiny: TinyModel, tiny_engine: Engine
+) -> None:
+    ids = random_ids(12, seed=8)
+    state = tiny_engine.start([0.0, 0.0], max_pending=100)
+    for token in ids[:-1]:
+        assert state.step([token], logits_to_keep=3).rows.shape == (1, 48)  # it left: its own logits alone
+    result = state.step(ids[-1:], logits_to_keep=len(ids), full=True)
+    assert (result.exit_layer, result.segments_run) == (6, 3)
+    np.testing.assert_allclose(result.rows, tiny.reference(ids, [OFF, OFF])[0], atol=2e-5)
+    np.testing.assert_array_equal(result.logits, result.rows[-1])
+    assert state.step([1]).exit_layer == 2  # the thresholds are what they were
+
+
+@pytest.mark.parametrize("keep", [0, 1, 4, 9, 14, 15])
+@pytest.mark.parametrize("thresholds", [[OFF, OFF], [0.0, 0.0], [0.5, 0.65], [OFF, 0.5]])
+def test_a_rewound_sequence_goes_on_as_if_nothing_had_been(
+    tiny: TinyModel, tiny_engine: Engine, thresholds: list[float], keep: int
+) -> None:
+    ids, others = random_ids(15, seed=9), random_ids(20, seed=10)
+    state = tiny_engine.start(thresholds, max_pending=6, room=0)
+    state.step(ids[:3])
+    for token in ids[3:]:
+        state.step([token])
+    state.rewind(keep)
+    assert state.length == keep
+    sequence = ids[:keep] + others
+    logits, exit_layers, _ = tiny.reference(sequence, thresholds)
+    for t in range(keep, len(sequence)):
+        result = state.step([sequence[t]])
+        np.testing.assert_allclose(result.logits, logits[t], atol=2e-5)
+        assert result.exit_layer == exit_layers[t]
+        check_bookkeeping(state, result.segments_run, t + 1, 6)
+
+
+def test_a_sequence_is_rewound_to_what_it_has_been(tiny_engine: Engine) -> None:
+    state = tiny_engine.start([0.5, 0.5])
+    state.step([1, 2])
+    for length in (-1, 3):
+        with pytest.raises(GenerationError, match=f"2 tokens cannot be rewound to {length}"):
+            state.rewind(length)

@@ -91,15 +91,15 @@ class TinyModel:
 
     def graph(self) -> onnx.ModelProto:
         segments = len(self.checkpoints) + 1
-        inputs = [f"int64[1,S] {names.INPUT_IDS}", f"int32 {names.TOTAL_LENGTH}"]
-        outputs = [f"float[1,1,{self.vocabulary}] {names.LOGITS}", f"int64[1] {names.EXIT_LAYERS}"]
+        inputs = [f"int64[1,S] {names.INPUT_IDS}", f"int32 {names.TOTAL_LENGTH}", f"int64[1] {names.LOGITS_TO_KEEP}"]
+        outputs = [f"float[1,M,{self.vocabulary}] {names.LOGITS}", f"int64[1] {names.EXIT_LAYERS}"]
         outputs.append(f"int64[1] {names.SEGMENTS_RUN}")
         if self.checkpoints:
             inputs += [f"float[{segments - 1}] {names.THRESHOLDS}", f"float[{segments - 1}] {names.SKIP_THRESHOLDS}"]
             outputs.append(f"float[1,{segments - 1}] {names.SCORES}")
+            outputs.append(f"float[1,W,{WIDTH}] {names.NEW_PENDING}")
         for k in range(1, segments):
             inputs.append(f'float[1,N{k},{WIDTH}] "{names.pending(k)}"')
-            outputs.append(f'float[1,M{k},{WIDTH}] "{names.pending_out(k)}"')
         for layer in range(self.layers):
             for kind in ("key", "value"):
                 inputs.append(f'float[1,1,C,{HEAD_DIM}] "{names.past(layer, kind)}"')
@@ -110,15 +110,19 @@ class TinyModel:
             "one = Constant<value_int=1>()",
             "zero = Constant<value_int=0>()",
             "axis0 = Constant<value_ints=[0]>()",
-            "minus1 = Constant<value_int=-1>()",
+            "axis1 = Constant<value_ints=[1]>()",
+            "minus1 = Constant<value_ints=[-1]>()",
+            f"minus_kept = Neg({names.LOGITS_TO_KEEP})",
+            f"end = Constant<value_ints=[{2**62}]>()",
             "one32 = Cast<to=6>(one)",
             f"before = Sub({names.TOTAL_LENGTH}, one32)",
             "seqlens = Unsqueeze(before, axis0)",
             *self._segment(0, "x0", "y0"),
-            "last0 = Gather<axis=1>(y0, minus1)",
+            self._last(0, "last0", "y0"),
             "run0 = Constant<value = bool {1}>()",
         ]
         if self.checkpoints:
+            body.append(f'x1 = Concat<axis=1>("{names.pending(1)}", y0)')
             body.append(f"score1 = {self._score(1, 'last0', body)}")
         for k in range(1, segments):
             body += [
@@ -126,7 +130,6 @@ class TinyModel:
                 f"threshold{k} = Gather({names.THRESHOLDS}, index{k})",
                 f"fires{k}_11 = Greater(score{k}, threshold{k})",
                 f"fires{k} = Squeeze(fires{k}_11)",
-                f'x{k} = Concat<axis=1>("{names.pending(k)}", y{k - 1})',
                 f"skip_threshold{k} = Gather({names.SKIP_THRESHOLDS}, index{k})",
                 f"stop{k}_11 = Greater(score{k}, skip_threshold{k})",
                 f"stop{k} = Squeeze(stop{k}_11)",
@@ -159,6 +162,12 @@ class TinyModel:
             x = out
         return lines
 
+    def _last(self, k: int, name: str, y: str) -> str:
+        """The last position, of the last segment as many as are asked for."""
+        if k < len(self.checkpoints):
+            return f"{name} = Gather<axis=1>({y}, minus1)"
+        return f"{name} = Slice({y}, minus_kept, end, axis1)"
+
     def _score(self, k: int, last: str, lines: list[str]) -> str:
         lines.append(f"raw{k} = MatMul({last}, router{k})")
         return f"Sigmoid(raw{k})"
@@ -168,12 +177,12 @@ class TinyModel:
         layers = range(self.edges[k], self.edges[k + 1])
         caches = [(layer, kind) for layer in layers for kind in ("key", "value")]
         more = k < len(self.checkpoints)  # another router behind this segment
-        then_lines = [*self._segment(k, f"x{k}", f"ty{k}", prefix="run."), f"tlast{k} = Gather<axis=1>(ty{k}, minus1)"]
-        then_lines += [f"twait{k} = ConstantOfShape(empty_shape)"]
-        else_lines = [f"ey{k} = ConstantOfShape(empty_shape)", f"elast{k} = Identity(last{k - 1})"]
-        else_lines += [f"ewait{k} = Identity(x{k})"]
-        then_out, else_out = [f"ty{k}", f"tlast{k}", f"twait{k}"], [f"ey{k}", f"elast{k}", f"ewait{k}"]
-        results = [f"y{k}", f"last{k}", f'"{names.pending_out(k)}"']
+        then_lines = [*self._segment(k, f"x{k}", f"ty{k}", prefix="run."), self._last(k, f"tlast{k}", f"ty{k}")]
+        waits = f'Concat<axis=1>("{names.pending(k + 1)}", ty{k})' if more else "ConstantOfShape(empty_shape)"
+        then_lines += [f"twait{k} = {waits}"]
+        else_lines = [f"elast{k} = Identity(last{k - 1})", f"ewait{k} = Identity(x{k})"]
+        then_out, else_out = [f"tlast{k}", f"twait{k}"], [f"elast{k}", f"ewait{k}"]
+        results = [f"last{k}", f"x{k + 1}"]
         if more:
             then_lines.append(f"tscore{k + 1} = {self._score(k + 1, f'tlast{k}', then_lines)}")
             else_lines.append(f"escore{k + 1} = Identity(nan)")
@@ -189,7 +198,7 @@ class TinyModel:
         def branch(name: str, outputs: list[str], lines: list[str]) -> str:
             return f"{name} = g{k} () => ({', '.join('float[] ' + o for o in outputs)}) {{{chr(10).join(lines)}}}"
 
-        prelude = "empty_shape = Constant<value_ints=[1, 0, 16]>()\nnan = Constant<value = float[1,1] {nan}>()\n"
+        prelude = "empty_shape = Constant<value_ints=[1, 0, 16]>()\nnan = Constant<value = float[1,1,1] {nan}>()\n"
         call = (
             f"{', '.join(results)} = If(run{k}) <{branch('then_branch', then_out, then_lines)}, "
             f"{branch('else_branch', else_out, else_lines)}>"
@@ -197,11 +206,14 @@ class TinyModel:
         return (prelude if k == 1 else "") + call
 
     def _finish(self, segments: int) -> list[str]:
-        lines = [f"state = Identity(last{segments - 1})", f"exit = Constant<value_ints=[{self.layers}]>()"]
-        state, exit_layers = "state", "exit"
+        lines = [f"exit = Constant<value_ints=[{self.layers}]>()", "one_row = Constant<value_ints=[1]>()"]
+        state, exit_layers = f"last{segments - 1}", "exit"
         for k in range(segments - 1, 0, -1):
             lines += [
-                f"state{k} = Where(fires{k}, last{k - 1}, {state})",
+                f"rows{k} = Shape<start=1, end=2>({state})",
+                f"size{k} = Where(fires{k}, one_row, rows{k})",
+                f"cut{k} = Slice({state}, axis0, size{k}, axis1)",
+                f"state{k} = Where(fires{k}, last{k - 1}, cut{k})",
                 f"at{k} = Constant<value_ints=[{self.checkpoints[k - 1]}]>()",
                 f"exit{k} = Where(fires{k}, at{k}, {exit_layers})",
                 f"ran{k} = Cast<to=7>(run{k})",
@@ -212,12 +224,13 @@ class TinyModel:
         lines += [
             f"{names.EXIT_LAYERS} = Identity({exit_layers})",
             f"{names.SEGMENTS_RUN} = Identity(runs{segments})",
-            f"flat = MatMul({state}, head)",
-            f"{names.LOGITS} = Unsqueeze(flat, axis0)",
+            f"{names.LOGITS} = MatMul({state}, head)",
         ]
         if self.checkpoints:
             scores = ", ".join(f"score{k}" for k in range(1, segments))
-            lines.append(f"{names.SCORES} = Concat<axis=1>({scores})")
+            lines.append(f"joined = Concat<axis=2>({scores})")
+            lines.append(f"{names.SCORES} = Squeeze(joined, axis0)")
+            lines.append(f"{names.NEW_PENDING} = Identity(x{segments})")
         return lines
 
     # --- the bundle --------------------------------------------------------------------------------------------

@@ -3,14 +3,19 @@
 The state machine of one step (S new tokens, K segments), all of it in the graph:
 
     y = segment_0(embed(input_ids));  candidate_0 = tail(lens_0(last position of y))
+    waiting = concat(pending_1, y)
     for k = 1 .. K-1:
         score_{k-1} = router_{k-1}(candidate_{k-1})
-        x = concat(pending_k, y)
         if score_{k-1} > skip_threshold_{k-1}, or segment k-1 was skipped:
-            pending_k = x;  y = nothing
+            leave waiting as it is
         else:
-            y = segment_k(x);  pending_k = nothing;  candidate_k = tail(lens_k(last position of y))
+            y = segment_k(waiting);  candidate_k = tail(lens_k(last position of y))
+            waiting = concat(pending_{k+1}, y), nothing behind the last segment
     logits = head(candidate of the first checkpoint whose score is above its exit threshold, else the last)
+
+What waits in the end belongs in front of the first segment that did not run; what already waited in front of deeper
+ones goes on waiting, so the caller keeps it. The last segment's candidate is its last `logits_to_keep` positions: one
+to generate, more to verify drafts.
 
 The caller sets a skip threshold to the exit threshold, or to 2.0 where more than max pending tokens would wait. That is
 enough for a token that has left while a segment was forced to run behind it: deeper segments have at least as many
@@ -38,6 +43,9 @@ from tide_export.trace.tracer import OPSET
 
 IR_VERSION = 10
 FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+
+KEPT = "kept"  # how the dimension of the positions that get logits is called
+END = np.iinfo(np.int64).max
 
 INTERNAL = ("candidate", "segments_run", "waiting", "score", "skip")  # what an `If` gives the next, not the caller
 
@@ -72,8 +80,9 @@ class _Step:
 
     candidate: ir.Value  # [1, 1, D'], what the head sees if the token leaves here
     segments_run: ir.Value  # [1]
-    # Of the next segment, where there is one:
-    waiting: ir.Value | None = None  # [1, n, D], all that waits in front of it
+    # Where there are checkpoints:
+    waiting: ir.Value | None = None  # [1, n, D], all that waits in front of the next segment that has not run
+    # Where there is a next segment:
     score: ir.Value | None = None  # [1, 1, 1], the router's, NaN where it was not reached
     skip: ir.Value | None = None  # bool [1, 1, 1], whether to skip it
 
@@ -90,6 +99,7 @@ class _Composer:
         width = pieces.hidden_size
         self.token_ids = _input(names.INPUT_IDS, INT64, [1, "sequence"])
         self.total = _input(names.TOTAL_LENGTH, INT32, [])
+        self.keep = _input(names.LOGITS_TO_KEEP, INT64, [1])
         self.thresholds = _input(names.THRESHOLDS, FLOAT, [self.segments - 1])
         self.skip_thresholds = _input(names.SKIP_THRESHOLDS, FLOAT, [self.segments - 1])
         self.pending = {k: _input(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in range(1, self.segments)}
@@ -116,9 +126,11 @@ class _Composer:
         if self.segments > 1:
             first[names.SCORES] = self._scores(steps)
             chosen, first[names.EXIT_LAYERS] = self._first_exit(steps, first[names.SCORES])
-        (logits,) = main.inline(self.pieces.head, [chosen], _dims(self.pieces.head, 1))
-        logits.shape = ir.Shape([1, 1, self.pieces.vocab_size])
+        (logits,) = main.inline(self.pieces.head, [chosen], _dims(self.pieces.head, KEPT))
+        logits.shape = ir.Shape([1, KEPT, self.pieces.vocab_size])
         head = {names.LOGITS: logits, names.EXIT_LAYERS: first.pop(names.EXIT_LAYERS)}
+        if step.waiting is not None:
+            first[names.NEW_PENDING] = step.waiting
         return self._model({**head, names.SEGMENTS_RUN: step.segments_run, **first, **self.outputs})
 
     def _split_thresholds(self) -> list[ir.Value]:
@@ -138,8 +150,9 @@ class _Composer:
         return self.main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(found)])
 
     def _first_exit(self, steps: Sequence[_Step], scores: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The candidate of the first checkpoint whose score passed, else of the last segment, [1, 1, D'], and the
-        layers it went through, int64 [1]; a score that was not reached is NaN and does not pass."""
+        """The candidate of the first checkpoint whose score passed, [1, 1, D'], else those of the last segment,
+        [1, m, D'], and the layers they went through, int64 [1]; a score that was not reached is NaN and does not pass.
+        """
         main, count = self.main, self.segments - 1
         numbers = self.weights.constant("checkpoint_numbers", np.arange(count, dtype=np.int64)[None])
         none = self.weights.constant("no_checkpoint", np.array([count], dtype=np.int64))
@@ -150,9 +163,11 @@ class _Composer:
         first = main.op("ReduceMin", [where, axis], {"keepdims": 0}, dtype=INT64, shape=[1])
         width = normed_size(self.pieces)
         candidates = main.op(
-            "Concat", [step.candidate for step in steps], {"axis": 1}, dtype=FLOAT, shape=[1, len(steps), width]
+            "Concat", [step.candidate for step in steps], {"axis": 1}, dtype=FLOAT, shape=[1, "candidates", width]
         )
-        chosen = main.op("Gather", [candidates, first], {"axis": 1}, dtype=FLOAT, shape=[1, 1, width])
+        stops = self.weights.constant("candidate_stops", np.array([*range(1, count + 1), END], dtype=np.int64))
+        stop = main.op("Gather", [stops, first], {"axis": 0}, dtype=INT64, shape=[1])
+        chosen = main.op("Slice", [candidates, first, stop, axis], dtype=FLOAT, shape=[1, KEPT, width])
         return chosen, main.op("Gather", [layers, first], {"axis": 0}, dtype=INT64, shape=[1])
 
     def _first_segment(self) -> _Step:
@@ -175,17 +190,16 @@ class _Composer:
         skip, skip_values = self._skip(k, step)
         assert run_values.keys() == skip_values.keys()
         branches = {
-            "then_branch": skip.graph(list(skip_values.values())),
+            "then_branch": skip.graph([skip_values[name] for name in run_values]),
             "else_branch": segment.graph(list(run_values.values())),
         }
         width = self.pieces.hidden_size
         shapes: dict[str, tuple[ir.DataType, list]] = {
-            "candidate": (FLOAT, [1, 1, normed_size(self.pieces)]),
+            "candidate": (FLOAT, [1, KEPT if k == self.segments - 1 else 1, normed_size(self.pieces)]),
             "segments_run": (INT64, [1]),
             "waiting": (FLOAT, [1, f"waiting_{k + 1}", width]),
             "score": (FLOAT, [1, 1, 1]),
             "skip": (BOOL, [1, 1, 1]),
-            names.pending_out(k): (FLOAT, [1, f"new_pending_{k}", width]),
         }
         types: list = []
         for name, value in run_values.items():
@@ -213,11 +227,12 @@ class _Composer:
         values = {
             "candidate": self._candidate(block, k, y, tokens),
             "segments_run": self._copy(block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))),
-            names.pending_out(k): self._copy(block, self._nothing()),
         }
         if k < self.segments - 1:
             values["score"], values["skip"] = self._route(block, k, values["candidate"])
             values["waiting"] = self._waiting(block, k + 1, y)
+        else:
+            values["waiting"] = self._copy(block, self._nothing())
         return block, {**values, **presents}
 
     def _skip(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
@@ -231,13 +246,12 @@ class _Composer:
         values = {
             "candidate": self._copy(block, step.candidate),
             "segments_run": self._copy(block, step.segments_run),
-            names.pending_out(k): self._copy(block, step.waiting),
+            "waiting": self._copy(block, step.waiting),
         }
         if k < self.segments - 1:
             nan = self.weights.constant("not_scored", np.full((1, 1, 1), np.nan, dtype=np.float32))
             values["score"] = self._copy(block, nan)
             values["skip"] = self._copy(block, step.skip)
-            values["waiting"] = self._copy(block, self.pending[k + 1])
         for layer in range(self.bounds[k], self.bounds[k + 1]):
             for kind in ("key", "value"):
                 values[names.present(layer, kind)] = self._copy(block, self.past[layer, kind])
@@ -296,7 +310,8 @@ class _Composer:
         return score, leaves
 
     def _candidate(self, block: Block, k: int, y: ir.Value, tokens: str) -> ir.Value:
-        """What the head sees if the token leaves behind segment k: y's last position, through lens and tail.
+        """What the head sees if the token leaves behind segment k: y's last position, through lens and tail; behind
+        the last segment, as many positions as are asked for.
 
         Without a lens, a tail that is a norm alone is taken of all of y and then its last position: behind the residual
         addition that made y, norm and addition are one operator.
@@ -305,8 +320,8 @@ class _Composer:
         lens = self.lenses.get(layers)
         if lens is None and norm_kind(self.pieces) is not None:
             (normed,) = block.inline(tail, [y], _dims(tail, tokens))
-            return self._last(block, normed)
-        state = self._last(block, y)
+            return self._last(block, k, normed)
+        state = self._last(block, k, y)
         if lens is not None:
             down, up, bias = (
                 self._float(f"lenses.{layers}.{name}", array)
@@ -316,13 +331,20 @@ class _Composer:
             moved = block.op("MatMul", [low, up], dtype=FLOAT, shape=state.shape)
             moved = block.op("Add", [moved, bias], dtype=FLOAT, shape=state.shape)
             state = block.op("Add", [state, moved], dtype=FLOAT, shape=state.shape)
-        (normed,) = block.inline(tail, [state], _dims(tail, 1))
+        (normed,) = block.inline(tail, [state], _dims(tail, KEPT if k == self.segments - 1 else 1))
         return normed
 
-    def _last(self, block: Block, states: ir.Value) -> ir.Value:
+    def _last(self, block: Block, k: int, states: ir.Value) -> ir.Value:
+        """The last position of what segment k gave, of the last segment the last `logits_to_keep`."""
         assert states.shape is not None
-        last = self.weights.constant("last", np.array([-1], dtype=np.int64))
-        return block.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, 1, states.shape[-1]])
+        width = states.shape[-1]
+        if k < self.segments - 1:
+            last = self.weights.constant("last", np.array([-1], dtype=np.int64))
+            return block.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, 1, width])
+        start = block.op("Neg", [self.keep], dtype=INT64, shape=[1])
+        end = self.weights.constant("end", np.array([END], dtype=np.int64))
+        axis = self.weights.constant("axis_1", np.array([1], dtype=np.int64))
+        return block.op("Slice", [states, start, end, axis], dtype=FLOAT, shape=[1, KEPT, width])
 
     def _float(self, name: str, array: np.ndarray) -> ir.Value:
         return self.weights.constant(name, np.ascontiguousarray(array, dtype=np.float32))
@@ -335,7 +357,7 @@ class _Composer:
         return self.weights.constant("no_tokens", np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32))
 
     def _model(self, outputs: dict[str, ir.Value]) -> ir.Model:
-        inputs = [self.token_ids, self.total]
+        inputs = [self.token_ids, self.total, self.keep]
         if self.segments > 1:
             inputs += [self.thresholds, self.skip_thresholds, *self.pending.values()]
         inputs += self.past.values()

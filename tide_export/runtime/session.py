@@ -75,16 +75,14 @@ def graph_inputs(manifest: Manifest) -> set[str]:
     routing = {names.THRESHOLDS, names.SKIP_THRESHOLDS} if manifest.checkpoints else set()
     waiting = {names.pending(k) for k in checkpoints}
     cache = {names.past(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
-    return {names.INPUT_IDS, names.TOTAL_LENGTH} | routing | waiting | cache
+    return {names.INPUT_IDS, names.TOTAL_LENGTH, names.LOGITS_TO_KEEP} | routing | waiting | cache
 
 
 def graph_outputs(manifest: Manifest) -> set[str]:
     """Names of the outputs that a graph of this manifest must have."""
-    checkpoints = range(1, len(manifest.checkpoints) + 1)
-    routing = {names.SCORES} if manifest.checkpoints else set()
-    waiting = {names.pending_out(k) for k in checkpoints}
+    routing = {names.SCORES, names.NEW_PENDING} if manifest.checkpoints else set()
     cache = {names.present(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
-    return {names.LOGITS, names.EXIT_LAYERS, names.SEGMENTS_RUN} | routing | waiting | cache
+    return {names.LOGITS, names.EXIT_LAYERS, names.SEGMENTS_RUN} | routing | cache
 
 
 def _check_contract(session: Any, manifest: Manifest, graph: str) -> None:

@@ -18,13 +18,14 @@ from tide_export.runtime.session import first_line, import_onnxruntime
 
 ROOM = 128  # tokens of K/V buffer beyond the prompt before the first growth
 NO_LIMIT = 2**62  # more tokens than can ever wait
-FORCED = 2.0  # a skip threshold that no score is above
+FORCED = 2.0  # a threshold that no score is above
 
 
 class StepResult(NamedTuple):
     """What one step says about its last token. The arrays are the state's own and change with the next step."""
 
     logits: np.ndarray  # float32 [V]
+    rows: np.ndarray  # float32 [m, V], of the last m positions; one unless more were asked for and the last segment ran
     exit_layer: int  # layers the logits' hidden state went through; the model's depth when it did not exit
     segments_run: int  # segments 0 .. this-1 ran in this step
     scores: np.ndarray  # float32 [K-1], NaN where the router was not reached
@@ -53,20 +54,30 @@ class SequenceState:
         self._binding = session.io_binding()
         self._limit = manifest.model.context_length
         self._room = room
-        self._pending_names = [(names.pending(k + 1), names.pending_out(k + 1)) for k in range(len(thresholds))]
+        self._pending_names = [names.pending(k + 1) for k in range(len(thresholds))]
         self._memory: dict[str, np.ndarray] = {}  # what is bound, by graph name: the binding holds bare pointers
         self.lengths = [0] * len(manifest.segment_sizes)
         self.capacity = 0
 
-        self._waits = [False] * len(self._pending_names)  # whether tokens wait before segment 1, 2, ... K-1
-        self._nothing = self._ort.OrtValue.ortvalue_from_numpy(np.zeros((1, 0, manifest.model.hidden_size), np.float32))
-        # Outputs of unknown size first: `get_outputs` follows the order of the first binding.
-        for name, name_out in self._pending_names:
-            self._binding.bind_output(name_out)
+        nothing = np.zeros((1, 0, manifest.model.hidden_size), np.float32)
+        self._nothing = self._ort.OrtValue.ortvalue_from_numpy(nothing)
+        self._pending = [self._nothing] * len(self._pending_names)  # what waits before segment 1, 2, ... K-1
+        for name in self._pending_names:
             self._binding.bind_ortvalue_input(name, self._nothing)
+        # Outputs of unknown size first: `get_outputs` follows the order of the first binding.
         if thresholds:
-            self._bind_input(names.THRESHOLDS, np.array(thresholds, np.float32))
-            self._bind_input(names.SKIP_THRESHOLDS, np.array(thresholds, np.float32))
+            self._binding.bind_output(names.NEW_PENDING)
+        self._logits = np.zeros((1, 1, manifest.model.vocab_size), np.float32)
+        self._kept = 0  # rows of logits that the binding is set up for
+        self._keep = self._bind_input(names.LOGITS_TO_KEEP, np.ones(1, np.int64))
+        self._keep_logits(1)
+
+        self._thresholds = np.array(thresholds, np.float32)
+        if thresholds:
+            self._exit_thresholds = self._bind_input(names.THRESHOLDS, self._thresholds.copy())
+            self._skip_thresholds = self._bind_input(names.SKIP_THRESHOLDS, self._thresholds.copy())
+        self._forced_from = len(thresholds)  # checkpoints from this one on have a forced skip threshold
+        self._all_forced = False
         self._max_pending = max_pending
         self._one_id = np.zeros((1, 1), np.int64)
         self._one_id_bound = False
@@ -77,7 +88,6 @@ class SequenceState:
             self._bind_output(names.SCORES, self._scores)
         self._exit_layer = self._bind_output(names.EXIT_LAYERS, np.zeros(1, np.int64))
         self._segments_run = self._bind_output(names.SEGMENTS_RUN, np.zeros(1, np.int64))
-        self._logits = self._bind_output(names.LOGITS, np.zeros((1, 1, manifest.model.vocab_size), np.float32))[0, 0]
         self._kv_shapes = manifest.model.kv_shapes
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
 
@@ -93,14 +103,17 @@ class SequenceState:
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         """Uses other thresholds, one per checkpoint, from the next step on; what waits goes on waiting."""
-        if self._pending_names:
-            self._memory[names.THRESHOLDS][:] = thresholds
+        self._thresholds[:] = thresholds
+        self._forced_from = -1  # what is bound is of the old ones
 
-    def step(self, ids: Sequence[int] | np.ndarray) -> StepResult:
+    def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:
         """Runs S new tokens; the result is about the last of them.
 
         Args:
             ids: S >= 1 token ids, each in [0, vocab_size).
+            logits_to_keep: how many of the last positions get logits where the last segment runs, at least 1; no more
+                than the tokens it runs over come.
+            full: run every segment and let nothing exit, whatever the thresholds.
 
         Raises:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
@@ -123,41 +136,82 @@ class SequenceState:
                 self._bind_input(names.INPUT_IDS, self._one_id)
                 self._one_id_bound = True
         self._total[()] = total
-        if self._pending_names:
-            # Segments 0 .. k-1 give segment k all it has not seen yet, so what would wait is known before the step.
-            skip = self._memory[names.SKIP_THRESHOLDS]
-            skip[:] = self._memory[names.THRESHOLDS]
-            for k, length in enumerate(self.lengths[1:]):
-                if total - length > self._max_pending:
-                    skip[k] = FORCED
-
+        self._force(total, full)
         binding = self._binding
-        for _, name_out in self._pending_names:
-            binding.bind_output(name_out)  # again each time: a filled slot would pin last step's shape
+        if logits_to_keep != self._kept or logits_to_keep > 1:
+            self._keep_logits(logits_to_keep)
+        if self._pending_names:
+            binding.bind_output(names.NEW_PENDING)  # again each time: a filled slot would pin last step's shape
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
             raise GenerationError(f"ONNX Runtime failed at token {total}: {first_line(error)}") from error
-        segments_run = int(self._segments_run[0])
+        segments_run = self._segments_run.item()
         self._take_pending(segments_run)
         for k in range(segments_run):
             self.lengths[k] = total
-        return StepResult(self._logits, int(self._exit_layer[0]), segments_run, self._scores[0])
+        rows = self._logits[0] if logits_to_keep == 1 else self._outputs()[-1].numpy()[0]
+        return StepResult(rows[-1], rows, self._exit_layer.item(), segments_run, self._scores[0])
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens but the first `length`, as if they had never been stepped.
+
+        Raises:
+            GenerationError: `length` is negative or more than the sequence has.
+        """
+        if not 0 <= length <= self.lengths[0]:
+            raise GenerationError(f"a sequence of {self.lengths[0]} tokens cannot be rewound to {length}")
+        for k, deep in enumerate(self.lengths[1:]):
+            if self.lengths[k] > length and self._pending[k] is not self._nothing:
+                left = max(length - deep, 0)
+                kept = np.ascontiguousarray(self._pending[k].numpy()[:, :left])  # owned by the OrtValue made of it
+                self._set_pending(k, self._ort.OrtValue.ortvalue_from_numpy(kept) if left else self._nothing)
+        # What the buffers hold beyond is written over before it is read.
+        self.lengths = [min(own, length) for own in self.lengths]
+
+    def _force(self, total: int, full: bool) -> None:
+        """Writes the thresholds of this step, where they are not those of the last.
+
+        Segments 0 .. k-1 give segment k all it has not seen yet, so what would wait is known before the step; deeper
+        segments have at least as many waiting, so those forced are the deepest.
+        """
+        forced = len(self._pending_names)
+        while forced and total - self.lengths[forced] > self._max_pending:
+            forced -= 1
+        if self._pending_names and (forced != self._forced_from or full != self._all_forced):
+            self._exit_thresholds[:] = FORCED if full else self._thresholds
+            self._skip_thresholds[:] = self._exit_thresholds
+            self._skip_thresholds[forced:] = FORCED
+            self._forced_from, self._all_forced = forced, full
+
+    def _keep_logits(self, count: int) -> None:
+        """One row goes to memory of our own; how many more there will be is known only when the last segment runs."""
+        self._keep[0] = count
+        if count > 1:
+            self._binding.bind_output(names.LOGITS)
+        elif self._kept != 1:
+            self._bind_output(names.LOGITS, self._logits)
+        self._kept = count
+
+    def _outputs(self) -> Any:
+        """OrtValues of the new pending states, where there are checkpoints, and of the logits."""
+        vector = self._binding.get_outputs_as_ortvaluevector()
+        return [self._ort.OrtValue(vector[index]) for index in range(1 + bool(self._pending_names))]
 
     def _take_pending(self, segments_run: int) -> None:
         """What waits after this step is what waits before the next: the memory changes hands, nothing is copied.
 
         Segments that ran have nothing left waiting, and of those that did not only the first was given something new.
         """
-        for k in range(1, segments_run):
-            if self._waits[k - 1]:
-                self._binding.bind_ortvalue_input(self._pending_names[k - 1][0], self._nothing)
-                self._waits[k - 1] = False
+        for k in range(segments_run - 1):
+            if self._pending[k] is not self._nothing:
+                self._set_pending(k, self._nothing)
         if segments_run < len(self.lengths):
-            k = segments_run
-            taken = self._binding.get_outputs_as_ortvaluevector()[k - 1]
-            self._binding.bind_ortvalue_input(self._pending_names[k - 1][0], self._ort.OrtValue(taken))
-            self._waits[k - 1] = True
+            self._set_pending(segments_run - 1, self._outputs()[0])
+
+    def _set_pending(self, k: int, value: Any) -> None:
+        self._pending[k] = value
+        self._binding.bind_ortvalue_input(self._pending_names[k], value)
 
     def _grow(self, needed: int) -> None:
         """Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice."""
