@@ -58,7 +58,7 @@ def test_min_layers_out_of_range_is_refused(layers: object) -> None:
         resolve_thresholds(POINTS, 0.5, min_layers=layers)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["lossless", "", "Full"])
+@pytest.mark.parametrize("mode", ["draft", "", "Full"])
 def test_unknown_modes_are_refused(mode: str) -> None:
     with pytest.raises(GenerationError, match="mode must be"):
         resolve_thresholds(POINTS, 0.5, mode=mode)

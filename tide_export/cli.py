@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tide_export.config import TideConfig
 
 logger = logging.getLogger("tide_export")
-RELEASED = {"target": ("onnxruntime",), "weights": ("fp32",), "mode": ("full", "exit")}
+RELEASED = {"target": ("onnxruntime",), "weights": ("fp32",), "mode": ("full", "exit", "lossless")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,22 +123,20 @@ def _validate(options: Namespace) -> int:
 
 def _tune(options: Namespace) -> int:
     from tide_export.tune import tune
+    from tide_export.tune.lossless import tune_lossless
 
-    report = tune(
-        options.bundle,
-        options.dataset,
-        epsilon=options.epsilon,
-        delta=options.delta,
-        model=options.model,
-        prompts=options.prompts,
-        prompts_per_document=options.prompts_per_document,
-        prompt_length=options.prompt_length,
-        positions=options.positions,
-        min_layers=options.min_layers,
-        threads=options.threads,
-        seed=options.seed,
-        dry_run=options.dry_run,
-    )
+    shared = ("prompts", "prompts_per_document", "prompt_length", "threads", "seed", "dry_run")
+    own = {"exit": ("epsilon", "delta", "model", "positions", "min_layers"), "lossless": ("new_tokens",)}
+    other = "lossless" if options.mode == "exit" else "exit"
+    for name in own[other]:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to --mode {other}, not to --mode {options.mode}")
+    if options.mode == "exit" and None in (options.epsilon, options.delta):
+        raise ConfigError("--mode exit needs --epsilon and --delta")
+    given = {name: getattr(options, name) for name in (*shared, *own[options.mode])}
+    given = {name: value for name, value in given.items() if value is not None}
+    run = tune if options.mode == "exit" else tune_lossless
+    report = run(options.bundle, options.dataset, **given)
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
     return 0
 

@@ -181,26 +181,32 @@ def _add_tune(commands) -> None:
     parser = _command(
         commands,
         "tune",
-        "Find thresholds that hold a guarantee of how often a token differs from full depth, and store them.",
+        "Find thresholds that hold a guarantee of how often a token differs from full depth, and store them; or, with "
+        "--mode lossless, how to draft on this machine to be fastest.",
         SPEC_HELP,
     )
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--dataset", required=True, metavar="SPEC", help="text the routers have not seen")
-    parser.add_argument("--epsilon", type=float, required=True, metavar="X", help="share of tokens that may differ")
-    parser.add_argument("--delta", type=float, required=True, metavar="X", help="risk that the guarantee is wrong")
+    parser.add_argument(
+        "--mode", choices=["exit", "lossless"], default="exit", help="exit: a guarantee; lossless: speed alone (exit)"
+    )
+    parser.add_argument("--epsilon", type=float, metavar="X", help="share of tokens that may differ; exit needs it")
+    parser.add_argument("--delta", type=float, metavar="X", help="risk that the guarantee is wrong; exit needs it")
     parser.add_argument("--model", metavar="MODEL", help="check that the bundle was made from this model's weights")
     parser.add_argument(
-        "--prompts", type=int, default=600, metavar="N", help="at most, a third of them to choose with (600)"
+        "--prompts", type=int, metavar="N", help="at most, a third of them to choose with (600; lossless 48)"
     )
     parser.add_argument(
         "--prompts-per-document",
         type=int,
-        default=1,
         metavar="N",
-        help="at most; with more than 1 the guarantee is about the documents tested (1)",
+        help="at most; with more than 1 the guarantee is about the documents tested (1; lossless 4)",
     )
-    parser.add_argument("--prompt-length", type=int, default=32, metavar="N", help="tokens before a scored one (32)")
-    parser.add_argument("--positions", type=int, default=32, metavar="N", help="tokens scored per prompt (32)")
+    parser.add_argument(
+        "--prompt-length", type=int, metavar="N", help="tokens before a scored or generated one (32; lossless 48)"
+    )
+    parser.add_argument("--positions", type=int, metavar="N", help="tokens scored per prompt; exit alone (32)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens generated per prompt; lossless alone (64)")
     parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer never exit (the bundle's)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw of prompts (0)")
     parser.add_argument("--threads", type=int, metavar="N")
@@ -215,7 +221,11 @@ def _add_generate(commands) -> None:
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
     _add_exit_options(parser)
-    parser.add_argument("--mode", default="exit", help="full: every layer for every token; exit: as the routers say")
+    parser.add_argument(
+        "--mode",
+        default="exit",
+        help="full: every layer for every token; exit: as the routers say; lossless: exits are drafts, verified",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest; 0: all (0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest X of 1 (1)")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from tide_export.errors import BundleError
 from tide_export.names import GRAPH_FILE, MANIFEST_FILE
 
-SCHEMA = "tide_export.bundle/2"
+SCHEMA = "tide_export.bundle/3"
 WEIGHTS = ("fp32",)
 TARGETS = ("onnxruntime",)
 
@@ -56,6 +56,15 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """How `lossless` mode drafts; chosen for speed by `tune --mode lossless`, never a matter of quality."""
+
+    thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: drafting does not pay
+    max_drafts: int  # drafts that may wait for one verification
+    tuning: dict[str, Any]  # what was measured where (see `tune.lossless`)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What `tide.json` says. `write_manifest` fills `files`; everything else is the exporter's to give."""
 
@@ -73,6 +82,7 @@ class Manifest:
     versions: dict[str, str]  # of the tools that made the bundle
     created: str  # ISO 8601
     tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tune.report`); None: they were not
+    drafting: Drafting | None = None  # of lossless mode; None: it was not tuned
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property
@@ -188,6 +198,11 @@ def _check(manifest: Manifest, source: str) -> None:
     require(all(1 <= p < model.num_layers for p in points), "checkpoints", f"must lie in 1..{model.num_layers - 1}")
     require(len(manifest.thresholds) == len(points), "thresholds", "must have one value per checkpoint")
     require(all(0 <= value <= 1 for value in manifest.thresholds), "thresholds", "must lie in [0, 1]")
+    drafting = manifest.drafting
+    if drafting is not None:
+        require(len(drafting.thresholds) == len(points), "drafting.thresholds", "must have one value per checkpoint")
+        require(all(0 <= value <= 1 for value in drafting.thresholds), "drafting.thresholds", "must lie in [0, 1]")
+        require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")

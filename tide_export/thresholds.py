@@ -9,6 +9,7 @@ from math import isfinite
 
 from tide_export.errors import GenerationError
 
+MODES = ("full", "exit", "lossless")
 OFF = 2.0  # above every score: a checkpoint with this threshold never exits
 
 
@@ -24,13 +25,13 @@ def resolve_thresholds(
         checkpoints: layers run at each checkpoint, ascending, e.g. `[4, 8, 12]`.
         threshold: one value in [0, 1] for all, or one per checkpoint.
         min_layers: a count of layers; checkpoints with fewer layers behind them never exit.
-        mode: `"full"` turns every checkpoint off, `"exit"` uses the thresholds.
+        mode: `"full"` turns every checkpoint off; `"exit"` and `"lossless"` use the thresholds.
 
     Raises:
         GenerationError: a threshold outside [0, 1], a wrong number of them, a negative min_layers, an unknown mode.
     """
-    if mode not in ("full", "exit"):
-        raise GenerationError(f"mode must be 'full' or 'exit', not {mode!r}")
+    if mode not in MODES:
+        raise GenerationError(f"mode must be 'full', 'exit' or 'lossless', not {mode!r}")
     if isinstance(min_layers, bool) or not isinstance(min_layers, int) or min_layers < 0:
         raise GenerationError(f"min_layers is a count of layers, 0 or more, not {min_layers!r}")
     values = [threshold] * len(checkpoints) if isinstance(threshold, int | float) else list(threshold)

@@ -52,6 +52,23 @@ def test_max_pending_changes_speed_and_never_tokens(
     assert runs[16].stats.layers_run_per_token <= runs[1].stats.layers_run_per_token
 
 
+@pytest.mark.parametrize("max_pending", [1, 3, 8])
+def test_lossless_gives_the_tokens_of_full(
+    engine: Engine, text: list[int], mixed: list[float], max_pending: int
+) -> None:
+    drafted = accepted = 0
+    for start in range(0, 600, 60):
+        prompt = text[start : start + 60]
+        full = engine.generate(prompt, 40, mode="full", stop_token_ids=[])
+        lossless = engine.generate(
+            prompt, 40, mode="lossless", threshold=mixed, max_pending=max_pending, stop_token_ids=[]
+        )
+        assert lossless.tokens == full.tokens
+        drafted += lossless.stats.drafted
+        accepted += lossless.stats.accepted
+    assert 0 < accepted < drafted
+
+
 def test_every_checkpoint_takes_part(engine: Engine, text: list[int], mixed: list[float]) -> None:
     state = engine.start(mixed, max_pending=16)
     exits = {state.step([token]).exit_layer for token in text[:150]}

@@ -244,7 +244,7 @@ def test_bad_prompts_are_refused(tiny_engine: Engine, ids: object, message: str)
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number, 1 or more, not 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
-        ({"mode": "lossless"}, "mode must be"),
+        ({"mode": "greedy"}, "mode must be"),
         ({"threshold": 1.5}, "threshold must lie in"),
         ({"threshold": "0.5"}, "threshold must be a number or a list of numbers"),
         ({"threshold": object()}, "threshold must be a number or a list of numbers"),

@@ -7,6 +7,7 @@ drive a `SequenceState` step by step.
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,10 +16,11 @@ import numpy as np
 
 from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
+from tide_export.runtime.lossless import MAX_DRAFTS, LosslessDecoder, Token
 from tide_export.runtime.options import whole_number
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.session import open_session
-from tide_export.runtime.state import ROOM, SequenceState
+from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState
 from tide_export.runtime.stats import ExitStats
 from tide_export.thresholds import resolve_thresholds
 
@@ -125,11 +127,13 @@ class Engine:
         Args:
             ids: the prompt, a flat list of token ids or an integer array [S].
             max_new_tokens: 1 or more.
-            mode: "exit" (tokens may leave at a checkpoint) or "full" (the source model, layer for layer).
+            mode: "exit" (tokens may leave at a checkpoint), "full" (the source model, layer for layer) or "lossless"
+                (tokens that leave are drafts, verified by the full model before they are handed out: the tokens of
+                "full", when sampling its distribution, and faster where drafts are mostly right).
             threshold: a router score above it exits; one in [0, 1], or one per checkpoint. None: the bundle's.
-            min_layers: checkpoints with fewer layers behind them never exit. None: the bundle's.
-            max_pending: tokens that may wait before a segment is forced to run; changes speed, never tokens. None: the
-                bundle's.
+            min_layers: checkpoints with fewer layers behind them never exit. None: the bundle's, in lossless mode 0.
+            max_pending: tokens that may wait before a segment is forced to run, in lossless mode drafts that may wait
+                to be verified; changes speed, never tokens. None: the bundle's.
             temperature, top_k, top_p, seed: see `Sampler`; the defaults are greedy.
             stop_token_ids: None: the model's own end-of-sequence ids; an empty list never stops.
 
@@ -141,11 +145,16 @@ class Engine:
         prompt = _prompt(manifest, ids)
         limit = whole_number("max_new_tokens", max_new_tokens, least=1)
         thresholds = _thresholds(manifest, mode, threshold, min_layers)
-        waiting = manifest.max_pending if max_pending is None else whole_number("max_pending", max_pending, least=0)
+        waiting = _max_pending(manifest, mode, max_pending)
         sampler = Sampler(temperature, top_k, top_p, seed)
         stop = manifest.model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids)
-        state = self.start(thresholds, waiting)
-        return TokenStream(state, manifest, prompt, limit, sampler, frozenset(int(token) for token in stop))
+        stops = frozenset(int(token) for token in stop)
+        if mode == "lossless":
+            state = self.start(thresholds, NO_LIMIT)  # the decoder itself says when to verify
+            context = manifest.model.context_length
+            lossless = LosslessDecoder(state, sampler, manifest.segment_sizes, waiting, stops, context)
+            return TokenStream(state, manifest, prompt, limit, sampler, stops, lossless)
+        return TokenStream(self.start(thresholds, waiting), manifest, prompt, limit, sampler, stops)
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SequenceState:
         """An empty sequence to `step` by hand.
@@ -165,7 +174,7 @@ class TokenStream(Iterator[int]):
     """Yields the tokens of one generation as they are made.
 
     Attributes:
-        stats: of the tokens so far.
+        stats: of the tokens made so far; in lossless mode a few may have been made that are not handed out yet.
         finish_reason: None until the stream has ended.
     """
 
@@ -177,6 +186,7 @@ class TokenStream(Iterator[int]):
         max_new_tokens: int,
         sampler: Sampler,
         stop: frozenset[int],
+        lossless: LosslessDecoder | None = None,
     ) -> None:
         self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
         self.finish_reason: FinishReason | None = None
@@ -186,42 +196,84 @@ class TokenStream(Iterator[int]):
         self._max_new_tokens = max_new_tokens
         self._sampler = sampler
         self._stop = stop
-        self._next_ids: Sequence[int] | np.ndarray = prompt
+        self._lossless = lossless
+        self._next_ids: np.ndarray | list[int] = prompt
+        self._ready: deque[int] = deque()
+        self._ending: FinishReason | None = None  # why the last token that is ready is the last of all
 
     def __next__(self) -> int:
         if self.finish_reason is not None:
             raise StopIteration
+        if not self._ready:
+            self._advance()
+        token = self._ready.popleft()
+        if not self._ready:
+            self.finish_reason = self._ending
+        return token
+
+    def _advance(self) -> None:
+        """Makes the next token, in lossless mode the next few."""
         stats, started = self.stats, time.perf_counter()
-        result = self._state.step(self._next_ids)
-        token = self._sampler(result.logits)
-        self._next_ids = (token,)
-        stats.record(result.exit_layer, sum(self._segment_sizes[: result.segments_run]))
-        lengths = self._state.lengths
-        stats.layer_tokens_run = sum(n * size for n, size in zip(lengths, self._segment_sizes, strict=True))
-        stats.layer_tokens_total = stats.num_layers * lengths[0]
-        if token in self._stop:
-            self.finish_reason = "stop"
-        elif stats.total_tokens == self._max_new_tokens:
-            self.finish_reason = "length"
-        elif lengths[0] == self._context:
-            self.finish_reason = "context"  # this token has no place left to be read from
+        first = not stats.total_tokens
+        for token in self._step() if self._lossless is None else self._verified_block(self._lossless):
+            stats.record(token.exit_layer, token.layers_run)
+            self._ready.append(token.id)
+            if token.id in self._stop:
+                self._ending = "stop"
+            elif stats.total_tokens == self._max_new_tokens:
+                self._ending = "length"
+            if self._ending is not None:
+                break
+        else:
+            if self._state.length == self._context:
+                self._ending = "context"  # the last token has no place left to be read from
+        self._next_ids = [self._ready[-1]]
         seconds = time.perf_counter() - started
-        if stats.total_tokens == 1:
+        if first:
             stats.prefill_seconds += seconds
         else:
             stats.decode_seconds += seconds
-        return token
+
+    def _step(self) -> list[Token]:
+        result = self._state.step(self._next_ids)
+        token = self._sampler(result.logits)
+        self._count(0)
+        return [Token(token, result.exit_layer, sum(self._segment_sizes[: result.segments_run]))]
+
+    def _verified_block(self, decoder: LosslessDecoder) -> list[Token]:
+        block = decoder.block(self._next_ids, self._max_new_tokens - self.stats.total_tokens)
+        self.stats.drafted, self.stats.accepted = decoder.drafted, decoder.accepted
+        self._count(decoder.undone * self.stats.num_layers)
+        return block
+
+    def _count(self, undone: int) -> None:
+        lengths = self._state.lengths
+        kept = sum(n * size for n, size in zip(lengths, self._segment_sizes, strict=True))
+        self.stats.layer_tokens_run = kept + undone
+        self.stats.layer_tokens_total = self.stats.num_layers * lengths[0]
+
+
+def _max_pending(manifest: Manifest, mode: str, max_pending: int | None) -> int:
+    if max_pending is not None:
+        return whole_number("max_pending", max_pending, least=0)
+    if mode != "lossless":
+        return manifest.max_pending
+    return MAX_DRAFTS if manifest.drafting is None else manifest.drafting.max_drafts
 
 
 def _thresholds(
     manifest: Manifest, mode: str, threshold: float | Sequence[float] | None, min_layers: int | None
 ) -> list[float]:
-    given: float | Sequence[float] = manifest.thresholds if threshold is None else threshold
+    drafting = manifest.drafting if mode == "lossless" else None
+    own = manifest.thresholds if drafting is None else drafting.thresholds
+    given: float | Sequence[float] = own if threshold is None else threshold
     if isinstance(given, np.generic | np.ndarray):
         given = given.tolist()
     if not isinstance(given, int | float | list | tuple):
         raise GenerationError(f"threshold must be a number or a list of numbers, not {given!r}")
-    least = manifest.min_layers if min_layers is None else whole_number("min_layers", min_layers, least=0)
+    # What min_layers guards is the quality of exits; drafts are verified.
+    default = 0 if mode == "lossless" else manifest.min_layers
+    least = default if min_layers is None else whole_number("min_layers", min_layers, least=0)
     return resolve_thresholds(manifest.checkpoints, given, least, mode)
 
 

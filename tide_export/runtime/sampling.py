@@ -44,15 +44,27 @@ class Sampler:
         Raises:
             GenerationError: the logits are not finite, so the model itself is broken.
         """
-        if self.temperature == 0:
+        if self.greedy:
             best = int(logits.argmax())  # numpy and torch both return the first of equals
             if not isfinite(logits[best]):  # NaN counts as the largest
                 raise GenerationError("the model's logits are not finite")
             return best
-        ids, probabilities = self.distribution(logits)
-        edges = probabilities.cumsum()
-        drawn = np.searchsorted(edges, self._random.random() * edges[-1], side="right")
+        return self.draw(*self.distribution(logits))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is drawn: the most likely token is taken."""
+        return self.temperature == 0
+
+    def draw(self, ids: np.ndarray, weights: np.ndarray) -> int:
+        """One of `ids` [n], with probabilities in proportion to `weights` [n]."""
+        edges = weights.cumsum()
+        drawn = np.searchsorted(edges, self.uniform() * edges[-1], side="right")
         return int(ids[min(drawn, len(ids) - 1)])
+
+    def uniform(self) -> float:
+        """A number in [0, 1)."""
+        return self._random.random()
 
     def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that can be drawn (int64 [n]) and their probabilities (float64 [n], adding up to 1)."""

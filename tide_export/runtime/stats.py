@@ -21,6 +21,8 @@ class ExitStats:
     layers_run: list[int] = field(default_factory=list)  # per token: layer passes its step executed
     layer_tokens_run: int = 0  # positions x layers computed so far, the prompt's included
     layer_tokens_total: int = 0  # what full depth would have computed for the same positions
+    drafted: int = 0  # lossless mode: tokens drafted by an early exit
+    accepted: int = 0  # those that the full model confirmed
     prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
     decode_seconds: float = 0.0  # all steps after it
 
@@ -55,6 +57,11 @@ class ExitStats:
         return self.total_exited / self.total_tokens if self.total_tokens else 0.0
 
     @property
+    def acceptance_rate(self) -> float:
+        """Share of drafts that were confirmed, 0 to 1; 0 outside lossless mode."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
     def layers_run_per_token(self) -> float:
         """Mean layer passes per generated token, catching up for earlier tokens included."""
         return sum(self.layers_run) / self.total_tokens if self.total_tokens else 0.0
@@ -83,7 +90,9 @@ class ExitStats:
             f"layer passes per token: {self.layers_run_per_token:.2f} of {self.num_layers} run, "
             f"{self.layers_skipped_per_token:.2f} skipped"
         )
-        never = self.layer_tokens_total - self.layer_tokens_run
+        if self.drafted:
+            lines.append(f"drafts: {self.accepted} of {self.drafted} confirmed ({self.acceptance_rate:.1%})")
+        never = max(self.layer_tokens_total - self.layer_tokens_run, 0)
         lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
         speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"
         lines.append(f"prefill {self.prefill_seconds:.3f} s, decode {self.decode_seconds:.3f} s ({speed})")
@@ -103,6 +112,9 @@ class ExitStats:
             "layers_skipped_per_token": self.layers_skipped_per_token,
             "layer_tokens_run": self.layer_tokens_run,
             "layer_tokens_total": self.layer_tokens_total,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.tokens_per_second,

@@ -1,0 +1,169 @@
+"""Lossless mode hands out the full model's tokens, whatever was drafted: greedy token for token, sampled in
+distribution, up to every kind of end."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_model import TinyModel
+
+from tide_export.errors import GenerationError
+from tide_export.manifest import Drafting
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.sampling import Sampler
+from tide_export.thresholds import OFF
+
+ALWAYS, NEVER = 0.0, 1.0
+SMALL = TinyModel(vocabulary=5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return load(SMALL.write(tmp_path_factory.mktemp("small") / "b"))
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 48, count).tolist()
+
+
+@pytest.mark.parametrize("thresholds", [[ALWAYS, ALWAYS], [NEVER, ALWAYS], [0.5, 0.65], [0.6, NEVER], [NEVER, NEVER]])
+@pytest.mark.parametrize("max_pending", [0, 1, 4, 100])
+@pytest.mark.parametrize("prompt", [1, 9])
+def test_greedy_tokens_are_the_full_model_s(
+    tiny: TinyModel, tiny_engine: Engine, thresholds: list[float], max_pending: int, prompt: int
+) -> None:
+    ids = random_ids(prompt, seed=prompt)
+    expected, _ = tiny.reference_greedy(ids, [OFF, OFF], 40)
+    out = tiny_engine.generate(ids, 40, mode="lossless", threshold=thresholds, max_pending=max_pending)
+    assert out.tokens == expected
+    assert out.finish_reason == "length"
+    assert out.stats.total_tokens == 40
+    assert (out.stats.drafted > 0) == (max_pending > 0 and thresholds != [NEVER, NEVER])
+
+
+def test_drafts_stand_and_fall_and_are_counted(small_engine: Engine) -> None:
+    options = {"threshold": ALWAYS, "max_pending": 4, "temperature": 1.0, "seed": 0}
+    stats = small_engine.generate([1, 4, 2], 60, mode="lossless", **options).stats
+    assert 0 < stats.accepted < stats.drafted  # or the test says nothing about one of the two
+    assert stats.acceptance_rate == stats.accepted / stats.drafted
+    assert stats.accepted == stats.total_exited  # a confirmed draft counts where it was drafted
+    passes = sum(stats.layers_run)
+    assert passes == 2 * stats.drafted + 6 * (stats.total_tokens - stats.accepted)
+    assert f"drafts: {stats.accepted} of {stats.drafted} confirmed" in stats.summary()
+    positions = 3 + 60 - 1 + (stats.drafted - stats.accepted)
+    assert stats.layer_tokens_run == 6 * positions
+
+
+def test_full_depth_everywhere_means_no_drafts_in_the_statistics(tiny_engine: Engine) -> None:
+    stats = tiny_engine.generate([1, 2], 10, mode="full").stats
+    assert (stats.drafted, stats.accepted, stats.acceptance_rate) == (0, 0, 0.0)
+    assert "drafts" not in stats.summary()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_not_one_token_more_than_asked_for(tiny: TinyModel, tiny_engine: Engine, most: int) -> None:
+    out = tiny_engine.generate([3, 1, 4], most, mode="lossless", threshold=ALWAYS, max_pending=16)
+    assert out.tokens == tiny.reference_greedy([3, 1, 4], [OFF, OFF], most)[0]
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+def test_a_stop_token_ends_it_also_in_the_middle_of_a_block(tiny: TinyModel, tiny_engine: Engine, number: int) -> None:
+    expected, _ = tiny.reference_greedy([7, 8], [OFF, OFF], 30)
+    stop = expected[number]
+    out = tiny_engine.generate([7, 8], 30, mode="lossless", threshold=ALWAYS, max_pending=5, stop_token_ids=[stop])
+    assert out.tokens == expected[: expected.index(stop) + 1]
+    assert out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("room", range(6))
+def test_the_context_is_filled_to_its_last_place(tiny: TinyModel, tmp_path: Path, room: int) -> None:
+    short = TinyModel(context=10 + room)
+    engine = load(short.write(tmp_path / "b"))
+    full = engine.generate([1, 2, 3], 100, mode="full")
+    assert full.finish_reason == "context"
+    out = engine.generate([1, 2, 3], 100, mode="lossless", threshold=ALWAYS, max_pending=4)
+    assert (out.tokens, out.finish_reason) == (full.tokens, "context")
+
+
+def test_a_stream_can_be_left_at_any_token(tiny: TinyModel, tiny_engine: Engine) -> None:
+    expected, _ = tiny.reference_greedy([5], [OFF, OFF], 12)
+    for count in range(1, 12):
+        stream = tiny_engine.stream([5], 12, mode="lossless", threshold=ALWAYS, max_pending=5)
+        assert [next(stream) for _ in range(count)] == expected[:count]
+        assert stream.finish_reason is None
+
+
+PROMPT, LENGTH = [1, 4, 2], 3
+
+
+def joint(temperature: float, top_p: float) -> dict[tuple[int, ...], float]:
+    """Probability of every sequence of `LENGTH` tokens behind the prompt, by the full model."""
+    sampler, known = Sampler(temperature, 0, top_p), {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for tokens, share in known.items():
+            logits = SMALL.reference([*PROMPT, *tokens], [OFF, OFF])[0][-1]
+            for token, p in zip(*sampler.distribution(logits), strict=True):
+                longer[(*tokens, int(token))] = share * p
+        known = longer
+    return known
+
+
+def chi_square(counts: Counter, expected: dict[tuple[int, ...], float], draws: int) -> tuple[float, int]:
+    """The statistic over outcomes expected five times or more, the others as one, and its degrees of freedom."""
+    common = {key: draws * p for key, p in expected.items() if draws * p >= 5}
+    rest = draws - sum(common.values())
+    statistic = sum((counts[key] - wanted) ** 2 / wanted for key, wanted in common.items())
+    if rest > 5:
+        statistic += (draws - sum(counts[key] for key in common) - rest) ** 2 / rest
+    return statistic, len(common)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (1.5, 0.8)])
+def test_sampled_tokens_are_distributed_as_the_full_model_s(
+    small_engine: Engine, temperature: float, top_p: float
+) -> None:
+    """The first token comes from a verifying run, the second is drafted, the third is drafted behind a draft."""
+    expected = joint(temperature, top_p)
+
+    def sample(mode: str, draws: int) -> tuple[float, int]:
+        counts: Counter = Counter()
+        for seed in range(draws):
+            out = small_engine.generate(
+                PROMPT, LENGTH, mode=mode, threshold=ALWAYS, min_layers=0, max_pending=8,
+                temperature=temperature, top_p=top_p, seed=seed,
+            )  # fmt: skip
+            counts[tuple(out.tokens)] += 1
+        assert set(counts) <= set(expected) or mode != "lossless"
+        return chi_square(counts, expected, draws)
+
+    statistic, freedom = sample("lossless", 1200)
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+    statistic, freedom = sample("exit", 300)  # what is not verified is another distribution, and this test would see it
+    assert statistic > freedom + 20 * math.sqrt(2 * freedom)
+
+
+def test_the_same_seed_gives_the_same_tokens(small_engine: Engine) -> None:
+    def draw(seed: int) -> list[int]:
+        return small_engine.generate(PROMPT, 40, mode="lossless", threshold=ALWAYS, temperature=1.0, seed=seed).tokens
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_the_bundle_says_how_to_draft(tmp_path: Path) -> None:
+    tiny = TinyModel()
+    never = Drafting(thresholds=(1.0, 1.0), max_drafts=3, tuning={})
+    assert not load(tiny.write(tmp_path / "never", drafting=never)).generate([1], 9, mode="lossless").stats.drafted
+    late = Drafting(thresholds=(1.0, 0.0), max_drafts=3, tuning={})
+    # min_layers guards the quality of exits; drafts are verified.
+    stats = load(tiny.write(tmp_path / "late", drafting=late, min_layers=5)).generate([1], 30, mode="lossless").stats
+    assert stats.drafted
+    assert stats.exits_per_layer[2] == 0
+
+
+def test_other_modes_are_refused(tiny_engine: Engine) -> None:
+    with pytest.raises(GenerationError, match="'full', 'exit' or 'lossless', not 'fast'"):
+        tiny_engine.generate([1], mode="fast")

@@ -1,0 +1,141 @@
+"""Lossless mode: what leaves early is only a draft, and the deep segments' one run over all that waits verifies it.
+
+`TokenStream` asks `LosslessDecoder.block` for the next tokens; all of them are the full model's own. A draft costs the
+shallow segments and the head; when the router is not sure, or enough drafts wait, the last segment runs over the
+waiting tokens and gives the full-depth logits of every one. Greedy: the longest prefix of drafts that equals the full
+model's choices stands. Sampling: speculative rejection (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023,
+arXiv 2302.01318), so that each token is distributed as the full model's. What is rejected is undone by lowering the
+lengths of the K/V buffers: nothing is copied. Self-speculative decoding with early exits is LayerSkip's idea (Elhoushi
+et al. 2024, arXiv 2404.16710); here the verifying run is the catch-up that lazy depth does anyway, so no layer runs
+twice for a token.
+"""
+
+from collections.abc import Container
+from typing import NamedTuple
+
+import numpy as np
+
+from tide_export.runtime.sampling import Sampler
+from tide_export.runtime.state import SequenceState
+
+MAX_DRAFTS = 6  # where the bundle does not say
+
+
+class Token(NamedTuple):
+    """One verified token."""
+
+    id: int
+    exit_layer: int  # layers it was drafted after, the model's depth where it comes from a verifying run
+    layers_run: int  # layer passes it cost; those of rejected drafts are counted at the token that replaced them
+
+
+class Draft(NamedTuple):
+    """A token that waits for its verification."""
+
+    id: int
+    exit_layer: int
+    layers_run: int
+    choices: tuple[np.ndarray, np.ndarray] | None  # ids [n] and probabilities [n] it was drawn from; None: greedy
+
+
+class LosslessDecoder:
+    """Drafts and verifies one sequence.
+
+    Attributes:
+        drafted, accepted: drafts made and drafts that stood, so far.
+        undone: positions that were computed by every layer and then forgotten.
+    """
+
+    def __init__(
+        self,
+        state: SequenceState,
+        sampler: Sampler,
+        segment_sizes: tuple[int, ...],
+        max_drafts: int,
+        stop: Container[int],
+        context: int | None,
+    ) -> None:
+        """Takes over a state whose sequence is empty or was stepped by this decoder alone.
+
+        Args:
+            segment_sizes: layers of each segment.
+            max_drafts: drafts that may wait for one verification; 0 never drafts.
+            stop: token ids that end a generation: nothing is drafted behind one.
+            context: tokens the sequence may have, None without a limit.
+        """
+        self.drafted = self.accepted = self.undone = 0
+        self._state = state
+        self._sampler = sampler
+        self._passes = np.cumsum(segment_sizes).tolist()  # layer passes by segments run
+        self._max_drafts = max_drafts
+        self._stop = stop
+        self._context = context
+
+    def block(self, ids: np.ndarray | list[int], most: int) -> list[Token]:
+        """The next 1 to `most` tokens behind `ids`, which the state has not seen: the prompt, or the last token given.
+
+        Raises:
+            GenerationError: as `SequenceState.step`.
+        """
+        state, drafts = self._state, list[Draft]()
+        start = state.length
+        limit = min(self._max_drafts, most - 1) if start else 0  # a prompt is not worth a draft: it needs every layer
+        while True:
+            last_place = self._context is not None and state.length + len(ids) == self._context
+            ends = bool(drafts) and drafts[-1].id in self._stop
+            verify = len(drafts) >= limit or last_place or ends
+            result = state.step(ids, logits_to_keep=len(drafts) + 1, full=verify)
+            passes = self._passes[result.segments_run - 1]
+            if result.segments_run == len(self._passes):
+                break
+            drafts.append(Draft(*self._draw(result.logits, result.exit_layer, passes)))
+            ids = [drafts[-1].id]
+        stood, token = self._verify(drafts, result.rows)
+        self.drafted += len(drafts)
+        self.accepted += stood
+        self.undone += len(drafts) - stood
+        state.rewind(state.length - (len(drafts) - stood))
+        in_vain = sum(draft.layers_run for draft in drafts[stood:])
+        return [
+            *(Token(draft.id, draft.exit_layer, draft.layers_run) for draft in drafts[:stood]),
+            Token(token, result.exit_layer, passes + in_vain),
+        ]
+
+    def _draw(self, logits: np.ndarray, exit_layer: int, layers_run: int) -> Draft:
+        if self._sampler.greedy:
+            return Draft(self._sampler(logits), exit_layer, layers_run, None)
+        choices = self._sampler.distribution(logits)
+        return Draft(self._sampler.draw(*choices), exit_layer, layers_run, choices)
+
+    def _verify(self, drafts: list[Draft], rows: np.ndarray) -> tuple[int, int]:
+        """How many drafts stand and the full model's token behind them, from its logits [len(drafts) + 1, V]."""
+        for number, draft in enumerate(drafts):
+            token = self._replacement(draft, rows[number])
+            if token is not None:
+                return number, token
+        return len(drafts), self._sampler(rows[-1])
+
+    def _replacement(self, draft: Draft, logits: np.ndarray) -> int | None:
+        """The full model's token where the draft falls, None where it stands.
+
+        Rejection: with p the full model's probabilities and q those the draft was drawn from, it stands with
+        probability min(1, p / q); else the token is drawn from max(p - q, 0), normalised.
+        """
+        if draft.choices is None:
+            token = self._sampler(logits)
+            return None if token == draft.id else token
+        wanted = _dense(self._sampler.distribution(logits), len(logits))
+        given = _dense(draft.choices, len(logits))
+        if self._sampler.uniform() * given[draft.id] < wanted[draft.id]:
+            return None
+        left = np.maximum(wanted - given, 0.0)
+        (ids,) = left.nonzero()
+        return self._sampler.draw(ids, left[ids])
+
+
+def _dense(choices: tuple[np.ndarray, np.ndarray], vocabulary: int) -> np.ndarray:
+    """Probabilities of all tokens, float64 [V]."""
+    ids, probabilities = choices
+    dense = np.zeros(vocabulary)
+    dense[ids] = probabilities
+    return dense
