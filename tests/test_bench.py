@@ -1,4 +1,4 @@
-"""`bench`: the three modes, what each of them runs, and where the prompt comes from. No test looks at a time."""
+"""`bench`: the modes, what each of them runs, and where the prompt comes from. No test looks at a time."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def modes(report) -> dict:
 
 def test_each_mode_runs_what_it_should(demo_bundle: Path):
     found = modes(bench(demo_bundle, **SHORT))
-    assert list(found) == ["full", "exit", "first"]
+    assert list(found) == ["full", "exit", "lossless", "first"]
     assert found["full"]["layers_per_token"] == 12
     assert found["full"]["exits_per_layer"] == {"12": 7}
     assert found["first"]["layers_per_token"] == 3

@@ -1,14 +1,13 @@
 """`tide-export bench`: how much faster decoding gets when tokens leave early, on this machine, in this run.
 
-Three modes of the same graph take turns, so that a busy moment hits all of them alike: `full` (no token exits), `exit`
-(the thresholds asked for) and `first` (every token leaves at the first checkpoint and no deeper segment is ever forced:
-the most that exits could give). What is compared is a ratio of medians; milliseconds of another run or machine mean
-nothing here. Decoding is greedy and timed as a whole, so that the steps in which a deep segment catches up are in the
-average.
+Modes of the same graph take turns, so that a busy moment hits all of them alike: `full` (no token exits), `exit` (the
+thresholds asked for), `lossless` (exits are drafts, as the bundle was tuned) and `first` (every token leaves at the
+first checkpoint and no deeper segment is ever forced: the most that exits could give). What is compared is a ratio of
+medians; milliseconds of another run or machine mean nothing here. Decoding is greedy and timed as a whole, so that the
+steps in which a deep segment catches up are in the average.
 """
 
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,10 @@ import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.errors import ConfigError
+from tide_export.manifest import Drafting
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.lossless import MAX_DRAFTS
 from tide_export.tables import percent, table
 from tide_export.text import BundleTokenizer
 from tide_export.thresholds import resolve_thresholds
@@ -38,9 +39,10 @@ def overtaking_time(start_a, speed_a, start_b, speed_b):
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run the graph: its name, one threshold per checkpoint, and how many tokens may wait."""
+    """One way to run the graph: its name, what it gives `Engine.generate`, and the thresholds that come of it."""
 
     name: str
+    options: dict[str, Any]
     thresholds: list[float]
     max_pending: int
 
@@ -121,7 +123,8 @@ class BenchReport:
                 "",
                 table(headers, rows),
                 "",
-                "  exit: the thresholds asked for; first: every token leaves at the first checkpoint (the upper bound)",
+                "  exit: the thresholds asked for; lossless: exits are drafts, verified, so the tokens are full's;",
+                "  first: every token leaves at the first checkpoint (the upper bound)",
             ]
         )
 
@@ -140,7 +143,7 @@ def bench(
     threads: int | None = None,
     verify: bool = True,
 ) -> BenchReport:
-    """Times the three modes, `repeat` runs each after one that does not count.
+    """Times the modes, `repeat` runs each after one that does not count.
 
     Args:
         prompt: text to continue; None: a built-in one. A bundle without a tokenizer gets random ids (seed 0) instead.
@@ -180,17 +183,26 @@ def _modes(
     max_pending: int | None,
     longest: int,
 ) -> list[Mode]:
-    points = manifest.checkpoints
+    def mode(name: str, kind: str, value: float | Sequence[float] | None, layers: int, pending: int) -> Mode:
+        options = {"mode": kind, "threshold": value, "min_layers": layers, "max_pending": pending}
+        given = 0.0 if value is None else value
+        return Mode(name, options, resolve_thresholds(manifest.checkpoints, given, layers, kind), pending)
+
     pending = manifest.max_pending if max_pending is None else max_pending
     if pending < 0:
         raise ConfigError(f"max_pending must be 0 or more, not {pending}")
-    full = Mode("full", resolve_thresholds(points, 0.0, mode="full"), pending)
-    if not points:
+    full = mode("full", "full", None, 0, pending)
+    if not manifest.checkpoints:
         return [full]
     wanted = manifest.thresholds if threshold is None else threshold
     layers = manifest.min_layers if min_layers is None else min_layers
-    exits = Mode("exit", resolve_thresholds(points, wanted, layers), pending)
-    return [full, exits, Mode("first", resolve_thresholds(points, 0.0), longest)]
+    drafting = manifest.drafting or Drafting(manifest.thresholds, MAX_DRAFTS, {})
+    return [
+        full,
+        mode("exit", "exit", wanted, layers, pending),
+        mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts),
+        mode("first", "exit", 0.0, 0, longest),
+    ]
 
 
 def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int) -> tuple[list[int], str]:
@@ -204,16 +216,11 @@ def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int
 
 
 def _run(engine: Engine, mode: Mode, prompt: list[int], new_tokens: int) -> Timing:
-    sizes = engine.manifest.segment_sizes
-    exits: Counter[int] = Counter()
-    layers = 0
-    state = engine.start(thresholds=mode.thresholds, max_pending=mode.max_pending)
-    started = time.perf_counter()
-    step = state.step(prompt)
-    prefilled = time.perf_counter()
-    for _ in range(new_tokens):
-        step = state.step([int(step.logits.argmax())])
-        layers += sum(sizes[: step.segments_run])
-        exits[step.exit_layer] += 1
-    ended = time.perf_counter()
-    return Timing(1e3 * (prefilled - started), 1e3 * (ended - prefilled) / new_tokens, layers, exits)
+    # The first token comes from the prompt's own step.
+    stats = engine.generate(prompt, new_tokens + 1, stop_token_ids=[], **mode.options).stats
+    return Timing(
+        prefill_ms=1e3 * stats.prefill_seconds,
+        decode_ms=1e3 * stats.decode_seconds / new_tokens,
+        layers=sum(stats.layers_run[1:]),
+        exits=Counter(stats.exit_layer[1:]),
+    )
