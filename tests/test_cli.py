@@ -102,7 +102,7 @@ def test_the_installed_command_prints_its_version():
     [
         ([], "COMMAND"),
         (["tone", "x"], "invalid choice: 'tone'"),
-        (["tune", "x"], "--dataset, --epsilon, --delta"),
+        (["tune", "x"], "--dataset"),
         (["export", MODEL], "-o/--output"),
         (["export", MODEL, "-o", "x", "--checkpoints", "3,x"], "'3,x' is not auto, nor a list of layer counts"),
         (["calibrate", MODEL, "-o", "x", "--class-balance", "maybe"], "'maybe' is not yes or no"),
@@ -112,7 +112,7 @@ def test_the_installed_command_prints_its_version():
         (["generate", "x", "--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["export", MODEL, "-o", "x", "--target", "tensorrt"], "--target tensorrt: this release has onnxruntime only"),
         (["export", MODEL, "-o", "x", "--weights", "int4"], "--weights int4: this release has fp32 only"),
-        (["generate", "x", "--prompt", "a", "--mode", "lossless"], "this release has full and exit only"),
+        (["generate", "x", "--prompt", "a", "--mode", "fast"], "invalid choice: 'fast'"),
     ],
 )
 def test_usage_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, says):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tide_export.config import TideConfig
 
 logger = logging.getLogger("tide_export")
-RELEASED = {"target": ("onnxruntime",), "weights": ("fp32",), "mode": ("full", "exit", "lossless")}
+RELEASED = {"target": ("onnxruntime",), "weights": ("fp32",)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from tide_export import __version__
+from tide_export.thresholds import MODES
 
 PROGRAM = "tide-export"
 
@@ -223,6 +224,7 @@ def _add_generate(commands) -> None:
     _add_exit_options(parser)
     parser.add_argument(
         "--mode",
+        choices=MODES,
         default="exit",
         help="full: every layer for every token; exit: as the routers say; lossless: exits are drafts, verified",
     )
