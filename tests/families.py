@@ -1,88 +1,317 @@
-"""Tiny seeded models, one per family, with the family's own features on and every parameter randomised."""
+"""Tiny seeded models, one row per family, with the family's own features on and every parameter randomised.
+
+The one list behind the parity tests and `tools/models.py`, which runs every row and writes docs/models.md. A row that
+cannot be exported stays, with `refused` holding a part of the sentence that says why. To add a family, add a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers as tf
 
-from tide_export.model import SourceModel, wrap_model
+from tide_export.model import SourceModel, auto_class, wrap_model
 
-SIZES = {
+LAYERS = 3
+CHECKPOINTS = (1, 2)
+CONTEXT = 256
+WINDOW = 8  # shorter than the test sequences, so that a lost window shows
+SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": CONTEXT,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 16}
 GPT = {
     "vocab_size": 512,
     "n_embd": 64,
-    "n_layer": 4,
+    "n_layer": LAYERS,
     "n_head": 4,
-    "n_positions": 256,
+    "n_positions": CONTEXT,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-# Windows are shorter than the test sequences, so that a lost window shows.
-FAMILIES = {
-    "llama": lambda: tf.LlamaConfig(**HEADS),
-    "llama3-rope": lambda: tf.LlamaConfig(
-        **HEADS,
-        tie_word_embeddings=True,
-        attention_bias=True,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),
-    "qwen2": lambda: tf.Qwen2Config(**GROUPED),
-    "qwen3": lambda: tf.Qwen3Config(**HEADS),
-    "mistral": lambda: tf.MistralConfig(**GROUPED, sliding_window=8),
-    "gemma": lambda: tf.GemmaConfig(**HEADS),
-    "gemma2": lambda: tf.Gemma2Config(**HEADS, sliding_window=8, attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
-    "gemma3": lambda: tf.Gemma3TextConfig(**HEADS, sliding_window=8, query_pre_attn_scalar=16),
-    "gpt2": lambda: tf.GPT2Config(**GPT),
-    "gpt_neox": lambda: tf.GPTNeoXConfig(**SIZES),
-    "opt": lambda: tf.OPTConfig(
-        vocab_size=512,
-        hidden_size=64,
-        ffn_dim=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        word_embed_proj_dim=32,
-    ),
-    "phi3": lambda: tf.Phi3Config(**GROUPED),
-    "granite": lambda: tf.GraniteConfig(
-        **GROUPED, logits_scaling=3.0, residual_multiplier=0.5, embedding_multiplier=2.0
-    ),
-}
-
-# Families that do not compute attention through the interface: tracing must refuse them, not go wrong.
-REFUSED = {
-    "bloom": lambda: tf.BloomConfig(vocab_size=512, hidden_size=64, n_layer=4, n_head=4),
-    "falcon": lambda: tf.FalconConfig(vocab_size=512, hidden_size=64, num_hidden_layers=4, num_attention_heads=4),
-    "gptj": lambda: tf.GPTJConfig(**GPT, rotary_dim=8),
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+TWO_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": LAYERS,  # as many as the text model has: the deeper list is no guide
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 
-def build(config) -> SourceModel:
-    """A model of `config`; norms, biases and all are random, so that a parameter left out changes the result."""
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+LLAMA3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=CONTEXT // 4
+)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=CONTEXT // 4)
+LONGROPE = rope(
+    "longrope",
+    short_factor=[1.0 + 0.1 * n for n in range(8)],
+    long_factor=[2.0 + 0.5 * n for n in range(8)],
+    factor=4.0,
+    original_max_position_embeddings=CONTEXT // 2,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of docs/models.md.
+
+    Attributes:
+        config: of a tiny model.
+        features: what the row has beyond causal attention and a norm, in words; tests ask for them by these.
+        refused: part of the sentence with which `trace` refuses the model; empty where it is exported.
+        note: a sentence for the last column.
+    """
+
+    config: Callable[[], tf.PreTrainedConfig]
+    features: tuple[str, ...] = ()
+    refused: str = ""
+    note: str = ""
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(lambda: tf.LlamaConfig(**HEADS), ("grouped queries",)),
+    "llama (3.1)": Family(
+        lambda: tf.LlamaConfig(**HEADS, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, **LLAMA3),
+        ("llama3 rotary scaling", "biases", "tied embeddings"),
+    ),
+    "llama (linear)": Family(lambda: tf.LlamaConfig(**HEADS, **rope("linear", factor=4.0)), ("linear rotary scaling",)),
+    "llama (dynamic)": Family(
+        lambda: tf.LlamaConfig(**HEADS, **rope("dynamic", factor=4.0)),
+        ("dynamic rotary scaling",),
+        note="up to max_position_embeddings, where dynamic scaling begins",
+    ),
+    "llama4 (text)": Family(
+        lambda: tf.Llama4TextConfig(
+            **HEADS,
+            intermediate_size_mlp=96,
+            **{**EXPERTS, "num_experts_per_tok": 1},
+            interleave_moe_layer_step=2,
+            attention_chunk_size=192,
+            no_rope_layers=[1, 0, 1],
+            floor_scale=16,
+            attn_scale=0.5,
+        ),
+        ("experts", "q/k norms", "attention in blocks", "layers without rotary", "query scaling by position"),
+        note="up to attention_chunk_size tokens; every token runs all experts, as in transformers' own code",
+    ),
+    "llama4": Family(
+        lambda: tf.Llama4Config(
+            text_config={
+                **HEADS,
+                "intermediate_size_mlp": 96,
+                **EXPERTS,
+                "attention_chunk_size": 192,
+                "no_rope_layers": [1, 1, 0],
+            },
+            vision_config={**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+        ),
+        ("text model inside ForConditionalGeneration", "experts"),
+        note="its text model, through Llama4ForCausalLM",
+    ),
+    "deepseek_v3": Family(
+        lambda: tf.DeepseekV3Config(
+            **SIZES,
+            num_key_value_heads=4,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=12,
+            v_head_dim=12,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+        ),
+        ("latent attention", "experts", "shared experts", "yarn rotary scaling"),
+        note="K and V are stored decompressed, at the width of the keys",
+    ),
+    "qwen2": Family(
+        lambda: tf.Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        ("biases", "sliding window", "per-layer types"),
+    ),
+    "qwen3": Family(lambda: tf.Qwen3Config(**HEADS, **YARN), ("q/k norms", "yarn rotary scaling")),
+    "qwen3_moe": Family(
+        lambda: tf.Qwen3MoeConfig(
+            **HEADS,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+        ("experts", "q/k norms", "per-layer types"),
+    ),
+    "mistral": Family(lambda: tf.MistralConfig(**GROUPED, sliding_window=WINDOW), ("sliding window",)),
+    "mistral3": Family(
+        lambda: tf.Mistral3Config(
+            text_config={"model_type": "mistral", **HEADS, "sliding_window": None},
+            vision_config={"model_type": "pixtral", **VISION, "head_dim": 16},
+        ),
+        ("text model inside ForConditionalGeneration",),
+    ),
+    "mixtral": Family(
+        lambda: tf.MixtralConfig(**GROUPED, **EXPERTS, sliding_window=WINDOW), ("experts", "sliding window")
+    ),
+    "gemma": Family(lambda: tf.GemmaConfig(**HEADS), ("embedding scale", "tied embeddings")),
+    "gemma2": Family(
+        lambda: tf.Gemma2Config(
+            **HEADS,
+            sliding_window=WINDOW,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+            query_pre_attn_scalar=16,
+            layer_types=TWO_SLIDING,
+        ),
+        ("softcaps", "sliding window", "per-layer types"),
+    ),
+    "gemma3 (text)": Family(
+        lambda: tf.Gemma3TextConfig(
+            **HEADS,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=16,
+            layer_types=TWO_SLIDING,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            },
+        ),
+        ("q/k norms", "sliding window", "per-layer types", "linear rotary scaling"),
+    ),
+    "gemma3": Family(
+        lambda: tf.Gemma3Config(
+            text_config={**HEADS, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "layer_types": TWO_SLIDING},
+            vision_config=VISION,
+            mm_tokens_per_image=4,
+        ),
+        ("text model inside ForConditionalGeneration", "sliding window", "per-layer types"),
+    ),
+    "gpt2": Family(lambda: tf.GPT2Config(**GPT), ("learned positions", "biases", "tied embeddings")),
+    "gpt_neox": Family(
+        lambda: tf.GPTNeoXConfig(
+            **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+        ),
+        ("partial rotary", "biases", "parallel residual"),
+    ),
+    "phi": Family(
+        lambda: tf.PhiConfig(**GROUPED, qk_layernorm=True, **rope("default", partial_rotary_factor=0.5)),
+        ("partial rotary", "q/k norms", "biases", "biased head", "parallel residual"),
+    ),
+    "phi3": Family(
+        lambda: tf.Phi3Config(**GROUPED, sliding_window=WINDOW, **LONGROPE),
+        ("longrope rotary scaling", "sliding window", "packed projections"),
+        note="up to original_max_position_embeddings, where the long factors begin",
+    ),
+    "phi4 (partial)": Family(
+        lambda: tf.Phi3Config(**GROUPED, **rope("default", partial_rotary_factor=0.75)), ("partial rotary",)
+    ),
+    "phimoe": Family(
+        lambda: tf.PhimoeConfig(**GROUPED, **EXPERTS, attention_bias=True, lm_head_bias=True),
+        ("experts", "biases", "biased head"),
+    ),
+    "opt": Family(
+        lambda: tf.OPTConfig(
+            vocab_size=512,
+            hidden_size=64,
+            ffn_dim=128,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            max_position_embeddings=CONTEXT,
+        ),
+        ("learned positions", "biases", "tied embeddings"),
+    ),
+    "opt (350m)": Family(
+        lambda: tf.OPTConfig(
+            vocab_size=512,
+            hidden_size=64,
+            ffn_dim=128,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            max_position_embeddings=CONTEXT,
+            word_embed_proj_dim=32,
+            do_layer_norm_before=False,
+        ),
+        ("learned positions", "biases", "project_in and project_out", "norms behind", "no final norm"),
+    ),
+    "stablelm": Family(
+        lambda: tf.StableLmConfig(
+            **GROUPED, use_qkv_bias=True, qk_layernorm=True, **rope("default", partial_rotary_factor=0.25)
+        ),
+        ("partial rotary", "q/k norms", "biases"),
+    ),
+    "starcoder2": Family(
+        lambda: tf.Starcoder2Config(**GROUPED, sliding_window=WINDOW), ("sliding window", "biases", "tied embeddings")
+    ),
+    "olmo2": Family(lambda: tf.Olmo2Config(**GROUPED), ("q/k norms", "norms behind")),
+    "cohere": Family(
+        lambda: tf.CohereConfig(**GROUPED, logit_scale=0.25, use_qk_norm=True),
+        ("logit scaling", "q/k norms", "interleaved rotary", "parallel residual", "tied embeddings"),
+    ),
+    "cohere2": Family(
+        lambda: tf.Cohere2Config(**HEADS, logit_scale=0.25, sliding_window=WINDOW, layer_types=TWO_SLIDING),
+        ("logit scaling", "sliding window", "per-layer types", "layers without rotary"),
+    ),
+    "granite": Family(
+        lambda: tf.GraniteConfig(**GROUPED, logits_scaling=3.0, residual_multiplier=0.5, embedding_multiplier=2.0),
+        ("logit scaling", "embedding scale"),
+    ),
+    "smollm3": Family(
+        lambda: tf.SmolLM3Config(**GROUPED, no_rope_layers=[1, 0, 1]), ("layers without rotary", "tied embeddings")
+    ),
+    "gpt_oss": Family(
+        lambda: tf.GptOssConfig(**HEADS, **EXPERTS, sliding_window=WINDOW, layer_types=TWO_SLIDING, **YARN),
+        ("attention sinks", "experts", "biases", "sliding window", "per-layer types", "yarn rotary scaling"),
+    ),
+    # Families that do not compute attention through the interface: tracing must refuse them, not go wrong.
+    "bloom": Family(
+        lambda: tf.BloomConfig(vocab_size=512, hidden_size=64, n_layer=LAYERS, n_head=4), refused="attention interface"
+    ),
+    "falcon": Family(
+        lambda: tf.FalconConfig(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4),
+        refused="attention interface",
+    ),
+    "gptj": Family(lambda: tf.GPTJConfig(**GPT, rotary_dim=8), refused="attention interface"),
+}
+
+EXPORTED = [name for name, family in FAMILIES.items() if not family.refused]
+REFUSED = [name for name, family in FAMILIES.items() if family.refused]
+
+
+def build(name: str) -> SourceModel:
+    """The family's model; norms, biases, buffers and all are random, so that one left out changes the result."""
+    config = FAMILIES[name].config()
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "weight" in name else 0.0))
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "weight" in key else 0.0))
+            elif not parameter.any():
+                parameter.copy_(torch.randn_like(parameter) * 0.06)
             else:
                 parameter.mul_(3.0)  # the default scale leaves attention almost uniform
-    return wrap_model(model, config.model_type)
+        stored = model.state_dict()
+        for key, buffer in model.named_buffers():
+            if key in stored and buffer.is_floating_point():
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+    return wrap_model(model, name)

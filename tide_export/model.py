@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from tide_export.anatomy import Anatomy, input_device, offload_hooks
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
@@ -80,9 +86,23 @@ class SourceModel:
 
     @property
     def context_length(self) -> int | None:
-        """Positions the model was made for, or None where its config sets no bound."""
-        length = getattr(self.text_config, "max_position_embeddings", None)
-        return int(length) if length else None
+        """Positions the model was made for, or None where its config sets no bound.
+
+        With longrope scaling the positions it was made for first: behind them every angle, also of tokens whose keys
+        are in the cache by then, would change.
+        """
+        lengths = [getattr(self.text_config, "max_position_embeddings", None), self.longrope_length]
+        return min((int(length) for length in lengths if length), default=None)
+
+    @property
+    def longrope_length(self) -> int | None:
+        """Tokens up to which longrope scaling uses its short factors; None where the model does not use it."""
+        parameters = getattr(self.text_config, "rope_parameters", None) or {}
+        tables = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+        lengths = [
+            table.get("original_max_position_embeddings") for table in tables if table.get("rope_type") == "longrope"
+        ]
+        return min((int(length) for length in lengths if length), default=None)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -165,7 +185,7 @@ def load_model(
     placed = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(AutoConfig.from_pretrained(name)).from_pretrained(
                 name,
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -182,6 +202,18 @@ def load_model(
         )[0]
         raise ModelError(f"model {name!r} has no usable weight for {problem}: the checkpoint does not fit its config")
     return wrap_model(model if device_map is not None else model.to(device), name)
+
+
+def auto_class(config: PretrainedConfig) -> type:
+    """The transformers class that loads the causal LM of `config`: a text model, or one that also reads images.
+
+    Raises:
+        UnsupportedModelError: transformers has neither.
+    """
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise UnsupportedModelError(f"transformers has no causal language model of type {config.model_type!r}")
 
 
 def wrap_model(model: PreTrainedModel, name: str) -> SourceModel:

@@ -17,24 +17,33 @@ from tide_export.config import TideConfig
 from tide_export.errors import ConfigError, ModelError
 from tide_export.model import SourceModel
 from tide_export.routers import RouterSet
+from tide_export.trace.masks import layer_masks
 from tide_export.trace.tracer import OPSET
 
 logger = logging.getLogger("tide_export")
 
 
 def context_length(source: SourceModel, max_length: int | None) -> int:
-    """Tokens a sequence of the bundle may have: `max_length`, at most the model's own context.
+    """Tokens a sequence of the bundle may have: `max_length`, at most what the graph is exact for.
 
     Raises:
         ConfigError: `max_length` is out of range, or the model sets no bound and none is given.
+        UnsupportedModelError: the model attends in a way that cannot be exported.
     """
-    own = source.context_length
+    own, why = source.context_length, "the model's context"
+    if own is not None and own == source.longrope_length:
+        why = "longer ones would change the rotary angles of tokens already cached (longrope)"
+    blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) if mask and mask.kind == "chunk"]
+    if blocks and (own is None or min(blocks) < own):
+        own, why = min(blocks), "layers attend in blocks of that many tokens"
     if max_length is None:
         if own is None:
             raise ConfigError(f"{source.name} sets no context length of its own: give --max-length")
+        if own != getattr(source.text_config, "max_position_embeddings", None):
+            logger.warning("the bundle holds sequences of at most %d tokens: %s", own, why)
         return own
     if max_length < 2 or (own is not None and max_length > own):
-        raise ConfigError(f"max_length must lie in 2..{own or 'any'} (the model's context), not {max_length}")
+        raise ConfigError(f"max_length must lie in 2..{own or 'any'} ({why}), not {max_length}")
     return max_length
 
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, build
+from families import EXPORTED as FAMILIES, build
 
 from tide_export.bundle import open_bundle, write_manifest, writing_bundle
 from tide_export.config import TideConfig
 from tide_export.graph import compose, cut
 from tide_export.lower import lower_for_onnxruntime
-from tide_export.package import make_manifest, save_graph
+from tide_export.package import context_length, make_manifest, save_graph
 from tide_export.parity import check_exit, check_full, spread_routers
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.session import open_session
@@ -21,12 +21,12 @@ NEW_TOKENS = 24
 
 def bundle_of(source, routers, folder: Path) -> Engine:
     """`source` with `routers` as an engine, through the same stages as `pipeline.export`."""
-    pieces = cut(trace(source, routers.checkpoints), 256)
+    pieces = cut(trace(source, routers.checkpoints), length := context_length(source, None))
     graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), routers.lens_arrays()))
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary)
         routers.save(temporary / "routers.safetensors")
-        write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, 256))
+        write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, length))
     bundle = open_bundle(folder)
     return Engine(bundle, open_session(bundle, "cpu", 1))
 

@@ -270,9 +270,10 @@ class _Composer:
                 continue
             layer = node.attributes["layer"].as_int()
             buffers = [self.past[layer, kind] for kind in ("key", "value")]
-            node.resize_inputs(6)
-            for index, value in enumerate([*buffers, self.total]):
-                node.replace_input_with(3 + index, value)
+            inputs = [*node.inputs[:3], *buffers, self.total, *node.inputs[3:]]
+            node.resize_inputs(len(inputs))
+            for index, value in enumerate(inputs):
+                node.replace_input_with(index, value)
             node.resize_outputs(3)
             for kind, value, buffer in zip(("key", "value"), node.outputs[1:], buffers, strict=True):
                 value.name = f"{node.name}.{kind}"

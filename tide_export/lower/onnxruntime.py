@@ -10,22 +10,24 @@ from onnx_ir.passes import common as common_passes
 
 from tide_export.errors import GraphError
 from tide_export.lower.passes import (
+    ExpertMatMulPass,
     GroupQueryAttentionPass,
     PackedProjectionsPass,
     SkipNormsPass,
     TransposedWeightsPass,
 )
-from tide_export.names import OP_ATTENTION
+from tide_export.names import OP_ATTENTION, OP_EXPERT_MATMUL
 
 
 def lower_for_onnxruntime(model: ir.Model) -> ir.Model:
     """Rewrites `model` (from `compose`) in place and gives it back, ready to be saved.
 
     Raises:
-        GraphError: an attention op was left without a kernel.
+        GraphError: an attention op or an expert product was left without a kernel.
     """
     ir.passes.Sequential(
         TransposedWeightsPass(),
+        ExpertMatMulPass(),
         GroupQueryAttentionPass(),
         common_passes.RemoveUnusedNodesPass(),  # or the unused Reshape nodes would count as readers
         PackedProjectionsPass(),
@@ -34,7 +36,9 @@ def lower_for_onnxruntime(model: ir.Model) -> ir.Model:
         common_passes.RemoveUnusedFunctionsPass(),
         common_passes.RemoveUnusedOpsetsPass(),
     )(model)
-    left = [node.name for node in model.graph.all_nodes() if node.op_type == OP_ATTENTION]
+    symbols = {OP_ATTENTION: "attention", OP_EXPERT_MATMUL: "expert product"}
+    left = [node for node in model.graph.all_nodes() if node.op_type in symbols]
     if left:
-        raise GraphError(f"no ONNX Runtime attention for {', '.join(map(str, left))}")
+        names = ", ".join(str(node.name) for node in left)
+        raise GraphError(f"no ONNX Runtime {symbols[left[0].op_type]} for {names}")
     return model

@@ -18,11 +18,15 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from tide_export.anatomy import first_tensor
+from tide_export.anatomy import first_tensor, with_states
 from tide_export.errors import TideError, TraceError, UnsupportedModelError
 from tide_export.model import SourceModel
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
+from tide_export.trace import complex_ops  # noqa: F401 (registers its operators)
+from tide_export.trace.experts import symbolic_experts
+from tide_export.trace.masks import layer_masks
+from tide_export.trace.standstill import passing_cache, short_rotary
 
 OPSET = 23
 
@@ -61,7 +65,12 @@ def trace(source: SourceModel, checkpoints: Sequence[int]) -> TracedModel:
     """
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
-    with symbolic_attention(source.model), _markers(source, boundaries):
+    with (
+        symbolic_attention(source.model, layer_masks(source.model, depth)),
+        symbolic_experts(source.model),
+        short_rotary(source.model),
+        _markers(source, boundaries),
+    ):
         model = _export(source)
     traced = TracedModel(model, boundaries)
     _check(source, traced)
@@ -71,12 +80,14 @@ def trace(source: SourceModel, checkpoints: Sequence[int]) -> TracedModel:
 class _TracedForward(nn.Module):
     """The model's forward with the two inputs the graph has and the one output."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, depth: int):
         super().__init__()
         self.model = model
+        self.depth = depth
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        cache = passing_cache(self.depth, position_ids[0, 0])
+        return self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True).logits
 
 
 def _export(source: SourceModel) -> ir.Model:
@@ -87,7 +98,7 @@ def _export(source: SourceModel) -> ir.Model:
     try:
         with _quiet_exporter():
             program = torch.onnx.export(
-                _TracedForward(source.model).eval(),
+                _TracedForward(source.model, source.num_layers).eval(),
                 (ids, positions),
                 dynamo=True,
                 opset_version=OPSET,
@@ -130,10 +141,7 @@ def _markers(source: SourceModel, boundaries: Sequence[int]) -> Iterator[None]:
         return (marked, *output[1:]) if isinstance(output, tuple) else marked
 
     def after_backbone(_module, _args, output):
-        if isinstance(output, tuple):
-            return (_mark(output[0], depth + 1), *output[1:])
-        output.last_hidden_state = _mark(output.last_hidden_state, depth + 1)
-        return output
+        return with_states(output, _mark(output[0], depth + 1))
 
     handles = [anatomy.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in boundaries[:-1]]
     handles.append(anatomy.layers[-1].register_forward_hook(after_last))

@@ -5,8 +5,8 @@ Bound to one memory, past and present are the same buffer and the new keys and v
 takes [B, S, heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; where query
 and key are rotated from tables just before, the rotation moves inside.
 
-Precondition: TideAttention has six inputs (query, key, value, past key, past value, total length) and three outputs, as
-`compose` leaves it; batch 1. Postcondition: none is left; what only fed one is left unused.
+Precondition: TideAttention has six inputs (query, key, value, past key, past value, total length), a seventh where the
+model has attention sinks, and three outputs, as `compose` leaves it; batch 1. Postcondition: none is left; what only fed one is left unused.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ def _last_index(model: ir.Model, any_attention: ir.Node) -> ir.Value:
 
 
 def _lower(model: ir.Model, node: ir.Node, last_index: ir.Value) -> None:
-    query, key, value, past_key, past_value, total = node.inputs
+    query, key, value, past_key, past_value, total, *sinks = node.inputs
     assert past_key is not None
     assert past_value is not None
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
@@ -68,6 +68,8 @@ def _lower(model: ir.Model, node: ir.Node, last_index: ir.Value) -> None:
     ]
     batch, tokens = (list(node.outputs[0].shape)[:2]) if node.outputs[0].shape is not None else (1, None)
     dtype = node.outputs[0].dtype
+    if sinks:
+        tables += [None] * (4 - len(tables)) + sinks  # behind cos_cache, sin_cache, position_ids, attention_bias
     fused = add_before(
         node,
         "GroupQueryAttention",
