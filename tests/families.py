@@ -6,12 +6,23 @@ cannot be exported stays, with `refused` holding a part of the sentence that say
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
 
+from tide_export.bundle import open_bundle, write_manifest, writing_bundle
+from tide_export.config import TideConfig
+from tide_export.graph import compose, cut
+from tide_export.graph.cut import Pieces
+from tide_export.lower import lower_for_onnxruntime
 from tide_export.model import SourceModel, auto_class, wrap_model
+from tide_export.package import context_length, make_manifest, save_graph
+from tide_export.routers import RouterSet
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.session import open_session
+from tide_export.trace import trace
 
 LAYERS = 3
 CHECKPOINTS = (1, 2)
@@ -218,7 +229,9 @@ FAMILIES: dict[str, Family] = {
         ("partial rotary", "q/k norms", "biases", "biased head", "parallel residual"),
     ),
     "phi3": Family(
-        lambda: tf.Phi3Config(**GROUPED, sliding_window=WINDOW, **LONGROPE),
+        lambda: tf.Phi3Config(
+            **GROUPED, sliding_window=WINDOW, original_max_position_embeddings=CONTEXT // 2, **LONGROPE
+        ),
         ("longrope rotary scaling", "sliding window", "packed projections"),
         note="up to original_max_position_embeddings, where the long factors begin",
     ),
@@ -315,3 +328,20 @@ def build(name: str) -> SourceModel:
             if key in stored and buffer.is_floating_point():
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
     return wrap_model(model, name)
+
+
+def pieces_of(source: SourceModel, checkpoints: tuple[int, ...]) -> Pieces:
+    """`source` traced and cut: what takes the time, and does not depend on routers."""
+    return cut(trace(source, checkpoints), context_length(source, None))
+
+
+def engine_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces | None = None) -> Engine:
+    """`source` with `routers` as an engine on one thread, through the same stages as `pipeline.export`."""
+    pieces = pieces or pieces_of(source, routers.checkpoints)
+    graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), routers.lens_arrays()))
+    with writing_bundle(folder) as temporary:
+        save_graph(graph, temporary)
+        routers.save(temporary / "routers.safetensors")
+        write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, context_length(source, None)))
+    bundle = open_bundle(folder)
+    return Engine(bundle, open_session(bundle, "cpu", 1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import REFUSED, build
+from families import build
 
 from tide_export import pipeline
 from tide_export.bundle import open_bundle
@@ -54,7 +54,7 @@ def test_a_length_beyond_the_context_is_refused(
 
 
 def test_an_architecture_that_cannot_be_traced_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    source = build(REFUSED["bloom"]())
+    source = build("bloom")
     source.model.save_pretrained(tmp_path / "bloom")
     random = RouterSet({2: Router(source.normed_size, 4).requires_grad_(False)})
     random.save(tmp_path / "routers.safetensors")

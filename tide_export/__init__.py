@@ -2,6 +2,7 @@
 
 `tide_export.load(bundle)` runs a bundle and needs numpy and one engine alone; everything that makes a bundle
 (`pipeline`, `calibrate`, `trace`, ...) is imported only when asked for and needs the `export` extra.
+`tide_export.register_adapter` tells where the parts of a model are that cannot be found by themselves.
 """
 
 from typing import TYPE_CHECKING
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 from tide_export.errors import TideError
 
 if TYPE_CHECKING:
+    from tide_export.anatomy import Anatomy, register_adapter
     from tide_export.runtime.engine import Engine, load
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "TideError", "__version__", "load"]
+__all__ = ["Anatomy", "Engine", "TideError", "__version__", "load", "register_adapter"]
 
 
 def __getattr__(name: str) -> object:
@@ -21,4 +23,8 @@ def __getattr__(name: str) -> object:
         from tide_export.runtime import engine
 
         return getattr(engine, name)
+    if name in ("Anatomy", "register_adapter"):
+        from tide_export import anatomy
+
+        return getattr(anatomy, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

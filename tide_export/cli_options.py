@@ -153,7 +153,13 @@ def _add_export(commands) -> None:
     parser.add_argument("--weights", default="fp32", help="precision of the weights: fp32")
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
-    parser.add_argument("--no-check", action="store_true", help="skip the short comparison with the model at the end")
+    parser.add_argument(
+        "--no-validate",
+        "--no-check",
+        dest="no_check",
+        action="store_true",
+        help="skip the short comparison with the model at the end",
+    )
     _add_config(parser)
 
 

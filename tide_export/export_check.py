@@ -1,10 +1,14 @@
 """The last gate before a bundle is put in place: the written graph must say what the source model says.
 
 Called by `pipeline` on the finished folder. The graph is checked by `onnx.checker` with shape inference, then loaded in
-ONNX Runtime and compared with the HuggingFace model (full depth) and the oracle (exits) on a short sequence. `validate`
-does the same at length and on real text.
+ONNX Runtime and compared with the HuggingFace model (full depth) and the oracle (exits, tokens that wait and catch up)
+on two prompts and the tokens generated after them, one by one from the K/V cache: a long prompt that reaches behind the
+model's sliding windows where a large model makes that affordable, and a short one. `validate` does the same at length
+and on real text.
 """
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +18,25 @@ from tide_export import names
 from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import GraphError
 from tide_export.model import SourceModel
-from tide_export.parity import Check, check_exit, check_full
+from tide_export.oracle import oracle
+from tide_export.parity import FORGIVEN_GAP, Check, check_exit, check_full
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.session import open_session
+from tide_export.thresholds import OFF
+from tide_export.trace.masks import layer_masks
 
-PROMPT_TOKENS = 24
-NEW_TOKENS = 8
+logger = logging.getLogger("tide_export")
+
+SHORT_PROMPT = 3
+LONG_PROMPT = 48
+BEHIND = 8  # tokens a prompt reaches behind the last window
+NEW_TOKENS = 12
+MAX_PENDING = 3
+
+# What the long prompt may cost, for each of the four passes over it: about a minute on two cores, and memory.
+MULTIPLICATIONS = 2e12
+LOGIT_BYTES = 2**30
 
 
 def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers: RouterSet) -> None:
@@ -35,16 +51,60 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
     engine = Engine(bundle, open_session(bundle, "cpu", None))
-    limit = (manifest.model.context_length or PROMPT_TOKENS + NEW_TOKENS) - NEW_TOKENS
-    length = max(1, min(PROMPT_TOKENS, limit))
-    # Spread over the vocabulary and the same every time.
-    prompt = (np.arange(1, length + 1) * 7919 % manifest.model.vocab_size).tolist()
-    steps = min(NEW_TOKENS, (manifest.model.context_length or NEW_TOKENS + 1) - length)
-    checks = [check_full(engine, source, [prompt], steps)]
-    thresholds = [0.5] * len(manifest.checkpoints)
-    checks.append(check_exit(engine, source, routers, [prompt], steps, thresholds, max_pending=2))
-    for check in checks:
-        _require(check, source)
+    context = manifest.model.context_length or 2**31
+    steps = max(1, min(NEW_TOKENS, context - 1))
+    prompts = [
+        _prompt(min(length, context - steps), manifest.model.vocab_size)
+        for length in (prompt_length(source, context), SHORT_PROMPT)
+    ]
+    _require(check_full(engine, source, prompts, steps, MAX_PENDING), source)
+    thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
+    _require(check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING), source)
+
+
+def prompt_length(source: SourceModel, context: int) -> int:
+    """Tokens of the long prompt: enough to leave the model's longest sliding window, as far as they can be paid for.
+
+    Logs a warning where a window within the model's context is not left.
+    """
+    windows = [mask.size for mask in layer_masks(source.model, source.num_layers) if mask and mask.kind == "window"]
+    windows = [size for size in windows if size + BEHIND + NEW_TOKENS <= context]
+    wanted = max([LONG_PROMPT, *(size + BEHIND for size in windows)])
+    weights = sum(parameter.numel() for parameter in source.model.parameters())
+    paid = int(min(MULTIPLICATIONS / weights, LOGIT_BYTES / (4 * source.vocab_size)))
+    length = min(wanted, max(LONG_PROMPT, paid))
+    if windows and length <= max(windows):
+        logger.warning(
+            "the check of the graph reads %d tokens, too few to leave the sliding window of %d: "
+            "run tide-export validate with longer prompts",
+            length,
+            max(windows),
+        )
+    return length
+
+
+def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[int]) -> list[float]:
+    """One threshold per checkpoint that divides the tokens of `ids`, so that some leave and wait and some go on,
+    whatever the routers are like: the middle of the widest gap between scores in the middle half of them.
+
+    Where a router gives all of them the same score, a threshold that they are all above.
+    """
+    scores = oracle(source, routers, ids, [OFF] * len(routers.checkpoints)).scores.float().cpu()
+    thresholds = []
+    for column in scores.sort(dim=0).values.T:
+        middle = column[len(column) // 4 : -(len(column) // 4) or None]
+        gaps = middle.diff()
+        if not len(gaps) or gaps.max() < 10 * FORGIVEN_GAP:
+            thresholds.append(float(column[0]) - 100 * FORGIVEN_GAP)
+        else:
+            widest = int(gaps.argmax())
+            thresholds.append(float(middle[widest : widest + 2].mean()))
+    return thresholds
+
+
+def _prompt(length: int, vocabulary: int) -> list[int]:
+    """Spread over the vocabulary and the same every time."""
+    return (np.arange(1, max(1, length) + 1) * 7919 % vocabulary).tolist()
 
 
 def _require(check: Check, source: SourceModel) -> None:

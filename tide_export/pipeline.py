@@ -84,7 +84,7 @@ def export(
         config: calibration settings and the bundle's default thresholds, min_layers and max_pending.
         weights: precision of the weights in the graph; "fp32".
         overwrite: replace a bundle already there. It stays untouched until the new one is complete.
-        validate: run the finished graph against the source model on a few tokens before it is put in place.
+        validate: compare the finished graph with the source model (`export_check`) before it is put in place.
         max_length: longest sequence the bundle can hold, in tokens; the model's own context by default.
 
     Raises:

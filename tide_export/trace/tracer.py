@@ -22,8 +22,8 @@ from tide_export.anatomy import first_tensor, with_states
 from tide_export.errors import TideError, TraceError, UnsupportedModelError
 from tide_export.model import SourceModel
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
-from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
 from tide_export.trace import complex_ops  # noqa: F401 (registers its operators)
+from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.masks import layer_masks
 from tide_export.trace.standstill import passing_cache, short_rotary

@@ -14,6 +14,8 @@ import onnx_ir as ir
 import onnx_ir.convenience as irc
 from onnx.reference import ReferenceEvaluator
 
+from tide_export.errors import UnsupportedModelError
+
 
 class RotaryTablesPass(ir.passes.InPlacePass):
     def __init__(self, max_length: int):
@@ -53,6 +55,12 @@ class RotaryTablesPass(ir.passes.InPlacePass):
         angles.outputs[0].type = value.type or ir.TensorType(ir.DataType.FLOAT)
         evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(angles, ir_version=10)))
         (rows,) = evaluator.run(None, {"position_ids": np.arange(self.max_length, dtype=np.int64)[None]})
+        (few,) = evaluator.run(None, {"position_ids": np.arange(min(2, self.max_length), dtype=np.int64)[None]})
+        if not np.array_equal(rows[:, : few.shape[1]], few, equal_nan=True):
+            raise UnsupportedModelError(
+                f"the rotary angles of a token depend on how long the sequence is ({value.name}), so keys in the cache "
+                "would go out of date: the model cannot be exported"
+            )
         array = np.ascontiguousarray(rows[0])
         table = ir.Value(
             name=name,

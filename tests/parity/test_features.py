@@ -1,0 +1,180 @@
+"""What each family's row says it has really matters to the prompts of the parity test.
+
+For each feature one family is taken, the feature is switched off in the *HuggingFace* model, and its logits must move by
+far more than parity forgives: an export that lost the feature could not pass. What depends on the length of the
+sequence beyond what an export can hold is refused with a sentence.
+"""
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import CONTEXT, FAMILIES, WINDOW, build
+from parity.test_families import PROMPTS
+from transformers import masking_utils
+
+from tide_export.errors import ConfigError, UnsupportedModelError
+from tide_export.model import SourceModel, auto_class, wrap_model
+from tide_export.package import context_length
+from tide_export.parity import MAX_RELATIVE_ERROR
+from tide_export.trace.masks import Mask, classify, layer_masks
+
+IDS = torch.tensor([PROMPTS[2]])
+
+
+def set_config(**values: Any) -> Callable[[SourceModel], None]:
+    def change(source: SourceModel) -> None:
+        for key, value in values.items():
+            assert getattr(source.text_config, key) != value, f"{key} is already off"
+            setattr(source.text_config, key, value)
+
+    return change
+
+
+def set_rope(**values: Any) -> Callable[[SourceModel], None]:
+    def change(source: SourceModel) -> None:
+        source.text_config.rope_parameters = {**source.text_config.rope_parameters, **values}
+
+    return change
+
+
+def set_weights(part: str, value: float) -> Callable[[SourceModel], None]:
+    def change(source: SourceModel) -> None:
+        found = [p for name, p in source.model.named_parameters() if part in name]
+        assert found, part
+        for parameter in found:
+            parameter.data.fill_(value)
+
+    return change
+
+
+# Feature -> a family that has it and how to take it away. `rebuilt` features are read when a model is made.
+OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
+    "sliding window": ("mistral", set_config(sliding_window=CONTEXT)),
+    "per-layer types": ("gemma2", set_config(layer_types=["full_attention", "sliding_attention", "full_attention"])),
+    "softcaps": ("gemma2", set_config(attn_logit_softcapping=100.0)),
+    "softcap of the logits": ("gemma2", set_config(final_logit_softcapping=100.0)),
+    "attention sinks": ("gpt_oss", set_weights("sinks", -1e4)),
+    "partial rotary": ("phi", set_rope(partial_rotary_factor=1.0)),
+    "llama3 rotary scaling": ("llama (3.1)", set_rope(rope_type="default")),
+    "yarn rotary scaling": ("qwen3", set_rope(rope_type="default")),
+    "longrope rotary scaling": ("phi3", set_rope(rope_type="default")),
+    "linear rotary scaling": ("llama (linear)", set_rope(rope_type="default")),
+    "q/k norms": ("qwen3", set_weights("k_norm", 1.0)),
+    "biases": ("llama (3.1)", set_weights("q_proj.bias", 0.0)),
+    "biased head": ("phi", set_weights("lm_head.bias", 0.0)),
+    "logit scaling": ("granite", set_config(logits_scaling=1.0)),
+    "embedding scale": ("granite", set_config(embedding_multiplier=1.0)),
+    "experts": ("mixtral", set_config(num_experts_per_tok=1)),
+    "shared experts": ("deepseek_v3", set_weights("shared_experts.down_proj", 0.0)),
+    "layers without rotary": ("smollm3", set_config(no_rope_layers=[1, 1, 1])),
+    "query scaling by position": ("llama4 (text)", set_config(attn_scale=0.0)),
+    "learned positions": ("gpt2", set_weights("wpe", 0.0)),
+    "project_in and project_out": ("opt (350m)", set_weights("project_out", 0.0)),
+    "norms behind": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
+}
+# Those whose shape alone says that they are there: without them the model would have other parameters.
+IN_THE_SHAPES = {
+    "grouped queries",
+    "tied embeddings",
+    "latent attention",
+    "packed projections",
+    "parallel residual",
+    "interleaved rotary",
+    "no final norm",
+    "text model inside ForConditionalGeneration",
+}
+ELSEWHERE = {"dynamic rotary scaling", "attention in blocks"}  # in the tests on lengths below
+
+
+@pytest.mark.parametrize("feature", OFF)
+def test_a_lost_feature_would_show(feature: str) -> None:
+    family, switch_off = OFF[feature]
+    source = build(family)
+    with torch.no_grad():
+        right = source.model(IDS).logits
+        switch_off(source)
+        rebuilt = auto_class(source.model.config).from_config(source.model.config, attn_implementation="eager")
+        rebuilt.load_state_dict(source.model.state_dict())
+        wrong = wrap_model(rebuilt, family).model(IDS).logits
+    assert (wrong - right).abs().max() > 10 * MAX_RELATIVE_ERROR * right.abs().max()
+
+
+def test_every_feature_of_the_list_is_shown_to_matter() -> None:
+    named = {feature for family in FAMILIES.values() for feature in family.features}
+    assert named <= OFF.keys() | IN_THE_SHAPES | ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("gemma2", [Mask("window", WINDOW), Mask("causal"), Mask("window", WINDOW)]),
+        ("qwen2", [Mask("causal"), Mask("window", WINDOW), Mask("window", WINDOW)]),
+        ("llama4 (text)", [Mask("chunk", 192), Mask("causal"), Mask("chunk", 192)]),
+    ],
+)
+def test_masks_are_read_off_the_model(family: str, expected: list[Mask]) -> None:
+    source = build(family)
+    assert list(layer_masks(source.model, source.num_layers)) == expected
+    assert source.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("size", [1, 7, 128, 4096])
+def test_a_mask_is_known_by_its_rule(size: int) -> None:
+    rule = masking_utils.sliding_window_causal_mask_function(size)
+    assert classify(rule, size, 131072) == Mask("window", size)
+    assert classify(rule, size + 1, 131072) is None  # a model that says one thing and masks another
+    assert classify(rule, None, 131072) is None
+    assert classify(masking_utils.causal_mask_function, size, 131072) == Mask("causal")
+    assert classify(lambda b, h, q, k: k <= q + 1, size, 131072) is None
+
+
+def test_a_mask_of_another_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = build("llama")
+    monkeypatch.setattr(masking_utils, "causal_mask_function", masking_utils.bidirectional_mask_function)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM masks attention in a way"):
+        layer_masks(source.model, source.num_layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "longest", "why"),
+    [("phi3", CONTEXT // 2, "longrope"), ("llama4 (text)", 192, "blocks"), ("llama (dynamic)", CONTEXT, "context")],
+)
+def test_lengths_an_export_is_not_exact_for_are_refused(
+    family: str, longest: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = build(family)
+    with caplog.at_level(logging.WARNING):
+        assert context_length(source, None) == longest
+    assert (why in caplog.text) == (longest < CONTEXT)
+    assert context_length(source, longest - 1) == longest - 1
+    with pytest.raises(ConfigError, match=why):
+        context_length(source, longest + 1)
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama (dynamic)"])
+def test_behind_that_length_the_source_model_itself_changes_its_mind_about_earlier_tokens(family: str) -> None:
+    """Otherwise the limit would be too strict."""
+    source = build(family)
+    limit = context_length(source, None)
+    ids = torch.arange(limit + 1)[None] % 500
+    with torch.no_grad():
+        within, behind = source.model(ids[:, :limit]).logits, source.model(ids).logits[:, :limit]
+        again = source.model(ids[:, : limit - 1]).logits
+    assert (within[:, : limit - 1] - again).abs().max() < 1e-4
+    assert (within - behind).abs().max() > 1e-2
+
+
+def test_tied_embeddings_are_one_tensor() -> None:
+    model = build("llama (3.1)").model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_latent_attention_has_keys_wider_than_values() -> None:
+    config = build("deepseek_v3").text_config
+    shape = SimpleNamespace(key=config.qk_nope_head_dim + config.qk_rope_head_dim, value=config.v_head_dim)
+    assert shape.key > shape.value
+    assert shape.key % 8  # neither is a width the kernel takes as it is
