@@ -230,7 +230,7 @@ def _find(model: PreTrainedModel) -> Anatomy:
 
 
 def _check(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Raises UnsupportedModelError if an adapter's parts are not those that run, or do not give what the model gives."""
+    """Raises UnsupportedModelError if an adapter's parts do not run, or do not give what the model gives."""
     kind = type(model).__name__
     run = _watch(model)
     calls = [run.counts[id(layer)] for layer in anatomy.layers]

@@ -8,11 +8,12 @@ and on real text.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from tide_export import names
 from tide_export.bundle import Bundle, Manifest
@@ -24,7 +25,6 @@ from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.session import open_session
 from tide_export.thresholds import OFF
-from tide_export.trace.masks import layer_masks
 
 logger = logging.getLogger("tide_export")
 
@@ -45,8 +45,9 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
     Raises:
         GraphError: saying how it differs.
     """
+    graph = folder / names.GRAPH_FILE
     try:
-        onnx.checker.check_model(str(folder / names.GRAPH_FILE), full_check=True)
+        onnx.checker.check_model(str(graph), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
@@ -55,20 +56,26 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
     steps = max(1, min(NEW_TOKENS, context - 1))
     prompts = [
         _prompt(min(length, context - steps), manifest.model.vocab_size)
-        for length in (prompt_length(source, context), SHORT_PROMPT)
+        for length in (prompt_length(source, context, windows_of(graph)), SHORT_PROMPT)
     ]
     _require(check_full(engine, source, prompts, steps, MAX_PENDING), source)
     thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
     _require(check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING), source)
 
 
-def prompt_length(source: SourceModel, context: int) -> int:
-    """Tokens of the long prompt: enough to leave the model's longest sliding window, as far as they can be paid for.
+def windows_of(graph: Path) -> set[int]:
+    """The sliding windows of the graph's attention, in tokens."""
+    model = ir.load(graph)
+    sizes = (node.attributes.get_int("local_window_size", -1) for node in model.graph.all_nodes())
+    return {size for size in sizes if size > 0}
+
+
+def prompt_length(source: SourceModel, context: int, sliding: Collection[int]) -> int:
+    """Tokens of the long prompt: enough to leave the longest of the `sliding` windows, as far as they can be paid for.
 
     Logs a warning where a window within the model's context is not left.
     """
-    windows = [mask.size for mask in layer_masks(source.model, source.num_layers) if mask and mask.kind == "window"]
-    windows = [size for size in windows if size + BEHIND + NEW_TOKENS <= context]
+    windows = [size for size in sliding if size + BEHIND + NEW_TOKENS <= context]
     wanted = max([LONG_PROMPT, *(size + BEHIND for size in windows)])
     weights = sum(parameter.numel() for parameter in source.model.parameters())
     paid = int(min(MULTIPLICATIONS / weights, LOGIT_BYTES / (4 * source.vocab_size)))

@@ -204,7 +204,7 @@ def load_model(
     return wrap_model(model if device_map is not None else model.to(device), name)
 
 
-def auto_class(config: PretrainedConfig) -> type:
+def auto_class(config: PretrainedConfig) -> Any:
     """The transformers class that loads the causal LM of `config`: a text model, or one that also reads images.
 
     Raises:

@@ -10,6 +10,7 @@ pass, so that tokens wait and catch up. A row that fails stays in the table with
 """
 
 import argparse
+import importlib
 import logging
 import sys
 import tempfile
@@ -42,27 +43,34 @@ INTRODUCTION = """# Model families
 
 Written by `python tools/models.py`, which runs every row; nothing here is filled in by hand. {summary}
 
-A row is a tiny random model ({layers} layers, checkpoints after {checkpoints}) with the features its family is known for and every
-parameter randomised (`tests/families.py`), in float32. *Full* compares the exported graph at full depth with the Hugging Face model,
-*exit* compares it with the reference rule, at thresholds that about half of the tokens pass and with 1, 4 and 16 tokens allowed to
-wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest} tokens (sliding windows are {window}) and
-{new} generated tokens each. The number is the largest difference of a logit, relative to the largest logit. Large models of a family
-have the same graph with larger weights; they are checked by `tide-export export` itself before a bundle is written.
+A row is a tiny random model ({layers} layers, checkpoints after {checkpoints}) with the features its family is known
+for and every parameter randomised (`tests/families.py`), in float32. *Full* compares the exported graph at full depth with
+the Hugging Face model, *exit* compares it with the reference rule, at thresholds that divide the tokens and with 1, 4
+and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest} tokens
+(sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
+relative to the largest logit. Large models of a family have the same graph with larger weights; `tide-export export` compares
+each with its source before the bundle is written.
 
-| family | features | layers traced | parity full | parity exit | onnxruntime | tensorrt-rtx build | export seconds | notes |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+{head}
 """
+
+COLUMNS = [
+    *("family", "features", "layers traced", "parity full", "parity exit"),
+    *("onnxruntime", "tensorrt-rtx build", "export seconds", "notes"),
+]
 
 CLOSING = """
 ## What is not taken as it is
 
-- **Lengths.** longrope scaling switches to other angles once a sequence is longer than the model was first made for, for all of its
-  tokens, also those whose keys are in the cache by then; dynamic scaling does the same beyond `max_position_embeddings`; Llama 4
-  attends in blocks. Bundles hold sequences up to there, `export` says so, and a larger `--max-length` is refused.
+- **Lengths.** longrope scaling switches to other angles once a sequence is longer than the model was first made for,
+  for all of its tokens, also those whose keys are in the cache by then; dynamic scaling does the same beyond
+  `max_position_embeddings`; Llama 4 attends in blocks. Bundles hold sequences up to there, `export` says so, and a
+  larger `--max-length` is refused.
 - **Masks** are read off the model: causal, a sliding window, or blocks of tokens. A model with another mask is refused.
-- **Mixture of experts.** Each expert is a matrix product of its own, and one that no token chose is not read. Two experts whose
-  scores differ by less than rounding may be chosen differently by two correct programs; the check before a bundle is written then
-  says that the graph differs. `--no-validate` skips it.
+- **Mixture of experts.** Each expert is a matrix product of its own, and one that no token chose is not read (Llama 4
+  runs all, as in transformers' own code). Two experts whose scores differ by less than rounding may be chosen
+  differently by two correct programs; the check before a bundle is written then says that the graph differs, and
+  `--no-validate` skips it.
 - **Keys wider than values** (DeepSeek's latent attention): both are stored at the wider width, decompressed.
 - Parts that cannot be found by themselves can be told: [adapters](adapters.md).
 """
@@ -159,11 +167,11 @@ def page(rows: Sequence[Row], families: ModuleType) -> str:
     """docs/models.md."""
     equal = sum(row.onnxruntime == "yes" and row.expected for row in rows)
     others = [f"{row.family} ({row.onnxruntime})" for row in rows if row.onnxruntime != "yes"]
-    summary = f"{equal} of {len(rows)} rows are exported and equal" + (
-        f"; not so: {', '.join(others)}." if others else "."
-    )
+    summary = f"{equal} of {len(rows)} rows are exported and equal"
+    table = "\n".join(("| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"))
     head = INTRODUCTION.format(
-        summary=summary,
+        summary=summary + (f"; not so: {', '.join(others)}." if others else "."),
+        head=table,
         layers=families.LAYERS,
         checkpoints=" and ".join(map(str, families.CHECKPOINTS)),
         longest=len(PROMPTS[-1]),
@@ -179,8 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "models.md")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT / "tests"))
-    import families
-
+    families = importlib.import_module("families")
     unknown = sorted(set(options.only or ()) - families.FAMILIES.keys())
     if unknown:
         parser.error(f"no family {unknown[0]!r}: there are {', '.join(families.FAMILIES)}")

@@ -1,7 +1,7 @@
 """What each family's row says it has really matters to the prompts of the parity test.
 
-For each feature one family is taken, the feature is switched off in the *HuggingFace* model, and its logits must move by
-far more than parity forgives: an export that lost the feature could not pass. What depends on the length of the
+For each feature one family is taken, the feature is switched off in the *HuggingFace* model, and its logits must move
+by far more than parity forgives: an export that lost the feature could not pass. What depends on the length of the
 sequence beyond what an export can hold is refused with a sentence.
 """
 

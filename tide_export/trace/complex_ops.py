@@ -10,4 +10,4 @@ from onnxscript.function_libs.torch_lib.registration import torch_op
 
 @torch_op("aten::unsqueeze", trace_only=True, complex=True)
 def aten_unsqueeze_complex(self, dim: int):
-    return op.Unsqueeze(self, [dim - 1 if dim < 0 else dim])
+    return op.Unsqueeze(self, op.Constant(value_ints=[dim - 1 if dim < 0 else dim]))  # type: ignore[arg-type]

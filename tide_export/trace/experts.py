@@ -9,9 +9,9 @@ routing weights stay the model's own code.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -22,7 +22,7 @@ IMPLEMENTATION = "tide_export"
 
 
 def emit_experts(
-    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The stand-in `transformers` calls: tokens [T, D], experts and weights of each [T, k] -> [T, D]."""
     tokens, width = hidden_states.shape
@@ -39,7 +39,7 @@ def emit_experts(
     return rows.reshape(-1, chosen, width).sum(dim=1).to(hidden_states.dtype)
 
 
-def _product(module: nn.Module, rows: torch.Tensor, expert: torch.Tensor, name: str) -> torch.Tensor:
+def _product(module: Any, rows: torch.Tensor, expert: torch.Tensor, name: str) -> torch.Tensor:
     weight = getattr(module, name)  # [E, K, N] where transposed, else [E, N, K]
     product = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{OP_EXPERT_MATMUL}",

@@ -48,7 +48,7 @@ class Mask:
 
 
 def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
-    """The mask of each of the model's `depth` layers, None where a layer attends without asking for a mask.
+    """The mask of each of the model's `depth` layers, None where a layer attends without asking for one.
 
     Runs the model on two tokens with attention that computes nothing.
 
@@ -57,6 +57,8 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
             its own.
     """
     seen: dict[int, Mask | None] = {}
+    if not model._can_set_attn_implementation():  # attends by itself; `symbolic_attention` says what becomes of it
+        return (None,) * depth
     with _watching(model, seen), torch.no_grad():
         ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
         model(input_ids=ids, use_cache=False)

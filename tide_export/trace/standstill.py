@@ -1,13 +1,15 @@
 """Holds still, while a model is traced, what would otherwise depend on the tokens at hand.
 
 Two things. *Rotary tables of a length*: "dynamic" and "longrope" scaling compute their angles from the longest position
-of the pass. Up to the length the model was first made for they are those of a short pass, and `SourceModel.context_length`
-promises no more, so the switch is taken out and the short angles are traced. *Positions*: a layer that counts its own
-tokens asks the K/V cache how many came before; the cache here holds nothing and answers with the first position id.
+of the pass. Up to the length the model was first made for they are those of a short pass, and a bundle holds no longer
+sequences (`SourceModel.context_length`), so the switch is taken out and the short angles are traced. *Positions*: a
+layer that counts its own tokens asks the K/V cache how many came before; the cache here holds nothing and answers with
+the first position id.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +21,8 @@ SWITCHING = ("dynamic", "longrope")  # rope types whose angles depend on the len
 @contextmanager
 def short_rotary(model: nn.Module) -> Iterator[None]:
     """While open, rotary modules of a switching type give the angles of a short pass and do not switch."""
-    held: list[tuple[nn.Module, str | dict[str, str], dict[str, torch.Tensor]]] = []
+    held: list[tuple[Any, str | dict[str, str], dict[str, torch.Tensor]]] = []
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         types = kinds if isinstance(kinds, dict) else {"": kinds}

@@ -54,8 +54,11 @@ class RotaryTablesPass(ir.passes.InPlacePass):
             return None
         angles.outputs[0].type = value.type or ir.TensorType(ir.DataType.FLOAT)
         evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(angles, ir_version=10)))
-        (rows,) = evaluator.run(None, {"position_ids": np.arange(self.max_length, dtype=np.int64)[None]})
-        (few,) = evaluator.run(None, {"position_ids": np.arange(min(2, self.max_length), dtype=np.int64)[None]})
+        runs = [
+            evaluator.run(None, {"position_ids": np.arange(length, dtype=np.int64)[None]})
+            for length in (self.max_length, min(2, self.max_length))
+        ]
+        rows, few = (np.asarray(output) for (output,) in runs)
         if not np.array_equal(rows[:, : few.shape[1]], few, equal_nan=True):
             raise UnsupportedModelError(
                 f"the rotary angles of a token depend on how long the sequence is ({value.name}), so keys in the cache "

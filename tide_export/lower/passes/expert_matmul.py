@@ -5,7 +5,8 @@ no row chose multiplies nothing and its weights are not read, so a decoding step
 alone, straight from where they are stored. Each expert's matrix is a weight of its own [K, N], cut out when the model
 is written.
 
-Precondition: inputs rows [R, K], expert int64 [R], weights [E, N, K] (or [E, K, N] where `transposed`), a stored tensor.
+Precondition: inputs rows [R, K], expert int64 [R], weights [E, N, K] (or [E, K, N] where `transposed`), which are a
+stored tensor.
 Postcondition: none is left; products of one layer share one sorting.
 """
 

@@ -6,7 +6,8 @@ takes [B, S, heads * head_dim], so the Reshape and Transpose pairs around the tr
 and key are rotated from tables just before, the rotation moves inside.
 
 Precondition: TideAttention has six inputs (query, key, value, past key, past value, total length), a seventh where the
-model has attention sinks, and three outputs, as `compose` leaves it; batch 1. Postcondition: none is left; what only fed one is left unused.
+model has attention sinks, and three outputs, as `compose` leaves it; batch 1. Postcondition: none is left; what only
+fed one is left unused.
 """
 
 import numpy as np
