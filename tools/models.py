@@ -43,13 +43,13 @@ INTRODUCTION = """# Model families
 
 Written by `python tools/models.py`, which runs every row; nothing here is filled in by hand. {summary}
 
-A row is a tiny random model ({layers} layers, checkpoints after {checkpoints}) with the features its family is known
-for and every parameter randomised (`tests/families.py`), in float32. *Full* compares the exported graph at full depth with
-the Hugging Face model, *exit* compares it with the reference rule, at thresholds that divide the tokens and with 1, 4
-and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest} tokens
-(sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
-relative to the largest logit. Large models of a family have the same graph with larger weights; `tide-export export` compares
-each with its source before the bundle is written.
+A row is a tiny random model ({layers} layers, checkpoints after {checkpoints}) with the features its family is
+known for and every parameter randomised (`tests/families.py`), in float32. *Full* compares the exported graph at full
+depth with the Hugging Face model, *exit* compares it with the reference rule, at thresholds that divide the tokens and
+with 1, 4 and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest}
+tokens (sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
+relative to the largest logit. Large models of a family have the same graph with larger weights; `tide-export export`
+compares each with its source before the bundle is written.
 
 {head}
 """

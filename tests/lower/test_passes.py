@@ -5,7 +5,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export.lower.passes import PackedProjectionsPass, SkipNormsPass, TransposedWeightsPass
+from tide_export.lower.passes import ExpertMatMulPass, PackedProjectionsPass, SkipNormsPass, TransposedWeightsPass
 
 FLOAT = ir.DataType.FLOAT
 RNG = np.random.default_rng(0)
@@ -174,3 +174,40 @@ def test_projections_that_do_not_match_are_left_alone(biased: int, shared: bool)
     modified, ops = apply(PackedProjectionsPass(), attention(Sketch(), biased, shared))
     assert not modified
     assert ops.count("MatMul") == 3
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+@pytest.mark.parametrize("experts", [1, 4])
+def test_rows_are_multiplied_by_their_own_expert(experts: int, transposed: int) -> None:
+    """Two products of one choice share its sorting; experts that nobody chose, and one that all chose, included."""
+    sketch = Sketch()
+    rows = sketch.input("rows", ["r", 6])
+    expert = ir.Value(name="expert", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["r"]))
+    sketch.inputs.append(expert)
+    shapes = [(experts, 6, 5), (experts, 5, 7)] if transposed else [(experts, 5, 6), (experts, 7, 5)]
+    value = rows
+    for number, shape in enumerate(shapes):
+        node = ir.node(
+            "TideExpertMatMul",
+            [value, expert, sketch.weight(f"w{number}", *shape)],
+            attributes={"num_experts": experts, "transposed": transposed},
+            domain="tide",
+            name=f"product{number}",
+        )
+        value = node.outputs[0]
+        value.name, value.type, value.shape = f"p{number}", ir.TensorType(FLOAT), ir.Shape(["r", (5, 7)[number]])
+        sketch.nodes.append(node)
+    model = sketch.model(value)
+    weights = [model.graph.initializers[f"w{number}"].const_value.numpy() for number in range(2)]
+    if not transposed:
+        weights = [weight.swapaxes(1, 2) for weight in weights]
+    assert ExpertMatMulPass()(model).modified
+    ops = [node.op_type for node in model.graph]
+    assert ops.count("MatMul") == 2 * experts
+    assert ops.count("TopK") == 2
+    session = ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString())
+    for choice in ([0], [0] * 9, RNG.integers(0, experts, 9).tolist(), [experts - 1, 0]):
+        x = RNG.normal(size=(len(choice), 6)).astype(np.float32)
+        (found,) = session.run(None, {"rows": x, "expert": np.array(choice, dtype=np.int64)})
+        expected = np.stack([row @ weights[0][e] @ weights[1][e] for row, e in zip(x, choice, strict=True)])
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -7,11 +7,12 @@ One trace a family, which is what takes the time. That the features of the rows 
 from pathlib import Path
 
 import pytest
-from families import CHECKPOINTS, EXPORTED, LAYERS, REFUSED, build, engine_of, pieces_of
+from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build, engine_of, pieces_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.export_check import dividing_thresholds
 from tide_export.parity import check_exit, check_full, spread_routers
+from tide_export.thresholds import OFF
 from tide_export.trace import trace
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]  # none, one and five windows long
@@ -46,7 +47,7 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
 
         exits: set[int] = set()
         middle = dividing_thresholds(source, routers, PROMPTS[2])
-        for thresholds in ([0.3] * 2, [0.7] * 2, middle):
+        for thresholds in ([0.3] * 2, [0.7] * 2, middle, [OFF, middle[1]]):
             for max_pending in (1, 4, 16):
                 check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, max_pending)
                 assert check.holds, (thresholds, max_pending, check.differences)
@@ -56,8 +57,6 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_that_cannot_be_exported_is_refused_by_name(family: str) -> None:
-    from families import FAMILIES
-
     source = build(family)
     with pytest.raises(UnsupportedModelError, match=FAMILIES[family].refused) as caught:
         trace(source, CHECKPOINTS)

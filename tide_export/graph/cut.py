@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnx_ir.convenience as irc
 from onnx_ir.passes import common as common_passes
 
-from tide_export.errors import GraphError, UnsupportedModelError
+from tide_export.errors import GraphError, TideError, UnsupportedModelError
 from tide_export.graph.passes import RotaryTablesPass, StaticReshapesPass
 from tide_export.names import DOMAIN, OP_ATTENTION
 from tide_export.trace import TracedModel
@@ -53,13 +53,18 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
     Raises:
         UnsupportedModelError: a layer reads more than the hidden states and positions in front of it.
     """
-    model = ir.passes.Sequential(
+    rewrites = ir.passes.Sequential(
         common_passes.CommonSubexpressionEliminationPass(),
         StaticReshapesPass(),
         RotaryTablesPass(max_length),
         common_passes.RemoveUnusedNodesPass(),
-    )(traced.model).model
-    graph = model.graph
+    )
+    try:
+        graph = rewrites(traced.model).model.graph
+    except ir.passes.PassError as error:
+        if isinstance(error.__cause__, TideError):
+            raise error.__cause__ from None
+        raise
     token_ids, positions = graph.inputs
     bounds = traced.boundaries
 
