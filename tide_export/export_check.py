@@ -34,8 +34,8 @@ BEHIND = 8  # tokens a prompt reaches behind the last window
 NEW_TOKENS = 12
 MAX_PENDING = 3
 
-# What the long prompt may cost, for each of the four passes over it: about a minute on two cores, and memory.
-MULTIPLICATIONS = 2e12
+# What one pass over the long prompt may cost, of which there are five: about a minute on two cores for all, and memory.
+MULTIPLICATIONS = 3e11
 LOGIT_BYTES = 2**30
 
 
@@ -56,18 +56,17 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
     steps = max(1, min(NEW_TOKENS, context - 1))
     prompts = [
         _prompt(min(length, context - steps), manifest.model.vocab_size)
-        for length in (prompt_length(source, context, windows_of(graph)), SHORT_PROMPT)
+        for length in (prompt_length(source, context, windows_of(graph, source)), SHORT_PROMPT)
     ]
     _require(check_full(engine, source, prompts, steps, MAX_PENDING), source)
     thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
     _require(check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING), source)
 
 
-def windows_of(graph: Path) -> set[int]:
-    """The sliding windows of the graph's attention, in tokens."""
-    model = ir.load(graph)
-    sizes = (node.attributes.get_int("local_window_size", -1) for node in model.graph.all_nodes())
-    return {size for size in sizes if size > 0}
+def windows_of(graph: Path, source: SourceModel) -> set[int]:
+    """Sliding windows in tokens: those the graph has and the one the model's config speaks of, lest one was lost."""
+    sizes = [node.attributes.get_int("local_window_size", -1) for node in ir.load(graph).graph.all_nodes()]
+    return {size for size in (*sizes, getattr(source.text_config, "sliding_window", None)) if size and size > 0}
 
 
 def prompt_length(source: SourceModel, context: int, sliding: Collection[int]) -> int:

@@ -1,0 +1,93 @@
+"""The gate before a bundle is put in place: long enough for the windows, affordable, and it closes."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as tf
+from families import GROUPED
+
+from tide_export import export_check, pipeline
+from tide_export.config import TideConfig
+from tide_export.errors import GraphError
+from tide_export.export_check import LONG_PROMPT, dividing_thresholds, prompt_length
+from tide_export.model import load_model
+from tide_export.oracle import oracle
+from tide_export.parity import spread_routers
+from tide_export.thresholds import OFF
+from tide_export.trace import tracer
+
+WINDOW = 100  # longer than a prompt that takes no notice of it
+IDS = [(i * 37) % 500 + 3 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Mistral and routers for it."""
+    path = tmp_path_factory.mktemp("mistral")
+    torch.manual_seed(0)
+    config = tf.MistralConfig(**{**GROUPED, "num_hidden_layers": 2}, sliding_window=WINDOW)
+    model = tf.MistralForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0)
+    model.save_pretrained(path / "model")
+    spread_routers(load_model(path / "model"), (1,), IDS, bottleneck=8).save(path / "routers.safetensors")
+    return path
+
+
+def export(folder: Path, output: Path) -> None:
+    config = TideConfig(checkpoints=(1,), min_layers=1)
+    pipeline.export(str(folder / "model"), output, routers=folder / "routers.safetensors", config=config)
+
+
+def test_a_window_that_was_lost_is_found_behind_the_window(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracer, "layer_masks", lambda model, depth: (None,) * depth)
+    with pytest.raises(GraphError, match=r"does not equal the model \(full depth\)"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # And with the window it is the length of the prompt that finds it: a short one passes.
+    monkeypatch.setattr(export_check, "windows_of", lambda graph, source: set())
+    export(folder, tmp_path / "out")
+
+
+def source_of(parameters: int, vocabulary: int) -> SimpleNamespace:
+    """As much of a `SourceModel` as the length depends on."""
+    model = torch.nn.Linear(parameters, 1, bias=False, device="meta")
+    return SimpleNamespace(model=model, vocab_size=vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "vocabulary", "context", "windows", "length"),
+    [
+        (10**6, 1000, 8192, set(), LONG_PROMPT),
+        (10**6, 1000, 8192, {128, 4096}, 4096 + 8),
+        (10**6, 1000, 4096, {4096}, LONG_PROMPT),  # never left within the context
+        (10**9, 1000, 8192, {256}, 264),
+        (10**9, 1000, 8192, {4096}, 300),  # as far as it can be paid for
+        (10**11, 1000, 8192, {4096}, LONG_PROMPT),
+        (10**6, 2**18, 8192, {4096}, 1024),  # logits of all positions would not fit
+    ],
+)
+def test_the_prompt_leaves_the_windows_as_far_as_that_is_affordable(
+    parameters: int, vocabulary: int, context: int, windows: set[int], length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert prompt_length(source_of(parameters, vocabulary), context, windows) == length
+    too_short = bool(windows) and length <= max(windows) < context
+    assert ("too few to leave the sliding window" in caplog.text) == too_short
+
+
+def test_thresholds_divide_the_tokens_whatever_the_routers_are_like(folder: Path) -> None:
+    source = load_model(folder / "model")
+    routers = spread_routers(source, (1,), IDS, bottleneck=8)
+    routers.routers[1].up.bias.fill_(-3.0)  # none is above a half
+    (threshold,) = dividing_thresholds(source, routers, IDS)
+    scores = oracle(source, routers, IDS, [OFF]).scores[:, 0]
+    assert 0.2 < float((scores > threshold).float().mean()) < 0.8
+    routers.routers[1].up.weight.zero_()  # all are the same
+    (threshold,) = dividing_thresholds(source, routers, IDS)
+    assert bool((oracle(source, routers, IDS, [OFF]).scores > threshold).all())
