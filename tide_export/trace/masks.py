@@ -61,7 +61,13 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
         return (None,) * depth
     with _watching(model, seen), torch.no_grad():
         ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
-        model(input_ids=ids, use_cache=False)
+        try:
+            model(input_ids=ids, use_cache=False)
+        except (AttributeError, TypeError, KeyError, IndexError) as error:  # it wants a mask it can compute with
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does something to its attention masks that is not understood ({reason})"
+            ) from error
     return tuple(seen.get(layer) for layer in range(depth))
 
 
