@@ -431,3 +431,8 @@ def test_making_one_without_it_says_what_to_install(command, options):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "pip install 'tide_export[export,cpu]'" in done.stderr
+
+
+@pytest.mark.parametrize(("given", "skipped"), [([], False), (["--no-validate"], True), (["--no-check"], True)])
+def test_the_check_before_a_bundle_is_written_can_be_skipped(given, skipped):
+    assert build_parser().parse_args(["export", MODEL, "-o", "x", *given]).no_check is skipped
