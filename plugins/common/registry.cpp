@@ -2,13 +2,14 @@
 //
 // There are two ways in. TensorRT's `IPluginRegistry::loadLibrary` opens the library and asks `getCreators`, then
 // registers what it gets, and fails if one of them is registered already. Others, Triton among them, only dlopen the
-// library, so it also registers its creators by itself, in whichever TensorRT the process has loaded. Where `getCreators`
+// library, so it also registers its creators by itself, in the TensorRT that the process has loaded. Where `getCreators`
 // is called after that, the library takes its own registration back first, for the caller will register.
 #include "common/registry.h"
 
 #include <dlfcn.h>
 
 #include <array>
+#include <cstdlib>
 #include <mutex>
 
 #include "tide_compact/plugin.h"
@@ -33,16 +34,15 @@ std::array<IPluginCreatorInterface*, kCount> const& creators() {
 }
 
 // The registry of the TensorRT that this process has loaded, if any. Looked up, not linked: the library then opens
-// without TensorRT too, and finds one that was loaded privately.
+// without TensorRT too, and finds one that was loaded privately. TIDE_TENSORRT_LIBRARY names another library than the
+// full TensorRT. TensorRT-RTX is none by itself: it would take the plugins over the functions' bodies and then abort.
 IPluginRegistry* loaded_registry() {
-  std::string const own = "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
-  for (char const* library : {own.c_str(), "libtensorrt_rtx.so.1"}) {
-    void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
-    if (handle == nullptr) continue;
-    auto const get = reinterpret_cast<IPluginRegistry* (*)()>(dlsym(handle, "getPluginRegistry"));
-    if (get != nullptr) return get();
-  }
-  return nullptr;
+  char const* const named = std::getenv("TIDE_TENSORRT_LIBRARY");
+  std::string const library = named != nullptr ? named : "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
+  void* const handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (handle == nullptr) return nullptr;
+  auto const get = reinterpret_cast<IPluginRegistry* (*)()>(dlsym(handle, "getPluginRegistry"));
+  return get == nullptr ? nullptr : get();
 }
 
 class OwnRegistration {
