@@ -1,4 +1,4 @@
-"""What each kernel must compute, in float64 NumPy, and checks of one case each; the CPU and the GPU tests share them."""
+"""What each kernel must compute, in float64 NumPy, and checks of a case each, for the tests on the CPU and on a GPU."""
 
 from dataclasses import dataclass, replace
 

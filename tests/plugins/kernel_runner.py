@@ -1,7 +1,7 @@
 """Runs kernels on NumPy arrays, on the CPU (emulated) or on a GPU, in memory that shows what a kernel should not do.
 
-Everything a kernel may write starts as NaN bytes, every array lies between two guards that must be untouched afterwards,
-and the workspace is exactly as large as asked for, filled with NaN.
+Everything a kernel may write starts as NaN bytes, every array lies between two guards that must be untouched, and the
+workspace is exactly as large as asked for, filled with NaN.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "plugins" / "capi"))
 import tide_kernels as tk  # noqa: E402
 
-GUARD = 256  # bytes before and after each array
+GUARD = 256  # bytes before and after each array, which keep its alignment
 FILL = 0xFF  # NaN in all three float types, -1 in integers
 
 
@@ -44,24 +44,31 @@ def rounded(values: np.ndarray, kind: int) -> np.ndarray:
 
 
 class HostMemory:
-    """The emulation's device memory: the host's."""
+    """The emulation's device memory: the host's, aligned as cudaMalloc aligns."""
 
     def __init__(self) -> None:
-        self.blocks: list[np.ndarray] = []
+        self.libc = ctypes.CDLL(None)
+        self.blocks: list[int] = []
 
     def put(self, data: np.ndarray) -> int:
-        # One allocation each, aligned like cudaMalloc's, so that an address sanitizer sees every overrun of the guards.
-        raw = np.full(data.nbytes + 256, FILL, np.uint8)
-        start = -raw.ctypes.data % 256
-        raw[start : start + data.nbytes] = data
-        self.blocks.append(raw)
-        return raw.ctypes.data + start
+        # Not NumPy's memory: an allocation that ends where the data ends, so that an address sanitizer sees an overrun.
+        address = ctypes.c_void_p()
+        self.libc.posix_memalign(ctypes.byref(address), ctypes.c_size_t(256), ctypes.c_size_t(max(data.nbytes, 1)))
+        assert address.value is not None
+        self.blocks.append(address.value)
+        ctypes.memmove(address.value, data.ctypes.data, data.nbytes)
+        return address.value
 
     def get(self, address: int, size: int) -> np.ndarray:
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)).copy()
 
     def wait(self) -> None:
         pass
+
+    def free(self) -> None:
+        for address in self.blocks:
+            self.libc.free(ctypes.c_void_p(address))
+        self.blocks.clear()
 
 
 class DeviceMemory:
@@ -121,11 +128,12 @@ def load_cudart() -> ctypes.CDLL:
 
 
 class Runner:
-    """Kernels of one library, on NumPy arrays. `guarded` arrays go in, the same arrays come out changed."""
+    """Kernels of one library, on NumPy arrays; `guard` bytes before and after each (none leaves it to a sanitizer)."""
 
-    def __init__(self, library: Path, memory_type: type = HostMemory) -> None:
+    def __init__(self, library: Path, memory_type: type[HostMemory | DeviceMemory] = HostMemory, guard: int = GUARD):
         self.kernels = tk.Kernels(library)
         self.memory_type = memory_type
+        self.guard = guard
 
     def run(
         self,
@@ -143,30 +151,29 @@ class Runner:
             AssertionError: a guard or an input was written to.
             tk.KernelError: the arguments are unusable.
         """
-        memory = self.memory_type()
+        memory, guard = self.memory_type(), self.guard
         placed = []
         targets = [(args, key, value) for key, value in {**inputs, **outputs}.items()]
         targets += [(args.norm, key, value) for key, value in (norm or {}).items()]
         for owner, key, array in targets:
-            data = np.full(array.nbytes + 2 * GUARD, FILL, np.uint8)
-            data[GUARD : GUARD + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            data = np.full(array.nbytes + 2 * guard, FILL, np.uint8)
+            data[guard : guard + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             address = memory.put(data)
-            setattr(owner, key, address + GUARD)
+            setattr(owner, key, address + guard)
             placed.append((key, array, data, address))
         size = self.kernels.workspace(name, args) if name in tk.WITH_WORKSPACE else 0
-        workspace = memory.put(np.full(size + GUARD, FILL, np.uint8))
+        workspace = memory.put(np.full(size + guard, FILL, np.uint8))
         self.kernels.start(name, args, workspace, size)
         memory.wait()
 
         for key, array, before, address in placed:
             after = memory.get(address, before.nbytes)
             if key in outputs:
-                array.reshape(-1).view(np.uint8)[:] = after[GUARD : GUARD + array.nbytes]
-                after[GUARD : GUARD + array.nbytes] = before[GUARD : GUARD + array.nbytes]
+                array.reshape(-1).view(np.uint8)[:] = after[guard : guard + array.nbytes]
+                after[guard : guard + array.nbytes] = before[guard : guard + array.nbytes]
             assert np.array_equal(before, after), f"{name} wrote outside its outputs, near or into {key}"
-        assert (memory.get(workspace + size, GUARD) == FILL).all(), f"{name} wrote behind its workspace"
-        if isinstance(memory, DeviceMemory):
-            memory.free()
+        assert (memory.get(workspace + size, guard) == FILL).all(), f"{name} wrote behind its workspace"
+        memory.free()
 
 
 def poison(shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, cuda_headers, need
 from kernel_cases import LAYER, RMS, B, F, H, RouteCase, run_all, tolerance
 from kernel_checks import (
     ScatterCase,
@@ -25,6 +24,7 @@ from kernel_checks import (
     run_route,
 )
 from kernel_runner import Runner, poison, tk
+from native_builds import ROOT, cuda_headers, need
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,9 @@ def test_route(runner, case):
 
 @pytest.mark.parametrize("kind", [F, H, B])
 def test_a_row_s_score_does_not_depend_on_the_others(runner, kind):
-    check_route_rows_alone(runner, RouteCase(520, 300, 24, 17, states=kind, weights=kind, norm=RMS), [1, 4, 17, 33, 512])
+    check_route_rows_alone(
+        runner, RouteCase(520, 300, 24, 17, states=kind, weights=kind, norm=RMS), [1, 4, 17, 33, 512]
+    )
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
@@ -89,6 +91,11 @@ def test_a_score_has_the_same_bits_in_any_order(runner, emulate):
     emulate(5)
     shuffled, _ = run_route(runner, case, data)
     assert np.array_equal(ascending.view(np.int32), shuffled.view(np.int32))
+
+
+def test_addresses_that_allow_no_packs(emulated_library):
+    """Every array is 8 bytes off a multiple of 16."""
+    run_all(Runner(emulated_library, guard=24))
 
 
 @pytest.mark.parametrize("norm", [tk.NORM_NONE, RMS, LAYER])
@@ -158,9 +165,10 @@ def test_a_workspace_that_is_too_small_is_refused(runner):
 
 
 def test_the_workspace_for_many_rows_is_enough_for_fewer(runner):
-    sizes = []
-    for rows in (1, 2, 31, 512, 513, 600, 4096, 100_000):
-        sizes.append(runner.kernels.workspace("tide_route", route_args(rows=rows, hidden=5000, bottleneck=100)))
+    sizes = [
+        runner.kernels.workspace("tide_route", route_args(rows=rows, hidden=5000, bottleneck=100))
+        for rows in (1, 2, 31, 512, 513, 600, 4096, 100_000)
+    ]
     assert sizes == sorted(sizes)
 
 
