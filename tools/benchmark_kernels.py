@@ -4,11 +4,11 @@
                                       [--shortlist 256] [--json FILE] [--check]
 
 LIBRARY is `libtide_kernels.so`; FOLDER is TIDE 0.2.1's source distribution (`pip download --no-binary :all:
-tide-inference`), unpacked, whose kernels are compiled here. Work is queued while the GPU is kept busy, so what is timed is the GPU
-going through it back to back, not Python; inputs rotate among so many copies that they do not fit into the cache. The
-floor is the bytes that must move over the bandwidth of a large copy measured in the same run, and a launch costs what
-an empty kernel does. `--check` makes the exit code 1 where a goal of the project is missed: at 512 rows 10x TIDE's
-router, and within 1.5x of the floor. Without a GPU it says so and exits with 2.
+tide-inference`), unpacked, whose kernels are compiled here. Work is queued while the GPU is kept busy, so what is timed
+is the GPU going through it back to back, not Python; inputs rotate among so many copies that they do not fit into the
+cache. The floor is the bytes that must move over the bandwidth of a large copy measured in the same run, and a launch
+costs what an empty kernel does. `--check` makes the exit code 1 where a goal of the project is missed: at 512 rows 10x
+TIDE's router, and within 1.5x of the floor. Without a GPU it says so and exits with 2.
 """
 
 import argparse
