@@ -107,6 +107,8 @@ def test_route_in_a_cuda_graph(runner):
 
     stream, graph, executable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     check(cudart.cudaStreamCreateWithFlags(ctypes.byref(stream), 1))  # does not wait for the default stream
+    runner.kernels.start("tide_route", args, workspace, size, stream.value)  # CUDA loads kernels at their first launch
+    check(cudart.cudaStreamSynchronize(stream))
     check(cudart.cudaStreamBeginCapture(stream, 0))
     runner.kernels.start("tide_route", args, workspace, size, stream.value)
     check(cudart.cudaStreamEndCapture(stream, ctypes.byref(graph)))
