@@ -95,8 +95,8 @@ struct Project {
 
   template <class B>
   static TIDE_DEVICE void run(B& block, Shared& shared, const Args& args) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-    if constexpr (Tile::kEverywhere)  // `project` launches no other here
+#if defined(__CUDA_ARCH__)
+    if constexpr (Tile::runs_on(__CUDA_ARCH__))  // the rest would only cost time to compile
 #endif
       compute(block, shared, args);
   }
