@@ -96,7 +96,7 @@ struct Project {
   template <class B>
   static TIDE_DEVICE void run(B& block, Shared& shared, const Args& args) {
 #if defined(__CUDA_ARCH__)
-    if constexpr (Tile::runs_on(__CUDA_ARCH__))  // the rest would only cost time to compile
+    if constexpr (Tile::kFirstArch <= __CUDA_ARCH__ && __CUDA_ARCH__ <= Tile::kLastArch)  // nothing launches the rest
 #endif
       compute(block, shared, args);
   }

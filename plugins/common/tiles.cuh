@@ -82,8 +82,8 @@ struct TensorOps {
 // warps for which no square is left only help to read.
 template <class Type, int kRowCount, int kColumnCount, int kStepSize, int kWarpRows, int kWarpColumns, int kThreadCount>
 struct TensorTile {
-  // On which architectures `project` launches it: bfloat16 from compute capability 8.0 on.
-  static constexpr bool runs_on(int arch) { return std::is_same<Type, __half>::value || arch >= 800; }
+  // The architectures on which `project` launches it: bfloat16 from compute capability 8.0 on.
+  static constexpr int kFirstArch = std::is_same<Type, __half>::value ? 0 : 800, kLastArch = 9999;
   using X = Type;
   using W = Type;
   static constexpr int kRows = kRowCount, kColumns = kColumnCount, kStep = kStepSize;
@@ -151,8 +151,8 @@ struct TensorTile {
 // The same with a kThreadRows x kThreadColumns square per thread, in float32 whatever the types in memory.
 template <class XType, class WType, int kRowCount, int kColumnCount, int kStepSize, int kThreadRows, int kThreadColumns>
 struct PlainTile {
-  // On which architectures `project` launches it: bfloat16 alone only where there are no tensor cores for it.
-  static constexpr bool runs_on(int arch) { return !std::is_same<WType, __nv_bfloat16>::value || arch < 800; }
+  // The architectures on which `project` launches it: bfloat16 alone only where there are no tensor cores for it.
+  static constexpr int kFirstArch = 0, kLastArch = std::is_same<WType, __nv_bfloat16>::value ? 799 : 9999;
   using X = XType;
   using W = WType;
   static constexpr int kRows = kRowCount, kColumns = kColumnCount, kStep = kStepSize;
