@@ -85,7 +85,7 @@ TIDE_DEVICE void atomic_add(int64_t* counter, int64_t value) {
 
 struct Emulation {
   uint64_t order = 0;  // of threads and blocks: 0 is ascending, anything else a shuffle
-  int compute_capability = 8;
+  int compute_capability = 8;  // major
 };
 
 inline Emulation& emulation() {

@@ -96,7 +96,9 @@ struct Project {
   template <class B>
   static TIDE_DEVICE void run(B& block, Shared& shared, const Args& args) {
 #if defined(__CUDA_ARCH__)
-    if constexpr (Tile::kFirstArch <= __CUDA_ARCH__ && __CUDA_ARCH__ <= Tile::kLastArch)  // nothing launches the rest
+    if constexpr (Tile::kFirstArch > __CUDA_ARCH__ || __CUDA_ARCH__ > Tile::kLastArch)
+      __trap();  // `project` launches no such tile, and compiling it would only take time
+    else
 #endif
       compute(block, shared, args);
   }
@@ -152,25 +154,37 @@ cudaError_t launch_tile(const Projection& args, cudaStream_t stream) {
   return launch<Project<Tile>>(grid, args, stream);
 }
 
+// Few rows, and more.
+template <class T>
+using SmallTensorTile = TensorTile<T, 16, 32, 256, 1, 1, 128>;
+template <class T>
+using LargeTensorTile = TensorTile<T, 64, 128, 64, 2, 2, 256>;
+template <class X, class W>
+using SmallPlainTile = PlainTile<X, W, 4, 32, 256, 1, 1>;
+template <class X, class W>
+using LargePlainTile = PlainTile<X, W, 64, 64, 32, 4, 4>;
+
 template <class T>
 cudaError_t launch_tensor(const Projection& args, cudaStream_t stream) {
-  if (args.rows <= 32) return launch_tile<TensorTile<T, 16, 32, 256, 1, 1, 128>>(args, stream);
-  return launch_tile<TensorTile<T, 64, 128, 64, 2, 2, 256>>(args, stream);
+  return args.rows <= 32 ? launch_tile<SmallTensorTile<T>>(args, stream) : launch_tile<LargeTensorTile<T>>(args, stream);
 }
 
 template <class X, class W>
 cudaError_t launch_plain(const Projection& args, cudaStream_t stream) {
-  if (args.rows <= 16) return launch_tile<PlainTile<X, W, 4, 32, 256, 1, 1>>(args, stream);
-  return launch_tile<PlainTile<X, W, 64, 64, 32, 4, 4>>(args, stream);
+  return args.rows <= 16 ? launch_tile<SmallPlainTile<X, W>>(args, stream)
+                         : launch_tile<LargePlainTile<X, W>>(args, stream);
 }
 
-cudaError_t compute_capability(int& major) {
+// The architecture that the kernels in use here were compiled for, as __CUDA_ARCH__ has it, which decides what is in
+// them: not always the device's own, when a driver compiles the PTX of an older one.
+cudaError_t compiled_arch(int& arch) {
 #if defined(__CUDACC__)
-  int device = 0;
-  const cudaError_t status = cudaGetDevice(&device);
-  return status != cudaSuccess ? status : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, entry<Project<SmallTensorTile<__half>>>);
+  arch = attributes.ptxVersion * 10;
+  return status;
 #else
-  major = emulation().compute_capability;
+  arch = emulation().compute_capability * 100;
   return cudaSuccess;
 #endif
 }
@@ -224,11 +238,11 @@ cudaError_t project(Projection args, cudaStream_t stream) {
   if (args.weights_type == args.x_type) {
     if (args.x_type == TIDE_FLOAT32) return launch_plain<float, float>(args, stream);
     if (args.x_type == TIDE_FLOAT16) return launch_tensor<__half>(args, stream);
-    int major = 0;
-    const cudaError_t status = compute_capability(major);
+    int arch = 0;
+    const cudaError_t status = compiled_arch(arch);
     if (status != cudaSuccess) return status;
-    return major >= 8 ? launch_tensor<__nv_bfloat16>(args, stream)
-                      : launch_plain<__nv_bfloat16, __nv_bfloat16>(args, stream);
+    return arch >= 800 ? launch_tensor<__nv_bfloat16>(args, stream)
+                       : launch_plain<__nv_bfloat16, __nv_bfloat16>(args, stream);
   }
   if (args.weights_type == TIDE_FLOAT32) {
     if (args.x_type == TIDE_FLOAT16) return launch_plain<__half, float>(args, stream);

@@ -139,18 +139,17 @@ def route_args(**changes) -> tk.RouteArgs:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"hidden": 0},
-        {"bottleneck": 0},
-        {"shortlist": 1},
-        {"rows": -1},
-        {"rows": 2**31},
-        {"states_type": 3},
-        {"states_type": F, "weights_type": H},
-        {"norm": tk.NormArgs(kind=RMS)},
-        {"norm": tk.NormArgs(kind=7)},
-        {},  # null pointers
+        pytest.param({"hidden": 0}, id="no width"),
+        pytest.param({"bottleneck": 0}, id="no bottleneck"),
+        pytest.param({"shortlist": 1}, id="no second token"),
+        pytest.param({"rows": -1}, id="negative rows"),
+        pytest.param({"rows": 2**31}, id="more rows than a grid has blocks"),
+        pytest.param({"states_type": 3}, id="unknown type"),
+        pytest.param({"states_type": F, "weights_type": H}, id="weights narrower than states"),
+        pytest.param({"norm": tk.NormArgs(kind=RMS)}, id="norm without a scale"),
+        pytest.param({"norm": tk.NormArgs(kind=7)}, id="unknown norm"),
+        pytest.param({}, id="null pointers"),
     ],
-    ids=str,
 )
 def test_unusable_arguments_are_refused(runner, changes):
     with pytest.raises(tk.KernelError, match="tide_route gave CUDA error 1"):
