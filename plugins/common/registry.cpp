@@ -1,0 +1,105 @@
+// The plugin library's entry points.
+//
+// There are two ways in. TensorRT's `IPluginRegistry::loadLibrary` opens the library and asks `getCreators`, then
+// registers what it gets, and fails if one of them is registered already. Others, Triton among them, only dlopen the
+// library, so it also registers its creators by itself, in the TensorRT that the process has loaded. Where `getCreators`
+// is called after that, the library takes its own registration back first, for the caller will register.
+#include "common/registry.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstdlib>
+#include <mutex>
+
+#include "tide_compact/plugin.h"
+#include "tide_exit_scatter/plugin.h"
+#include "tide_gather_pending/plugin.h"
+#include "tide_route/plugin.h"
+
+namespace tide {
+namespace {
+
+using namespace nvinfer1;
+
+constexpr int kCount = 4;
+
+std::array<IPluginCreatorInterface*, kCount> const& creators() {
+  static Creator<TideRoute> route;
+  static Creator<TideExitScatter> exit_scatter;
+  static Creator<TideCompact> compact;
+  static Creator<TideGatherPending> gather_pending;
+  static std::array<IPluginCreatorInterface*, kCount> const all{&route, &exit_scatter, &compact, &gather_pending};
+  return all;
+}
+
+// The registry of the TensorRT that this process has loaded, if any. Looked up, not linked: the library then opens
+// without TensorRT too, and finds one that was loaded privately. TIDE_TENSORRT_LIBRARY names another library than the
+// full TensorRT. TensorRT-RTX is none by itself: it would take the plugins over the functions' bodies and then abort.
+IPluginRegistry* loaded_registry() {
+  char const* const named = std::getenv("TIDE_TENSORRT_LIBRARY");
+  std::string const library = named != nullptr ? named : "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
+  void* const handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (handle == nullptr) return nullptr;
+  auto const get = reinterpret_cast<IPluginRegistry* (*)()>(dlsym(handle, "getPluginRegistry"));
+  return get == nullptr ? nullptr : get();
+}
+
+class OwnRegistration {
+ public:
+  OwnRegistration() noexcept {
+    guarded("registration", 0, [&] {
+      registry_ = loaded_registry();
+      if (registry_ == nullptr) return 0;
+      for (int i = 0; i < kCount; ++i) registered_[i] = registry_->registerCreator(*creators()[i], kNamespace);
+      return 0;
+    });
+  }
+  void take_back() {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    for (int i = 0; i < kCount; ++i) {
+      if (registered_[i]) registry_->deregisterCreator(*creators()[i]);
+      registered_[i] = false;
+    }
+  }
+
+ private:
+  IPluginRegistry* registry_ = nullptr;
+  std::array<bool, kCount> registered_{};
+  std::mutex mutex_;
+};
+
+std::mutex finder_mutex;
+ILoggerFinder* finder = nullptr;
+OwnRegistration own_registration;
+
+}  // namespace
+
+void log_error(char const* plugin, char const* text) noexcept {
+  try {
+    std::lock_guard<std::mutex> const lock(finder_mutex);
+    ILogger* const logger = finder == nullptr ? nullptr : finder->findLogger();
+    if (logger != nullptr)
+      logger->log(ILogger::Severity::kERROR, (std::string(plugin) + ": " + text).c_str());
+  } catch (...) {  // a logger that throws is no reason to
+  }
+}
+
+}  // namespace tide
+
+extern "C" TIDE_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
+  tide::guarded("getCreators", 0, [] {
+    tide::own_registration.take_back();
+    return 0;
+  });
+  count = tide::kCount;
+  return tide::creators().data();
+}
+
+extern "C" TIDE_API void setLoggerFinder(nvinfer1::ILoggerFinder* lent) {
+  std::lock_guard<std::mutex> const lock(tide::finder_mutex);
+  if (tide::finder == nullptr) tide::finder = lent;
+}
+
+// The release of tide_export that this library belongs to.
+extern "C" TIDE_API char const* tide_plugins_version() { return TIDE_EXPORT_VERSION; }

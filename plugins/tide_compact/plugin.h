@@ -1,0 +1,30 @@
+// The TensorRT side of TideCompact; inputs, outputs and attributes are in plugins/README.md.
+#pragma once
+
+#include "common/plugin.h"
+#include "tide_compact/kernel.cuh"
+
+namespace tide {
+
+class TideCompact final : public Plugin {
+ public:
+  static constexpr char const* kName = "TideCompact";
+  static Attributes defaults();
+
+  explicit TideCompact(Attributes attributes);
+
+  nvinfer1::IPluginV3* clone() noexcept override;
+  int32_t getNbOutputs() const noexcept override { return 6; }
+
+ private:
+  bool takes_inputs(int32_t count) const override;
+  nvinfer1::DataType output_type(int32_t output, nvinfer1::DataType const* inputs) const override;
+  void output_shapes(nvinfer1::DimsExprs const* inputs, nvinfer1::DimsExprs* outputs,
+                     nvinfer1::IExprBuilder& builder) const override;
+  bool supports(int32_t position, nvinfer1::DynamicPluginTensorDesc const* inputs) const override;
+  int64_t workspace_size(nvinfer1::PluginTensorDesc const* inputs, int32_t input_count) const override;
+  void launch(nvinfer1::PluginTensorDesc const* input_desc, nvinfer1::PluginTensorDesc const* output_desc,
+              void const* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) const override;
+};
+
+}  // namespace tide

@@ -1,0 +1,45 @@
+"""Builds of the native parts, shared by all tests and all workers."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from native_builds import Builds, cuda_headers, need, tensorrt_root
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Builds:
+    kept = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, for whoever runs the tests often
+    shared = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        shared = shared.parent
+    folder = Path(kept) if kept else shared / "native"
+    folder.mkdir(parents=True, exist_ok=True)
+    return Builds(folder)
+
+
+@pytest.fixture(scope="session")
+def emulated_library(builds: Builds) -> Path:
+    """libtide_kernels_emulated.so."""
+    need(shutil.which("cmake") is not None, "there is no cmake")
+    need(cuda_headers() is not None, "there are no CUDA headers")
+    build = builds.make("emulated", "tide_kernels_emulated", f"-DCUDA_HEADERS={cuda_headers()}")
+    return build / "plugins" / "emulated" / "libtide_kernels_emulated.so"
+
+
+@pytest.fixture(scope="session")
+def emulated_plugins(builds: Builds, emulated_library: Path) -> Path:
+    """libtide_plugins_emulated.so."""
+    if tensorrt_root() is None:
+        pytest.skip("TENSORRT_ROOT has no TensorRT headers")
+    builds.make("emulated", "tide_plugins_emulated", f"-DCUDA_HEADERS={cuda_headers()}")
+    return emulated_library.with_name("libtide_plugins_emulated.so")
+
+
+@pytest.fixture(scope="session")
+def kernel_build(builds: Builds) -> Path:
+    """The folder with libtide_kernels.so, and libtide_plugins.so where there are TensorRT headers."""
+    need(shutil.which("cmake") is not None, "there is no cmake")
+    need(shutil.which("nvcc") is not None, "there is no nvcc")
+    return builds.make("plugins", "all") / "plugins"

@@ -1,0 +1,53 @@
+"""Builds of the native parts, and what it takes to have them; what cannot be built here skips with a reason."""
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # in CI nothing is skipped for want of a compiler
+
+
+def need(condition: bool, reason: str) -> None:
+    if not condition:
+        if REQUIRED:
+            pytest.fail(f"TIDE_REQUIRE_NVCC is set, but {reason}")
+        pytest.skip(reason)
+
+
+def cuda_headers() -> str | None:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    found = [Path(home) / "include" for home in homes if home and (Path(home) / "include" / "cuda_fp16.h").is_file()]
+    return str(found[0]) if found else None
+
+
+def tensorrt_root() -> str | None:
+    root = os.environ.get("TENSORRT_ROOT")
+    return root if root and (Path(root) / "include" / "NvInfer.h").is_file() else None
+
+
+class Builds:
+    """Presets built under one folder; the configure step's output is kept beside each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def make(self, preset: str, target: str, *options: str) -> Path:
+        """The folder in which `target` of `preset` was built; a second time costs a second."""
+        build = self.folder / preset
+        with (self.folder / f"{preset}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            given = [f"-DTENSORRT_ROOT={tensorrt_root() or ''}", "-DTIDE_WARNINGS_AS_ERRORS=ON", *options]
+            log = run(["cmake", "--preset", preset, "-B", str(build), *given])
+            (self.folder / f"{preset}.log").write_text(log)
+            run(["cmake", "--build", str(build), "--target", target, "--parallel", "2"])
+        return build
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout

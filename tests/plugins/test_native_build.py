@@ -1,0 +1,57 @@
+"""nvcc compiles all kernels for every architecture; which ones are chosen when."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from kernel_runner import tk
+from native_builds import ROOT, need
+
+
+def test_kernels_compile_for_all_architectures(builds, kernel_build: Path):
+    kernels = tk.Kernels(kernel_build / "libtide_kernels.so")  # the library opens without a driver
+    with pytest.raises(tk.KernelError):
+        kernels.emulate()
+    assert kernels.workspace("tide_route", tk.RouteArgs(rows=1, hidden=8, bottleneck=4)) == 16
+    if "no GPU here" in (builds.folder / "plugins.log").read_text() and "CUDA_ARCHITECTURES" not in os.environ:
+        flags = (kernel_build / "CMakeFiles" / "tide_kernel_objects.dir" / "flags.make").read_text()
+        assert set(re.findall(r"sm_(\d+)", flags)) == {"75", "80", "86", "89", "90", "100", "120"}
+        assert set(re.findall(r"code=\[compute_(\d+)", flags)) == {"90", "120"}, "PTX for later GPUs"
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "expected"),
+    [
+        ("", None, "75-real;80-real;86-real;89-real;90;100-real;120 (no GPU here: all)"),
+        ("", "9.0", "90 (the GPU in this machine)"),
+        ("", "8.6\n12.0\n8.6", "86;120 (the GPU in this machine)"),
+        ("", "No devices were found", "75-real;80-real;86-real;89-real;90;100-real;120 (no GPU here: all)"),
+        ("80,90", "8.6", "80;90 (CUDA_ARCHITECTURES)"),
+    ],
+)
+def test_architectures_chosen(tmp_path: Path, given, gpus, expected):
+    need(shutil.which("cmake") is not None, "there is no cmake")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n" + ("exit 9\n" if gpus is None else f"cat <<END\n{gpus}\nEND\n"))
+    smi.chmod(0o755)
+    script = tmp_path / "choose.cmake"
+    script.write_text(
+        f"set(CUDA_ARCHITECTURES {given})\ninclude({ROOT}/cmake/CudaArchitectures.cmake)\n"
+        'tide_choose_cuda_architectures()\nmessage(STATUS "set to ${CMAKE_CUDA_ARCHITECTURES}")\n'
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["cmake", "-P", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"kernels for {expected}" in done.stdout
+    assert f"set to {expected.split()[0]}" in done.stdout
+
+
+def test_a_tensorrt_root_without_headers_is_an_error(tmp_path: Path):
+    need(shutil.which("cmake") is not None, "there is no cmake")
+    command = ["cmake", "--preset", "plugins", "-B", str(tmp_path / "build"), f"-DTENSORRT_ROOT={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "there is no include/NvInfer.h in it" in " ".join(done.stderr.split())

@@ -1,0 +1,167 @@
+"""The plugin library in a TensorRT: its creators, their fields, and the parser's plugin for the graph that we export.
+
+The TensorRT is TensorRT-RTX, which runs no plugins but has the same registry and parser. In processes of their own,
+because its parser aborts when it has created a plugin and adds the layer.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from tide_export import names
+from tide_export.graph.route import route_attributes, route_function
+from tide_export.routers import RouterArrays
+from tide_export.trace.tracer import OPSET
+
+PLUGINS = ["TideRoute", "TideExitScatter", "TideCompact", "TideGatherPending"]
+
+
+@pytest.fixture(scope="module")
+def library(kernel_build: Path) -> Path:
+    found = kernel_build / "libtide_plugins.so"
+    if not found.exists():
+        pytest.skip("TENSORRT_ROOT has no TensorRT headers")
+    pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    return found
+
+
+LISTING = """
+import ctypes, json, sys
+import tensorrt_rtx as trt
+
+registry = trt.get_plugin_registry()
+
+def ours():
+    return [c.name for c in registry.all_creators if (c.plugin_version, c.plugin_namespace) == ("1", "tide")]
+
+found = {"before": ours()}
+for step in sys.argv[2:]:
+    if step == "dlopen":
+        ctypes.CDLL(sys.argv[1])
+    else:
+        registry.load_library(sys.argv[1])
+    found[step] = ours()
+creator = registry.get_creator("TideRoute", "1", "tide")
+if creator is not None:
+    found["fields"] = {f.name: str(f.type).split(".")[-1].rstrip(">").split(":")[0] for f in creator.field_names}
+    none = trt.PluginFieldCollection([])
+    found["created"] = creator.create_plugin("node", none, trt.TensorRTPhase.BUILD) is not None
+    wrong = trt.PluginFieldCollection([trt.PluginField("norm", b"group", trt.PluginFieldType.CHAR)])
+    found["created wrong"] = creator.create_plugin("node", wrong, trt.TensorRTPhase.BUILD) is not None
+print(json.dumps(found))
+"""
+
+
+def listing(library: Path, *steps: str, registry: str | None = None) -> dict:
+    environment = os.environ | ({"TIDE_TENSORRT_LIBRARY": registry} if registry else {})
+    command = [sys.executable, "-c", LISTING, str(library), *steps]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_load_library_registers_the_creators(library):
+    found = listing(library, "load")
+    assert found["before"] == []
+    assert found["load"] == PLUGINS
+    assert found["fields"] == {"norm": "CHAR", "epsilon": "FLOAT32", "scale_offset": "FLOAT32"}
+    assert found["created"]
+    assert not found["created wrong"]
+
+
+def test_the_fields_are_the_attributes_of_our_nodes(library):
+    fields = listing(library, "load")["fields"]
+    attributes = {key: value for key, value in route_attributes().items() if not key.startswith("plugin_")}
+    assert attributes.keys() <= fields.keys()
+
+
+def test_opening_the_library_registers_by_itself(library):
+    """As in Triton; and `load_library` afterwards does not find the names taken."""
+    found = listing(library, "dlopen", "load", registry="libtensorrt_rtx.so.1")
+    assert found["dlopen"] == PLUGINS
+    assert found["load"] == PLUGINS
+    assert found["created"]
+
+
+def test_tensorrt_rtx_is_left_alone(library):
+    """It would prefer the plugins to the functions' bodies and abort."""
+    assert listing(library, "dlopen")["dlopen"] == []
+
+
+PARSING = """
+import sys
+import tensorrt_rtx as trt
+
+class Logger(trt.ILogger):
+    def __init__(self):
+        trt.ILogger.__init__(self)
+    def log(self, severity, text):
+        print(text, flush=True)
+
+logger = Logger()
+if len(sys.argv) > 2:
+    trt.get_plugin_registry().load_library(sys.argv[2])
+builder = trt.Builder(logger)
+network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+parsed = trt.OnnxParser(network, logger).parse_from_file(sys.argv[1])
+print("parsed", parsed, network.num_layers)
+"""
+
+
+@pytest.fixture(scope="module")
+def route_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A TideRoute node as `compose` writes it, with the function that is its body."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    down, up, shortlist, confidence = (
+        rng.normal(size=s).astype(np.float32) for s in ((64, 8), (8, 1), (64, 5), (2, 8))
+    )
+    router = RouterArrays(down, up, 0.5, shortlist, confidence)
+    states = ir.Value(name="states", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", 1, 64]))
+    threshold = ir.Value(name="threshold", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
+    weights = [
+        ir.Value(
+            name=f"weight_{i}", const_value=ir.tensor(x), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(x.shape)
+        )
+        for i, x in enumerate((down, up, np.array([router.bias], np.float32), shortlist, confidence))
+    ]
+    inputs = [states, threshold, *weights]
+    node = ir.node(names.OP_ROUTE, inputs, attributes=route_attributes(), domain=names.DOMAIN, num_outputs=2)
+    score, leaves = node.outputs
+    score.name, score.type, score.shape = "score", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", 1, 1])
+    cast = ir.node("Cast", [leaves], attributes={"to": int(ir.DataType.INT32)})
+    flag = cast.outputs[0]
+    flag.name, flag.type, flag.shape = "leaves", ir.TensorType(ir.DataType.INT32), ir.Shape(["batch", 1, 1])
+    graph = ir.Graph(
+        [states, threshold],
+        [score, flag],
+        nodes=[node, cast],
+        initializers=weights,
+        opset_imports={"": OPSET, names.DOMAIN: 1},
+        name="route",
+    )
+    path = tmp_path_factory.mktemp("graph") / "route.onnx"
+    ir.save(ir.Model(graph, ir_version=10, functions=[route_function(router)]), path)
+    return path
+
+
+def parsing(*arguments: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", PARSING, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_without_the_plugin_the_parser_takes_the_function_s_body(library, route_graph):
+    done = parsing(route_graph)
+    assert done.returncode == 0, done.stderr
+    assert "parsed True" in done.stdout
+
+
+def test_with_the_plugin_the_parser_creates_it(library, route_graph):
+    done = parsing(route_graph, library)
+    assert "Successfully created plugin: TideRoute" in done.stdout
+    assert "parsed" not in done.stdout, "TensorRT-RTX takes the layer now: test more of it"
