@@ -49,7 +49,8 @@ depth with the Hugging Face model, *exit* compares it with the reference rule, a
 with 1, 4 and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest}
 tokens (sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
 relative to the largest logit. Large models of a family have the same graph with larger weights; `tide-export export`
-compares each with its source before the bundle is written.
+compares each with its source before the bundle is written. Export seconds, calibration and that comparison included,
+are of one busy machine and no measurement.
 
 {head}
 """
