@@ -17,7 +17,7 @@ from tide_export.config import TideConfig
 from tide_export.graph import compose, cut
 from tide_export.graph.cut import Pieces
 from tide_export.lower import lower_for_onnxruntime
-from tide_export.model import SourceModel, auto_class, wrap_model
+from tide_export.model import SourceModel, auto_class, reference_attention, wrap_model
 from tide_export.package import context_length, make_manifest, save_graph
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
@@ -50,6 +50,8 @@ GPT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+TINY = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
+FALCON = {**TINY, "num_hidden_layers": LAYERS, "max_position_embeddings": CONTEXT}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 TWO_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 VISION = {
@@ -295,15 +297,80 @@ FAMILIES: dict[str, Family] = {
         lambda: tf.GptOssConfig(**HEADS, **EXPERTS, sliding_window=WINDOW, layer_types=TWO_SLIDING, **YARN),
         ("attention sinks", "experts", "biases", "sliding window", "per-layer types", "yarn rotary scaling"),
     ),
-    # Families that do not compute attention through the interface: tracing must refuse them, not go wrong.
+    # Attention of their own instead of the interface. Three heads: no power of two, as ALiBi likes them.
+    "gpt_neo": Family(
+        lambda: tf.GPTNeoConfig(
+            **TINY,
+            num_layers=LAYERS,
+            attention_types=[[["global", "local"], 1], [["local"], 1]],
+            window_size=WINDOW,
+            max_position_embeddings=CONTEXT,
+        ),
+        ("sliding window", "per-layer types", "learned positions", "tied embeddings"),
+    ),
+    "gptj": Family(
+        lambda: tf.GPTJConfig(**GPT, rotary_dim=8),
+        ("interleaved rotary", "partial rotary", "parallel residual", "biased head"),
+    ),
+    "codegen": Family(
+        lambda: tf.CodeGenConfig(**GPT, rotary_dim=8),
+        ("interleaved rotary", "partial rotary", "parallel residual", "packed projections"),
+    ),
+    "falcon": Family(lambda: tf.FalconConfig(**FALCON), ("grouped queries", "packed projections", "parallel residual")),
+    "falcon (new decoder)": Family(
+        lambda: tf.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+        ("grouped queries", "packed projections", "parallel residual"),
+    ),
+    "falcon (ALiBi)": Family(
+        lambda: tf.FalconConfig(
+            **{**FALCON, "hidden_size": 48, "num_attention_heads": 3},
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+        ),
+        ("ALiBi", "packed projections", "biases"),
+        note="as with transformers' default attention; its eager one adds ALiBi twice",
+    ),
     "bloom": Family(
-        lambda: tf.BloomConfig(vocab_size=512, hidden_size=64, n_layer=LAYERS, n_head=4), refused="attention interface"
+        lambda: tf.BloomConfig(vocab_size=512, hidden_size=48, n_layer=LAYERS, n_head=3, seq_length=CONTEXT),
+        ("ALiBi", "packed projections", "biases"),
+        note="its config bounds no context: give `--max-length`",
     ),
-    "falcon": Family(
-        lambda: tf.FalconConfig(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4),
-        refused="attention interface",
+    "mpt": Family(
+        lambda: tf.MptConfig(
+            vocab_size=512,
+            d_model=48,
+            n_layers=LAYERS,
+            n_heads=3,
+            max_seq_len=CONTEXT,
+            attn_config={"clip_qkv": 0.5, "softmax_scale": 0.4},
+        ),
+        ("ALiBi", "packed projections", "tied embeddings"),
     ),
-    "gptj": Family(lambda: tf.GPTJConfig(**GPT, rotary_dim=8), refused="attention interface"),
+    "xglm": Family(
+        lambda: tf.XGLMConfig(
+            vocab_size=512,
+            d_model=64,
+            ffn_dim=128,
+            num_layers=LAYERS,
+            attention_heads=4,
+            max_position_embeddings=CONTEXT,
+        ),
+        ("biases", "embedding scale", "tied embeddings"),
+    ),
+    "gpt_neox_japanese": Family(
+        lambda: tf.GPTNeoXJapaneseConfig(**TINY, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT),
+        ("packed projections",),
+    ),
+    # What cannot be traced must be refused by name, not go wrong.
+    "mamba": Family(
+        lambda: tf.MambaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS), refused="recurrent state"
+    ),
+    "rwkv": Family(
+        lambda: tf.RwkvConfig(vocab_size=512, hidden_size=64, num_hidden_layers=LAYERS, attention_hidden_size=64),
+        refused="recurrent state",
+    ),
 }
 
 EXPORTED = [name for name, family in FAMILIES.items() if not family.refused]
@@ -314,7 +381,7 @@ def build(name: str) -> SourceModel:
     """The family's model; norms, biases, buffers and all are random, so that one left out changes the result."""
     config = FAMILIES[name].config()
     torch.manual_seed(0)
-    model = auto_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = auto_class(config).from_config(config, attn_implementation=reference_attention(config), dtype=torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
@@ -330,9 +397,14 @@ def build(name: str) -> SourceModel:
     return wrap_model(model, name)
 
 
+def bound(source: SourceModel) -> int:
+    """Tokens of the family's sequences; CONTEXT where the model sets no bound of its own."""
+    return context_length(source, None if source.context_length else CONTEXT)
+
+
 def pieces_of(source: SourceModel, checkpoints: tuple[int, ...]) -> Pieces:
     """`source` traced and cut: what takes the time, and does not depend on routers."""
-    return cut(trace(source, checkpoints), context_length(source, None))
+    return cut(trace(source, checkpoints, bound(source)), bound(source))
 
 
 def engine_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces | None = None) -> Engine:
@@ -342,6 +414,6 @@ def engine_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pie
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary)
         routers.save(temporary / "routers.safetensors")
-        write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, context_length(source, None)))
+        write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, bound(source)))
     bundle = open_bundle(folder)
     return Engine(bundle, open_session(bundle, "cpu", 1))

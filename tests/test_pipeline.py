@@ -54,13 +54,13 @@ def test_a_length_beyond_the_context_is_refused(
 
 
 def test_an_architecture_that_cannot_be_traced_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    source = build("bloom")
-    source.model.save_pretrained(tmp_path / "bloom")
+    source = build("mamba")
+    source.model.save_pretrained(tmp_path / "mamba")
     random = RouterSet({2: Router(source.normed_size, 4).requires_grad_(False)})
     random.save(tmp_path / "routers.safetensors")
-    with pytest.raises(UnsupportedModelError, match="BloomForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
         pipeline.export(
-            str(tmp_path / "bloom"),
+            str(tmp_path / "mamba"),
             tmp_path / "out",
             routers=tmp_path / "routers.safetensors",
             max_length=64,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -91,7 +92,11 @@ class SourceModel:
         With longrope scaling the positions it was made for first: behind them every angle, also of tokens whose keys
         are in the cache by then, would change.
         """
-        lengths = [getattr(self.text_config, "max_position_embeddings", None), self.longrope_length]
+        config = self.text_config
+        lengths = [
+            getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")
+        ]  # the latter: MPT
+        lengths.append(self.longrope_length)
         return min((int(length) for length in lengths if length), default=None)
 
     @property
@@ -163,7 +168,7 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | os.PathLike | None = None,
 ) -> SourceModel:
-    """Loads `name` (a folder or a hub id) in float32 with eager attention, frozen, and checks that it is usable.
+    """Loads `name` (a folder or a hub id) in float32 with `reference_attention`, frozen, and checks that it is usable.
 
     Args:
         name: the model.
@@ -181,14 +186,14 @@ def load_model(
     if device_map is not None and device != "cpu":
         raise ConfigError(f"device {device!r} and a device_map: give one of them")
     name = os.fspath(name)
-    _check_source(name)
+    config = _check_source(name)
     placed = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
     try:
         with quiet_transformers():
-            loaded: Any = auto_class(AutoConfig.from_pretrained(name)).from_pretrained(
+            loaded: Any = auto_class(config).from_pretrained(
                 name,
                 dtype=torch.float32,
-                attn_implementation="eager",
+                attn_implementation=reference_attention(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below by name, where transformers would only say "see above"
                 **placed,
@@ -228,8 +233,18 @@ def wrap_model(model: PreTrainedModel, name: str) -> SourceModel:
     return SourceModel(model=model, name=name, weights_sha256=digest, anatomy=Anatomy.find(model))
 
 
-def _check_source(name: str) -> None:
-    """Tells a wrong path, a folder that is no model and an unknown architecture apart before anything is loaded."""
+def reference_attention(config: PretrainedConfig) -> str | None:
+    """The attention that a model of `config` is held to: eager, or where it has attention of its own, its default.
+
+    Of an architecture that does not use transformers' attention interface, each kind of attention is code of its own,
+    and the default is what its users run. Falcon's eager attention adds ALiBi twice in transformers 5.23.
+    """
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return "eager" if kind is None or kind._can_set_attn_implementation() else None
+
+
+def _check_source(name: str) -> PretrainedConfig:
+    """Its config; tells a wrong path, a folder that is no model and an unknown architecture apart before all else."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(f"folder {name!r} holds no config.json: it is not a Hugging Face model")
@@ -238,7 +253,7 @@ def _check_source(name: str) -> None:
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(f"no model at {name!r}: the folder does not exist")
     try:
-        AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ModelError(
             f"no model {name!r}: no such folder, and the hub has it not or cannot be reached ({_one_line(error)})"

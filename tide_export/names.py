@@ -9,6 +9,7 @@ capacity of the K/V buffers.
 DOMAIN = "tide"
 OP_CHECKPOINT = "TideCheckpoint"  # identity marker in the trace, attribute `layer` = layers run so far
 OP_ATTENTION = "TideAttention"  # symbolic causal attention in the trace, attribute `layer`
+OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under a mask of the model's own, gone after the trace
 OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's own expert
 OP_ROUTE = "TideRoute"  # norm + router MLP + threshold; model-local function and TensorRT plugin
 PLUGIN_NAMESPACE = "tide"

@@ -112,7 +112,7 @@ def export(
         _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
 
         with stage("tracing the model"):
-            traced = trace(source, fitted.checkpoints)
+            traced = trace(source, fitted.checkpoints, length)
         with stage("cutting and composing the graph"):
             graph = lower_for_onnxruntime(compose(cut(traced, length), fitted.arrays(), fitted.lens_arrays()))
         with stage("writing the weights"):

@@ -74,6 +74,7 @@ OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
     "query scaling by position": ("llama4 (text)", set_config(attn_scale=0.0)),
     "learned positions": ("gpt2", set_weights("wpe", 0.0)),
     "project_in and project_out": ("opt (350m)", set_weights("project_out", 0.0)),
+    "ALiBi": ("falcon (ALiBi)", set_config(alibi=False)),
     "norms behind": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
 }
 # Those whose shape alone says that they are there: without them the model would have other parameters.

@@ -35,8 +35,9 @@ import onnx_ir as ir
 
 from tide_export import names
 from tide_export.errors import GraphError
+from tide_export.graph.bias import relative_biases, step_biases
 from tide_export.graph.builder import Block, Weights
-from tide_export.graph.cut import Pieces
+from tide_export.graph.cut import Pieces, bias_table
 from tide_export.graph.route import norm_kind, normed_size, route_attributes, route_function
 from tide_export.routers import LensArrays, RouterArrays
 from tide_export.trace.tracer import OPSET
@@ -109,11 +110,13 @@ class _Composer:
             for kind in ("key", "value")
         }
         self.skip_threshold: list[ir.Value] = []
+        self.biases: dict[str, ir.Value] = {}
         self.outputs: dict[str, ir.Value] = {}
 
     def compose(self) -> ir.Model:
         main = self.main
         self.skip_threshold = self._split_thresholds()
+        self.biases = relative_biases(main, self.pieces, self.total)
         step = self._first_segment()
         steps = [step]
         for k in range(1, self.segments):
@@ -262,6 +265,7 @@ class _Composer:
     ) -> tuple[ir.Value, dict[str, ir.Value]]:
         """Segment k on x, its attention given the K/V cache: y [1, tokens, D] and the present buffers by name."""
         piece = self.pieces.segments[k]
+        biases = step_biases(block, piece, self.biases, x, tokens)
         start = len(block.nodes)
         (y,) = block.inline(piece, [x, positions], _dims(piece, tokens))
         presents = {}
@@ -270,7 +274,11 @@ class _Composer:
                 continue
             layer = node.attributes["layer"].as_int()
             buffers = [self.past[layer, kind] for kind in ("key", "value")]
-            inputs = [*node.inputs[:3], *buffers, self.total, *node.inputs[3:]]
+            more = list(node.inputs[3:])  # sinks and bias, where the model has them
+            table = bias_table(node)
+            if table is not None:
+                more[-1] = biases[str(table.name)]
+            inputs = [*node.inputs[:3], *buffers, self.total, *more]
             node.resize_inputs(len(inputs))
             for index, value in enumerate(inputs):
                 node.replace_input_with(index, value)

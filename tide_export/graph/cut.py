@@ -17,6 +17,8 @@ from tide_export.graph.passes import RotaryTablesPass, StaticReshapesPass
 from tide_export.names import DOMAIN, OP_ATTENTION
 from tide_export.trace import TracedModel
 
+BIAS = 4  # the input of TideAttention that holds its bias by key position, after query, key, value and sinks
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -52,7 +54,11 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
 
     Raises:
         UnsupportedModelError: a layer reads more than the hidden states and positions in front of it.
+        GraphError: the trace was made for shorter sequences.
     """
+    for table in (bias_table(node) for node in traced.model.graph if is_attention(node)):
+        if table is not None and static_dim(table, 1) < max_length:
+            raise GraphError(f"the trace holds attention biases for {static_dim(table, 1)} tokens, not {max_length}")
     rewrites = ir.passes.Sequential(
         common_passes.CommonSubexpressionEliminationPass(),
         StaticReshapesPass(),
@@ -80,7 +86,7 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
     for start, stop in pairwise(bounds):
         piece = irc.extract(graph, [entry(start), positions, token_ids], [leave(stop)])
         _shapes_from_hidden_states(piece)
-        attention = [_layer(node) for node in piece if _is_attention(node)]
+        attention = [_layer(node) for node in piece if is_attention(node)]
         if attention != list(range(start, stop)):
             raise UnsupportedModelError(
                 f"the segment of layers {start}..{stop - 1} also needs values computed elsewhere in the model "
@@ -98,9 +104,14 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
     kv_shapes = tuple(
         (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int())
         for node in graph
-        if _is_attention(node)
+        if is_attention(node)
     )
     return Pieces(bounds, embed, tuple(segments), tail, head, kv_shapes)
+
+
+def bias_table(attention: ir.Node) -> ir.Value | None:
+    """The bias of a traced TideAttention by head and key position, float32 [H, N]; None where it has none."""
+    return attention.inputs[BIAS] if len(attention.inputs) > BIAS else None
 
 
 def static_dim(value: ir.Value, axis: int) -> int:
@@ -127,7 +138,7 @@ def _shapes_from_hidden_states(piece: ir.Graph) -> None:
     del piece.inputs[2]
 
 
-def _is_attention(node: ir.Node) -> bool:
+def is_attention(node: ir.Node) -> bool:
     return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION)
 
 

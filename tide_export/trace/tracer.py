@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from tide_export.anatomy import first_tensor, with_states
 from tide_export.errors import TideError, TraceError, UnsupportedModelError
@@ -25,10 +26,12 @@ from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace import complex_ops  # noqa: F401 (registers its operators)
 from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.experts import symbolic_experts
+from tide_export.trace.explicit import ExplicitAttentionPass, attends_by_itself, symbolic_sdpa
 from tide_export.trace.masks import layer_masks
 from tide_export.trace.standstill import passing_cache, short_rotary
 
 OPSET = 23
+NO_CONTEXT_LENGTH = 2048  # tokens an attention bias is kept for where neither the model nor the caller sets a bound
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,34 @@ class TracedModel:
         )
 
 
-def trace(source: SourceModel, checkpoints: Sequence[int]) -> TracedModel:
+def trace(source: SourceModel, checkpoints: Sequence[int], max_length: int | None = None) -> TracedModel:
     """Traces `source` with markers at `checkpoints` (layers run).
+
+    Args:
+        max_length: longest sequence the graph will see, in tokens; by default the model's own context.
 
     Raises:
         UnsupportedModelError: the architecture cannot be traced; the message names what it lacks.
         TraceError: the exporter failed, or lost an attention op or a marker.
     """
+    if getattr(source.model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{source.architecture} keeps a recurrent state beside keys and values or instead of them, so it cannot be "
+            "exported"
+        )
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
     with (
         symbolic_attention(source.model, layer_masks(source.model, depth)),
+        symbolic_sdpa(),
         symbolic_experts(source.model),
         short_rotary(source.model),
         _markers(source, boundaries),
     ):
         model = _export(source)
+    if attends_by_itself(source.model):
+        length = max_length or source.context_length or NO_CONTEXT_LENGTH
+        ExplicitAttentionPass(length, source.architecture)(model)
     traced = TracedModel(model, boundaries)
     _check(source, traced)
     return traced
@@ -80,14 +95,17 @@ def trace(source: SourceModel, checkpoints: Sequence[int]) -> TracedModel:
 class _TracedForward(nn.Module):
     """The model's forward with the two inputs the graph has and the one output."""
 
-    def __init__(self, model: nn.Module, depth: int):
+    def __init__(self, model: PreTrainedModel, depth: int):
         super().__init__()
         self.model = model
         self.depth = depth
+        self.cached = not attends_by_itself(model)  # or it would size its masks by what the cache says
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        cache = passing_cache(self.depth, position_ids[0, 0])
-        return self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True).logits
+        cache = passing_cache(self.depth, position_ids[0, 0]) if self.cached else None
+        return self.model(
+            input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=self.cached
+        ).logits
 
 
 def _export(source: SourceModel) -> ir.Model:

@@ -5,9 +5,9 @@ Bound to one memory, past and present are the same buffer and the new keys and v
 takes [B, S, heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; where query
 and key are rotated from tables just before, the rotation moves inside.
 
-Precondition: TideAttention has six inputs (query, key, value, past key, past value, total length), a seventh where the
-model has attention sinks, and three outputs, as `compose` leaves it; batch 1. Postcondition: none is left; what only
-fed one is left unused.
+Precondition: TideAttention has six inputs (query, key, value, past key, past value, total length) and where the model
+has such things two more (attention sinks, and a bias [1, heads, tokens, total length] that is added to the scores), and
+three outputs, as `compose` leaves it; batch 1. Postcondition: none is left; what only fed one is left unused.
 """
 
 import numpy as np
@@ -42,7 +42,8 @@ def _last_index(model: ir.Model, any_attention: ir.Node) -> ir.Value:
 
 
 def _lower(model: ir.Model, node: ir.Node, last_index: ir.Value) -> None:
-    query, key, value, past_key, past_value, total, *sinks = node.inputs
+    query, key, value, past_key, past_value, total, *more = node.inputs
+    sinks, bias = (*more, None, None)[:2]
     assert past_key is not None
     assert past_value is not None
     heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
@@ -56,25 +57,26 @@ def _lower(model: ir.Model, node: ir.Node, last_index: ir.Value) -> None:
         attributes["local_window_size"] = node.attributes["window"].as_int()
     if "softcap" in node.attributes:
         attributes["softcap"] = node.attributes["softcap"].as_float()
-    tables: list[ir.Value | None] = []
+    cos = sin = None
     rotations = _common_rotation(query, key)
     if rotations is not None:
         query, key = (rotation.inputs[0] for rotation in rotations)
-        tables = list(rotations[0].inputs[1:3])
+        cos, sin = rotations[0].inputs[1:3]
         attributes["do_rotary"] = 1
         attributes["rotary_interleaved"] = rotations[0].attributes.get_int("interleaved", 0)
+    optional = [cos, sin, None, bias, sinks]  # the third: position ids, which follow from the total length
+    while optional and optional[-1] is None:
+        optional.pop()
     inputs = [
         _flat(model, node, value, count, head_dim, suffix)
         for value, count, suffix in ((query, heads, "_q"), (key, kv_heads, "_k"), (value, kv_heads, "_v"))
     ]
     batch, tokens = (list(node.outputs[0].shape)[:2]) if node.outputs[0].shape is not None else (1, None)
     dtype = node.outputs[0].dtype
-    if sinks:
-        tables += [None] * (4 - len(tables)) + sinks  # behind cos_cache, sin_cache, position_ids, attention_bias
     fused = add_before(
         node,
         "GroupQueryAttention",
-        [*inputs, past_key, past_value, last_index, total, *tables],
+        [*inputs, past_key, past_value, last_index, total, *optional],
         attributes,
         domain="com.microsoft",
         outputs=[(dtype, [batch, tokens, heads * head_dim]), (dtype, past_key.shape), (dtype, past_value.shape)],
