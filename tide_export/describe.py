@@ -40,7 +40,7 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
             "context_length": model.context_length,
             "eos_token_ids": list(model.eos_token_ids),
         },
-        "target": manifest.target,
+        "targets": list(manifest.targets),
         "weights": manifest.weights,
         "opset": manifest.opset,
         "min_layers": manifest.min_layers,
@@ -89,7 +89,7 @@ def render(described: dict[str, Any]) -> str:
     total = sum(info["size"] for info in files.values())
     checked = "sizes and sha256 match" if described["files_verified"] else "sizes match, sha256 not checked"
     lines = [
-        f"bundle     {described['bundle']}  ({described['target']}, {described['weights']}, "
+        f"bundle     {described['bundle']}  ({'+'.join(described['targets'])}, {described['weights']}, "
         f"opset {described['opset']})",
         f"created    {described['created']}",
         f"model      {model['name']}  ({model['architecture']}, {model['num_layers']} layers, "

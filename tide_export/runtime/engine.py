@@ -8,7 +8,7 @@ drive a `SequenceState` step by step.
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.lossless import MAX_DRAFTS, LosslessDecoder, Token
 from tide_export.runtime.options import whole_number
 from tide_export.runtime.sampling import Sampler
+from tide_export.runtime.segmented.state import SegmentedState
 from tide_export.runtime.session import open_session
 from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState
 from tide_export.runtime.stats import ExitStats
@@ -65,9 +66,12 @@ def load(
 class Engine:
     """A loaded bundle. Safe to use from several threads."""
 
-    def __init__(self, bundle: Bundle, session: Any) -> None:
+    def __init__(self, bundle: Bundle, session: Any, sequence: Callable[..., Any] = SequenceState) -> None:
+        """`sequence` makes a sequence on `session`: SequenceState of a session of the branched graph, SegmentedState of
+        a backend of segment networks."""
         self.bundle = bundle
         self._session = session
+        self._sequence = sequence
 
     @property
     def manifest(self) -> Manifest:
@@ -156,7 +160,9 @@ class Engine:
             return TokenStream(state, manifest, prompt, limit, sampler, stops, lossless)
         return TokenStream(self.start(thresholds, waiting), manifest, prompt, limit, sampler, stops)
 
-    def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SequenceState:
+    def start(
+        self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM
+    ) -> SequenceState | SegmentedState:
         """An empty sequence to `step` by hand.
 
         Args:
@@ -167,7 +173,7 @@ class Engine:
         if len(thresholds) != len(self.manifest.checkpoints):
             raise GenerationError(f"{len(thresholds)} thresholds for {len(self.manifest.checkpoints)} checkpoints")
         limit = self.manifest.max_pending if max_pending is None else max_pending
-        return SequenceState(self._session, self.manifest, thresholds, limit, room)
+        return self._sequence(self._session, self.manifest, thresholds, limit, room)
 
 
 class TokenStream(Iterator[int]):
@@ -180,7 +186,7 @@ class TokenStream(Iterator[int]):
 
     def __init__(
         self,
-        state: SequenceState,
+        state: SequenceState | SegmentedState,
         manifest: Manifest,
         prompt: np.ndarray,
         max_new_tokens: int,

@@ -36,14 +36,8 @@ def open_session(bundle: Bundle, provider: str = "auto", threads: int | None = N
         )
     if provider not in ("auto", "cpu"):
         raise ProviderError(f"provider must be 'auto' or 'cpu', not {provider!r}")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise ConfigError(f"threads must be a whole number, 1 or more, not {threads!r}")
     ort = import_onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = FATAL
-    options.intra_op_num_threads = threads or 0
-    # Spinning threads starve each other when several sequences (or other programs) share the cores: up to 10x slower.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options = session_options(ort, threads)
     graph = bundle.file(names.GRAPH_FILE)
     try:
         session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
@@ -54,6 +48,22 @@ def open_session(bundle: Bundle, provider: str = "auto", threads: int | None = N
         "running '%s' with ONNX Runtime %s on the CPU, %s threads", bundle.path, ort.__version__, threads or "default"
     )
     return session
+
+
+def session_options(ort: ModuleType, threads: int | None) -> Any:
+    """The options every session here is opened with.
+
+    Raises:
+        ConfigError: threads below 1.
+    """
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ConfigError(f"threads must be a whole number, 1 or more, not {threads!r}")
+    options = ort.SessionOptions()
+    options.log_severity_level = FATAL
+    options.intra_op_num_threads = threads or 0
+    # Spinning threads starve each other when several sequences (or other programs) share the cores: up to 10x slower.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
 
 
 def import_onnxruntime() -> ModuleType:

@@ -31,6 +31,20 @@ class StepResult(NamedTuple):
     scores: np.ndarray  # float32 [K-1], NaN where the router was not reached
 
 
+def check_step(ids: Sequence[int] | np.ndarray, length: int, limit: int | None) -> int:
+    """Tokens of the sequence after a step over `ids` behind `length` tokens.
+
+    Raises:
+        GenerationError: no ids, or more tokens than `limit`, the model's context.
+    """
+    total = length + len(ids)
+    if total == length:
+        raise GenerationError("a step needs at least one token")
+    if limit is not None and total > limit:
+        raise GenerationError(f"the sequence would have {total} tokens but the model's context holds {limit}")
+    return total
+
+
 class SequenceState:
     """K/V buffers, waiting hidden states and lengths of one sequence, bound once to one ONNX Runtime session.
 
@@ -119,12 +133,7 @@ class SequenceState:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
                 Runtime failed. The sequence is as it was before the step.
         """
-        count = len(ids)
-        total = self.lengths[0] + count
-        if count == 0:
-            raise GenerationError("a step needs at least one token")
-        if self._limit is not None and total > self._limit:
-            raise GenerationError(f"the sequence would have {total} tokens but the model's context holds {self._limit}")
+        count, total = len(ids), check_step(ids, self.lengths[0], self._limit)
         if total > self.capacity:
             self._grow(total)
         if count > 1:
