@@ -1,10 +1,10 @@
 """From the same cut, one strongly typed network per segment and one for the head: what TensorRT is given.
 
 A conditional inside TensorRT saves no time and may not hold attention, so here the runtime decides which network runs
-(`runtime.segments` is the state machine; `graph.compose` writes the same machine into one graph). Segment 0 embeds token
-ids; every network but the last gives the new hidden states, and at each row's last token the state it would leave with,
-the router's score and the exit flag; the last gives the state the model ends with. Lens and final norm stand in the
-segment, because the router reads what they give, and the head takes that.
+(`runtime.segments` is the state machine; `graph.compose` writes the same machine into one graph). Segment 0 embeds
+token ids; every network but the last gives the new hidden states, and at each row's last token the state it would leave
+with, the router's score and the exit flag; the last gives the state the model ends with. Lens and final norm stand in
+the segment, because the router reads what they give, and the head takes that.
 
 The operators are standard ONNX, opset 24 (TensorScatter), and `TideRoute`, a function with a body: so ONNX Runtime runs
 the very files TensorRT builds its engines from. Shapes: B rows and S new tokens are free, the K/V buffers have a fixed
@@ -21,6 +21,7 @@ from onnx_ir.external_data import convert_tensors_to_external
 from onnx_ir.passes import common as common_passes
 
 from tide_export import names
+from tide_export.build.profiles import profiles_for
 from tide_export.errors import GraphError
 from tide_export.graph.builder import Block, Weights
 from tide_export.graph.compose import LensWeights, RouterWeights, check_routers
@@ -29,6 +30,7 @@ from tide_export.graph.exits import leaving_state, route, token_dims
 from tide_export.graph.route import normed_size, route_function
 from tide_export.lower.passes.half_precision import HalfPrecisionPass
 from tide_export.lower.passes.scatter_attention import ScatterAttentionPass
+from tide_export.manifest import Manifest, NetworksInfo
 
 OPSET, IR_VERSION = 24, 11
 BATCH, TOKENS = "batch", "tokens"
@@ -43,11 +45,18 @@ class Networks:
     Attributes:
         weights: fp32, fp16 or bf16.
         capacity: tokens the K/V buffers hold, the longest sequence.
+        exit_size: width D' of the states the head takes.
     """
 
     models: dict[str, ir.Model]
     weights: str
     capacity: int
+    exit_size: int
+
+    def info(self, manifest: Manifest) -> NetworksInfo:
+        """What the manifest says of them; `manifest` is that of their bundle so far."""
+        most = profiles_for(self.capacity, manifest.max_pending)[-1].most
+        return NetworksInfo(self.weights, self.capacity, most, self.exit_size)
 
     def save(self, folder: Path) -> None:
         """Writes every network to `folder`/segments, with one file of weights that they share."""
@@ -71,7 +80,7 @@ class Networks:
             ir.save(model, folder / names.network_file(name))
 
 
-def networks(
+def networks_for_tensorrt(
     pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None, capacity: int, weights: str = "fp32"
 ) -> Networks:
     """The networks of `pieces`, ready to be saved.
@@ -99,7 +108,7 @@ def networks(
             common_passes.RemoveUnusedOpsetsPass(),
         )(model)
         _check(name, model)
-    return Networks(models, weights, capacity)
+    return Networks(models, weights, capacity, normed_size(pieces))
 
 
 class _Segment:

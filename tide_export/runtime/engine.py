@@ -18,10 +18,9 @@ from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.lossless import MAX_DRAFTS, LosslessDecoder, Token
 from tide_export.runtime.options import whole_number
+from tide_export.runtime.providers import open_provider
 from tide_export.runtime.sampling import Sampler
-from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.runtime.session import open_session
-from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState
+from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState, State
 from tide_export.runtime.stats import ExitStats
 from tide_export.thresholds import resolve_thresholds
 
@@ -50,17 +49,18 @@ def load(
 
     Args:
         bundle: the folder that `tide-export export` wrote.
-        provider: "auto" or "cpu".
-        threads: threads one step may use; None: one per physical core.
+        provider: "cpu", "cuda" (ONNX Runtime), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest that the bundle
+            holds and this machine runs.
+        threads: threads one step may use on the CPU; None: one per physical core.
         verify: check the sha256 of every file first (sizes are always checked).
 
     Raises:
         BundleError: the bundle is missing, damaged or of another release.
-        ProviderError: the provider is not to be had.
+        ProviderError: the provider asked for cannot run this bundle here.
         ConfigError: threads below 1.
     """
     opened = open_bundle(bundle, verify=verify)
-    return Engine(opened, open_session(opened, provider, threads))
+    return Engine(opened, *open_provider(opened, provider, threads))
 
 
 class Engine:
@@ -160,9 +160,7 @@ class Engine:
             return TokenStream(state, manifest, prompt, limit, sampler, stops, lossless)
         return TokenStream(self.start(thresholds, waiting), manifest, prompt, limit, sampler, stops)
 
-    def start(
-        self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM
-    ) -> SequenceState | SegmentedState:
+    def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> State:
         """An empty sequence to `step` by hand.
 
         Args:
@@ -186,7 +184,7 @@ class TokenStream(Iterator[int]):
 
     def __init__(
         self,
-        state: SequenceState | SegmentedState,
+        state: State,
         manifest: Manifest,
         prompt: np.ndarray,
         max_new_tokens: int,

@@ -7,7 +7,7 @@ doubling. A state serves one thread at a time; any number of states share one se
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,12 +45,31 @@ def check_step(ids: Sequence[int] | np.ndarray, length: int, limit: int | None) 
     return total
 
 
+class State(Protocol):
+    """One sequence on any engine: what `Engine.start` gives. `SequenceState` and `segmented.state.SegmentedState` are
+    such."""
+
+    lengths: list[int]
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def waiting(self) -> list[int]: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    def set_thresholds(self, thresholds: Sequence[float]) -> None: ...
+
+    def step(self, ids: Sequence[int] | np.ndarray) -> StepResult: ...
+
+
 class SequenceState:
     """K/V buffers, waiting hidden states and lengths of one sequence, bound once to one ONNX Runtime session.
 
     Attributes:
         lengths: tokens in each segment's K/V buffers, shallowest first; never increasing with depth.
-        capacity: tokens the K/V buffers can hold before they grow.
     """
 
     def __init__(
@@ -71,7 +90,7 @@ class SequenceState:
         self._pending_names = [names.pending(k + 1) for k in range(len(thresholds))]
         self._memory: dict[str, np.ndarray] = {}  # what is bound, by graph name: the binding holds bare pointers
         self.lengths = [0] * len(manifest.segment_sizes)
-        self.capacity = 0
+        self._capacity = 0
 
         nothing = np.zeros((1, 0, manifest.model.hidden_size), np.float32)
         self._nothing = self._ort.OrtValue.ortvalue_from_numpy(nothing)
@@ -106,6 +125,11 @@ class SequenceState:
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
 
     @property
+    def capacity(self) -> int:
+        """Tokens the K/V buffers can hold before they grow."""
+        return self._capacity
+
+    @property
     def length(self) -> int:
         """Tokens of the sequence so far."""
         return self.lengths[0]
@@ -134,7 +158,7 @@ class SequenceState:
                 Runtime failed. The sequence is as it was before the step.
         """
         count, total = len(ids), check_step(ids, self.lengths[0], self._limit)
-        if total > self.capacity:
+        if total > self._capacity:
             self._grow(total)
         if count > 1:
             self._bind_input(names.INPUT_IDS, np.array(ids, np.int64)[None])
@@ -224,7 +248,7 @@ class SequenceState:
 
     def _grow(self, needed: int) -> None:
         """Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice."""
-        capacity = max(2 * self.capacity, needed + (0 if self.capacity else self._room))
+        capacity = max(2 * self._capacity, needed + (0 if self._capacity else self._room))
         if self._limit is not None:
             capacity = min(capacity, self._limit)
         try:
@@ -239,7 +263,7 @@ class SequenceState:
                     self._bind_output(names.present(layer, kind), grown)
         except MemoryError:
             raise GenerationError(f"not enough memory for the K/V cache of {capacity} tokens") from None
-        self.capacity = capacity
+        self._capacity = capacity
 
     # An OrtValue made from a C-contiguous numpy array is the array's own memory (tests/runtime/test_state.py proves it
     # for the pinned release), so what is written to the array later is what the graph reads, and the other way round.

@@ -95,7 +95,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
         def make() -> ir.TensorProtocol:
             array = tensor.numpy()
             with np.errstate(over="ignore"):
-                half = array.astype(self.numpy)
+                half: np.ndarray = array.astype(self.numpy)
             if not np.isfinite(half[np.isfinite(array)].astype(np.float32)).all():
                 raise GraphError(f"weight {name} holds a number too large for {self.numpy.__name__}: use bf16 or fp32")
             return ir.tensor(half, name=name, dtype=self.dtype)

@@ -10,6 +10,8 @@ Precondition: TideAttention has eight inputs (query, key, value, past key, past 
 [B, S], places of the buffers [1, 1, 1, C]) and three outputs. Postcondition: none is left.
 """
 
+import itertools
+
 import numpy as np
 import onnx_ir as ir
 
@@ -70,17 +72,18 @@ def _lower(model: ir.Model, node: ir.Node, mask: ir.Value) -> None:
         output.replace_all_uses_with(present, replace_graph_outputs=True)
         present.name = output.name
         buffers.append(present)
-    attend = _written_out if "softcap" in node.attributes else _attention
-    mixed = attend(model, node, query, *buffers, mask)
+    keys, values = buffers
+    if "softcap" in node.attributes:
+        mixed = _written_out(model, node, query, keys, values, mask)
+    else:
+        mixed = _attention(node, query, keys, values, mask)
     kinds = [(node.outputs[0].dtype, node.outputs[0].shape)]
     turned = add_before(node, "Transpose", [mixed], {"perm": SWAP_HEADS}, outputs=kinds, suffix="_out").outputs[0]
     node.outputs[0].replace_all_uses_with(turned, replace_graph_outputs=True)
     drop_unused([node])
 
 
-def _attention(
-    model: ir.Model, node: ir.Node, query: ir.Value | None, keys: ir.Value, values: ir.Value, mask: ir.Value
-) -> ir.Value:
+def _attention(node: ir.Node, query: ir.Value | None, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
     """[B, H, S, head_dim] by the one operator."""
     assert query is not None
     attributes = {"scale": node.attributes["scale"].as_float()}
@@ -97,15 +100,15 @@ def _written_out(
     scale, cap = node.attributes["scale"].as_float(), node.attributes["softcap"].as_float()
     dtype = query.dtype or FLOAT
 
+    numbers = itertools.count()
+
     def op(name: str, inputs: list[ir.Value], attributes: dict | None = None, *, to: ir.DataType = FLOAT) -> ir.Value:
-        nonlocal number
-        number += 1
-        return add_before(node, name, inputs, attributes, outputs=[(to, None)], suffix=f"_{number}").outputs[0]
+        suffix = f"_{next(numbers)}"
+        return add_before(node, name, inputs, attributes, outputs=[(to, None)], suffix=suffix).outputs[0]
 
     def number_of(name: str, value: float) -> ir.Value:
         return constant(model, f"{name}_{value!r}", np.array(value, dtype=np.float32))
 
-    number = 0
     split = constant(model, f"groups_{kv_heads}", np.array([0, kv_heads, heads // kv_heads, -1, width], dtype=np.int64))
     merge = constant(model, f"heads_{heads}", np.array([0, heads, -1, width], dtype=np.int64))
     axis = constant(model, "axis_2", np.array([2], dtype=np.int64))

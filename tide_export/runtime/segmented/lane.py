@@ -1,13 +1,13 @@
 """One sequence's memory on a device, and how its networks are run over it.
 
-`state` says which segment runs over which waiting tokens; this module knows where they are. Before every segment but the
-first lie the hidden states that wait for it, one row a token, in a buffer that grows; a segment reads its rows there and
-writes the new ones where the next segment will read them. Nothing but token ids, lengths, the routers' verdicts and the
-logits crosses to the host.
+`state` says which segment runs over which waiting tokens; this module knows where they are. Before every segment but
+the first lie the hidden states that wait for it, one row a token, in a buffer that grows; a segment reads its rows
+there and writes the new ones where the next segment will read them. Nothing but token ids, lengths, the routers'
+verdicts and the logits crosses to the host.
 
-Runs are padded to a power of two, so that a device that records its work (a CUDA graph per network and number of tokens)
-has few to record; padding goes behind the last token, in the buffers and in the K/V cache alike, where it is overwritten
-before anything reads it.
+Runs are padded to a power of two, so that a device that records its work (a CUDA graph per network and number of
+tokens) has few to record; padding goes behind the last token, in the buffers and in the K/V cache alike, where it is
+overwritten before anything reads it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,10 @@ class Lane:
         self._chunk = self._allocate(most_tokens * self._row)
         self._ids = self._allocate(most_tokens * 8)
         self._ids_host = device.staging(most_tokens * 8).view(np.int64)
-        self._control, self._control_host, self._verdict, self._verdict_host = [], [], [], []
+        self._control: list[Buffer] = []
+        self._control_host: list[np.ndarray] = []
+        self._verdict: list[Buffer] = []
+        self._verdict_host: list[np.ndarray] = []
         for k in range(self._segments):
             self._add_segment(k, waiting_rows)
         self._logits = self._allocate(specs[names.HEAD].outputs[names.LOGITS].size())

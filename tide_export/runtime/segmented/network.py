@@ -4,7 +4,7 @@
 before anything is bound, because what is bound are bare addresses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from tide_export.manifest import Manifest, NetworksInfo
 
 TOKENS = "tokens"  # the free dimension; the batch is 1 here
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+TENSORRT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
 
@@ -67,11 +68,31 @@ class NetworkSpec:
                     )
 
 
+def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
+    """{output: input} of the K/V buffers, which are one memory each."""
+    return {
+        name.replace("past_key_values.", "present."): name
+        for name in spec.inputs
+        if name.startswith("past_key_values.")
+    }
+
+
+def from_tensorrt(spec: NetworkSpec, found: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
+    """Tensors as TensorRT describes them, a free dimension as -1, for `NetworkSpec.check`."""
+    tensors = {}
+    for name, (dtype, shape) in found.items():
+        expected = spec.inputs.get(name, spec.outputs.get(name))
+        wanted = expected.shape if expected is not None and len(expected.shape) == len(shape) else tuple(shape)
+        dims = tuple(want if dim == -1 else dim for want, dim in zip(wanted, shape, strict=True))
+        tensors[name] = Tensor(TENSORRT_TYPES.get(dtype, dtype), dims)
+    return tensors
+
+
 class Network(Protocol):
     """A network that can be run on one lane's device."""
 
     def run(self, addresses: Mapping[str, int], tokens: int) -> None:
-        """Queues a run over `tokens` tokens; `addresses` holds every input and output. K/V outputs share their inputs'."""
+        """Queues a run over `tokens` tokens; `addresses` holds every input and output, K/V outputs their inputs'."""
         ...
 
 

@@ -1,8 +1,8 @@
 """One sequence over networks of one segment each: decides, after every router, whether the next segment runs.
 
 The same machine as in `graph.compose`'s graph, in Python: `Engine` uses a `SegmentedState` where it would use a
-`SequenceState`. A token that exits leaves its hidden state waiting before the next segment; a later token takes all that
-wait along. Where the memory is and what runs the networks is `lane`'s affair.
+`SequenceState`. A token that exits leaves its hidden state waiting before the next segment; a later token takes all
+that wait along. Where the memory is and what runs the networks is `lane`'s affair.
 """
 
 from collections.abc import Sequence
