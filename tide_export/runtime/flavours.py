@@ -20,6 +20,7 @@ class Flavour:
         name: of the target and provider: tensorrt, tensorrt-rtx.
         title: for people.
         module: to import.
+        package: that it comes in.
         extra: of this package, that installs it.
         builds_without_gpu: whether engines can be built on a machine that has none.
         takes_plugins: whether its networks may hold plugins.
@@ -29,14 +30,15 @@ class Flavour:
     name: str
     title: str
     module: str
+    package: str
     extra: str
     builds_without_gpu: bool
     takes_plugins: bool
     has_timing_cache: bool
 
 
-TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "gpu", False, True, True)
-TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "rtx", True, False, False)
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True)
+TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False, False)
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 
 
@@ -51,7 +53,8 @@ def import_library(flavour: Flavour) -> ModuleType:
     except ImportError as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ProviderError(
-            f"{flavour.title} cannot be imported ({reason}): pip install tide_export[{flavour.extra}]"
+            f"{flavour.title} cannot be imported ({reason}): pip install {flavour.package}, or "
+            f"tide_export[{flavour.extra}]"
         ) from None
 
 

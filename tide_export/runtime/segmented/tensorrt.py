@@ -92,8 +92,8 @@ def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: Engi
     again = f"build them again with `tide-export build {bundle.path} --target {flavour.name}`"
     if engines.version != version:
         raise ProviderError(
-            f"the engines of bundle '{bundle.path}' were built by {flavour.title} {engines.version} and run on no other "
-            f"version, but {version} is installed: {again}"
+            f"the engines of bundle '{bundle.path}' were built by {flavour.title} {engines.version} and run on no "
+            f"other, but {version} is installed: {again}"
         )
     device = compute_capability()
     if device is None:
