@@ -57,6 +57,7 @@ class NetworksInfo:
     weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
     capacity: int  # tokens their K/V buffers hold
     most_tokens: int  # tokens one run may take; longer prompts are run in parts
+    most_logits: int  # tokens one run of the head may take
     exit_size: int  # width of the states the head takes
 
 
@@ -263,7 +264,7 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
     parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), HEAD]
     if networks is not None:
         require(networks.weights in NETWORK_WEIGHTS, "networks.weights", f"must be one of {', '.join(NETWORK_WEIGHTS)}")
-        for name in ("capacity", "most_tokens", "exit_size"):
+        for name in ("capacity", "most_tokens", "most_logits", "exit_size"):
             require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
         for file in map(network_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")

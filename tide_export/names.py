@@ -54,9 +54,11 @@ PAST_LENGTHS = "past_lengths"  # input: int64 [B], tokens in the segment's K/V c
 LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each row's last real token, 0 .. S-1
 EXIT_THRESHOLD = "exit_threshold"  # input: float32 [1], of all but the last segment
 NEW_HIDDEN_STATES = "new_hidden_states"  # output: T [B, S, D], of all but the last segment
-EXIT_STATES = "exit_states"  # output: T [B, 1, D'], what the head takes should the last token leave here; its input too
+EXIT_STATES = "exit_states"  # output: T [B, 1, D'], what the head takes should the last token leave here
+FINAL_STATES = "final_states"  # output: T [B, S, D'], of the last segment alone: the same of all its tokens
 ROUTER_SCORE = "router_score"  # output: float32 [B, 1, 1], of all but the last segment
 EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
+# The head takes EXIT_STATES, T [B, S, D'], and gives LOGITS, float32 [B, S, V].
 
 
 # Files of a bundle.

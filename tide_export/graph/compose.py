@@ -373,4 +373,3 @@ class _Composer:
 
 def _input(name: str, dtype: ir.DataType, shape: list) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-

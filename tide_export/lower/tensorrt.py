@@ -3,8 +3,8 @@
 A conditional inside TensorRT saves no time and may not hold attention, so here the runtime decides which network runs
 (`runtime.segments` is the state machine; `graph.compose` writes the same machine into one graph). Segment 0 embeds
 token ids; every network but the last gives the new hidden states, and at each row's last token the state it would leave
-with, the router's score and the exit flag; the last gives the state the model ends with. Lens and final norm stand in
-the segment, because the router reads what they give, and the head takes that.
+with, the router's score and the exit flag; the last gives the states the model ends with, of all tokens, to verify
+drafts. Lens and final norm stand in the segment, because the router reads what they give, and the head takes that.
 
 The operators are standard ONNX, opset 24 (TensorScatter), and `TideRoute`, a function with a body: so ONNX Runtime runs
 the very files TensorRT builds its engines from. Shapes: B rows and S new tokens are free, the K/V buffers have a fixed
@@ -55,8 +55,8 @@ class Networks:
 
     def info(self, manifest: Manifest) -> NetworksInfo:
         """What the manifest says of them; `manifest` is that of their bundle so far."""
-        most = profiles_for(self.capacity, manifest.max_pending)[-1].most
-        return NetworksInfo(self.weights, self.capacity, most, self.exit_size)
+        _, catch_up, prefill = profiles_for(self.capacity, manifest.max_pending)
+        return NetworksInfo(self.weights, self.capacity, prefill.most, catch_up.most, self.exit_size)
 
     def save(self, folder: Path) -> None:
         """Writes every network to `folder`/segments, with one file of weights that they share."""
@@ -139,13 +139,16 @@ class _Segment:
         if first:
             (x,) = block.inline(pieces.embed, [x, positions], token_dims(pieces.embed, BATCH, TOKENS))
         y, presents = self._layers(x, positions)
-        leaving = leaving_state(block, pieces, self.layers, self.lens, self._last_token(y))
-        outputs = {names.EXIT_STATES: leaving}
-        if self.router is not None:
+        if self.router is None:
+            final = leaving_state(block, pieces, self.layers, None, y)
+            outputs = {names.FINAL_STATES: final, names.EXIT_STATES: self._last_token(final)}
+        else:
+            leaving = leaving_state(block, pieces, self.layers, self.lens, self._last_token(y))
             threshold = _input(names.EXIT_THRESHOLD, FLOAT, [1])
             inputs.append(threshold)
             score, leaves = route(block, self.layers, self.router, leaving, threshold)
-            outputs = {names.NEW_HIDDEN_STATES: y, **outputs, names.ROUTER_SCORE: score, names.EXIT_FLAG: leaves}
+            outputs = {names.NEW_HIDDEN_STATES: y, names.EXIT_STATES: leaving}
+            outputs |= {names.ROUTER_SCORE: score, names.EXIT_FLAG: leaves}
         functions = [route_function(self.router, OPSET)] if self.router is not None else []
         return _model(names.segment(self.k), block, [*inputs, *self.past.values()], {**outputs, **presents}, functions)
 
@@ -187,21 +190,22 @@ class _Segment:
                 presents[names.present(layer, kind)] = value
         return y, presents
 
-    def _last_token(self, y: ir.Value) -> ir.Value:
-        """[B, 1, D]: y at each row's last real token."""
-        block, width = self.block, self.pieces.hidden_size
+    def _last_token(self, states: ir.Value) -> ir.Value:
+        """[B, S, D] -> [B, 1, D], at each row's last real token."""
+        assert states.shape is not None
+        block, width = self.block, states.shape[-1]
         axis = block.weights.constant("axis_1", np.array([1]))
         index = block.op("Unsqueeze", [self.last, axis], dtype=INT64, shape=[BATCH, 1])
-        state = block.op("GatherND", [y, index], {"batch_dims": 1}, dtype=FLOAT, shape=[BATCH, width])
+        state = block.op("GatherND", [states, index], {"batch_dims": 1}, dtype=FLOAT, shape=[BATCH, width])
         return block.op("Unsqueeze", [state, axis], dtype=FLOAT, shape=[BATCH, 1, width])
 
 
 def _head(pieces: Pieces) -> ir.Model:
-    """Exit states [B, 1, D'] -> logits [B, 1, V]."""
+    """Exit states [B, S, D'] -> logits [B, S, V]."""
     block = Block(names.HEAD, Weights())
-    states = _input(names.EXIT_STATES, FLOAT, [BATCH, 1, normed_size(pieces)])
-    (logits,) = block.inline(pieces.head, [states], token_dims(pieces.head, BATCH, 1))
-    logits.type, logits.shape = ir.TensorType(FLOAT), ir.Shape([BATCH, 1, pieces.vocab_size])
+    states = _input(names.EXIT_STATES, FLOAT, [BATCH, TOKENS, normed_size(pieces)])
+    (logits,) = block.inline(pieces.head, [states], token_dims(pieces.head, BATCH, TOKENS))
+    logits.type, logits.shape = ir.TensorType(FLOAT), ir.Shape([BATCH, TOKENS, pieces.vocab_size])
     return _model(names.HEAD, block, [states], {names.LOGITS: logits}, [])
 
 

@@ -45,6 +45,12 @@ def check_step(ids: Sequence[int] | np.ndarray, length: int, limit: int | None) 
     return total
 
 
+def check_rewind(tokens: int, length: int) -> None:
+    """Raises GenerationError if a sequence of so many tokens cannot have had only `length`."""
+    if not 0 <= length <= tokens:
+        raise GenerationError(f"a sequence of {tokens} tokens cannot be rewound to {length}")
+
+
 class State(Protocol):
     """One sequence on any engine: what `Engine.start` gives. `SequenceState` and `segmented.state.SegmentedState` are
     such."""
@@ -62,7 +68,9 @@ class State(Protocol):
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None: ...
 
-    def step(self, ids: Sequence[int] | np.ndarray) -> StepResult: ...
+    def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult: ...
+
+    def rewind(self, length: int) -> None: ...
 
 
 class SequenceState:
@@ -192,8 +200,7 @@ class SequenceState:
         Raises:
             GenerationError: `length` is negative or more than the sequence has.
         """
-        if not 0 <= length <= self.lengths[0]:
-            raise GenerationError(f"a sequence of {self.lengths[0]} tokens cannot be rewound to {length}")
+        check_rewind(self.lengths[0], length)
         for k, deep in enumerate(self.lengths[1:]):
             if self.lengths[k] > length and self._pending[k] is not self._nothing:
                 left = max(length - deep, 0)

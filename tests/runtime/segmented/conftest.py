@@ -57,5 +57,5 @@ def on_fake_gpu(opened: Bundle, backend: SegmentBackend, fake: FakeCudart) -> En
 
     info = opened.manifest.networks
     assert info is not None
-    short = replace(info, most_tokens=16)  # so that longer steps are run in parts
+    short = replace(info, most_tokens=16, most_logits=8)  # so that longer steps are run in parts
     return Engine(opened, SegmentBackend(opened.manifest, short, backend.specs, open_lane), SegmentedState)

@@ -73,6 +73,30 @@ def test_a_recording_device_gives_the_same(branched, on_fake_gpu, fake, demo_tex
     assert len(fake.graphs) < 60, "one per network, number of tokens and place of the result, not one per step"
 
 
+@pytest.mark.parametrize("device", ["segmented", "on_fake_gpu"])
+def test_drafts_are_verified_and_undone_as_on_the_branched_graph(request, branched, demo_text_ids, device: str) -> None:
+    """Tokens that left early wait; a full step gives logits of all of them; the sequence is wound back and goes on."""
+    one, other = branched.start([0.3] * 3, 1000), request.getfixturevalue(device).start([0.3] * 3, 1000)
+    at, sizes = 0, [5, 1, 1, 1, 9, 1, 2, 30, 1, 1, 1, 3]
+    for number, size in enumerate(sizes * 3):
+        ids = demo_text_ids[at : at + size]
+        full, keep = number % 4 == 3, 1 + number % 3 * 20
+        a, b = one.step(ids, logits_to_keep=keep, full=full), other.step(ids, logits_to_keep=keep, full=full)
+        assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
+        assert b.rows.shape[0] == min(a.rows.shape[0], keep)
+        np.testing.assert_allclose(b.rows, a.rows[-b.rows.shape[0] :], atol=1e-3)
+        at += size
+        if number % 5 == 4:
+            at -= 4
+            one.rewind(at)
+            other.rewind(at)
+        assert other.lengths == one.lengths
+        assert other.waiting == one.waiting
+    for length in (-1, at + 1):
+        with pytest.raises(GenerationError, match=f"{at} tokens cannot be rewound to {length}"):
+            other.rewind(length)
+
+
 def test_thresholds_set_between_steps_count_from_the_next(branched, segmented, demo_text_ids) -> None:
     one, other = branched.start([2.0] * 3), segmented.start([2.0] * 3)
     for number, token in enumerate(demo_text_ids[:40]):

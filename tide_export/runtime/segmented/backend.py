@@ -29,7 +29,7 @@ class SegmentBackend:
     ) -> None:
         """`open_lane` gives a new device and the networks on it, by name, one set per lane."""
         self.capacity, self.specs = info.capacity, specs
-        self._most_tokens = info.most_tokens
+        self._info = info
         # The pending tokens a bundle is meant for and the new one, in the padded run over them.
         self._waiting_rows = padded(manifest.max_pending + 1, 0, info.capacity, info.capacity)
         self._open_lane = open_lane
@@ -46,6 +46,6 @@ class SegmentBackend:
             lane = self._free.pop() if self._free else None
         if lane is None:
             device, networks = self._open_lane()
-            lane = Lane(self.specs, networks, device, self._most_tokens, self.capacity, self._waiting_rows)
+            lane = Lane(self.specs, networks, device, self._info, self._waiting_rows)
         weakref.finalize(user, self._free.append, lane)
         return lane

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tide_export import names
 from tide_export.errors import BundleError
-from tide_export.manifest import Manifest, NetworksInfo
+from tide_export.manifest import Manifest, NetworksInfo, Profile
 
 TOKENS = "tokens"  # the free dimension; the batch is 1 here
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -68,6 +68,11 @@ class NetworkSpec:
                     )
 
 
+def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tuple[Profile, ...]:
+    """The profiles of one network: the head takes fewer tokens than the segments."""
+    return tuple(profile for profile in profiles if name != names.HEAD or profile.most <= info.most_logits)
+
+
 def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
     """{output: input} of the K/V buffers, which are one memory each."""
     return {
@@ -108,7 +113,9 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
         inputs |= {names.HIDDEN_STATES: Tensor(state, (1, TOKENS, width))} if k else {}
         inputs |= {name: Tensor("int64", (1,)) for name in (names.PAST_LENGTHS, names.LAST_TOKENS)}
         outputs = {names.EXIT_STATES: Tensor(state, (1, 1, info.exit_size))}
-        if not last:
+        if last:
+            outputs[names.FINAL_STATES] = Tensor(state, (1, TOKENS, info.exit_size))
+        else:
             inputs[names.EXIT_THRESHOLD] = Tensor("float32", (1,))
             outputs[names.NEW_HIDDEN_STATES] = Tensor(state, (1, TOKENS, width))
             outputs[names.ROUTER_SCORE] = Tensor("float32", (1, 1, 1))
@@ -119,7 +126,7 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
                 outputs[names.present(layer, kind)] = Tensor(state, (1, heads, info.capacity, head_dim))
             layer += 1
         found[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
-    head_in = {names.EXIT_STATES: Tensor(state, (1, 1, info.exit_size))}
-    head_out = {names.LOGITS: Tensor("float32", (1, 1, manifest.model.vocab_size))}
+    head_in = {names.EXIT_STATES: Tensor(state, (1, TOKENS, info.exit_size))}
+    head_out = {names.LOGITS: Tensor("float32", (1, TOKENS, manifest.model.vocab_size))}
     found[names.HEAD] = NetworkSpec(names.HEAD, head_in, head_out)
     return found

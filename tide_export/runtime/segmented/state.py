@@ -11,7 +11,7 @@ import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.state import ROOM, StepResult, check_step
+from tide_export.runtime.state import ROOM, StepResult, check_rewind, check_step
 
 
 class SegmentedState:
@@ -67,8 +67,14 @@ class SegmentedState:
         for k, threshold in enumerate(thresholds):
             self._lane.set_threshold(k, threshold)
 
-    def step(self, ids: Sequence[int] | np.ndarray) -> StepResult:
+    def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:
         """Runs S new tokens; the result is about the last of them, its arrays change with the next step.
+
+        Args:
+            ids: S >= 1 token ids, each in [0, vocab_size).
+            logits_to_keep: how many of the last positions get logits where the last segment runs, at least 1; no more
+                than the tokens it runs over come.
+            full: run every segment and let nothing exit, whatever the thresholds.
 
         Raises:
             GenerationError: no ids, more tokens than the sequence can have, no memory for waiting tokens, or the engine
@@ -76,20 +82,33 @@ class SegmentedState:
         """
         total = check_step(ids, self.lengths[0], self._limit)
         lane, lengths = self._lane, self.lengths
-        ran = 0
+        keep, ran = min(logits_to_keep, total - lengths[-1]), 0
         for k, length in enumerate(lengths):
-            forced = total - length > self._max_pending
+            forced = full or total - length > self._max_pending
             if k > 0 and not forced and lane.verdict(k - 1)[1]:
                 break
             behind = lengths[k + 1] if k + 1 < len(lengths) else length
-            lane.run(k, ids, total - length, length, target=length - behind)
+            lane.run(k, ids, total - length, length, target=length - behind, keep=keep)
             ran += 1
         # Of a token that left while a segment was forced to run behind it, the first exit counts.
         self._scores[:] = np.nan
         left = ran - 1
         for k in reversed(range(min(ran, len(self._scores)))):
             self._scores[k], leaves = lane.verdict(k)
-            left = k if leaves else left
-        logits = lane.logits(left)
+            left = k if leaves and not full else left
+        deepest = left == len(lengths) - 1
+        rows = lane.rows() if deepest and keep > 1 else lane.logits(left)[None]
         self.lengths = [total if k < ran else length for k, length in enumerate(lengths)]
-        return StepResult(logits, self._depths[left], ran, self._scores)
+        return StepResult(rows[-1], rows, self._depths[left], ran, self._scores)
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens but the first `length`, as if they had never been stepped.
+
+        What waits lies in the order of the tokens, so fewer wait; what the K/V buffers hold beyond is written over
+        before it is read.
+
+        Raises:
+            GenerationError: `length` is negative or more than the sequence has.
+        """
+        check_rewind(self.lengths[0], length)
+        self.lengths = [min(own, length) for own in self.lengths]

@@ -19,7 +19,14 @@ from tide_export.runtime.gpu import compute_capability
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.cuda import CudaDevice, import_cudart
 from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
-from tide_export.runtime.segmented.network import Network, NetworkSpec, from_tensorrt, kv_aliases, specs
+from tide_export.runtime.segmented.network import (
+    Network,
+    NetworkSpec,
+    from_tensorrt,
+    kv_aliases,
+    of_network,
+    specs,
+)
 
 
 def open_engines(bundle: Bundle, provider: str) -> SegmentBackend:
@@ -45,8 +52,7 @@ def open_engines(bundle: Bundle, provider: str) -> SegmentBackend:
     for name, spec in expected.items():
         path = bundle.file(names.engine_file(name))
         engine = runtime.load(path.read_bytes(), str(path))
-        profiles = engines.profiles if name != names.HEAD else engines.profiles[:1]
-        _check_engine(engine, spec, profiles, str(path))
+        _check_engine(engine, spec, of_network(name, engines.profiles, info), str(path))
         loaded[name] = engine
 
     def open_lane() -> tuple[Device, Mapping[str, Network]]:
@@ -54,7 +60,9 @@ def open_engines(bundle: Bundle, provider: str) -> SegmentBackend:
         size = max(engine.device_memory_size_v2 for engine in loaded.values())
         memory = device.allocate(max(size, ALIGNMENT))
         networks = {
-            name: _TrtNetwork(flavour, library, engine, expected[name], engines.profiles, device, memory)
+            name: _TrtNetwork(
+                flavour, library, engine, expected[name], of_network(name, engines.profiles, info), device, memory
+            )
             for name, engine in loaded.items()
         }
         return device, networks
