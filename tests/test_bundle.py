@@ -113,6 +113,57 @@ def test_segment_sizes_add_up_to_the_depth() -> None:
     assert full_depth.segment_sizes == (3,)
 
 
+NETWORKS = {"weights": "fp16", "capacity": 64, "most_tokens": 32, "most_logits": 8, "exit_size": 16}
+PROFILE = {"name": "decode", "least": 1, "best": 1, "most": 1}
+ENGINES = {
+    "flavour": "tensorrt-rtx",
+    "version": "1.7",
+    "compute_capabilities": [],
+    "weights_sha256": "0" * 64,
+    "profiles": [PROFILE],
+    "seconds": 3.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("networks", "engines", "message"),
+    [
+        (NETWORKS, ENGINES, None),
+        (NETWORKS, None, None),
+        (None, ENGINES, "field 'engines' needs the field 'networks'"),
+        (NETWORKS | {"weights": "int3"}, None, "field 'networks.weights' must be one of fp32, fp16, bf16"),
+        (NETWORKS | {"most_tokens": 0}, None, "field 'networks.most_tokens' must be 1 or more"),
+        (NETWORKS | {"capacity": "64"}, None, "field 'networks.capacity' must be a whole number"),
+        (
+            NETWORKS,
+            ENGINES | {"flavour": "onnxruntime"},
+            "field 'engines.flavour' must be one of tensorrt, tensorrt-rtx",
+        ),
+        (NETWORKS, ENGINES | {"profiles": []}, "field 'engines.profiles' must not be empty"),
+        (NETWORKS, ENGINES | {"profiles": [PROFILE | {"best": 2}]}, "field 'engines.profiles' must have least <= best"),
+        (NETWORKS, ENGINES | {"compute_capabilities": [8]}, "field 'engines.compute_capabilities.0' must be a string"),
+        (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_0.onnx"),
+        (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_0.engine"),
+    ],
+)
+def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, networks, engines, message) -> None:
+    parts = ["segment_0", "segment_1", "segment_2", "head"]
+    with writing_bundle(tmp_path / "b") as folder:
+        (folder / "model.onnx").write_bytes(b"graph")
+        for name, suffix, entry in (("segments", "onnx", networks), ("engines", "engine", engines)):
+            (folder / name).mkdir()
+            for part in parts if entry is not None and entry.pop("files", True) else []:
+                (folder / name / f"{part}.{suffix}").write_bytes(b"network")
+        write_manifest(folder, make_manifest())
+    edit(tmp_path / "b", "networks", value=networks)
+    edit(tmp_path / "b", "engines", value=engines)
+    if message is None:
+        assert open_bundle(tmp_path / "b").manifest.networks is not None
+    else:
+        with pytest.raises(BundleError, match=re.escape(message)):
+            open_bundle(tmp_path / "b")
+
+
 def edit(path: Path, *keys: str | int, value: object) -> None:
     """Sets one field of a bundle's tide.json; the value `...` deletes it."""
     file = path / "tide.json"
