@@ -26,7 +26,8 @@ def feeds(spec: NetworkSpec, profile: Profile, info: NetworksInfo) -> Iterator[d
     """Random inputs for the fewest, usual and most tokens of a profile, behind caches of several lengths."""
     random = np.random.default_rng(0)
     for tokens in sorted({profile.least, profile.best, profile.most}):
-        for length in sorted({0, (info.capacity - tokens) // 2, info.capacity - tokens}):
+        lengths = {0, (info.capacity - tokens) // 2, info.capacity - tokens} if spec.name != names.HEAD else {0}
+        for length in sorted(lengths):
             found = {}
             for name, tensor in spec.inputs.items():
                 shape = tensor.dims(tokens)
@@ -49,7 +50,9 @@ def differences(engine: Path, network: Path, profile: int, inputs: list[dict[str
     from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
     from polygraphy.backend.trt import EngineFromBytes, TrtRunner
     from polygraphy.comparator import Comparator
+    from polygraphy.logger import G_LOGGER
 
+    G_LOGGER.module_severity = G_LOGGER.WARNING
     runners = [
         TrtRunner(EngineFromBytes(BytesFromPath(str(engine))), name="engine", optimization_profile=profile),
         OnnxrtRunner(SessionFromOnnx(str(network), providers=["cpu"]), name="network"),
