@@ -416,4 +416,4 @@ def engine_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pie
         routers.save(temporary / "routers.safetensors")
         write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, bound(source)))
     bundle = open_bundle(folder)
-    return Engine(bundle, open_session(bundle, "cpu", 1))
+    return Engine(bundle, open_session(bundle, 1))

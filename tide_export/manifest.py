@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from tide_export.errors import BundleError
 from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, network_file, segment
 
-SCHEMA = "tide_export.bundle/3"
+SCHEMA = "tide_export.bundle/4"
 WEIGHTS = ("fp32",)  # of the graph
 NETWORK_WEIGHTS = ("fp32", "fp16", "bf16")
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")

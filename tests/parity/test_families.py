@@ -4,7 +4,6 @@ One trace a family, which is what takes the time. That the features of the rows 
 `test_features.py`.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
