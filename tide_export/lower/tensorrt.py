@@ -22,7 +22,7 @@ from onnx_ir.passes import common as common_passes
 
 from tide_export import names
 from tide_export.build.profiles import profiles_for
-from tide_export.errors import GraphError
+from tide_export.errors import UnsupportedModelError
 from tide_export.graph.builder import Block, Weights
 from tide_export.graph.compose import LensWeights, RouterWeights, check_routers
 from tide_export.graph.cut import Pieces
@@ -90,7 +90,8 @@ def networks_for_tensorrt(
         weights: fp32, fp16 or bf16, of weights, states and K/V; routers and logits are float32 always.
 
     Raises:
-        GraphError: a router or lens is missing or of another width, or an operator has no place in a network.
+        GraphError: a router or lens is missing or of another width.
+        UnsupportedModelError: the model computes with something that is not made for TensorRT.
     """
     check_routers(pieces, routers, lenses)
     narrow = HalfPrecisionPass(weights) if weights != "fp32" else None
@@ -180,6 +181,11 @@ class _Segment:
             if node.op_type != names.OP_ATTENTION:
                 continue
             layer = node.attributes["layer"].as_int()
+            if len(node.inputs) > 3:
+                raise UnsupportedModelError(
+                    f"the attention of layer {layer} has sinks or a bias of its own, which are not made for TensorRT in this "
+                    "release: use target onnxruntime"
+                )
             buffers = [self.past[layer, kind] for kind in ("key", "value")]
             node.resize_inputs(8)
             for index, value in enumerate([*buffers, self.lengths, positions, places]):
@@ -230,16 +236,19 @@ def _model(
 
 
 def _check(name: str, model: ir.Model) -> None:
-    """Only standard operators and our own, and every K/V buffer updated where it came from.
+    """Only standard operators and the router.
 
     Raises:
-        GraphError: naming what is wrong.
+        UnsupportedModelError: naming what else there is.
     """
-    foreign = {f"{n.domain}::{n.op_type}" for n in model.graph.all_nodes() if n.domain not in ("", names.DOMAIN)}
-    left = [node.name for node in model.graph.all_nodes() if node.op_type == names.OP_ATTENTION]
-    if foreign or left:
-        raise GraphError(
-            f"network {name} holds operators TensorRT does not know: {', '.join([*foreign, *map(str, left)])}"
+    ours = (names.DOMAIN, names.OP_ROUTE)
+    foreign = {
+        f"{n.domain}::{n.op_type}" for n in model.graph.all_nodes() if n.domain and (n.domain, n.op_type) != ours
+    }
+    if foreign:
+        raise UnsupportedModelError(
+            f"the model computes with {', '.join(sorted(foreign))} (in network {name}), which is not made for TensorRT in "
+            "this release: use target onnxruntime"
         )
 
 
