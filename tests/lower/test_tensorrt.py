@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from families import FAMILIES, build
+from families import bound, build
 
 from tide_export import names
 from tide_export.errors import GraphError
@@ -18,14 +18,14 @@ from tide_export.lower.passes.half_precision import HalfPrecisionPass
 from tide_export.parity import spread_routers
 from tide_export.trace import trace
 
-CAPACITY, CHECKPOINT, DEPTH, WIDTH = 48, 2, 4, 64
+CAPACITY, CHECKPOINT, WIDTH = 48, 2, 64
 RNG = np.random.default_rng(0)
 
 
 @pytest.fixture(scope="module")
 def source():
     """Windows of 8 and softcaps: the most attention can be asked for."""
-    return build(FAMILIES["gemma2"]())
+    return build("gemma2")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def routers(source):
 
 @pytest.fixture(scope="module")
 def pieces(source, routers):
-    return cut(trace(source, routers.checkpoints), CAPACITY)
+    return cut(trace(source, routers.checkpoints, bound(source)), CAPACITY)
 
 
 @pytest.fixture(scope="module")

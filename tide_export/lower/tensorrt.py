@@ -181,10 +181,10 @@ class _Segment:
             if node.op_type != names.OP_ATTENTION:
                 continue
             layer = node.attributes["layer"].as_int()
-            if len(node.inputs) > 3:
+            if any(value is not None for value in node.inputs[3:]):
                 raise UnsupportedModelError(
-                    f"the attention of layer {layer} has sinks or a bias of its own, which are not made for TensorRT in this "
-                    "release: use target onnxruntime"
+                    f"the attention of layer {layer} has sinks or a bias of its own, which are not made for TensorRT "
+                    "in this release: use target onnxruntime"
                 )
             buffers = [self.past[layer, kind] for kind in ("key", "value")]
             node.resize_inputs(8)
@@ -247,8 +247,8 @@ def _check(name: str, model: ir.Model) -> None:
     }
     if foreign:
         raise UnsupportedModelError(
-            f"the model computes with {', '.join(sorted(foreign))} (in network {name}), which is not made for TensorRT in "
-            "this release: use target onnxruntime"
+            f"the model computes with {', '.join(sorted(foreign))} (in network {name}), which is not made for TensorRT "
+            "in this release: use target onnxruntime"
         )
 
 
