@@ -26,7 +26,10 @@ def demo_source(demo_model: Path):
 
 @pytest.fixture(scope="session")
 def demo_bundle(demo_model: Path, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The demo model exported with checkpoints 3, 6, 9 and briefly calibrated routers; made once for all workers."""
+    """The demo model exported with checkpoints 3, 6, 9 and briefly calibrated routers; made once for all workers.
+
+    It has the networks for TensorRT too, and no engines.
+    """
     from tide_export.config import TideConfig
     from tide_export.pipeline import export
 
@@ -45,7 +48,8 @@ def demo_bundle(demo_model: Path, tmp_path_factory: pytest.TempPathFactory, work
                 calibration_length=256,
                 router_epochs=8,
             )
-            export(str(demo_model), bundle, config=config)
+            # With segment networks, as a machine without TensorRT makes them.
+            export(str(demo_model), bundle, config=config, targets=("tensorrt",), engines=False)
     return bundle
 
 

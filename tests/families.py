@@ -5,7 +5,7 @@ cannot be exported stays, with `refused` holding a part of the sentence that say
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from tide_export.bundle import open_bundle, write_manifest, writing_bundle
 from tide_export.config import TideConfig
 from tide_export.graph import compose, cut
 from tide_export.graph.cut import Pieces
-from tide_export.lower import lower_for_onnxruntime
+from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt
+from tide_export.manifest import NetworksInfo
 from tide_export.model import SourceModel, auto_class, reference_attention, wrap_model
 from tide_export.package import context_length, make_manifest, save_graph
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.segmented.onnxruntime import open_segments
+from tide_export.runtime.segmented.state import SegmentedState
 from tide_export.runtime.session import open_session
 from tide_export.trace import trace
 
@@ -416,4 +419,21 @@ def engine_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pie
         routers.save(temporary / "routers.safetensors")
         write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, bound(source)))
     bundle = open_bundle(folder)
-    return Engine(bundle, open_session(bundle, "cpu", 1))
+    return Engine(bundle, open_session(bundle, 1))
+
+
+MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
+
+
+def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces) -> Engine:
+    """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`.
+
+    Raises:
+        UnsupportedModelError: the model computes with something that is not made for TensorRT.
+    """
+    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
+    networks.save(folder)
+    info = NetworksInfo("fp32", bound(source), MOST_TOKENS, MOST_LOGITS, networks.exit_size)
+    write_manifest(folder, replace(open_bundle(folder).manifest, networks=info))
+    bundle = open_bundle(folder)
+    return Engine(bundle, open_segments(bundle, threads=1), SegmentedState)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def make_manifest(name: str = "model") -> Manifest:
         min_layers=2,
         max_pending=16,
         weights="fp32",
-        target="onnxruntime",
+        targets=("onnxruntime",),
         opset=23,
         inputs=(TensorInfo("input_ids", "int64", (1, "S")),),
         outputs=(TensorInfo("logits", "float32", (1, 1, 32)),),
@@ -113,6 +114,57 @@ def test_segment_sizes_add_up_to_the_depth() -> None:
     assert full_depth.segment_sizes == (3,)
 
 
+NETWORKS = {"weights": "fp16", "capacity": 64, "most_tokens": 32, "most_logits": 8, "exit_size": 16}
+PROFILE = {"name": "decode", "least": 1, "best": 1, "most": 1}
+ENGINES = {
+    "flavour": "tensorrt-rtx",
+    "version": "1.7",
+    "compute_capabilities": [],
+    "weights_sha256": "0" * 64,
+    "profiles": [PROFILE],
+    "seconds": 3.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("networks", "engines", "message"),
+    [
+        (NETWORKS, ENGINES, None),
+        (NETWORKS, None, None),
+        (None, ENGINES, "field 'engines' needs the field 'networks'"),
+        (NETWORKS | {"weights": "int3"}, None, "field 'networks.weights' must be one of fp32, fp16, bf16"),
+        (NETWORKS | {"most_tokens": 0}, None, "field 'networks.most_tokens' must be 1 or more"),
+        (NETWORKS | {"capacity": "64"}, None, "field 'networks.capacity' must be a whole number"),
+        (
+            NETWORKS,
+            ENGINES | {"flavour": "onnxruntime"},
+            "field 'engines.flavour' must be one of tensorrt, tensorrt-rtx",
+        ),
+        (NETWORKS, ENGINES | {"profiles": []}, "field 'engines.profiles' must not be empty"),
+        (NETWORKS, ENGINES | {"profiles": [PROFILE | {"best": 2}]}, "field 'engines.profiles' must have least <= best"),
+        (NETWORKS, ENGINES | {"compute_capabilities": [8]}, "field 'engines.compute_capabilities.0' must be a string"),
+        (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_0.onnx"),
+        (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_0.engine"),
+    ],
+)
+def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, networks, engines, message) -> None:
+    parts = ["segment_0", "segment_1", "segment_2", "head"]
+    with writing_bundle(tmp_path / "b") as folder:
+        (folder / "model.onnx").write_bytes(b"graph")
+        for name, suffix, entry in (("segments", "onnx", networks), ("engines", "engine", engines)):
+            (folder / name).mkdir()
+            for part in parts if entry is not None and entry.pop("files", True) else []:
+                (folder / name / f"{part}.{suffix}").write_bytes(b"network")
+        write_manifest(folder, make_manifest())
+    edit(tmp_path / "b", "networks", value=networks)
+    edit(tmp_path / "b", "engines", value=engines)
+    if message is None:
+        assert open_bundle(tmp_path / "b").manifest.networks is not None
+    else:
+        with pytest.raises(BundleError, match=re.escape(message)):
+            open_bundle(tmp_path / "b")
+
+
 def edit(path: Path, *keys: str | int, value: object) -> None:
     """Sets one field of a bundle's tide.json; the value `...` deletes it."""
     file = path / "tide.json"
@@ -155,7 +207,7 @@ def edit(path: Path, *keys: str | int, value: object) -> None:
         (("max_pending",), -1, "field 'max_pending' must be 0 or more"),
         (("min_layers",), -1, "field 'min_layers' must be 0 or more"),
         (("weights",), "int3", "field 'weights' must be one of fp32"),
-        (("target",), "abacus", "field 'target' must be one of onnxruntime"),
+        (("targets",), ["abacus"], "field 'targets' must be some of onnxruntime"),
         (("inputs", 0, "shape", 1), 1.5, "field 'inputs.0.shape.1' must be"),
         (("calibration",), 3, "field 'calibration' must be an object"),
         (("tuning",), [], "field 'tuning' must be an object"),

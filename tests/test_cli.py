@@ -110,8 +110,11 @@ def test_the_installed_command_prints_its_version():
         (["export", MODEL, "-o", "x", "--checkpoint", "3"], "unrecognized arguments: --checkpoint"),
         (["generate", "x", "--prompt", "a", "--threshold", "high"], "'high' is not a threshold"),
         (["generate", "x", "--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
-        (["export", MODEL, "-o", "x", "--target", "tensorrt"], "--target tensorrt: this release has onnxruntime only"),
-        (["export", MODEL, "-o", "x", "--weights", "int4"], "--weights int4: this release has fp32 only"),
+        (["export", MODEL, "-o", "x", "--target", "abacus"], "invalid choice: 'abacus'"),
+        (
+            ["export", MODEL, "-o", "x", "--weights", "int4"],
+            "--weights int4: this release has fp32, fp16 and bf16 only",
+        ),
         (["generate", "x", "--prompt", "a", "--mode", "fast"], "invalid choice: 'fast'"),
     ],
 )
@@ -275,7 +278,7 @@ def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
         (["--prompt", "word " * 3000], "context"),
         (["--threads", "0"], "threads"),
         (["--provider", "abacus"], "provider"),
-        (["--provider", "tensorrt"], "not in this release"),
+        (["--provider", "tensorrt"], "holds no TensorRT engines"),
     ],
 )
 def test_bad_generation_options_are_one_line(demo_bundle: Path, capsys, options, says):

@@ -1,9 +1,9 @@
 """The command `tide-export`: reads options, calls one function of the package, prints what it returns.
 
-The options are in `cli_options`; here is a short function per command. The work is in `pipeline`, `validate`, `tune`,
-`bench`, `describe` and the runtime, imported only by the command that needs them, so that `generate`, `bench` and
-`inspect` work (and start fast) where PyTorch is not installed. Exit codes: 0 done, 1 `validate` found a difference, 2 a
-user's mistake, told in one line on stderr, 130 interrupted.
+The options are in `cli_options`; here is a short function per command. The work is in `pipeline`, `build`, `validate`,
+`tune`, `bench`, `describe` and the runtime, imported only by the command that needs them, so that `generate`, `bench`
+and `inspect` work (and start fast) where PyTorch is not installed. Exit codes: 0 done, 1 `validate` found a difference,
+2 a user's mistake, told in one line on stderr, 130 interrupted.
 """
 
 import json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tide_export.config import TideConfig
 
 logger = logging.getLogger("tide_export")
-RELEASED = {"target": ("onnxruntime",), "weights": ("fp32",)}
+RELEASED = {"weights": ("fp32", "fp16", "bf16")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,12 +94,21 @@ def _export(options: Namespace) -> int:
         Path(options.output),
         routers=routers,
         config=config,
+        targets=tuple(options.target or ("onnxruntime",)),
         weights=options.weights,
+        engines=not options.no_engines,
         overwrite=options.overwrite,
         validate=not options.no_check,
         max_length=options.max_length,
     )
     print(bundle)
+    return 0
+
+
+def _build(options: Namespace) -> int:
+    from tide_export.build.rebuild import rebuild
+
+    print(rebuild(options.bundle, options.target).path)
     return 0
 
 
@@ -116,6 +125,7 @@ def _validate(options: Namespace) -> int:
         thresholds=options.threshold,
         max_pending=options.max_pending,
         threads=options.threads,
+        provider=options.provider,
     )
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
     return 0 if report.holds else 1
@@ -208,6 +218,7 @@ def _inspect(options: Namespace) -> int:
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "calibrate": _calibrate,
     "export": _export,
+    "build": _build,
     "validate": _validate,
     "tune": _tune,
     "generate": _generate,
@@ -280,7 +291,11 @@ def _refuse_unreleased(options: Namespace) -> None:
     for name, known in RELEASED.items():
         value = getattr(options, name, None)
         if value is not None and value not in known:
-            raise ConfigError(f"--{name} {value}: this release has {' and '.join(known)} only")
+            raise ConfigError(f"--{name} {value}: this release has {_listed(known)} only")
+
+
+def _listed(entries: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(entries[:-1]), entries[-1]]))
 
 
 def _fail(message: str, code: int) -> int:

@@ -106,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_calibrate(commands)
     _add_export(commands)
+    _add_build(commands)
     _add_validate(commands)
     _add_tune(commands)
     _add_generate(commands)
@@ -149,8 +150,14 @@ def _add_export(commands) -> None:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument("--routers", metavar="FILE", help="routers from `calibrate`, or TIDE's router.pt")
-    parser.add_argument("--target", default="onnxruntime", help="engine: onnxruntime")
-    parser.add_argument("--weights", default="fp32", help="precision of the weights: fp32")
+    parser.add_argument(
+        "--target",
+        action="append",
+        choices=["onnxruntime", "tensorrt", "tensorrt-rtx"],
+        help="engine, may be repeated; every bundle runs on onnxruntime (onnxruntime)",
+    )
+    parser.add_argument("--weights", default="fp32", help="precision for tensorrt(-rtx): fp32, fp16, bf16 (fp32)")
+    parser.add_argument("--no-engines", action="store_true", help="leave the engines to `build` on another machine")
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
     parser.add_argument(
@@ -161,6 +168,14 @@ def _add_export(commands) -> None:
         help="skip the short comparison with the model at the end",
     )
     _add_config(parser)
+
+
+def _add_build(commands) -> None:
+    parser = _command(
+        commands, "build", "Build a bundle's TensorRT engines anew, for the GPU and the versions of this machine."
+    )
+    parser.add_argument("bundle", metavar="BUNDLE", help="exported for tensorrt or tensorrt-rtx")
+    parser.add_argument("--target", choices=["tensorrt", "tensorrt-rtx"], help="(what the bundle was exported for)")
 
 
 def _add_validate(commands) -> None:
@@ -181,6 +196,7 @@ def _add_validate(commands) -> None:
     )
     parser.add_argument("--max-pending", type=int, metavar="N", help="(the bundle's)")
     parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--provider", help="check this engine alone (the graph and the segment networks, on the CPU)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -271,7 +287,7 @@ def _add_exit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--provider", default="auto", help="engine to run on: auto, cpu")
+    parser.add_argument("--provider", default="auto", help="engine to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
     parser.add_argument("--no-verify", action="store_true", help="do not hash the bundle's files before running it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")

@@ -40,13 +40,15 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
             "context_length": model.context_length,
             "eos_token_ids": list(model.eos_token_ids),
         },
-        "target": manifest.target,
+        "targets": list(manifest.targets),
         "weights": manifest.weights,
         "opset": manifest.opset,
         "min_layers": manifest.min_layers,
         "max_pending": manifest.max_pending,
         "kv_bytes_per_token": sum(2 * 4 * heads * width for heads, width in model.kv_shapes),  # K and V, float32
         "segments": _segments(bundle),
+        "networks": None if manifest.networks is None else asdict(manifest.networks),
+        "engines": None if manifest.engines is None else asdict(manifest.engines),
         "inputs": [asdict(tensor) for tensor in manifest.inputs],
         "outputs": [asdict(tensor) for tensor in manifest.outputs],
         "calibration": manifest.calibration,
@@ -89,7 +91,7 @@ def render(described: dict[str, Any]) -> str:
     total = sum(info["size"] for info in files.values())
     checked = "sizes and sha256 match" if described["files_verified"] else "sizes match, sha256 not checked"
     lines = [
-        f"bundle     {described['bundle']}  ({described['target']}, {described['weights']}, "
+        f"bundle     {described['bundle']}  ({'+'.join(described['targets'])}, {described['weights']}, "
         f"opset {described['opset']})",
         f"created    {described['created']}",
         f"model      {model['name']}  ({model['architecture']}, {model['num_layers']} layers, "
@@ -104,6 +106,7 @@ def render(described: dict[str, Any]) -> str:
         "segments",
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
     ]
+    lines += _network_lines(described["networks"], described["engines"])
     lines += ["", *_calibration_lines(described["calibration"])]
     lines += ["", *_tuning_lines(described["tuning"], described["tuning_in_force"])]
     for key in ("inputs", "outputs"):
@@ -117,6 +120,27 @@ def render(described: dict[str, Any]) -> str:
         "made with  " + ", ".join(f"{tool} {version}" for tool, version in sorted(described["versions"].items())),
     ]
     return "\n".join(lines)
+
+
+def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | None) -> list[str]:
+    """What the bundle has for TensorRT, if anything."""
+    if networks is None:
+        return []
+    lines = [
+        "",
+        f"networks   {networks['weights']}, K/V buffers of {networks['capacity']} tokens, runs over at most "
+        f"{networks['most_tokens']}",
+    ]
+    if engines is None:
+        return [*lines, "engines    none: tide-export build makes them"]
+    gpus = ", ".join(engines["compute_capabilities"]) or "8.0 and later"
+    profiles = ", ".join(f"{p['name']} {p['least']}-{p['most']}" for p in engines["profiles"])
+    return [
+        *lines,
+        f"engines    {engines['flavour']} {engines['version']}, compute capability {gpus}, built in "
+        f"{engines['seconds']:g} s",
+        f"profiles   tokens of a run: {profiles}",
+    ]
 
 
 def _segment_row(segment: dict[str, Any]) -> list[object]:

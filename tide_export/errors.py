@@ -57,3 +57,7 @@ class GenerationError(TideError):
 
 class ProviderError(TideError):
     """The engine asked for cannot run on this machine."""
+
+
+class BuildError(TideError):
+    """TensorRT could not build an engine: not installed, no GPU, refused, killed or out of memory."""

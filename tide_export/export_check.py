@@ -20,9 +20,11 @@ from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import GraphError
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
-from tide_export.parity import FORGIVEN_GAP, Check, check_exit, check_full
+from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Check, check_exit, check_full
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.segmented.onnxruntime import open_segments
+from tide_export.runtime.segmented.state import SegmentedState
 from tide_export.runtime.session import open_session
 from tide_export.thresholds import OFF
 
@@ -46,21 +48,29 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
         GraphError: saying how it differs.
     """
     graph = folder / names.GRAPH_FILE
+    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), names.HEAD]
+    files = [names.GRAPH_FILE, *(map(names.network_file, parts) if manifest.networks is not None else ())]
     try:
-        onnx.checker.check_model(str(graph), full_check=True)
+        for file in files:
+            onnx.checker.check_model(str(folder / file), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
-    engine = Engine(bundle, open_session(bundle, "cpu", None))
+    engines = [("graph", Engine(bundle, open_session(bundle)), TOLERANCES["fp32"])]
+    if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
+        backend = open_segments(bundle)
+        engines.append(("networks", Engine(bundle, backend, SegmentedState), TOLERANCES[manifest.networks.weights]))
     context = manifest.model.context_length or 2**31
     steps = max(1, min(NEW_TOKENS, context - 1))
     prompts = [
         _prompt(min(length, context - steps), manifest.model.vocab_size)
         for length in (prompt_length(source, context, windows_of(graph, source)), SHORT_PROMPT)
     ]
-    _require(check_full(engine, source, prompts, steps, MAX_PENDING), source)
     thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
-    _require(check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING), source)
+    for what, engine, tolerance in engines:
+        _require(check_full(engine, source, prompts, steps, MAX_PENDING, tolerance=tolerance), source, what)
+        exits = check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING, tolerance=tolerance)
+        _require(exits, source, what)
 
 
 def windows_of(graph: Path, source: SourceModel) -> set[int]:
@@ -113,11 +123,11 @@ def _prompt(length: int, vocabulary: int) -> list[int]:
     return (np.arange(1, max(1, length) + 1) * 7919 % vocabulary).tolist()
 
 
-def _require(check: Check, source: SourceModel) -> None:
+def _require(check: Check, source: SourceModel, what: str) -> None:
     if not check.holds:
         wrong_logits = f"logits are off by {check.max_error:.2g}, where the largest is {check.largest_logit:.2g}"
         reason = check.differences[0] if check.differences else wrong_logits
         raise GraphError(
-            f"the exported graph of {source.name} ({source.architecture}) does not equal the model "
+            f"the exported {what} of {source.name} ({source.architecture}) does not equal the model "
             f"({'full depth' if check.name == 'full' else 'with exits'}): {reason}"
         )

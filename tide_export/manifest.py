@@ -6,6 +6,7 @@ and in range, or it is refused by name.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from math import isfinite
@@ -14,11 +15,13 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from tide_export.errors import BundleError
-from tide_export.names import GRAPH_FILE, MANIFEST_FILE
+from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, network_file, segment
 
-SCHEMA = "tide_export.bundle/3"
-WEIGHTS = ("fp32",)
-TARGETS = ("onnxruntime",)
+SCHEMA = "tide_export.bundle/4"
+WEIGHTS = ("fp32",)  # of the graph
+NETWORK_WEIGHTS = ("fp32", "fp16", "bf16")
+TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+FLAVOURS = TARGETS[1:]
 
 T = TypeVar("T")
 
@@ -48,6 +51,39 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class NetworksInfo:
+    """The networks of one segment each, and of the head, that the bundle holds beside its graph."""
+
+    weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
+    capacity: int  # tokens their K/V buffers hold
+    most_tokens: int  # tokens one run may take; longer prompts are run in parts
+    most_logits: int  # tokens one run of the head may take
+    exit_size: int  # width of the states the head takes
+
+
+@dataclass(frozen=True)
+class Profile:
+    """An optimization profile: fewest, most usual and most tokens of a run."""
+
+    name: str
+    least: int
+    best: int
+    most: int
+
+
+@dataclass(frozen=True)
+class EnginesInfo:
+    """The engines that were built from those networks."""
+
+    flavour: str  # tensorrt or tensorrt-rtx
+    version: str  # of that library; engines run on no other
+    compute_capabilities: tuple[str, ...]  # of the GPUs they run on, such as "8.9"; empty: 8.0 and later
+    weights_sha256: str  # of the source model, as `model.weights_sha256`
+    profiles: tuple[Profile, ...]
+    seconds: float  # that building took
+
+
+@dataclass(frozen=True)
 class FileInfo:
     """Size in bytes and sha256 (hex) of one file of the bundle."""
 
@@ -73,8 +109,8 @@ class Manifest:
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]
     min_layers: int  # checkpoints with fewer layers behind them never exit
     max_pending: int  # default of the runtime input
-    weights: str
-    target: str
+    weights: str  # precision of the graph's weights
+    targets: tuple[str, ...]
     opset: int
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
@@ -83,6 +119,8 @@ class Manifest:
     created: str  # ISO 8601
     tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tune.report`); None: they were not
     drafting: Drafting | None = None  # of lossless mode; None: it was not tuned
+    networks: NetworksInfo | None = None
+    engines: EnginesInfo | None = None
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property
@@ -206,11 +244,36 @@ def _check(manifest: Manifest, source: str) -> None:
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
-    require(manifest.target in TARGETS, "target", f"must be one of {', '.join(TARGETS)}")
+    require(
+        bool(manifest.targets) and set(manifest.targets) <= set(TARGETS),
+        "targets",
+        f"must be some of {', '.join(TARGETS)}",
+    )
     require(GRAPH_FILE in manifest.files, "files", f"does not list {GRAPH_FILE}")
+    _check_networks(manifest, require)
     for name, info in manifest.files.items():
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts and "\\" not in name
         require(inside and name not in ("", ".", MANIFEST_FILE), f"files.{name}", "is not a path inside the bundle")
         require(info.size >= 0, f"files.{name}.size", "must be 0 or more")
         is_hash = len(info.sha256) == 64 and set(info.sha256) <= set("0123456789abcdef")
         require(is_hash, f"files.{name}.sha256", "must be 64 lower-case hex digits")
+
+
+def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
+    networks, engines = manifest.networks, manifest.engines
+    parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), HEAD]
+    if networks is not None:
+        require(networks.weights in NETWORK_WEIGHTS, "networks.weights", f"must be one of {', '.join(NETWORK_WEIGHTS)}")
+        for name in ("capacity", "most_tokens", "most_logits", "exit_size"):
+            require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
+        for file in map(network_file, parts):
+            require(file in manifest.files, "files", f"does not list {file}")
+    if engines is not None:
+        require(networks is not None, "engines", "needs the field 'networks'")
+        require(engines.flavour in FLAVOURS, "engines.flavour", f"must be one of {', '.join(FLAVOURS)}")
+        require(bool(engines.profiles), "engines.profiles", "must not be empty")
+        for profile in engines.profiles:
+            ordered = 1 <= profile.least <= profile.best <= profile.most
+            require(ordered, "engines.profiles", "must have least <= best <= most, all 1 or more")
+        for file in map(engine_file, parts):
+            require(file in manifest.files, "files", f"does not list {file}")

@@ -47,6 +47,20 @@ def present(layer: int, kind: str) -> str:
     return f"present.{layer}.{kind}"
 
 
+# The networks of one segment each, and of the head (see `lower.tensorrt`). T is float32, float16 or bfloat16; rows of a
+# batch may be padded on the right.
+HIDDEN_STATES = "hidden_states"  # input: T [B, S, D], of segments behind the first, which takes INPUT_IDS [B, S]
+PAST_LENGTHS = "past_lengths"  # input: int64 [B], tokens in the segment's K/V cache before the run
+LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each row's last real token, 0 .. S-1
+EXIT_THRESHOLD = "exit_threshold"  # input: float32 [1], of all but the last segment
+NEW_HIDDEN_STATES = "new_hidden_states"  # output: T [B, S, D], of all but the last segment
+EXIT_STATES = "exit_states"  # output: T [B, 1, D'], what the head takes should the last token leave here
+FINAL_STATES = "final_states"  # output: T [B, S, D'], of the last segment alone: the same of all its tokens
+ROUTER_SCORE = "router_score"  # output: float32 [B, 1, 1], of all but the last segment
+EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
+# The head takes EXIT_STATES, T [B, S, D'], and gives LOGITS, float32 [B, S, V].
+
+
 # Files of a bundle.
 MANIFEST_FILE = "tide.json"
 GRAPH_FILE = "model.onnx"
@@ -54,3 +68,22 @@ WEIGHTS_FILE = "model.onnx.data"
 ROUTERS_FILE = "routers.safetensors"
 REPORT_FILE = "report.html"  # with a picture of the same name beside it; where the bundle calibrated its own routers
 TOKENIZER_FILE = "tokenizer.json"
+NETWORKS_FOLDER = "segments"
+NETWORK_WEIGHTS = "weights.data"  # beside the networks, shared by all of them
+ENGINES_FOLDER = "engines"
+HEAD = "head"
+
+
+def segment(k: int) -> str:
+    """Name of segment k's network and engine; the head's is HEAD."""
+    return f"segment_{k}"
+
+
+def network_file(name: str) -> str:
+    """Where a bundle keeps the network `segment(k)` or HEAD."""
+    return f"{NETWORKS_FOLDER}/{name}.onnx"
+
+
+def engine_file(name: str) -> str:
+    """Where a bundle keeps the TensorRT engine of the network `segment(k)` or HEAD."""
+    return f"{ENGINES_FOLDER}/{name}.engine"

@@ -83,7 +83,7 @@ def make_manifest(
         min_layers=config.min_layers,
         max_pending=config.max_pending,
         weights="fp32",
-        target="onnxruntime",
+        targets=("onnxruntime",),
         opset=OPSET,
         inputs=tuple(_tensor_info(value) for value in graph.graph.inputs),
         outputs=tuple(_tensor_info(value) for value in graph.graph.outputs),

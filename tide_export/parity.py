@@ -5,7 +5,7 @@ generated position, what it would have said after the very same prefix. In full 
 model, and by induction equality at every position is equality with HuggingFace's own greedy generation. In exit mode it
 is the oracle (`oracle.py`), which must agree on the token and on the layer it left at. One floating-point allowance: a
 difference is forgiven where the reference itself was undecided, that is, where the two tokens' logits, or the score and
-the threshold that decided, lie closer than `FORGIVEN_GAP`; every forgiven difference is counted and shown.
+the threshold that decided, lie closer than `Tolerance.forgiven_gap`; every forgiven difference is counted and shown.
 
 Called by `validate` and by the parity tests, with any engine and source model.
 """
@@ -13,7 +13,7 @@ Called by `validate` and by the parity tests, with any engine and source model.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,17 @@ from tide_export.routers import Lens, Router, RouterSet
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds import OFF
 
-FORGIVEN_GAP = 1e-4
-MAX_RELATIVE_ERROR = 1e-3  # of the largest logit; sums in another order come to about 1e-6, a lost parameter to more
+
+class Tolerance(NamedTuple):
+    """What rounding may do to an engine's numbers."""
+
+    forgiven_gap: float  # between two logits, or a score and a threshold: closer, and the reference was undecided
+    relative_error: float  # of a logit, as a share of the largest; a lost parameter comes to more
+
+
+# By the precision of an engine's weights and states. In float32 sums in another order come to about 1e-6.
+TOLERANCES = {"fp32": Tolerance(1e-4, 1e-3), "fp16": Tolerance(0.05, 0.02), "bf16": Tolerance(0.4, 0.1)}
+FORGIVEN_GAP = TOLERANCES["fp32"].forgiven_gap
 SHOWN_DIFFERENCES = 5
 
 
@@ -51,17 +60,14 @@ class Check:
     """The tally of one setting (full depth, or one threshold) over all prompts.
 
     Attributes:
-        name: `full`, `0.85`, or `bundle` for the bundle's own thresholds.
-        thresholds: what the graph was given, one per checkpoint (2.0 = off).
-        tokens: generated positions compared.
-        wrong: positions where the engine differs from its reference, not forgiven.
-        forgiven: positions where it differs and the reference was undecided.
-        same_as_full: positions where the token is the full model's own choice after the same prefix.
-        max_error: largest |logit - reference logit| over positions that left at the same layer.
-        largest_logit: largest |reference logit|, what `max_error` is measured against.
-        exits: layers -> positions that left there (the model's depth: never left).
-        layers_executed: see `Written`; divided by `tokens` it is what a token cost.
-        differences: the first few wrong positions, one sentence each.
+        name: `full`, `0.85`, or `bundle` for the bundle's own thresholds; of segment networks `segments full` and so
+        on. thresholds: what the graph was given, one per checkpoint (2.0 = off). tokens: generated positions compared.
+        wrong: positions where the engine differs from its reference, not forgiven. forgiven: positions where it differs
+        and the reference was undecided. same_as_full: positions where the token is the full model's own choice after
+        the same prefix. max_error: largest |logit - reference logit| over positions that left at the same layer.
+        largest_logit: largest |reference logit|, what `max_error` is measured against. exits: layers -> positions that
+        left there (the model's depth: never left). layers_executed: see `Written`; divided by `tokens` it is what a
+        token cost. differences: the first few wrong positions, one sentence each. tolerance: what is forgiven.
     """
 
     name: str
@@ -75,6 +81,7 @@ class Check:
     exits: Counter[int] = field(default_factory=Counter)
     layers_executed: int = 0
     differences: list[str] = field(default_factory=list)
+    tolerance: Tolerance = TOLERANCES["fp32"]
 
     @property
     def holds(self) -> bool:
@@ -84,7 +91,9 @@ class Check:
     @property
     def logits_equal(self) -> bool:
         """Whether all logits are numbers and as near the reference's as rounding allows: tokens alone hide much."""
-        return bool(np.isfinite(self.max_error)) and self.max_error <= MAX_RELATIVE_ERROR * self.largest_logit
+        return (
+            bool(np.isfinite(self.max_error)) and self.max_error <= self.tolerance.relative_error * self.largest_logit
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The tally, ready for JSON."""
@@ -110,14 +119,18 @@ def check_full(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     max_pending: int = 16,
+    name: str = "full",
     advance: Callable[[float], object] = lambda amount: None,
+    tolerance: Tolerance = TOLERANCES["fp32"],
 ) -> Check:
     """The engine at full depth against the HuggingFace model, `new_tokens` greedy tokens after each of `prompts`.
 
     Args:
+        name: what the report calls this setting.
         advance: called with 1 after every prompt.
+        tolerance: of the engine's precision.
     """
-    check = Check("full", [OFF] * len(engine.manifest.checkpoints))
+    check = Check(name, [OFF] * len(engine.manifest.checkpoints), tolerance=tolerance)
     for prompt in prompts:
         written = write_greedily(engine, prompt, new_tokens, check.thresholds, max_pending)
         reference = _full_logits(source, prompt, written)
@@ -137,6 +150,7 @@ def check_exit(
     max_pending: int = 16,
     name: str = "exit",
     advance: Callable[[float], object] = lambda amount: None,
+    tolerance: Tolerance = TOLERANCES["fp32"],
 ) -> Check:
     """The engine with exits against the oracle: the same tokens from the same layers.
 
@@ -144,8 +158,9 @@ def check_exit(
         thresholds: one per checkpoint, 2.0 = off.
         name: what the report calls this setting.
         advance: called with 1 after every prompt.
+        tolerance: of the engine's precision.
     """
-    check = Check(name, list(thresholds))
+    check = Check(name, list(thresholds), tolerance=tolerance)
     for prompt in prompts:
         written = write_greedily(engine, prompt, new_tokens, thresholds, max_pending)
         judged = oracle(source, routers, [*prompt, *written.tokens[:-1]], thresholds)
@@ -266,7 +281,7 @@ def _tally(
 
 def _count_difference(check: Check, gap: float, sentence: str) -> None:
     """Counts a position that differs by how far the reference was from being undecided there."""
-    if gap < FORGIVEN_GAP:
+    if gap < check.tolerance.forgiven_gap:
         check.forgiven += 1
         return
     check.wrong += 1

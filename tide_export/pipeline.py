@@ -6,21 +6,26 @@ needs is handed over here, so that each stage can be read and tested alone.
 
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from tide_export.build import build_engines, require_builder
 from tide_export.bundle import write_manifest, writing_bundle
 from tide_export.calibrate import calibrate, load_tokenizer
 from tide_export.config import TideConfig
 from tide_export.errors import ConfigError
 from tide_export.export_check import check_export
 from tide_export.graph import compose, cut
-from tide_export.lower import lower_for_onnxruntime
+from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt
+from tide_export.manifest import NETWORK_WEIGHTS, TARGETS
 from tide_export.model import SourceModel, load_model
 from tide_export.names import REPORT_FILE, ROUTERS_FILE
 from tide_export.package import context_length, make_manifest, save_graph, save_tokenizer
 from tide_export.progress import stage
 from tide_export.report import check_report_path, headline, write_report
 from tide_export.routers import RouterSet
+from tide_export.runtime.flavours import FLAVOURS, Flavour
 from tide_export.trace import trace
 
 logger = logging.getLogger("tide_export")
@@ -72,7 +77,9 @@ def export(
     *,
     routers: str | os.PathLike[str] | None = None,
     config: TideConfig | None = None,
+    targets: Sequence[str] = ("onnxruntime",),
     weights: str = "fp32",
+    engines: bool = True,
     overwrite: bool = False,
     validate: bool = True,
     max_length: int | None = None,
@@ -82,7 +89,10 @@ def export(
     Args:
         routers: a router file; without one the routers are calibrated first.
         config: calibration settings and the bundle's default thresholds, min_layers and max_pending.
-        weights: precision of the weights in the graph; "fp32".
+        targets: what the bundle is for: "onnxruntime", which every bundle is, and one of "tensorrt" and "tensorrt-rtx",
+            for which it also gets segment networks and engines.
+        weights: precision of the segment networks: "fp32", "fp16" or "bf16"; the graph for ONNX Runtime is fp32.
+        engines: build the engines; without, the bundle has the networks alone and `build.rebuild` adds engines.
         overwrite: replace a bundle already there. It stays untouched until the new one is complete.
         validate: compare the finished graph with the source model (`export_check`) before it is put in place.
         max_length: longest sequence the bundle can hold, in tokens; the model's own context by default.
@@ -91,8 +101,9 @@ def export(
         TideError: of the stage that failed; nothing is left at `output` then.
     """
     config = config or TideConfig()
-    if weights != "fp32":
-        raise ConfigError(f"weights {weights!r} are not in this release: use fp32")
+    flavour = _flavour(targets, weights)
+    if flavour is not None and engines:
+        require_builder(flavour)  # before the work
     with writing_bundle(output, overwrite=overwrite) as folder:
         given = RouterSet.load(routers) if routers is not None else None
         source = _load(model)
@@ -114,16 +125,44 @@ def export(
         with stage("tracing the model"):
             traced = trace(source, fitted.checkpoints, length)
         with stage("cutting and composing the graph"):
-            graph = lower_for_onnxruntime(compose(cut(traced, length), fitted.arrays(), fitted.lens_arrays()))
+            pieces = cut(traced, length)
+            graph = lower_for_onnxruntime(compose(pieces, fitted.arrays(), fitted.lens_arrays()))
+        manifest = make_manifest(source, fitted, config, graph, length)
         with stage("writing the weights"):
             save_graph(graph, folder)
             save_tokenizer(model, folder)
             fitted.save(folder / ROUTERS_FILE)
-        manifest = write_manifest(folder, make_manifest(source, fitted, config, graph, length))
+            if flavour is not None:
+                networks = networks_for_tensorrt(pieces, fitted.arrays(), fitted.lens_arrays(), length, weights)
+                networks.save(folder)
+                info = networks.info(manifest)
+                manifest = replace(manifest, targets=("onnxruntime", flavour.name), networks=info)
+        if flavour is not None and engines:
+            manifest = replace(manifest, engines=build_engines(folder, manifest, flavour))
+        manifest = write_manifest(folder, manifest)
         if validate:
             with stage("checking the graph against the model"):
                 check_export(folder, manifest, source, fitted)
     return Path(output)
+
+
+def _flavour(targets: Sequence[str], weights: str) -> Flavour | None:
+    """The flavour of TensorRT among the targets, if any.
+
+    Raises:
+        ConfigError: unknown targets or weights, two flavours, or weights no target is made with.
+    """
+    for target in targets:
+        if target not in TARGETS:
+            raise ConfigError(f"target {target!r} is none of {', '.join(TARGETS)}")
+    if weights not in NETWORK_WEIGHTS:
+        raise ConfigError(f"weights {weights!r} are not in this release: use one of {', '.join(NETWORK_WEIGHTS)}")
+    flavours = sorted({target for target in targets if target in FLAVOURS})
+    if len(flavours) > 1:
+        raise ConfigError("a bundle holds the engines of one flavour: give target tensorrt or tensorrt-rtx, not both")
+    if not flavours and weights != "fp32":
+        raise ConfigError(f"weights {weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime's graph is fp32")
+    return FLAVOURS[flavours[0]] if flavours else None
 
 
 def _load(model: str, device_map: str | None = None) -> SourceModel:

@@ -14,13 +14,15 @@ import numpy as np
 
 from tide_export.bundle import Bundle, open_bundle
 from tide_export.calibrate.sequences import load_tokenizer, read_sequences
-from tide_export.errors import BundleError, ConfigError
+from tide_export.errors import BundleError, ConfigError, ProviderError
 from tide_export.model import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
-from tide_export.parity import FORGIVEN_GAP, Check, check_exit, check_full
+from tide_export.parity import TOLERANCES, Check, Tolerance, check_exit, check_full
 from tide_export.progress import stage
 from tide_export.routers import RouterSet
-from tide_export.runtime.engine import load
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.segmented.onnxruntime import open_segments
+from tide_export.runtime.segmented.state import SegmentedState
 from tide_export.tables import percent, table
 from tide_export.thresholds import resolve_thresholds
 
@@ -52,7 +54,7 @@ class ValidationReport:
             "prompt_lengths": self.prompt_lengths,
             "new_tokens": self.new_tokens,
             "max_pending": self.max_pending,
-            "forgiven_gap": FORGIVEN_GAP,
+            "forgiven_gap": max(check.tolerance.forgiven_gap for check in self.checks) if self.checks else None,
             "holds": self.holds,
             "checks": [check.as_dict() for check in self.checks],
         }
@@ -81,7 +83,8 @@ class ValidationReport:
         ]
         forgiven = sum(check.forgiven for check in self.checks)
         verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"
-        note = f" ({forgiven} forgiven: reference undecided by less than {FORGIVEN_GAP:g})" if forgiven else ""
+        gap = max(check.tolerance.forgiven_gap for check in self.checks)
+        note = f" ({forgiven} forgiven: reference undecided by less than {gap:g})" if forgiven else ""
         return "\n".join([*lines, verdict + note])
 
 
@@ -96,6 +99,7 @@ def validate(
     thresholds: Sequence[float] | None = None,
     max_pending: int | None = None,
     threads: int | None = None,
+    provider: str | None = None,
 ) -> ValidationReport:
     """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds.
 
@@ -104,10 +108,13 @@ def validate(
         prompts: how many, of 1 to `longest_prompt` tokens.
         thresholds: each used at all checkpoints alike, with no minimum of layers; None: `THRESHOLDS`.
         max_pending: None: the bundle's.
+        provider: None: the graph, and the segment networks of a bundle that has them, on the CPU. Otherwise the engine
+            to check, as `load` takes it; half precision is allowed the rounding of half precision.
 
     Raises:
         BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
         ConfigError: a number out of range, or more tokens than the model's context holds.
+        ProviderError: the provider cannot run the bundle here.
         ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load`.
     """
     opened = open_bundle(bundle)
@@ -124,15 +131,41 @@ def validate(
         )
     texts = pick_prompts(model_name, spec, prompts, longest_prompt)
     routers = _routers(opened, source)
-    engine = load(opened.path, provider="cpu", threads=threads, verify=False)  # verified above
-    with stage("validate", total=len(texts) * (1 + len(settings))) as advance:
-        checks = [check_full(engine, source, texts, new_tokens, pending, advance)]
-        if routers is not None:
-            for name, values in settings:
-                checks.append(check_exit(engine, source, routers, texts, new_tokens, values, pending, name, advance))
+    engines = _engines(opened, provider, threads)
+    checks = []
+    with stage("validate", total=len(texts) * (1 + len(settings)) * len(engines)) as advance:
+        for prefix, engine, tolerance in engines:
+            full = check_full(engine, source, texts, new_tokens, pending, f"{prefix}full", advance, tolerance)
+            checks.append(full)
+            if routers is not None:
+                for name, values in settings:
+                    called = f"{prefix}{name}"
+                    checks.append(
+                        check_exit(
+                            engine, source, routers, texts, new_tokens, values, pending, called, advance, tolerance
+                        )
+                    )
     return ValidationReport(
         str(opened.path), model_name, spec, [len(ids) for ids in texts], new_tokens, pending, checks
     )
+
+
+def _engines(bundle: Bundle, provider: str | None, threads: int | None) -> list[tuple[str, Engine, Tolerance]]:
+    """What is checked, with the prefix of its names: the graph, and the segment networks where there are any."""
+    networks = bundle.manifest.networks
+    if provider not in (None, "cpu"):
+        precision = "fp32" if networks is None else networks.weights
+        engine = load(bundle.path, provider=provider, threads=threads, verify=False)  # verified already
+        return [(f"{provider} ", engine, TOLERANCES[precision])]
+    found = [("", load(bundle.path, provider="cpu", threads=threads, verify=False), TOLERANCES["fp32"])]
+    if provider is None and networks is not None:
+        try:
+            backend = open_segments(bundle, "cpu", threads)
+        except ProviderError as error:  # bfloat16: nothing on a CPU can run them
+            logger.warning("the segment networks are not checked: %s", error)
+        else:
+            found.append(("segments ", Engine(bundle, backend, SegmentedState), TOLERANCES[networks.weights]))
+    return found
 
 
 def pick_prompts(model_name: str, spec: str, count: int, longest: int) -> list[list[int]]:

@@ -37,7 +37,7 @@ from tide_export.model import SourceModel, load_model
 from tide_export.package import context_length, make_manifest, save_graph
 from tide_export.routers import Router, RouterSet
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.state import SequenceState
+from tide_export.runtime.state import State
 from tide_export.thresholds import OFF
 from tide_export.trace import trace
 
@@ -56,7 +56,7 @@ class Stepper:
         self.all_exit = [-1.0] * len(engine.manifest.checkpoints)
         self.state = self._start()
 
-    def _start(self) -> SequenceState:
+    def _start(self) -> State:
         state = self.engine.start(self.off, max_pending=1 << 20, room=4 * RESTART_AFTER)
         state.step(self.context)
         return state

@@ -7,7 +7,7 @@ One trace a family, which is what takes the time. That the features of the rows 
 from pathlib import Path
 
 import pytest
-from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build, engine_of, pieces_of
+from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build, engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.export_check import dividing_thresholds
@@ -53,6 +53,29 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
                 assert check.holds, (thresholds, max_pending, check.differences)
                 exits |= set(check.exits)
         assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
+        if number == 0:
+            check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
+
+
+# What these compute with is not made for TensorRT.
+NO_NETWORKS = {
+    **dict.fromkeys(("llama4 (text)", "llama4", "deepseek_v3", "qwen3_moe", "mixtral", "phimoe"), "TideExpertMatMul"),
+    **dict.fromkeys(("gpt_oss", "falcon (ALiBi)", "bloom", "mpt"), "sinks or a bias of its own"),
+}
+
+
+def check_segments(family: str, source, routers, folder: Path, pieces, thresholds: list[float]) -> None:
+    """The networks of one segment each, as ONNX Runtime runs them, against the same references."""
+    if family in NO_NETWORKS:
+        with pytest.raises(UnsupportedModelError, match=NO_NETWORKS[family]):
+            segments_of(source, routers, folder, pieces)
+        return
+    engine = segments_of(source, routers, folder, pieces)
+    full = check_full(engine, source, PROMPTS, NEW_TOKENS)
+    assert full.holds, full.differences
+    for max_pending in (1, 4, 16):
+        check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, max_pending)
+        assert check.holds, (max_pending, check.differences)
 
 
 @pytest.mark.parametrize("family", REFUSED)

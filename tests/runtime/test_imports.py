@@ -53,7 +53,7 @@ def test_the_block_blocks() -> None:
     assert run_blocked(("torch",), "import torch").returncode == 1
 
 
-@pytest.mark.parametrize("module", ["engine", "session", "state", "sampling", "stats"])
+@pytest.mark.parametrize("module", ["engine", "providers", "session", "state", "sampling", "stats"])
 def test_every_runtime_module_imports_without_an_engine(module: str) -> None:
     done = run_blocked((*EXPORT_ONLY, "onnxruntime"), f"import tide_export.runtime.{module}")
     assert done.returncode == 0, done.stderr

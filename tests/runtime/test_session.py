@@ -9,19 +9,8 @@ from tiny_model import TinyModel
 
 from tide_export import names
 from tide_export.bundle import write_manifest, writing_bundle
-from tide_export.errors import BundleError, ConfigError, ProviderError
+from tide_export.errors import BundleError, ConfigError
 from tide_export.runtime.engine import load
-
-
-@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_a_provider_the_bundle_has_no_engine_for_is_refused(tiny_bundle: Path, provider: str) -> None:
-    with pytest.raises(ProviderError, match=f"'{provider}' is not in this release"):
-        load(tiny_bundle, provider=provider)
-
-
-def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(ProviderError, match="must be 'auto' or 'cpu', not 'abacus'"):
-        load(tiny_bundle, provider="abacus")
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, True])

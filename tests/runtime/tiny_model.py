@@ -266,7 +266,7 @@ class TinyModel:
             "min_layers": 0,
             "max_pending": 4,
             "weights": "fp32",
-            "target": "onnxruntime",
+            "targets": ("onnxruntime",),
             "opset": 21,
             "inputs": info(graph.input),
             "outputs": info(graph.output),

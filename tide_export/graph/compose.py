@@ -38,7 +38,8 @@ from tide_export.errors import GraphError
 from tide_export.graph.bias import relative_biases, step_biases
 from tide_export.graph.builder import Block, Weights
 from tide_export.graph.cut import Pieces, bias_table
-from tide_export.graph.route import norm_kind, normed_size, route_attributes, route_function
+from tide_export.graph.exits import leaving_state, route, token_dims
+from tide_export.graph.route import norm_kind, normed_size, route_function
 from tide_export.routers import LensArrays, RouterArrays
 from tide_export.trace.tracer import OPSET
 
@@ -63,6 +64,16 @@ def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None =
         GraphError: `routers` does not hold a router of the right width for every checkpoint, or `lenses`, where there
             are any, a lens.
     """
+    check_routers(pieces, routers, lenses)
+    return _Composer(pieces, routers, lenses or {}).compose()
+
+
+def check_routers(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None) -> None:
+    """Refuses routers and lenses that do not fit `pieces`.
+
+    Raises:
+        GraphError: saying which, as `compose` does.
+    """
     checkpoints = pieces.boundaries[1:-1]
     for layers in checkpoints:
         if layers not in routers or routers[layers].down.shape[0] != normed_size(pieces):
@@ -72,7 +83,6 @@ def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None =
     shortlists = [router.shortlist for router in routers.values()]
     if not all(a is b is None or np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairwise(shortlists)):
         raise GraphError("the routers differ in their shortlists: one graph takes routers of one")
-    return _Composer(pieces, routers, lenses or {}).compose()
 
 
 @dataclass
@@ -129,7 +139,7 @@ class _Composer:
         if self.segments > 1:
             first[names.SCORES] = self._scores(steps)
             chosen, first[names.EXIT_LAYERS] = self._first_exit(steps, first[names.SCORES])
-        (logits,) = main.inline(self.pieces.head, [chosen], _dims(self.pieces.head, KEPT))
+        (logits,) = main.inline(self.pieces.head, [chosen], token_dims(self.pieces.head, 1, KEPT))
         logits.shape = ir.Shape([1, KEPT, self.pieces.vocab_size])
         head = {names.LOGITS: logits, names.EXIT_LAYERS: first.pop(names.EXIT_LAYERS)}
         if step.waiting is not None:
@@ -177,7 +187,7 @@ class _Composer:
         main = self.main
         length = main.op("Shape", [self.token_ids], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         positions = self._positions(main, length, "sequence")
-        (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], _dims(self.pieces.embed, "sequence"))
+        (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], token_dims(self.pieces.embed, 1, "sequence"))
         y, presents = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(presents)
         ran = self.weights.constant("ran_1", np.array([1], dtype=np.int64))
@@ -267,7 +277,7 @@ class _Composer:
         piece = self.pieces.segments[k]
         biases = step_biases(block, piece, self.biases, x, tokens)
         start = len(block.nodes)
-        (y,) = block.inline(piece, [x, positions], _dims(piece, tokens))
+        (y,) = block.inline(piece, [x, positions], token_dims(piece, 1, tokens))
         presents = {}
         for node in block.nodes[start:]:
             if node.op_type != names.OP_ATTENTION:
@@ -300,23 +310,10 @@ class _Composer:
         flat = block.op("Range", [start, stop, one], dtype=INT64, shape=[tokens])
         return block.op("Unsqueeze", [flat, axis], dtype=INT64, shape=[1, tokens])
 
-    def _route(self, block: Block, index: int, candidate: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _route(self, block: Block, index: int, leaving: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Router number `index` on a candidate [1, 1, D']: its score and whether to skip what is behind, [1, 1, 1]."""
         layers = self.bounds[index + 1]
-        router = self.routers[layers]
-        parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
-        weights = [self._float(f"routers.{layers}.{name}", array) for name, array in parts.items()]
-        if router.shortlist is not None and router.confidence is not None:
-            weights.append(self._float("shortlist", router.shortlist))  # one for all routers
-            weights.append(self._float(f"routers.{layers}.confidence", router.confidence))
-        score, leaves = block.ops(
-            names.OP_ROUTE,
-            [candidate, self.skip_threshold[index], *weights],
-            route_attributes(),
-            domain=names.DOMAIN,
-            types=[(FLOAT, [1, 1, 1]), (BOOL, [1, 1, 1])],
-        )
-        return score, leaves
+        return route(block, layers, self.routers[layers], leaving, self.skip_threshold[index])
 
     def _candidate(self, block: Block, k: int, y: ir.Value, tokens: str) -> ir.Value:
         """What the head sees if the token leaves behind segment k: y's last position, through lens and tail; behind
@@ -328,20 +325,9 @@ class _Composer:
         tail, layers = self.pieces.tail, self.bounds[k + 1]
         lens = self.lenses.get(layers)
         if lens is None and norm_kind(self.pieces) is not None:
-            (normed,) = block.inline(tail, [y], _dims(tail, tokens))
+            (normed,) = block.inline(tail, [y], token_dims(tail, 1, tokens))
             return self._last(block, k, normed)
-        state = self._last(block, k, y)
-        if lens is not None:
-            down, up, bias = (
-                self._float(f"lenses.{layers}.{name}", array)
-                for name, array in (("down", lens.down), ("up", lens.up), ("bias", lens.bias))
-            )
-            low = block.op("MatMul", [state, down], dtype=FLOAT, shape=[1, 1, lens.down.shape[1]])
-            moved = block.op("MatMul", [low, up], dtype=FLOAT, shape=state.shape)
-            moved = block.op("Add", [moved, bias], dtype=FLOAT, shape=state.shape)
-            state = block.op("Add", [state, moved], dtype=FLOAT, shape=state.shape)
-        (normed,) = block.inline(tail, [state], _dims(tail, KEPT if k == self.segments - 1 else 1))
-        return normed
+        return leaving_state(block, self.pieces, layers, lens, self._last(block, k, y))
 
     def _last(self, block: Block, k: int, states: ir.Value) -> ir.Value:
         """The last position of what segment k gave, of the last segment the last `logits_to_keep`."""
@@ -354,9 +340,6 @@ class _Composer:
         end = self.weights.constant("end", np.array([END], dtype=np.int64))
         axis = self.weights.constant("axis_1", np.array([1], dtype=np.int64))
         return block.op("Slice", [states, start, end, axis], dtype=FLOAT, shape=[1, KEPT, width])
-
-    def _float(self, name: str, array: np.ndarray) -> ir.Value:
-        return self.weights.constant(name, np.ascontiguousarray(array, dtype=np.float32))
 
     def _copy(self, block: Block, value: ir.Value) -> ir.Value:
         """A branch may not give out an outer value itself; a copy into the same buffer costs nothing."""
@@ -390,14 +373,3 @@ class _Composer:
 
 def _input(name: str, dtype: ir.DataType, shape: list) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-
-
-def _dims(piece: ir.Graph, tokens: int | str) -> dict[str, int | str | None]:
-    """How the piece's symbolic batch and token dimensions are called where it is put to use."""
-    shape = piece.inputs[0].shape
-    assert shape is not None
-    renamed: dict[str, int | str | None] = {}
-    for dim, to in ((shape[0], 1), (shape[1], tokens)):
-        if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
-            renamed[dim.value] = to
-    return renamed

@@ -16,7 +16,7 @@ from tide_export.trace.tracer import OPSET
 _NORMS = {"RMSNormalization": "rms", "LayerNormalization": "layer"}
 
 
-def route_function(router: RouterArrays) -> ir.Function:
+def route_function(router: RouterArrays, opset: int = OPSET) -> ir.Function:
     """TideRoute(normed [B, 1, D'], threshold [1], down [D', R], up [R, 1], bias [1], ...) -> score, exit [B, 1, 1].
 
     With a shortlist of N tokens two more inputs follow, shortlist [D', N] and confidence [2, R]. Score is float32 in
@@ -24,6 +24,7 @@ def route_function(router: RouterArrays) -> ir.Function:
 
     Args:
         router: any of the model's routers; all are of one form.
+        opset: of the model it goes into.
     """
     names = ["normed_states", "threshold", "down_weight", "up_weight", "bias"]
     if router.confidence is not None:
@@ -52,7 +53,7 @@ def route_function(router: RouterArrays) -> ir.Function:
         parameters,
         [score, leaves],
         nodes=nodes,
-        opset_imports={"": OPSET},
+        opset_imports={"": opset},
         name=OP_ROUTE,
     )
     return ir.Function(DOMAIN, OP_ROUTE, graph=body, attributes=_declared(route_attributes()))

@@ -8,7 +8,7 @@ drive a `SequenceState` step by step.
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.lossless import MAX_DRAFTS, LosslessDecoder, Token
 from tide_export.runtime.options import whole_number
+from tide_export.runtime.providers import open_provider
 from tide_export.runtime.sampling import Sampler
-from tide_export.runtime.session import open_session
-from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState
+from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState, State
 from tide_export.runtime.stats import ExitStats
 from tide_export.thresholds import resolve_thresholds
 
@@ -49,25 +49,29 @@ def load(
 
     Args:
         bundle: the folder that `tide-export export` wrote.
-        provider: "auto" or "cpu".
-        threads: threads one step may use; None: one per physical core.
+        provider: "cpu", "cuda" (ONNX Runtime), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest that the bundle
+            holds and this machine runs.
+        threads: threads one step may use on the CPU; None: one per physical core.
         verify: check the sha256 of every file first (sizes are always checked).
 
     Raises:
         BundleError: the bundle is missing, damaged or of another release.
-        ProviderError: the provider is not to be had.
+        ProviderError: the provider asked for cannot run this bundle here.
         ConfigError: threads below 1.
     """
     opened = open_bundle(bundle, verify=verify)
-    return Engine(opened, open_session(opened, provider, threads))
+    return Engine(opened, *open_provider(opened, provider, threads))
 
 
 class Engine:
     """A loaded bundle. Safe to use from several threads."""
 
-    def __init__(self, bundle: Bundle, session: Any) -> None:
+    def __init__(self, bundle: Bundle, session: Any, sequence: Callable[..., Any] = SequenceState) -> None:
+        """`sequence` makes a sequence on `session`: SequenceState of a session of the branched graph, SegmentedState of
+        a backend of segment networks."""
         self.bundle = bundle
         self._session = session
+        self._sequence = sequence
 
     @property
     def manifest(self) -> Manifest:
@@ -156,7 +160,7 @@ class Engine:
             return TokenStream(state, manifest, prompt, limit, sampler, stops, lossless)
         return TokenStream(self.start(thresholds, waiting), manifest, prompt, limit, sampler, stops)
 
-    def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SequenceState:
+    def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> State:
         """An empty sequence to `step` by hand.
 
         Args:
@@ -167,7 +171,7 @@ class Engine:
         if len(thresholds) != len(self.manifest.checkpoints):
             raise GenerationError(f"{len(thresholds)} thresholds for {len(self.manifest.checkpoints)} checkpoints")
         limit = self.manifest.max_pending if max_pending is None else max_pending
-        return SequenceState(self._session, self.manifest, thresholds, limit, room)
+        return self._sequence(self._session, self.manifest, thresholds, limit, room)
 
 
 class TokenStream(Iterator[int]):
@@ -180,7 +184,7 @@ class TokenStream(Iterator[int]):
 
     def __init__(
         self,
-        state: SequenceState,
+        state: State,
         manifest: Manifest,
         prompt: np.ndarray,
         max_new_tokens: int,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tide_export.runtime.sampling import Sampler
-from tide_export.runtime.state import SequenceState
+from tide_export.runtime.state import State
 
 MAX_DRAFTS = 6  # where the bundle does not say
 
@@ -48,7 +48,7 @@ class LosslessDecoder:
 
     def __init__(
         self,
-        state: SequenceState,
+        state: State,
         sampler: Sampler,
         segment_sizes: tuple[int, ...],
         max_drafts: int,
@@ -75,7 +75,7 @@ class LosslessDecoder:
         """The next 1 to `most` tokens behind `ids`, which the state has not seen: the prompt, or the last token given.
 
         Raises:
-            GenerationError: as `SequenceState.step`.
+            GenerationError: as `State.step`.
         """
         state, drafts = self._state, list[Draft]()
         start = state.length

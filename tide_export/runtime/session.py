@@ -1,7 +1,7 @@
 """From a checked bundle to an ONNX Runtime session: which engine runs it, with which options, and a contract check.
 
-`engine.load` calls `open_session` once per bundle; every `SequenceState` then runs steps through the one session. This
-is the only module that imports ONNX Runtime, and only when asked to.
+`providers` calls `open_session` once per bundle; every `SequenceState` then runs steps through the one session. ONNX
+Runtime is imported here, and only when asked to.
 """
 
 import logging
@@ -17,33 +17,19 @@ logger = logging.getLogger("tide_export")
 FATAL = 4  # ONNX Runtime's log level: its errors reach the user as exceptions, not a second time on stderr
 
 
-def open_session(bundle: Bundle, provider: str = "auto", threads: int | None = None) -> Any:
-    """The `onnxruntime.InferenceSession` of a bundle; safe to run from several threads at once.
+def open_session(bundle: Bundle, threads: int | None = None) -> Any:
+    """The `onnxruntime.InferenceSession` of a bundle's graph on the CPU; safe to run from several threads at once.
 
     Args:
-        provider: "auto" or "cpu"; a bundle of this release holds nothing that runs elsewhere.
         threads: threads one step may use; None leaves it to ONNX Runtime (one per physical core).
 
     Raises:
-        ProviderError: the provider is unknown or not in the bundle, or ONNX Runtime is not installed.
+        ProviderError: ONNX Runtime is not installed.
         ConfigError: threads below 1.
         BundleError: the graph does not load, or its inputs and outputs are not those of the manifest.
     """
-    if provider in ("cuda", "tensorrt"):
-        raise ProviderError(
-            f"provider '{provider}' is not in this release: bundle '{bundle.path}' holds an ONNX Runtime graph for "
-            "the CPU and no such engine; use provider 'auto' or 'cpu'"
-        )
-    if provider not in ("auto", "cpu"):
-        raise ProviderError(f"provider must be 'auto' or 'cpu', not {provider!r}")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise ConfigError(f"threads must be a whole number, 1 or more, not {threads!r}")
     ort = import_onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = FATAL
-    options.intra_op_num_threads = threads or 0
-    # Spinning threads starve each other when several sequences (or other programs) share the cores: up to 10x slower.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options = session_options(ort, threads)
     graph = bundle.file(names.GRAPH_FILE)
     try:
         session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
@@ -54,6 +40,27 @@ def open_session(bundle: Bundle, provider: str = "auto", threads: int | None = N
         "running '%s' with ONNX Runtime %s on the CPU, %s threads", bundle.path, ort.__version__, threads or "default"
     )
     return session
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises ConfigError for a number of threads below 1."""
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ConfigError(f"threads must be a whole number, 1 or more, not {threads!r}")
+
+
+def session_options(ort: ModuleType, threads: int | None) -> Any:
+    """The options every session here is opened with.
+
+    Raises:
+        ConfigError: threads below 1.
+    """
+    check_threads(threads)
+    options = ort.SessionOptions()
+    options.log_severity_level = FATAL
+    options.intra_op_num_threads = threads or 0
+    # Spinning threads starve each other when several sequences (or other programs) share the cores: up to 10x slower.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
 
 
 def import_onnxruntime() -> ModuleType:

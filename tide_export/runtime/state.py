@@ -7,7 +7,7 @@ doubling. A state serves one thread at a time; any number of states share one se
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,12 +31,53 @@ class StepResult(NamedTuple):
     scores: np.ndarray  # float32 [K-1], NaN where the router was not reached
 
 
+def check_step(ids: Sequence[int] | np.ndarray, length: int, limit: int | None) -> int:
+    """Tokens of the sequence after a step over `ids` behind `length` tokens.
+
+    Raises:
+        GenerationError: no ids, or more tokens than `limit`, the model's context.
+    """
+    total = length + len(ids)
+    if total == length:
+        raise GenerationError("a step needs at least one token")
+    if limit is not None and total > limit:
+        raise GenerationError(f"the sequence would have {total} tokens but the model's context holds {limit}")
+    return total
+
+
+def check_rewind(tokens: int, length: int) -> None:
+    """Raises GenerationError if a sequence of so many tokens cannot have had only `length`."""
+    if not 0 <= length <= tokens:
+        raise GenerationError(f"a sequence of {tokens} tokens cannot be rewound to {length}")
+
+
+class State(Protocol):
+    """One sequence on any engine: what `Engine.start` gives. `SequenceState` and `segmented.state.SegmentedState` are
+    such."""
+
+    lengths: list[int]
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def waiting(self) -> list[int]: ...
+
+    @property
+    def capacity(self) -> int: ...
+
+    def set_thresholds(self, thresholds: Sequence[float]) -> None: ...
+
+    def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult: ...
+
+    def rewind(self, length: int) -> None: ...
+
+
 class SequenceState:
     """K/V buffers, waiting hidden states and lengths of one sequence, bound once to one ONNX Runtime session.
 
     Attributes:
         lengths: tokens in each segment's K/V buffers, shallowest first; never increasing with depth.
-        capacity: tokens the K/V buffers can hold before they grow.
     """
 
     def __init__(
@@ -57,7 +98,7 @@ class SequenceState:
         self._pending_names = [names.pending(k + 1) for k in range(len(thresholds))]
         self._memory: dict[str, np.ndarray] = {}  # what is bound, by graph name: the binding holds bare pointers
         self.lengths = [0] * len(manifest.segment_sizes)
-        self.capacity = 0
+        self._capacity = 0
 
         nothing = np.zeros((1, 0, manifest.model.hidden_size), np.float32)
         self._nothing = self._ort.OrtValue.ortvalue_from_numpy(nothing)
@@ -92,6 +133,11 @@ class SequenceState:
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
 
     @property
+    def capacity(self) -> int:
+        """Tokens the K/V buffers can hold before they grow."""
+        return self._capacity
+
+    @property
     def length(self) -> int:
         """Tokens of the sequence so far."""
         return self.lengths[0]
@@ -119,13 +165,8 @@ class SequenceState:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
                 Runtime failed. The sequence is as it was before the step.
         """
-        count = len(ids)
-        total = self.lengths[0] + count
-        if count == 0:
-            raise GenerationError("a step needs at least one token")
-        if self._limit is not None and total > self._limit:
-            raise GenerationError(f"the sequence would have {total} tokens but the model's context holds {self._limit}")
-        if total > self.capacity:
+        count, total = len(ids), check_step(ids, self.lengths[0], self._limit)
+        if total > self._capacity:
             self._grow(total)
         if count > 1:
             self._bind_input(names.INPUT_IDS, np.array(ids, np.int64)[None])
@@ -159,8 +200,7 @@ class SequenceState:
         Raises:
             GenerationError: `length` is negative or more than the sequence has.
         """
-        if not 0 <= length <= self.lengths[0]:
-            raise GenerationError(f"a sequence of {self.lengths[0]} tokens cannot be rewound to {length}")
+        check_rewind(self.lengths[0], length)
         for k, deep in enumerate(self.lengths[1:]):
             if self.lengths[k] > length and self._pending[k] is not self._nothing:
                 left = max(length - deep, 0)
@@ -215,7 +255,7 @@ class SequenceState:
 
     def _grow(self, needed: int) -> None:
         """Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice."""
-        capacity = max(2 * self.capacity, needed + (0 if self.capacity else self._room))
+        capacity = max(2 * self._capacity, needed + (0 if self._capacity else self._room))
         if self._limit is not None:
             capacity = min(capacity, self._limit)
         try:
@@ -230,7 +270,7 @@ class SequenceState:
                     self._bind_output(names.present(layer, kind), grown)
         except MemoryError:
             raise GenerationError(f"not enough memory for the K/V cache of {capacity} tokens") from None
-        self.capacity = capacity
+        self._capacity = capacity
 
     # An OrtValue made from a C-contiguous numpy array is the array's own memory (tests/runtime/test_state.py proves it
     # for the pinned release), so what is written to the array later is what the graph reads, and the other way round.

@@ -18,7 +18,7 @@ import numpy as np
 
 from tide_export.frontier import exits
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.state import NO_LIMIT, SequenceState
+from tide_export.runtime.state import NO_LIMIT, State
 from tide_export.tune.measure import ALWAYS, Measurement
 
 OFF = 1.0  # no score is above 1, and a manifest may hold it
@@ -69,7 +69,7 @@ def step_costs(engine: Engine, ids: Sequence[int], most: int = max(DRAFTS), roun
         one.step(ids, full=True)
     lengths = sorted({1, 2, 4, most + 1} | {n + 1 for n in DRAFTS if n < most})
 
-    def timed(one: SequenceState, before: int, logits_to_keep: int, full: bool) -> float:
+    def timed(one: State, before: int, logits_to_keep: int, full: bool) -> float:
         for _ in range(before):
             one.step(last)
         started = time.perf_counter()

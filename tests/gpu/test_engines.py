@@ -1,0 +1,78 @@
+"""Engines on a GPU: every one against ONNX Runtime, the whole against the branched graph, token for token."""
+
+import runpy
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tide_export.build.rebuild import rebuild
+from tide_export.bundle import Bundle
+from tide_export.errors import ProviderError
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.flavours import FLAVOURS, import_library
+from tide_export.runtime.gpu import compute_capability
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", params=sorted(FLAVOURS))
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A copy of the demo bundle with engines of a flavour, built here."""
+    if compute_capability() is None:
+        pytest.skip("no NVIDIA GPU, or no driver for it")
+    try:
+        import_library(FLAVOURS[request.param])
+    except ProviderError as error:
+        pytest.skip(str(error))
+    bundle = tmp_path_factory.mktemp("gpu") / request.param
+    demo: Path = request.getfixturevalue("demo_bundle")
+    shutil.copytree(demo, bundle)
+    return rebuild(bundle, request.param)
+
+
+def test_every_engine_equals_onnx_runtime(engines: Bundle) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "compare_engines.py"))
+    assert tool["main"](str(engines.path)) == 0
+
+
+@pytest.fixture(params=["engines", "cuda"])
+def on_gpu(engines: Bundle, request: pytest.FixtureRequest) -> Engine:
+    assert engines.manifest.engines is not None
+    provider = engines.manifest.engines.flavour if request.param == "engines" else "cuda"
+    try:
+        return load(engines.path, provider=provider, verify=False)
+    except ProviderError as error:
+        if provider != "cuda":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("max_pending", [1, 4, 16])
+def test_tokens_and_exits_equal_the_branched_graph(engines: Bundle, on_gpu: Engine, demo_text_ids, max_pending) -> None:
+    """Steps of one token, of many, verified and wound back, in one sequence; each shape often enough to be replayed."""
+    one = load(engines.path, provider="cpu", verify=False).start([0.6, 0.7, 0.8], max_pending)
+    other = on_gpu.start([0.6, 0.7, 0.8], max_pending)
+    at = 0
+    for number, size in enumerate([30, *[1] * 60, 3, 7, 1, 1, 3, 7, 1, 40, *[1] * 20]):
+        ids = demo_text_ids[at : at + size]
+        full, keep = number % 7 == 6, 1 + number % 3 * 4
+        a, b = one.step(ids, logits_to_keep=keep, full=full), other.step(ids, logits_to_keep=keep, full=full)
+        assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
+        np.testing.assert_allclose(b.rows, a.rows[-len(b.rows) :], atol=2e-2)
+        at += size
+        if number % 11 == 10:
+            at -= 1
+            one.rewind(at)
+            other.rewind(at)
+        assert other.lengths == one.lengths
+
+
+def test_generation_is_that_of_the_cpu(engines: Bundle, on_gpu: Engine, demo_text_ids) -> None:
+    on_cpu = load(engines.path, provider="cpu", verify=False)
+    for mode in ("full", "exit"):
+        expected = on_cpu.generate(demo_text_ids[:40], 64, mode=mode)
+        found = on_gpu.generate(demo_text_ids[:40], 64, mode=mode)
+        assert found.tokens == expected.tokens
+        assert found.stats.exit_layer == expected.stats.exit_layer

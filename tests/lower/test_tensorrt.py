@@ -1,0 +1,177 @@
+"""The segment networks alone: batches, padding, windows and softcaps, precisions, what they are made of."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from families import bound, build
+
+from tide_export import names
+from tide_export.errors import GraphError
+from tide_export.graph import cut
+from tide_export.lower import networks_for_tensorrt
+from tide_export.lower.passes.half_precision import HalfPrecisionPass
+from tide_export.parity import spread_routers
+from tide_export.trace import trace
+
+CAPACITY, CHECKPOINT, WIDTH = 48, 2, 64
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def source():
+    """Windows of 8 and softcaps: the most attention can be asked for."""
+    return build("gemma2")
+
+
+@pytest.fixture(scope="module")
+def routers(source):
+    return spread_routers(source, (CHECKPOINT,), range(3, 43), bottleneck=16, lens_rank=4)
+
+
+@pytest.fixture(scope="module")
+def pieces(source, routers):
+    return cut(trace(source, routers.checkpoints, bound(source)), CAPACITY)
+
+
+@pytest.fixture(scope="module")
+def make(pieces, routers):
+    return lambda weights="fp32": networks_for_tensorrt(
+        pieces, routers.arrays(), routers.lens_arrays(), CAPACITY, weights
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("networks")
+    make().save(folder)
+    return folder
+
+
+class Runner:
+    """Rows of a batch over the two segments, each row with a cache of its own length."""
+
+    def __init__(self, folder: Path, rows: int, dtype: type = np.float32) -> None:
+        parts = [names.segment(0), names.segment(1), names.HEAD]
+        self.sessions = [ort.InferenceSession(str(folder / names.network_file(part))) for part in parts]
+        self.caches: list[dict[str, np.ndarray]] = []
+        for session in self.sessions:
+            shapes = {entry.name: entry.shape for entry in session.get_inputs() if entry.name.startswith("past_key")}
+            self.caches.append({name: np.zeros([rows, *shape[1:]], dtype) for name, shape in shapes.items()})
+
+    def segment(self, k: int, entry: np.ndarray, lengths: list[int], last: list[int]) -> dict[str, np.ndarray]:
+        session = self.sessions[k]
+        feeds = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: entry, **self.caches[k]}
+        feeds |= {names.PAST_LENGTHS: np.array(lengths), names.LAST_TOKENS: np.array(last)}
+        if k == 0:
+            feeds[names.EXIT_THRESHOLD] = np.array([0.5], np.float32)
+        found = dict(zip([entry.name for entry in session.get_outputs()], session.run(None, feeds), strict=True))
+        for name in self.caches[k]:
+            self.caches[k][name] = found[name.replace("past_key_values.", "present.")]
+        return found
+
+    def full(self, ids: np.ndarray, lengths: list[int], last: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Logits at full depth, scores and exit flags of each row's last token."""
+        first = self.segment(0, ids, lengths, last)
+        second = self.segment(1, first[names.NEW_HIDDEN_STATES], lengths, last)
+        (logits,) = self.sessions[2].run(None, {names.EXIT_STATES: second[names.EXIT_STATES]})
+        return logits[:, 0], first[names.ROUTER_SCORE][:, 0, 0], first[names.EXIT_FLAG][:, 0, 0]
+
+
+def reference(source, routers, ids: list[int]) -> tuple[np.ndarray, float]:
+    states = source.run(torch.tensor([ids]), [CHECKPOINT])
+    normed = routers.exit_state(source, CHECKPOINT, states.raw[CHECKPOINT])
+    return states.logits[0, -1].numpy(), float(routers.routers[CHECKPOINT](normed)[0, -1])
+
+
+def test_rows_of_any_length_and_any_number_of_tokens_run_together(source, routers, saved: Path) -> None:
+    """Three sequences, padded on the right, in steps of different sizes, against each alone in PyTorch."""
+    sequences = [[int(token) for token in RNG.integers(3, 500, 40)] for _ in range(3)]
+    runner, lengths = Runner(saved, rows=3), [0, 0, 0]
+    for sizes in ([20, 1, 9], [1, 1, 1], [3, 12, 1]):
+        longest = max(sizes)
+        ids = np.full((3, longest), 7)
+        for row, size in enumerate(sizes):
+            ids[row, :size] = sequences[row][lengths[row] : lengths[row] + size]
+        logits, scores, leaves = runner.full(ids, lengths, [size - 1 for size in sizes])
+        lengths = [length + size for length, size in zip(lengths, sizes, strict=True)]
+        for row, length in enumerate(lengths):
+            expected, score = reference(source, routers, sequences[row][:length])
+            np.testing.assert_allclose(logits[row], expected, atol=1e-4)
+            assert scores[row] == pytest.approx(score, abs=1e-5)
+            assert leaves[row] == (scores[row] > 0.5)
+    assert lengths == [24, 14, 11]
+
+
+def test_the_last_places_of_the_buffers_are_used(source, routers, saved: Path) -> None:
+    ids = [int(token) for token in RNG.integers(3, 500, CAPACITY)]
+    runner = Runner(saved, rows=1)
+    runner.full(np.array([ids[:-1]]), [0], [CAPACITY - 2])
+    logits, _, _ = runner.full(np.array([ids[-1:]]), [CAPACITY - 1], [0])
+    np.testing.assert_allclose(logits[0], reference(source, routers, ids)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "fp16", "bf16"])
+def test_networks_pass_the_checker_and_hold_nothing_foreign(make, weights: str, tmp_path: Path) -> None:
+    made = make(weights)
+    made.save(tmp_path)
+    for name, model in made.models.items():
+        onnx.checker.check_model(str(tmp_path / names.network_file(name)), full_check=True)
+        assert {node.domain for node in model.graph.all_nodes()} <= {"", names.DOMAIN}
+    types = {value.dtype for value in made.models[names.segment(1)].graph.inputs if value.dtype.is_floating_point()}
+    assert types == {HalfPrecisionPass(weights).dtype if weights != "fp32" else ir.DataType.FLOAT}
+    assert made.models[names.HEAD].graph.outputs[0].dtype == ir.DataType.FLOAT
+    routed = [node for node in made.models[names.segment(0)].graph if node.op_type == names.OP_ROUTE]
+    assert all(value.dtype == ir.DataType.FLOAT for node in routed for value in node.inputs)
+
+
+def test_half_precision_rounds_and_no_more(source, routers, make, tmp_path: Path) -> None:
+    make("fp16").save(tmp_path)
+    ids = [int(token) for token in RNG.integers(3, 500, 30)]
+    runner = Runner(tmp_path, rows=1, dtype=np.float16)
+    logits, scores, _ = runner.full(np.array([ids]), [0], [29])
+    expected, score = reference(source, routers, ids)
+    error = np.abs(logits[0] - expected).max() / np.abs(expected).max()
+    assert 1e-5 < error < 1e-2, "rounded as float16 is, not as float32"
+    assert scores[0] == pytest.approx(score, abs=2e-2)
+
+
+def test_the_networks_share_one_file_of_weights_and_store_each_once(saved: Path, make, source) -> None:
+    folder = saved / names.NETWORKS_FOLDER
+    assert {path.name for path in folder.iterdir()} == {
+        names.NETWORK_WEIGHTS,
+        *(f"{part}.onnx" for part in (names.segment(0), names.segment(1), names.HEAD)),
+    }
+    parameters = sum(parameter.numel() * 4 for parameter in source.model.parameters())
+    assert parameters <= (folder / names.NETWORK_WEIGHTS).stat().st_size < 1.2 * parameters
+    embedding = [
+        initializer.external_data
+        for part in (names.segment(0), names.HEAD)
+        for initializer in onnx.load(str(saved / names.network_file(part)), load_external_data=False).graph.initializer
+        if list(initializer.dims) == [512, WIDTH]
+    ]
+    assert len(embedding) == 2, "the head is tied to the embedding"
+    assert embedding[0] == embedding[1]
+
+
+def test_a_weight_float16_cannot_hold_is_refused() -> None:
+    array = np.array([1.0, -1e6], np.float32)
+    weight = ir.Value(
+        name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]), const_value=ir.tensor(array)
+    )
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]))
+    product = ir.node("Mul", [x, weight])
+    product.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([x], product.outputs, nodes=[product], initializers=[weight], opset_imports={"": 24})
+    HalfPrecisionPass("fp16")(ir.Model(graph, ir_version=11))
+    with pytest.raises(GraphError, match="weight w holds a number too large for float16: use bf16 or fp32"):
+        weight.const_value.numpy()
+
+
+def test_a_missing_router_is_refused(pieces, routers) -> None:
+    with pytest.raises(GraphError, match="no router of width 64 for the checkpoint after layer 2"):
+        networks_for_tensorrt(pieces, {}, routers.lens_arrays(), CAPACITY)

@@ -1,0 +1,179 @@
+"""The state machine over segment networks against the branched graph, step by step: the same in all."""
+
+import gc
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_cudart import FakeCudart
+
+from tide_export.errors import GenerationError
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.segmented.lane import grown, padded
+
+LENGTH = 200
+
+
+@pytest.fixture(scope="module")
+def branched(demo_bundle: Path) -> Engine:
+    return load(demo_bundle, provider="cpu", threads=1, verify=False)
+
+
+@pytest.fixture(scope="module")
+def thresholds(branched: Engine, demo_text_ids: list[int]) -> list[float]:
+    """Medians of the scores on the text, so that every checkpoint takes part."""
+    state = branched.start([2.0] * 3)
+    scores = [state.step([token]).scores.copy() for token in demo_text_ids[:LENGTH]]
+    return np.median(scores, axis=0).tolist()
+
+
+def compare(one: Engine, other: Engine, steps: list[list[int]], thresholds: list[float], max_pending: int) -> set[int]:
+    """Feeds the same tokens to both and compares everything after every step; the layers tokens left at."""
+    first, second = one.start(thresholds, max_pending), other.start(thresholds, max_pending)
+    exits = set()
+    for ids in steps:
+        a, b = first.step(ids), second.step(ids)
+        np.testing.assert_allclose(b.logits, a.logits, atol=1e-3)
+        np.testing.assert_allclose(b.scores, a.scores, atol=1e-5)
+        assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
+        assert second.lengths == first.lengths
+        assert second.waiting == first.waiting
+        exits.add(a.exit_layer)
+    return exits
+
+
+def one_by_one(ids: list[int]) -> list[list[int]]:
+    return [[token] for token in ids[:LENGTH]]
+
+
+def in_bites(ids: list[int]) -> list[list[int]]:
+    """Steps of 1 to 40 tokens."""
+    random, found, at = np.random.default_rng(0), [], 0
+    while at < LENGTH:
+        size = int(random.integers(1, 4) if random.random() < 0.8 else random.integers(4, 41))
+        found.append(ids[at : at + size])
+        at += size
+    return found
+
+
+@pytest.mark.parametrize("cut", [one_by_one, in_bites])
+@pytest.mark.parametrize("max_pending", [0, 1, 4, 16, 1000])
+def test_every_length_to_200_is_the_branched_graph_s(branched, segmented, demo_text_ids, thresholds, cut, max_pending):
+    exits = compare(branched, segmented, cut(demo_text_ids), thresholds, max_pending)
+    assert exits >= ({3, 6, 9, 12} if cut is one_by_one else {3, 6, 12})
+
+
+@pytest.mark.parametrize("max_pending", [1, 4, 16])
+def test_a_recording_device_gives_the_same(branched, on_fake_gpu, fake, demo_text_ids, thresholds, max_pending):
+    """Memory that is NaN until it is set, work done late, graphs replayed with the addresses they were made with."""
+    steps = [*one_by_one(demo_text_ids[:60]), *in_bites(demo_text_ids[60:])]
+    assert compare(branched, on_fake_gpu, steps, thresholds, max_pending) >= {3, 6, 12}
+    assert fake.launches > len(steps)
+    assert len(fake.graphs) < 60, "one per network, number of tokens and place of the result, not one per step"
+
+
+@pytest.mark.parametrize("device", ["segmented", "on_fake_gpu"])
+def test_drafts_are_verified_and_undone_as_on_the_branched_graph(request, branched, demo_text_ids, device: str) -> None:
+    """Tokens that left early wait; a full step gives logits of all of them; the sequence is wound back and goes on."""
+    one, other = branched.start([0.3] * 3, 1000), request.getfixturevalue(device).start([0.3] * 3, 1000)
+    at, sizes = 0, [5, 1, 1, 1, 9, 1, 2, 30, 1, 1, 1, 3]
+    for number, size in enumerate(sizes * 3):
+        ids = demo_text_ids[at : at + size]
+        full, keep = number % 4 == 3, 1 + number % 3 * 20
+        a, b = one.step(ids, logits_to_keep=keep, full=full), other.step(ids, logits_to_keep=keep, full=full)
+        assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
+        assert b.rows.shape[0] == min(a.rows.shape[0], keep)
+        np.testing.assert_allclose(b.rows, a.rows[-b.rows.shape[0] :], atol=1e-3)
+        at += size
+        if number % 5 == 4:
+            at -= 4
+            one.rewind(at)
+            other.rewind(at)
+        assert other.lengths == one.lengths
+        assert other.waiting == one.waiting
+    for length in (-1, at + 1):
+        with pytest.raises(GenerationError, match=f"{at} tokens cannot be rewound to {length}"):
+            other.rewind(length)
+
+
+def test_thresholds_set_between_steps_count_from_the_next(branched, segmented, demo_text_ids) -> None:
+    one, other = branched.start([2.0] * 3), segmented.start([2.0] * 3)
+    for number, token in enumerate(demo_text_ids[:40]):
+        thresholds = [[2.0, 2.0, 2.0], [-1.0, 2.0, 2.0], [2.0, 2.0, -1.0]][number // 4 % 3]
+        one.set_thresholds(thresholds)
+        other.set_thresholds(thresholds)
+        a, b = one.step([token]), other.step([token])
+        assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
+    assert other.lengths == one.lengths
+
+
+def test_generation_and_its_statistics_are_the_same(branched, segmented, demo_text_ids) -> None:
+    for options in ({}, {"mode": "full"}, {"threshold": 0.5, "max_pending": 2}, {"temperature": 0.8, "seed": 3}):
+        a = branched.generate(demo_text_ids[:30], 24, **options)
+        b = segmented.generate(demo_text_ids[:30], 24, **options)
+        assert b.tokens == a.tokens
+        assert (b.stats.exit_layer, b.stats.layers_run) == (a.stats.exit_layer, a.stats.layers_run)
+        assert b.stats.layer_tokens_run == a.stats.layer_tokens_run
+
+
+def test_a_lane_is_used_again_by_the_next_sequence_and_by_no_other(segmented, backend, demo_text_ids) -> None:
+    alone = segmented.generate(demo_text_ids[:20], 12, threshold=0.5).tokens
+    gc.collect()
+    free = len(backend._free)
+    first, second = segmented.start([0.5] * 3), segmented.start([0.5] * 3)
+    assert first._lane is not second._lane
+    first.step(demo_text_ids[100:150])  # leaves its K/V behind in the lane
+    lane = first._lane
+    del first
+    gc.collect()
+    assert lane in backend._free
+    assert len(backend._free) >= free - 1
+    results: dict[int, list[int]] = {}
+
+    def work(number: int) -> None:
+        results[number] = segmented.generate(demo_text_ids[:20], 12, threshold=0.5).tokens
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(results.values()) == [alone] * 4
+
+
+def test_the_context_is_the_end_and_a_failed_step_changes_nothing(segmented, demo_text_ids) -> None:
+    state = segmented.start([0.5] * 3, max_pending=4)
+    state.step(demo_text_ids[:7])
+    before = list(state.lengths)
+    with pytest.raises(GenerationError, match="the sequence would have 1025 tokens but the model's context holds 1024"):
+        state.step([1] * 1018)
+    with pytest.raises(GenerationError, match="at least one token"):
+        state.step([])
+    assert state.lengths == before
+
+
+def test_a_prompt_of_all_the_context_runs_and_the_last_token_is_right(branched, segmented, demo_text_ids, thresholds):
+    """Longer than what may wait, and so near the end of the buffers that nothing may be padded."""
+    ids = [*demo_text_ids, *demo_text_ids[:23]]
+    assert len(ids) == 1023
+    assert compare(branched, segmented, [ids, [5]], thresholds, 16) <= {3, 6, 9, 12}
+
+
+def test_too_little_memory_is_one_sentence(on_fake_gpu: Engine, fake: FakeCudart) -> None:
+    fake.limit = 1 << 20
+    with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
+        on_fake_gpu.start([0.5] * 3)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "tokens"),
+    [(1, 0, 1), (2, 0, 2), (3, 0, 4), (17, 5, 32), (33, 0, 33), (48, 0, 48), (3, 97, 3), (3, 96, 4), (1, 99, 1)],
+)
+def test_runs_are_padded_to_a_power_of_two_that_fits(count: int, length: int, tokens: int) -> None:
+    assert padded(count, length, most=48, capacity=100) == tokens
+
+
+@pytest.mark.parametrize(("rows", "needed", "wanted"), [(32, 1, 32), (32, 32, 32), (32, 33, 64), (32, 200, 200)])
+def test_waiting_rows_at_least_double(rows: int, needed: int, wanted: int) -> None:
+    assert grown(rows, needed) == wanted

@@ -1,0 +1,210 @@
+"""Which engine runs a bundle: had or refused with one sentence, and never another than the one asked for."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tide_export import names
+from tide_export.bundle import Bundle, open_bundle, write_manifest
+from tide_export.cli import main
+from tide_export.errors import BundleError, GenerationError, ProviderError
+from tide_export.manifest import EnginesInfo, Profile
+from tide_export.runtime import providers
+from tide_export.runtime.engine import load
+from tide_export.runtime.flavours import TENSORRT, TENSORRT_RTX, built_for, runs_on
+from tide_export.runtime.segmented import onnxruntime as on_onnxruntime
+from tide_export.runtime.segmented import tensorrt as on_tensorrt
+from tide_export.runtime.segmented.tensorrt import pick_profile
+from tide_export.runtime.state import SequenceState
+
+PROFILES = (Profile("decode", 1, 1, 1), Profile("catch-up", 1, 16, 32), Profile("prefill", 1, 512, 1024))
+
+
+@pytest.fixture(scope="module")
+def built(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo bundle with files in the place of engines, which no test here lets TensorRT see."""
+    bundle = tmp_path_factory.mktemp("providers") / "bundle"
+    shutil.copytree(demo_bundle, bundle)
+    (bundle / names.ENGINES_FOLDER).mkdir()
+    for part in (*(names.segment(k) for k in range(4)), names.HEAD):
+        (bundle / names.engine_file(part)).write_bytes(b"engine" * 1000)
+    manifest = open_bundle(demo_bundle, verify=False).manifest
+    engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
+    write_manifest(bundle, replace(manifest, engines=engines))
+    return bundle
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Makes this a machine with a GPU of a compute capability and a version of TensorRT."""
+
+    def be(device: tuple[int, int] | None, version: str = "11.1.0.106") -> None:
+        library = SimpleNamespace(__version__=version)
+        monkeypatch.setattr(on_tensorrt, "import_library", lambda flavour: library)
+        monkeypatch.setattr(on_tensorrt, "compute_capability", lambda: device)
+        monkeypatch.setattr(providers, "compute_capability", lambda: device)
+        monkeypatch.setattr(on_tensorrt, "import_cudart", lambda: None)
+
+    return be
+
+
+def changed(built: Path, **changes) -> Bundle:
+    opened = open_bundle(built, verify=False)
+    assert opened.manifest.engines is not None
+    return Bundle(opened.path, replace(opened.manifest, engines=replace(opened.manifest.engines, **changes)))
+
+
+def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
+    with pytest.raises(ProviderError, match="must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not 'abacus'"):
+        load(tiny_bundle, provider="abacus")
+
+
+@pytest.mark.parametrize(
+    ("provider", "says"),
+    [
+        ("cuda", "holds no segment networks: export it with --target tensorrt or tensorrt-rtx"),
+        ("tensorrt", "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt`"),
+        ("tensorrt-rtx", "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt-rtx`"),
+    ],
+)
+def test_a_provider_the_bundle_has_nothing_for_is_refused(tiny_bundle: Path, provider: str, says: str) -> None:
+    with pytest.raises(ProviderError, match=says):
+        load(tiny_bundle, provider=provider)
+
+
+def test_engines_of_the_other_flavour_are_not_taken_instead(built: Path) -> None:
+    with pytest.raises(ProviderError, match=r"are of TensorRT: use provider 'tensorrt', or build others"):
+        load(built, provider="tensorrt-rtx", verify=False)
+
+
+def test_without_tensorrt_the_package_is_named(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt", None)
+    with pytest.raises(ProviderError, match=r"pip install tensorrt, or tide_export\[gpu\]"):
+        load(built, provider="tensorrt", verify=False)
+
+
+def test_without_a_gpu_engines_are_refused(built: Path, machine) -> None:
+    machine(None)
+    with pytest.raises(ProviderError, match="TensorRT needs an NVIDIA GPU and its driver, and there is none here"):
+        load(built, provider="tensorrt", verify=False)
+
+
+def test_engines_of_another_version_are_refused(built: Path, machine) -> None:
+    machine((8, 9), "11.2.0.1")
+    with pytest.raises(ProviderError, match=r"built by TensorRT 11\.1\.0\.106 and run on no other, but 11\.2\.0\.1 is"):
+        load(built, provider="tensorrt", verify=False)
+
+
+def test_engines_for_another_gpu_are_refused(built: Path, machine) -> None:
+    machine((9, 0))
+    with pytest.raises(
+        ProviderError, match=r"built for GPUs of compute capability 8\.9, this one has 9\.0: build them"
+    ):
+        load(built, provider="tensorrt", verify=False)
+
+
+def test_engines_of_another_model_are_refused(built: Path, machine) -> None:
+    machine((8, 9))
+    with pytest.raises(BundleError, match="were built from other weights than its model's"):
+        on_tensorrt.open_engines(changed(built, weights_sha256="0" * 64), "tensorrt")
+
+
+def test_a_truncated_engine_is_refused_before_tensorrt_sees_it(built: Path, machine, tmp_path: Path, capsys) -> None:
+    machine((8, 9))
+    bundle = tmp_path / "bundle"
+    shutil.copytree(built, bundle)
+    engine = bundle / names.engine_file("segment_1")
+    engine.write_bytes(engine.read_bytes()[:-1])
+    arguments = ["generate", str(bundle), "--prompt", "a", "--provider", "tensorrt", "--no-verify", "-q"]
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "engines/segment_1.engine' is truncated: 5999 of 6000 bytes" in line
+
+
+def test_an_engine_tensorrt_cannot_read_is_refused_with_its_last_words(built: Path, monkeypatch) -> None:
+    class Logger:
+        Severity = SimpleNamespace(ERROR=1, INTERNAL_ERROR=0)
+
+    class Runtime:
+        def __init__(self, log) -> None:
+            self.log = log
+
+        def deserialize_cuda_engine(self, data: bytes) -> None:
+            self.log.log(3, "loading")
+            self.log.log(1, "magic tag\n does not match")
+
+    runtime = on_tensorrt._Runtime(SimpleNamespace(ILogger=Logger, Runtime=Runtime))
+    Logger.__init__ = lambda self: None
+    with pytest.raises(BundleError, match=r"cannot load engine 'x\.engine': magic tag does not match"):
+        runtime.load(b"", "x.engine")
+
+
+def test_a_run_beyond_every_profile_is_refused() -> None:
+    assert [pick_profile(PROFILES, tokens) for tokens in (1, 2, 32, 33, 1024)] == [0, 1, 1, 2, 2]
+    with pytest.raises(GenerationError, match="a run over 1025 tokens exceeds the engine's profiles, which take 1024"):
+        pick_profile(PROFILES, 1025)
+
+
+def test_auto_falls_back_to_the_cpu_and_says_why_once(built: Path, machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine((9, 0))
+    with caplog.at_level(logging.INFO, logger="tide_export"):
+        engine = load(built, threads=1, verify=False)
+        assert isinstance(engine.start([0.5] * 3), SequenceState)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [message.split(":")[0] for message in messages[:2]] == ["not running on tensorrt", "not running on cuda"]
+    assert "this one has 9.0" in messages[0]
+    assert "pip install tide_export[gpu]" in messages[1]
+    assert "with ONNX Runtime" in messages[2]
+    assert len(messages) == 3
+
+
+def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    machine((8, 9))
+    backend = SimpleNamespace()
+    monkeypatch.setattr(providers, "open_engines", lambda bundle, provider: backend)
+    with caplog.at_level(logging.INFO, logger="tide_export"):
+        assert load(built, verify=False)._session is backend
+    (record,) = caplog.records
+    assert record.getMessage().endswith("with TensorRT")
+
+
+def test_auto_does_not_hide_a_damaged_bundle(built: Path, machine, tmp_path: Path) -> None:
+    machine((8, 9))
+    with pytest.raises(BundleError, match="other weights"):
+        providers.open_provider(changed(built, weights_sha256="0" * 64))
+
+
+@pytest.mark.parametrize(("provider", "says"), [("cuda", "no CUDAExecutionProvider: pip install tide_export[gpu]")])
+def test_cuda_without_its_package_is_one_line(demo_bundle: Path, capsys, provider: str, says: str) -> None:
+    assert main(["generate", str(demo_bundle), "--prompt", "a", "--provider", provider, "-q"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_a_network_unlike_its_manifest_is_refused(demo_bundle: Path, tmp_path: Path) -> None:
+    opened = open_bundle(demo_bundle, verify=False)
+    assert opened.manifest.networks is not None
+    other = replace(opened.manifest, networks=replace(opened.manifest.networks, exit_size=64))
+    with pytest.raises(BundleError, match=r"segment_0.onnx': output exit_states is float32 \[1, 1, 128\], but its man"):
+        on_onnxruntime.open_segments(Bundle(opened.path, other), threads=1)
+    half = replace(opened.manifest, networks=replace(opened.manifest.networks, weights="bf16"))
+    with pytest.raises(ProviderError, match="are bfloat16, which ONNX Runtime does not run on the CPU"):
+        on_onnxruntime.open_segments(Bundle(opened.path, half), threads=1)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "runs"),
+    [(("8.9",), (8, 9), True), (("8.9",), (9, 0), False), ((), (8, 0), True), ((), (12, 0), True), ((), (7, 5), False)],
+)
+def test_engines_run_where_they_were_built_for(capabilities, device, runs: bool) -> None:
+    assert runs_on(capabilities, device) == runs
+
+
+def test_tensorrt_builds_for_the_gpu_there_is_and_rtx_for_all() -> None:
+    assert built_for(TENSORRT, (9, 0)) == ("9.0",)
+    assert built_for(TENSORRT_RTX, (9, 0)) == built_for(TENSORRT_RTX, None) == ()

@@ -1,0 +1,92 @@
+"""What differs between TensorRT and TensorRT-RTX, in one place: names, packages, and who can build and run what where.
+
+`build` builds with a flavour and `segmented.tensorrt` runs its engines; both import the library through
+`import_library` and share everything else.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tide_export.errors import ProviderError
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One of the two libraries.
+
+    Attributes:
+        name: of the target and provider: tensorrt, tensorrt-rtx.
+        title: for people.
+        module: to import.
+        package: that it comes in.
+        extra: of this package, that installs it.
+        builds_without_gpu: whether engines can be built on a machine that has none.
+        takes_plugins: whether its networks may hold plugins.
+        has_timing_cache: whether building times kernels, so that remembering the times saves time.
+    """
+
+    name: str
+    title: str
+    module: str
+    package: str
+    extra: str
+    builds_without_gpu: bool
+    takes_plugins: bool
+    has_timing_cache: bool
+
+
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True)
+TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False, False)
+FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
+
+
+def import_library(flavour: Flavour) -> ModuleType:
+    """The flavour's Python module.
+
+    Raises:
+        ProviderError: it is not installed, or does not load, and which package it comes with.
+    """
+    try:
+        return importlib.import_module(flavour.module)
+    except ImportError as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ProviderError(
+            f"{flavour.title} cannot be imported ({reason}): pip install {flavour.package}, or "
+            f"tide_export[{flavour.extra}]"
+        ) from None
+
+
+def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ...]:
+    """The compute capabilities that engines built here run on, such as ("9.0",); empty: all from 8.0 on.
+
+    TensorRT builds for the GPU it finds; TensorRT for RTX, unless told otherwise, for every GPU it knows from 8.0 on,
+    and compiles the last part where the engine is loaded.
+
+    Args:
+        device: compute capability of the GPU there is, None where there is none.
+    """
+    if flavour is TENSORRT and device is not None:
+        return (f"{device[0]}.{device[1]}",)
+    return ()
+
+
+def runs_on(capabilities: tuple[str, ...], device: tuple[int, int]) -> bool:
+    """Whether an engine of these (see `built_for`) runs on a GPU of compute capability `device`."""
+    return f"{device[0]}.{device[1]}" in capabilities if capabilities else device >= (8, 0)
+
+
+def configure(flavour: Flavour, library: ModuleType, engine: Any) -> Any:
+    """The configuration of an execution context: working memory comes from the caller, CUDA graphs are recorded by it.
+
+    TensorRT for RTX would record graphs by itself, and would finish its kernels while they are in use already: what is
+    recorded then would stay the unfinished one, so it is told to finish them first.
+    """
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(library.ExecutionContextAllocationStrategy.USER_MANAGED)
+    if flavour is TENSORRT_RTX:
+        config.cuda_graph_strategy = library.CudaGraphStrategy.DISABLED
+        eager = library.DynamicShapesKernelSpecializationStrategy.EAGER
+        config.dynamic_shapes_kernel_specialization_strategy = eager
+    return config

@@ -1,0 +1,74 @@
+"""Which engine runs a bundle here: the one that is asked for, or the best there is.
+
+`engine.load` calls `open_provider`. What is asked for by name is had or refused with the reason; "auto" takes the first
+of TensorRT, ONNX Runtime on CUDA and ONNX Runtime on the CPU that the bundle holds and the machine runs, and the log
+says which and why not a faster one.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tide_export.bundle import Bundle
+from tide_export.errors import ProviderError
+from tide_export.runtime.flavours import FLAVOURS
+from tide_export.runtime.gpu import compute_capability
+from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.segmented.onnxruntime import open_segments
+from tide_export.runtime.segmented.state import SegmentedState
+from tide_export.runtime.segmented.tensorrt import open_engines
+from tide_export.runtime.session import check_threads, open_session
+from tide_export.runtime.state import SequenceState
+
+logger = logging.getLogger("tide_export")
+
+PROVIDERS = ("auto", "cpu", "cuda", *FLAVOURS)
+
+Opened = tuple[Any, Callable[..., Any]]  # what sequences share, and how one is made on it
+
+
+def open_provider(bundle: Bundle, provider: str = "auto", threads: int | None = None) -> Opened:
+    """Opens `bundle` on an engine.
+
+    Args:
+        provider: one of PROVIDERS.
+        threads: threads one step may use on the CPU; None: one per physical core.
+
+    Raises:
+        ProviderError: the provider is unknown, or cannot run this bundle here.
+        ConfigError: threads below 1.
+        BundleError: the bundle is damaged.
+    """
+    if provider not in PROVIDERS:
+        raise ProviderError(f"provider must be one of {', '.join(PROVIDERS)}, not {provider!r}")
+    check_threads(threads)
+    if provider != "auto":
+        return _open(bundle, provider, threads)
+    refused = []
+    for candidate in _candidates(bundle):
+        try:
+            return _open(bundle, candidate, threads)
+        except ProviderError as error:
+            refused.append(f"{candidate}: {error}")
+            logger.info("not running on %s", refused[-1])
+    return _open(bundle, "cpu", threads)
+
+
+def _candidates(bundle: Bundle) -> list[str]:
+    """Providers that this bundle could run on and that are faster than the CPU, the fastest first."""
+    found = [] if bundle.manifest.engines is None else [bundle.manifest.engines.flavour]
+    if bundle.manifest.networks is not None and compute_capability() is not None:
+        found.append("cuda")
+    return found
+
+
+def _open(bundle: Bundle, provider: str, threads: int | None) -> Opened:
+    if provider == "cpu":
+        return open_session(bundle, threads), SequenceState
+    backend: SegmentBackend
+    if provider == "cuda":
+        backend, title = open_segments(bundle, "cuda"), "ONNX Runtime on CUDA"
+    else:
+        backend, title = open_engines(bundle, provider), FLAVOURS[provider].title
+    logger.info("running '%s' with %s", bundle.path, title)
+    return backend, SegmentedState

@@ -1,0 +1,139 @@
+"""A lane's device on a GPU: one CUDA stream, its memory, and the CUDA graphs recorded on it.
+
+Work that comes with the same key is the same work on the same addresses: the first time it is queued as it is (engines
+set themselves up in their first run), the second time it is recorded while it is queued, and from then on one launch
+replays it. Uses NVIDIA's own bindings (package cuda-bindings); no PyTorch. Device 0.
+"""
+
+import ctypes
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from tide_export.errors import GenerationError, ProviderError
+from tide_export.runtime.segmented.device import Buffer
+
+MOST_GRAPHS = 256  # recorded per lane; the longest unused goes first
+
+
+def import_cudart() -> ModuleType:
+    """NVIDIA's Python bindings of the CUDA runtime.
+
+    Raises:
+        ProviderError: they are not installed.
+    """
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise ProviderError(f"the CUDA bindings cannot be imported ({error}): pip install tide_export[gpu]") from None
+    return runtime
+
+
+class CudaDevice:
+    """One stream with its memory (see `device.Device`)."""
+
+    def __init__(self, records: bool = True) -> None:
+        """`records`: whether launches may be recorded; what runs on other streams than this cannot be.
+
+        Raises:
+            ProviderError: the bindings are missing, or CUDA cannot be used.
+        """
+        self._cuda = import_cudart()
+        self._records = records
+        try:
+            self.stream = int(self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking))
+        except GenerationError as error:
+            raise ProviderError(f"the GPU cannot be used: {error}") from None
+        weakref.finalize(self, self._cuda.cudaStreamDestroy, self.stream)
+        self._seen: set[Hashable] = set()
+        self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """A function of the runtime API, its one result if it has one.
+
+        Raises:
+            GenerationError: it did not succeed.
+        """
+        error, *results = getattr(self._cuda, name)(*arguments)
+        if error != self._cuda.cudaError_t.cudaSuccess:
+            text = self._cuda.cudaGetErrorString(error)[1]
+            reason = text.decode() if isinstance(text, bytes) else str(text)
+            if error == self._cuda.cudaError_t.cudaErrorMemoryAllocation:
+                reason = "the GPU has not enough free memory for the sequence's buffers"
+            raise GenerationError(f"CUDA failed ({name}): {reason}")
+        return results[0] if results else None
+
+    def allocate(self, size: int) -> Buffer:
+        address = int(self._call("cudaMalloc", size))
+        owner = _Owner()
+        weakref.finalize(owner, self._cuda.cudaFree, address)
+        self._call("cudaMemsetAsync", address, 0, size, self.stream)
+        return Buffer(address, size, owner)
+
+    def staging(self, size: int) -> np.ndarray:
+        address = int(self._call("cudaHostAlloc", size, self._cuda.cudaHostAllocDefault))
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        weakref.finalize(memory, self._cuda.cudaFreeHost, address)  # numpy keeps `memory` alive through every view
+        array = np.ctypeslib.as_array(memory)
+        array[:] = 0
+        return array
+
+    def upload(self, target: int, source: np.ndarray) -> None:
+        self._copy(target, source.ctypes.data, source.nbytes, "cudaMemcpyHostToDevice")
+
+    def download(self, target: np.ndarray, source: int) -> None:
+        self._copy(target.ctypes.data, source, target.nbytes, "cudaMemcpyDeviceToHost")
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        self._copy(target, source, size, "cudaMemcpyDeviceToDevice")
+
+    def _copy(self, target: int, source: int, size: int, kind: str) -> None:
+        self._call("cudaMemcpyAsync", target, source, size, getattr(self._cuda.cudaMemcpyKind, kind), self.stream)
+
+    def synchronize(self) -> None:
+        self._call("cudaStreamSynchronize", self.stream)
+
+    def launch(self, key: Hashable, work: Callable[[], None]) -> None:
+        if not self._records:
+            work()
+            return
+        graph = self._graphs.get(key)
+        if graph is None:
+            if key not in self._seen:
+                self._seen.add(key)
+                work()
+                return
+            graph = self._record(work)
+            self._graphs[key] = graph
+            self._make_room()
+        self._graphs.move_to_end(key)
+        self._call("cudaGraphLaunch", graph, self.stream)
+
+    def _record(self, work: Callable[[], None]) -> Any:
+        """The executable graph of what `work` queues; nothing is run yet."""
+        mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", self.stream, mode)
+        try:
+            work()
+        except BaseException:
+            self._cuda.cudaStreamEndCapture(self.stream)  # or the stream would stay unusable
+            raise
+        graph = self._call("cudaStreamEndCapture", self.stream)
+        executable = self._call("cudaGraphInstantiate", graph, 0)
+        self._call("cudaGraphDestroy", graph)
+        return executable
+
+    def _make_room(self) -> None:
+        if len(self._graphs) <= MOST_GRAPHS:
+            return
+        self.synchronize()
+        _, oldest = self._graphs.popitem(last=False)
+        self._call("cudaGraphExecDestroy", oldest)
+
+
+class _Owner:
+    """What a buffer's memory lives as long as."""

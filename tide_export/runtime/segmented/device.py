@@ -1,0 +1,94 @@
+"""Where a sequence's memory lives and its work is queued: the host's here, a GPU's in `cuda`.
+
+A `Device` is one queue with memory: `lane` allocates from it, copies within it, and hands it pieces of work that it may
+record and replay. Addresses are plain integers, so that the arithmetic of rows and offsets is the same everywhere and
+what the CPU tests prove holds on a GPU too.
+"""
+
+import ctypes
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tide_export.errors import GenerationError
+
+ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT asks of an address
+
+
+class Buffer(NamedTuple):
+    """`size` bytes at `address`, zeroed when allocated; freed when `owner` is."""
+
+    address: int
+    size: int
+    owner: Any
+
+
+class Device(Protocol):
+    """One queue of work with its memory. Calls return at once and are carried out in order."""
+
+    def allocate(self, size: int) -> Buffer:
+        """Zeroed memory at an aligned address.
+
+        Raises:
+            GenerationError: there is not enough.
+        """
+        ...
+
+    def staging(self, size: int) -> np.ndarray:
+        """Zeroed uint8 [size] on the host that `upload` and `download` reach without a copy of their own."""
+        ...
+
+    def upload(self, target: int, source: np.ndarray) -> None:
+        """Staging memory to the device; `source` must stay as it is until the queue has come to it."""
+        ...
+
+    def download(self, target: np.ndarray, source: int) -> None:
+        """From the device to staging memory, to be read after `synchronize`."""
+        ...
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Between places of the device that do not overlap."""
+        ...
+
+    def launch(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Queues what `work` queues. Of equal keys the work is equal, addresses included, so it may be recorded."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until everything queued is done.
+
+        Raises:
+            GenerationError: something queued has failed.
+        """
+        ...
+
+
+class HostDevice:
+    """The host: everything is done when it is called."""
+
+    def allocate(self, size: int) -> Buffer:
+        try:
+            memory = np.zeros(size + ALIGNMENT, np.uint8)
+        except MemoryError:
+            raise GenerationError(f"not enough memory for {size} bytes of a sequence's buffers") from None
+        start = memory.ctypes.data
+        return Buffer(start + -start % ALIGNMENT, size, memory)
+
+    def staging(self, size: int) -> np.ndarray:
+        return np.zeros(size, np.uint8)
+
+    def upload(self, target: int, source: np.ndarray) -> None:
+        ctypes.memmove(target, source.ctypes.data, source.nbytes)
+
+    def download(self, target: np.ndarray, source: int) -> None:
+        ctypes.memmove(target.ctypes.data, source, target.nbytes)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        ctypes.memmove(target, source, size)
+
+    def launch(self, key: Hashable, work: Callable[[], None]) -> None:
+        work()
+
+    def synchronize(self) -> None:
+        pass
