@@ -1,0 +1,58 @@
+"""`tide-export build`: gives a bundle that holds segment networks new engines, for the GPU and versions of this machine.
+
+Needs the flavour's extra alone, no PyTorch: a bundle is exported on one machine and built on the one that runs it. The
+bundle is replaced in one step when all engines are there; its other files are the same files.
+"""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from tide_export import names
+from tide_export.build import build_engines, require_builder
+from tide_export.bundle import Bundle, open_bundle, write_manifest, writing_bundle
+from tide_export.errors import BuildError
+from tide_export.runtime.flavours import FLAVOURS
+
+
+def rebuild(bundle: str | os.PathLike[str], target: str | None = None) -> Bundle:
+    """Builds engines into `bundle`, in place of those it has.
+
+    Args:
+        target: tensorrt or tensorrt-rtx; None: what the bundle was exported for.
+
+    Raises:
+        BundleError: not a bundle, damaged, or being written by something else.
+        BuildError: the bundle holds no segment networks, or they could not be built; it stays as it was.
+        ProviderError: the library is not installed.
+    """
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
+    if manifest.networks is None:
+        raise BuildError(
+            f"bundle '{opened.path}' holds no segment networks to build from: export it with --target tensorrt or "
+            "tensorrt-rtx"
+        )
+    name = target or next(entry for entry in manifest.targets if entry in FLAVOURS)
+    if name not in FLAVOURS:
+        raise BuildError(f"target must be one of {', '.join(FLAVOURS)}, not {name!r}")
+    flavour = FLAVOURS[name]
+    require_builder(flavour)  # before anything is copied
+    with writing_bundle(opened.path, overwrite=True) as folder:
+        for file in manifest.files:
+            if Path(file).parts[0] != names.ENGINES_FOLDER:
+                _take(opened.path / file, folder / file)
+        others = [entry for entry in manifest.targets if entry not in FLAVOURS]
+        engines = build_engines(folder, manifest, flavour)
+        write_manifest(folder, replace(manifest, targets=(*others, name), engines=engines))
+    return open_bundle(opened.path, verify=False)
+
+
+def _take(source: Path, target: Path) -> None:
+    """The same file at another place, copied only where it cannot be linked."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy2(source, target)
