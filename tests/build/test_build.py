@@ -185,7 +185,9 @@ def test_progress_adds_up_to_the_networks(demo_bundle: Path, tmp_path: Path) -> 
     assert len(amounts) == 4
 
 
-@pytest.mark.parametrize(("capacity", "max_pending"), [(1024, 16), (1000, 15), (4096, 0), (8, 16), (1, 1), (131072, 40)])
+@pytest.mark.parametrize(
+    ("capacity", "max_pending"), [(1024, 16), (1000, 15), (4096, 0), (8, 16), (1, 1), (131072, 40)]
+)
 def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_pending: int) -> None:
     profiles = profiles_for(capacity, max_pending)
     assert all(1 <= p.least <= p.best <= p.most <= capacity for p in profiles)
@@ -207,7 +209,9 @@ def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch
 def test_tensorrt_without_a_gpu_says_where_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "import_library", lambda flavour: types.SimpleNamespace(__version__="11.1"))
     monkeypatch.setattr(build, "compute_capability", lambda: None)
-    with pytest.raises(BuildError, match=r"builds for the GPU it finds and there is none here: run `tide-export build`"):
+    with pytest.raises(
+        BuildError, match=r"builds for the GPU it finds and there is none here: run `tide-export build`"
+    ):
         require_builder(TENSORRT)
 
 
