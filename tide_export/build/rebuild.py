@@ -1,4 +1,4 @@
-"""`tide-export build`: gives a bundle that holds segment networks new engines, for the GPU and versions of this machine.
+"""`tide-export build`: gives a bundle that holds segment networks new engines, for this machine's GPU and versions.
 
 Needs the flavour's extra alone, no PyTorch: a bundle is exported on one machine and built on the one that runs it. The
 bundle is replaced in one step when all engines are there; its other files are the same files.

@@ -1,8 +1,8 @@
 """Builds engines in a process of its own, because a network TensorRT does not like can take its process down.
 
-Started by `build` as `python -m tide_export.build.worker`: a job comes as JSON on stdin, events go to stdout as one JSON
-object a line, TensorRT's own log goes to stderr. The environment says which flavour Polygraphy uses. Nothing here needs
-PyTorch, and nothing here decides: the parent has checked the job and will check the answers.
+Started by `build` as `python -m tide_export.build.worker`: a job comes as JSON on stdin, events go to stdout as one
+JSON object a line, TensorRT's own log goes to stderr. The environment says which flavour Polygraphy uses. Nothing
+here needs PyTorch, and nothing here decides: the parent has checked the job and will check the answers.
 """
 
 import json
