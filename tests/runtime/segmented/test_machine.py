@@ -109,7 +109,13 @@ def test_thresholds_set_between_steps_count_from_the_next(branched, segmented, d
 
 
 def test_generation_and_its_statistics_are_the_same(branched, segmented, demo_text_ids) -> None:
-    for options in ({}, {"mode": "full"}, {"threshold": 0.5, "max_pending": 2}, {"temperature": 0.8, "seed": 3}):
+    for options in (
+        {},
+        {"mode": "full"},
+        {"threshold": 0.5, "max_pending": 2},
+        {"temperature": 0.8, "seed": 3},
+        {"mode": "lossless"},
+    ):
         a = branched.generate(demo_text_ids[:30], 24, **options)
         b = segmented.generate(demo_text_ids[:30], 24, **options)
         assert b.tokens == a.tokens
