@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tide_export.build.rebuild import rebuild
 from tide_export.config import TideConfig
-from tide_export.errors import TideError
+from tide_export.errors import BuildError, ProviderError, TideError, UnsupportedModelError
 from tide_export.export_check import dividing_thresholds
 from tide_export.model import load_model, quiet_transformers
 from tide_export.names import ROUTERS_FILE
@@ -49,7 +51,9 @@ depth with the Hugging Face model, *exit* compares it with the reference rule, a
 with 1, 4 and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest}
 tokens (sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
 relative to the largest logit. Large models of a family have the same graph with larger weights; `tide-export export`
-compares each with its source before the bundle is written. Export seconds, calibration and that comparison included,
+compares each with its source before the bundle is written. *tensorrt-rtx build* says whether TensorRT for RTX builds the
+segment networks and the head into engines, on a machine without GPU; running them is another matter ([verified](verified.md)).
+Export seconds, calibration and that comparison included,
 are of one busy machine and no measurement.
 
 {head}
@@ -98,8 +102,28 @@ class Row:
 
 
 def tensorrt_rtx_build(bundle: Path) -> str:
-    """What building TensorRT-RTX engines for `bundle` came to: not part of the product yet."""
-    return "not yet"
+    """What building TensorRT for RTX engines from the networks of `bundle` came to; no GPU is needed, or used."""
+    try:
+        manifest = rebuild(bundle, "tensorrt-rtx").manifest
+    except ProviderError:
+        return "not tried: not installed"
+    except BuildError as error:
+        return f"fails: {error}"
+    built = [name for name in manifest.files if name.endswith(".engine")]
+    return f"{len(built)} engines"
+
+
+def export_row(model: str, bundle: Path, config: TideConfig, max_length: int | None) -> str:
+    """Exports with segment networks where these can be made; else why not."""
+    options: dict[str, Any] = {"config": config, "max_length": max_length, "engines": False}
+    try:
+        export(model, bundle, targets=("onnxruntime", "tensorrt-rtx"), **options)
+        return ""
+    except UnsupportedModelError as error:
+        if "not made for TensorRT" not in str(error):
+            raise
+        export(model, bundle, **options)
+        return f"refused: {str(error).split(',')[0]}"
 
 
 def make_row(families: ModuleType, name: str, folder: Path) -> Row:
@@ -123,7 +147,7 @@ def make_row(families: ModuleType, name: str, folder: Path) -> Row:
             router_shortlist=16,
         )
         started = time.perf_counter()
-        export(model, bundle, config=config, max_length=None if built.context_length else families.CONTEXT)
+        refused = export_row(model, bundle, config, None if built.context_length else families.CONTEXT)
         row.seconds = f"{time.perf_counter() - started:.0f}"
         engine, source, routers = load(bundle, threads=1), load_model(model), RouterSet.load(bundle / ROUTERS_FILE)
         row.layers = f"{len(engine.manifest.model.kv_shapes)} of {source.num_layers}"
@@ -132,7 +156,7 @@ def make_row(families: ModuleType, name: str, folder: Path) -> Row:
         exits = [check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, pending) for pending in PENDING]
         row.full, row.exit = verdict([full]), verdict(exits)
         row.onnxruntime = "yes"
-        row.tensorrt_rtx = tensorrt_rtx_build(bundle)
+        row.tensorrt_rtx = refused or tensorrt_rtx_build(bundle)
         row.expected = not family.refused and all(check.holds for check in (full, *exits))
     except TideError as error:
         row.onnxruntime, row.note = "refused", str(error).replace(str(folder / "model"), name)
