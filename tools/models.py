@@ -51,10 +51,10 @@ depth with the Hugging Face model, *exit* compares it with the reference rule, a
 with 1, 4 and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest}
 tokens (sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
 relative to the largest logit. Large models of a family have the same graph with larger weights; `tide-export export`
-compares each with its source before the bundle is written. *tensorrt-rtx build* says whether TensorRT for RTX builds the
-segment networks and the head into engines, on a machine without GPU; running them is another matter ([verified](verified.md)).
-Export seconds, calibration and that comparison included,
-are of one busy machine and no measurement.
+compares each with its source before the bundle is written. *tensorrt-rtx build* says whether TensorRT for RTX builds
+the segment networks and the head into engines, on a machine without GPU; running them is another matter
+([verified](verified.md)). Export seconds, calibration and that comparison included, are of one busy machine and no
+measurement.
 
 {head}
 """
