@@ -36,7 +36,8 @@ def sealed(bundle: Path, **changes) -> Path:
 def test_holds_on_the_demo_bundle(demo_bundle: Path):
     report = validate(demo_bundle, MODEL, TEXT, **SMALL)
     assert report.holds, report.render()
-    assert [check.name for check in report.checks] == ["full", "0.3", "0.5", "0.7", "0.85", "0.95", "bundle"]
+    names = ["full", "0.3", "0.5", "0.7", "0.85", "0.95", "bundle"]
+    assert [check.name for check in report.checks] == [*names, *(f"segments {name}" for name in names)]
     assert report.prompt_lengths == sorted(report.prompt_lengths)
     assert (report.prompt_lengths[0], report.prompt_lengths[-1]) == (1, 40)
     full = report.checks[0]
@@ -76,7 +77,7 @@ def test_does_not_hold_when_a_weight_was_altered(copy: Path, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert code == 1
     assert answer["holds"] is False
-    assert len(answer["checks"]) == 7
+    assert len(answer["checks"]) == 2 * 7  # the graph, and the segment networks
 
 
 def test_does_not_hold_when_the_graph_has_other_routers(copy: Path):

@@ -216,12 +216,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(options.only or ()) - families.FAMILIES.keys())
     if unknown:
         parser.error(f"no family {unknown[0]!r}: there are {', '.join(families.FAMILIES)}")
-    logging.getLogger("tide_export").setLevel(logging.ERROR)
-    rows = []
-    for name in options.only or families.FAMILIES:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(make_row(families, name, Path(folder)))
-        print(rows[-1].markdown(), flush=True)
+    logger = logging.getLogger("tide_export")
+    rows, level = [], logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        for name in options.only or families.FAMILIES:
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(make_row(families, name, Path(folder)))
+            print(rows[-1].markdown(), flush=True)
+    finally:  # main may be called from a program that has a log of its own
+        logger.setLevel(level)
     if not options.only:
         options.output.write_text(page(rows, families))
     return 0 if all(row.expected for row in rows) else 1

@@ -19,7 +19,7 @@ from transformers import masking_utils
 from tide_export.errors import ConfigError, UnsupportedModelError
 from tide_export.model import SourceModel, auto_class, wrap_model
 from tide_export.package import context_length
-from tide_export.parity import MAX_RELATIVE_ERROR
+from tide_export.parity import TOLERANCES
 from tide_export.trace.masks import Mask, classify, layer_masks
 
 IDS = torch.tensor([PROMPTS[2]])
@@ -101,7 +101,7 @@ def test_a_lost_feature_would_show(feature: str) -> None:
         rebuilt = auto_class(source.model.config).from_config(source.model.config, attn_implementation="eager")
         rebuilt.load_state_dict(source.model.state_dict())
         wrong = wrap_model(rebuilt, family).model(IDS).logits
-    assert (wrong - right).abs().max() > 10 * MAX_RELATIVE_ERROR * right.abs().max()
+    assert (wrong - right).abs().max() > 10 * TOLERANCES["fp32"].relative_error * right.abs().max()
 
 
 def test_every_feature_of_the_list_is_shown_to_matter() -> None:

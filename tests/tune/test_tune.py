@@ -62,7 +62,11 @@ def refused(capsys, bundle: Path, *options: object, dataset: Path = TEXT, epsilo
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def edit(bundle: Path, **changes: object) -> None:
