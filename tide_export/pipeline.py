@@ -110,7 +110,6 @@ def export(
         length = context_length(source, max_length)
         if given is not None:
             given.check(source, routers or "")
-        if given is not None:
             fitted = given
         else:
             made = calibrate(source, load_tokenizer(model), config)

@@ -85,24 +85,24 @@ class Kernels:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.library = ctypes.CDLL(str(path))
-        found = self.library.tide_kernels_version()
+        self.loaded = ctypes.CDLL(str(path))
+        found = self.loaded.tide_kernels_version()
         if found != VERSION:
             raise KernelError(f"{path} is version {found} of the kernels, this file is for version {VERSION}")
         for name, arguments in WITH_WORKSPACE.items():
-            function, size = getattr(self.library, name), getattr(self.library, f"{name}_workspace")
+            function, size = getattr(self.loaded, name), getattr(self.loaded, f"{name}_workspace")
             function.argtypes = [POINTER(arguments), c_void_p, c_int64, c_void_p]
             size.argtypes, size.restype = [POINTER(arguments)], c_int64
-        self.library.tide_gather_pending.argtypes = [POINTER(GatherPendingArgs), c_void_p]
-        self.library.tide_kernels_emulate.argtypes = [c_uint64, c_int32]
+        self.loaded.tide_gather_pending.argtypes = [POINTER(GatherPendingArgs), c_void_p]
+        self.loaded.tide_kernels_emulate.argtypes = [c_uint64, c_int32]
 
     def emulate(self, order: int = 0, compute_capability: int = 8) -> None:
         """How the build for the CPU goes about it; raises KernelError in a build for GPUs."""
-        _check("tide_kernels_emulate", self.library.tide_kernels_emulate(order, compute_capability))
+        _check("tide_kernels_emulate", self.loaded.tide_kernels_emulate(order, compute_capability))
 
     def workspace(self, name: str, args: ctypes.Structure) -> int:
         """Bytes of workspace that `start(name, args, ...)` needs."""
-        return getattr(self.library, f"{name}_workspace")(ctypes.byref(args))
+        return getattr(self.loaded, f"{name}_workspace")(ctypes.byref(args))
 
     def start(
         self,
@@ -117,7 +117,7 @@ class Kernels:
         Raises:
             KernelError: the arguments are unusable (CUDA's error 1), or CUDA failed.
         """
-        function = getattr(self.library, name)
+        function = getattr(self.loaded, name)
         if name in WITH_WORKSPACE:
             status = function(ctypes.byref(args), workspace, workspace_bytes, stream)
         else:

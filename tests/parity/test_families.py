@@ -7,11 +7,12 @@ One trace a family, which is what takes the time. That the features of the rows 
 from pathlib import Path
 
 import pytest
+import torch
 from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build, engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.export_check import dividing_thresholds
-from tide_export.parity import check_exit, check_full, spread_routers
+from tide_export.parity import TOLERANCES, check_exit, check_full, spread_routers
 from tide_export.thresholds import OFF
 from tide_export.trace import trace
 
@@ -54,7 +55,26 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
                 exits |= set(check.exits)
         assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
         if number == 0:
+            check_lossless(family, engine, source)
             check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
+
+
+# Their tiny models give the same token at every depth, so no draft ever falls.
+NOTHING_FALLS = ("bloom",)
+
+
+def check_lossless(family: str, engine, source) -> None:
+    """Every token of lossless mode is HuggingFace's own choice after the same tokens, where all is drafted first."""
+    drafted = fallen = 0
+    for prompt in PROMPTS:
+        out = engine.generate(prompt, NEW_TOKENS, mode="lossless", threshold=0.0, max_pending=3, stop_token_ids=[])
+        with torch.no_grad():
+            logits = source.model(torch.tensor([[*prompt, *out.tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+        chosen = logits[torch.arange(len(out.tokens)), torch.tensor(out.tokens)]
+        assert (logits.max(dim=-1).values - chosen < TOLERANCES["fp32"].forgiven_gap).all()
+        drafted, fallen = drafted + out.stats.drafted, fallen + out.stats.drafted - out.stats.accepted
+    assert drafted > 0
+    assert fallen > 0 or family in NOTHING_FALLS, "nothing was undone, so winding back was not tested"
 
 
 # What these compute with is not made for TensorRT.
@@ -71,6 +91,7 @@ def check_segments(family: str, source, routers, folder: Path, pieces, threshold
             segments_of(source, routers, folder, pieces)
         return
     engine = segments_of(source, routers, folder, pieces)
+    check_lossless(family, engine, source)
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
     for max_pending in (1, 4, 16):

@@ -1,6 +1,6 @@
 """What stands at a checkpoint, written into a block: the state a token would leave with, and the router's say on it.
 
-`compose` puts these behind every segment of the one branched graph, `lower.segments` behind every network of its own,
+`compose` puts these behind every segment of the one branched graph, `lower.tensorrt` behind every network of its own,
 so that both exit by the same arithmetic.
 """
 

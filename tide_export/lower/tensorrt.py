@@ -1,7 +1,7 @@
 """From the same cut, one strongly typed network per segment and one for the head: what TensorRT is given.
 
 A conditional inside TensorRT saves no time and may not hold attention, so here the runtime decides which network runs
-(`runtime.segments` is the state machine; `graph.compose` writes the same machine into one graph). Segment 0 embeds
+(`runtime.segmented.state` decides; `graph.compose` writes the same machine into one graph). Segment 0 embeds
 token ids; every network but the last gives the new hidden states, and at each row's last token the state it would leave
 with, the router's score and the exit flag; the last gives the states the model ends with, of all tokens, to verify
 drafts. Lens and final norm stand in the segment, because the router reads what they give, and the head takes that.

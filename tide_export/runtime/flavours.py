@@ -23,7 +23,6 @@ class Flavour:
         package: that it comes in.
         extra: of this package, that installs it.
         builds_without_gpu: whether engines can be built on a machine that has none.
-        takes_plugins: whether its networks may hold plugins.
         has_timing_cache: whether building times kernels, so that remembering the times saves time.
     """
 
@@ -33,12 +32,11 @@ class Flavour:
     package: str
     extra: str
     builds_without_gpu: bool
-    takes_plugins: bool
     has_timing_cache: bool
 
 
-TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True)
-TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False, False)
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True)
+TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False)
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 
 

@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 import onnx_ir as ir
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from onnx_ir.passes import common as common_passes
 from torch.nn import functional
