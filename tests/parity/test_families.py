@@ -55,15 +55,16 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
                 exits |= set(check.exits)
         assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
         if number == 0:
-            check_lossless(family, engine, source)
+            if family in LOSSLESS:
+                check_lossless(engine, source)
             check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
 
 
-# Their tiny models give the same token at every depth, so no draft ever falls.
-NOTHING_FALLS = ("bloom",)
+# Windows and softcaps, experts, ALiBi: what winding back could disturb.
+LOSSLESS = ("gemma2", "mixtral", "mpt")
 
 
-def check_lossless(family: str, engine, source) -> None:
+def check_lossless(engine, source) -> None:
     """Every token of lossless mode is HuggingFace's own choice after the same tokens, where all is drafted first."""
     drafted = fallen = 0
     for prompt in PROMPTS:
@@ -74,7 +75,7 @@ def check_lossless(family: str, engine, source) -> None:
         assert (logits.max(dim=-1).values - chosen < TOLERANCES["fp32"].forgiven_gap).all()
         drafted, fallen = drafted + out.stats.drafted, fallen + out.stats.drafted - out.stats.accepted
     assert drafted > 0
-    assert fallen > 0 or family in NOTHING_FALLS, "nothing was undone, so winding back was not tested"
+    assert fallen > 0, "nothing was undone, so winding back was not tested"
 
 
 # What these compute with is not made for TensorRT.
@@ -91,7 +92,8 @@ def check_segments(family: str, source, routers, folder: Path, pieces, threshold
             segments_of(source, routers, folder, pieces)
         return
     engine = segments_of(source, routers, folder, pieces)
-    check_lossless(family, engine, source)
+    if family in LOSSLESS:
+        check_lossless(engine, source)
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
     for max_pending in (1, 4, 16):
