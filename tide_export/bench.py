@@ -22,7 +22,7 @@ from tide_export.errors import ConfigError
 from tide_export.manifest import Drafting
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.lossless import MAX_DRAFTS
+from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS
 from tide_export.tables import percent, table
 from tide_export.text import BundleTokenizer
 from tide_export.thresholds import resolve_thresholds
@@ -192,15 +192,16 @@ def _modes(
     if pending < 0:
         raise ConfigError(f"max_pending must be 0 or more, not {pending}")
     full = mode("full", "full", None, 0, pending)
+    drafting = manifest.drafting or Drafting(manifest.thresholds, MAX_DRAFTS, LOOKUP, LEAST_MATCH, {})
+    lossless = mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts)
     if not manifest.checkpoints:
-        return [full]
+        return [full, lossless]
     wanted = manifest.thresholds if threshold is None else threshold
     layers = manifest.min_layers if min_layers is None else min_layers
-    drafting = manifest.drafting or Drafting(manifest.thresholds, MAX_DRAFTS, {})
     return [
         full,
         mode("exit", "exit", wanted, layers, pending),
-        mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts),
+        lossless,
         mode("first", "exit", 0.0, 0, longest),
     ]
 
@@ -211,8 +212,11 @@ def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int
         ids = np.random.default_rng(0).integers(0, manifest.model.vocab_size, count).tolist()
         return ids, "random ids, seed 0: the bundle has no tokenizer"
     ids = BundleTokenizer(bundle).encode(PROMPT if prompt is None else prompt)
+    source = "the built-in text" if prompt is None else "the text given"
+    if count > len(ids):
+        source += ", again and again"  # which lossless mode finds easy to continue
     whole = ids * -(-count // len(ids))
-    return whole[:count], "the built-in text" if prompt is None else "the text given"
+    return whole[:count], source
 
 
 def _run(engine: Engine, mode: Mode, prompt: list[int], new_tokens: int) -> Timing:

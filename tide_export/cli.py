@@ -165,6 +165,7 @@ def _generate(options: Namespace) -> int:
         threshold=options.threshold,
         min_layers=options.min_layers,
         max_pending=options.max_pending,
+        prompt_lookup=options.prompt_lookup,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

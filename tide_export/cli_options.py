@@ -248,7 +248,11 @@ def _add_generate(commands) -> None:
         "--mode",
         choices=MODES,
         default="exit",
-        help="full: every layer for every token; exit: as the routers say; lossless: exits are drafts, verified",
+        help="full: every layer for every token; exit: as the routers say; lossless: exits are drafts, "
+        "verified, and so is what followed in earlier text",
+    )
+    parser.add_argument(
+        "--prompt-lookup", type=int, metavar="N", help="--mode lossless: draft up to N tokens from earlier text"
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest; 0: all (0)")

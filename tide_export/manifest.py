@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from tide_export.errors import BundleError
 from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, network_file, segment
 
-SCHEMA = "tide_export.bundle/4"
+SCHEMA = "tide_export.bundle/5"
 WEIGHTS = ("fp32",)  # of the graph
 NETWORK_WEIGHTS = ("fp32", "fp16", "bf16")
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
@@ -95,8 +95,10 @@ class FileInfo:
 class Drafting:
     """How `lossless` mode drafts; chosen for speed by `tune --mode lossless`, never a matter of quality."""
 
-    thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: drafting does not pay
-    max_drafts: int  # drafts that may wait for one verification
+    thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: early exits do not pay
+    max_drafts: int  # drafts by early exits that may wait for one verification
+    lookup: int  # tokens drafted at most from earlier text; 0: that does not pay
+    least_match: int  # tokens that must have stood there before
     tuning: dict[str, Any]  # what was measured where (see `tune.lossless`)
 
 
@@ -241,6 +243,8 @@ def _check(manifest: Manifest, source: str) -> None:
         require(len(drafting.thresholds) == len(points), "drafting.thresholds", "must have one value per checkpoint")
         require(all(0 <= value <= 1 for value in drafting.thresholds), "drafting.thresholds", "must lie in [0, 1]")
         require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
+        require(drafting.lookup >= 0, "drafting.lookup", "must be 0 or more")
+        require(drafting.least_match >= 1, "drafting.least_match", "must be 1 or more")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")

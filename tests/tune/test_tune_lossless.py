@@ -19,8 +19,8 @@ QUICK = [
     *("--mode", "lossless", "--dataset", str(TEXT), "--prompts", "9", "--prompt-length", "16"),
     *("--new-tokens", "24", "--threads", "1", "-q"),
 ]
-CHEAP = StepCosts((0.01, 0.02, 0.03), {1: 1.0, 13: 1.1}, 1.0)  # drafting costs nothing
-DEAR = StepCosts((1.0, 1.0, 1.0), {1: 1.0, 13: 13.0}, 1.0)
+CHEAP = StepCosts((0.01, 0.02, 0.03), {1: 1.0, 13: 1.1}, {1: 1.0, 28: 1.3}, 1.0)  # drafting costs nothing
+DEAR = StepCosts((1.0, 1.0, 1.0), {1: 1.0, 13: 13.0}, {1: 1.0, 28: 28.0}, 1.0)
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def test_what_does_not_pay_is_stored_as_off_and_said(capsys, bundle: Path, monke
     drafting = open_bundle(bundle).manifest.drafting
     assert drafting is not None
     assert set(drafting.thresholds) == {1.0}
+    assert (drafting.max_drafts, drafting.lookup) == (0, 0)
     assert not tide_export.load(bundle).generate([50, 60], 20, mode="lossless").stats.drafted
 
 
@@ -78,7 +79,7 @@ def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypa
     engine = tide_export.load(demo_bundle, threads=1)
     monkeypatch.setattr(lossless, "_full", lambda engine, prompt, new_tokens: ([-1] * new_tokens, 1.0))
     with pytest.raises(TuneError, match="another token than full depth at position 0 behind prompt 0"):
-        lossless._confirm(engine, [[50, 60, 70]], 8, Setting((0.5,) * 3, 4, 2.0))
+        lossless._confirm(engine, [[50, 60, 70]], 8, Setting((0.5,) * 3, 4, 0, 2, 2.0))
 
 
 @pytest.mark.parametrize(

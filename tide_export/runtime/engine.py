@@ -9,14 +9,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.lossless import MAX_DRAFTS, LosslessDecoder, Token
+from tide_export.manifest import Drafting
+from tide_export.runtime.lookup import PromptLookup
+from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS, LosslessDecoder, Token
 from tide_export.runtime.options import whole_number
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.sampling import Sampler
@@ -78,6 +80,11 @@ class Engine:
         """What the bundle says about itself."""
         return self.bundle.manifest
 
+    def drafting_as(self, drafting: Drafting) -> "Engine":
+        """The same engine, with another way to draft in lossless mode; the bundle stays as it is."""
+        bundle = replace(self.bundle, manifest=replace(self.manifest, drafting=drafting))
+        return Engine(bundle, self._session, self._sequence)
+
     def generate(
         self,
         ids: Sequence[int] | np.ndarray,
@@ -87,6 +94,7 @@ class Engine:
         threshold: float | Sequence[float] | None = None,
         min_layers: int | None = None,
         max_pending: int | None = None,
+        prompt_lookup: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -101,6 +109,7 @@ class Engine:
             threshold=threshold,
             min_layers=min_layers,
             max_pending=max_pending,
+            prompt_lookup=prompt_lookup,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -120,6 +129,7 @@ class Engine:
         threshold: float | Sequence[float] | None = None,
         min_layers: int | None = None,
         max_pending: int | None = None,
+        prompt_lookup: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -138,6 +148,8 @@ class Engine:
             min_layers: checkpoints with fewer layers behind them never exit. None: the bundle's, in lossless mode 0.
             max_pending: tokens that may wait before a segment is forced to run, in lossless mode drafts that may wait
                 to be verified; changes speed, never tokens. None: the bundle's.
+            prompt_lookup: lossless mode: tokens drafted at most from what followed the last few tokens where they stood
+                before, 0 for none; changes speed, never tokens. None: the bundle's.
             temperature, top_k, top_p, seed: see `Sampler`; the defaults are greedy.
             stop_token_ids: None: the model's own end-of-sequence ids; an empty list never stops.
 
@@ -153,10 +165,13 @@ class Engine:
         sampler = Sampler(temperature, top_k, top_p, seed)
         stop = manifest.model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids)
         stops = frozenset(int(token) for token in stop)
+        if prompt_lookup is not None and mode != "lossless":
+            raise GenerationError(f"prompt_lookup is for mode 'lossless', not {mode!r}: elsewhere nothing is drafted")
         if mode == "lossless":
             state = self.start(thresholds, NO_LIMIT)  # the decoder itself says when to verify
             context = manifest.model.context_length
-            lossless = LosslessDecoder(state, sampler, manifest.segment_sizes, waiting, stops, context)
+            lookup = _lookup(manifest, prompt_lookup)
+            lossless = LosslessDecoder(state, sampler, manifest.segment_sizes, waiting, lookup, stops, context)
             return TokenStream(state, manifest, prompt, limit, sampler, stops, lossless)
         return TokenStream(self.start(thresholds, waiting), manifest, prompt, limit, sampler, stops)
 
@@ -246,7 +261,9 @@ class TokenStream(Iterator[int]):
 
     def _verified_block(self, decoder: LosslessDecoder) -> list[Token]:
         block = decoder.block(self._next_ids, self._max_new_tokens - self.stats.total_tokens)
-        self.stats.drafted, self.stats.accepted = decoder.drafted, decoder.accepted
+        stats = self.stats
+        stats.drafted, stats.accepted = decoder.drafted, decoder.accepted
+        stats.looked_up, stats.lookups_accepted = decoder.looked_up, decoder.lookups_accepted
         self._count(decoder.undone * self.stats.num_layers)
         return block
 
@@ -263,6 +280,14 @@ def _max_pending(manifest: Manifest, mode: str, max_pending: int | None) -> int:
     if mode != "lossless":
         return manifest.max_pending
     return MAX_DRAFTS if manifest.drafting is None else manifest.drafting.max_drafts
+
+
+def _lookup(manifest: Manifest, most: int | None) -> PromptLookup:
+    drafting = manifest.drafting
+    least_match = LEAST_MATCH if drafting is None else drafting.least_match
+    if most is not None:
+        return PromptLookup(whole_number("prompt_lookup", most, least=0), least_match)
+    return PromptLookup(LOOKUP if drafting is None else drafting.lookup, least_match)
 
 
 def _thresholds(

@@ -7,7 +7,8 @@ model's choices stands. Sampling: speculative rejection (Leviathan et al. 2023, 
 arXiv 2302.01318), so that each token is distributed as the full model's. What is rejected is undone by lowering the
 lengths of the K/V buffers: nothing is copied. Self-speculative decoding with early exits is LayerSkip's idea (Elhoushi
 et al. 2024, arXiv 2404.16710); here the verifying run is the catch-up that lazy depth does anyway, so no layer runs
-twice for a token.
+twice for a token. Where the text has been here before (`lookup`), what followed then is drafted without any step, and
+verified by the same run.
 """
 
 from collections.abc import Container
@@ -15,17 +16,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tide_export.runtime.lookup import PromptLookup
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.state import State
 
-MAX_DRAFTS = 6  # where the bundle does not say
+# Where the bundle does not say:
+MAX_DRAFTS = 6
+LOOKUP = 8
+LEAST_MATCH = 2
 
 
 class Token(NamedTuple):
     """One verified token."""
 
     id: int
-    exit_layer: int  # layers it was drafted after, the model's depth where it comes from a verifying run
+    exit_layer: int  # layers it was drafted after, 0 if looked up, the model's depth if it comes from a verifying run
     layers_run: int  # layer passes it cost; those of rejected drafts are counted at the token that replaced them
 
 
@@ -43,6 +48,7 @@ class LosslessDecoder:
 
     Attributes:
         drafted, accepted: drafts made and drafts that stood, so far.
+        looked_up, lookups_accepted: those of them that came from the text.
         undone: positions that were computed by every layer and then forgotten.
     """
 
@@ -52,6 +58,7 @@ class LosslessDecoder:
         sampler: Sampler,
         segment_sizes: tuple[int, ...],
         max_drafts: int,
+        lookup: PromptLookup,
         stop: Container[int],
         context: int | None,
     ) -> None:
@@ -59,15 +66,17 @@ class LosslessDecoder:
 
         Args:
             segment_sizes: layers of each segment.
-            max_drafts: drafts that may wait for one verification; 0 never drafts.
+            max_drafts: early exits that may wait for one verification; 0 never drafts by exits.
+            lookup: empty; gets the sequence's text.
             stop: token ids that end a generation: nothing is drafted behind one.
             context: tokens the sequence may have, None without a limit.
         """
-        self.drafted = self.accepted = self.undone = 0
+        self.drafted = self.accepted = self.looked_up = self.lookups_accepted = self.undone = 0
         self._state = state
         self._sampler = sampler
         self._passes = np.cumsum(segment_sizes).tolist()  # layer passes by segments run
         self._max_drafts = max_drafts
+        self._lookup = lookup
         self._stop = stop
         self._context = context
 
@@ -78,28 +87,56 @@ class LosslessDecoder:
             GenerationError: as `State.step`.
         """
         state, drafts = self._state, list[Draft]()
-        start = state.length
-        limit = min(self._max_drafts, most - 1) if start else 0  # a prompt is not worth a draft: it needs every layer
+        if not state.length:
+            self._lookup.extend(np.asarray(ids).tolist())
+            most = 1  # a prompt is not worth a draft: it needs every layer
+        limit = min(self._max_drafts, most - 1)
         while True:
-            last_place = self._context is not None and state.length + len(ids) == self._context
+            length = state.length + len(ids)
             ends = bool(drafts) and drafts[-1].id in self._stop
-            verify = len(drafts) >= limit or last_place or ends
-            result = state.step(ids, logits_to_keep=len(drafts) + 1, full=verify)
+            guess = [] if ends else self._guess(drafts, most - 1 - len(drafts), length)
+            last_place = self._context is not None and length == self._context
+            verify = bool(guess) or len(drafts) >= limit or last_place or ends
+            kept = len(drafts) + len(guess) + 1
+            result = state.step([*ids, *guess] if guess else ids, logits_to_keep=kept, full=verify)
             passes = self._passes[result.segments_run - 1]
             if result.segments_run == len(self._passes):
                 break
             drafts.append(Draft(*self._draw(result.logits, result.exit_layer, passes)))
             ids = [drafts[-1].id]
+        early = len(drafts)
+        drafts += [self._looked_up(token) for token in guess]
         stood, token = self._verify(drafts, result.rows)
+        if guess and stood >= early:
+            self._lookup.learn(len(guess), stood - early)
         self.drafted += len(drafts)
         self.accepted += stood
+        self.looked_up += len(guess)
+        self.lookups_accepted += max(stood - early, 0)
         self.undone += len(drafts) - stood
         state.rewind(state.length - (len(drafts) - stood))
         in_vain = sum(draft.layers_run for draft in drafts[stood:])
-        return [
+        block = [
             *(Token(draft.id, draft.exit_layer, draft.layers_run) for draft in drafts[:stood]),
             Token(token, result.exit_layer, passes + in_vain),
         ]
+        self._lookup.extend([token.id for token in block])
+        return block
+
+    def _guess(self, drafts: list[Draft], most: int, length: int) -> list[int]:
+        """What may follow a sequence of `length` tokens that ends in `drafts`, with nothing behind a stop token."""
+        if self._context is not None:
+            most = min(most, self._context - length)
+        guess = self._lookup.guess([draft.id for draft in drafts], most)
+        for number, token in enumerate(guess):
+            if token in self._stop:
+                return guess[: number + 1]
+        return guess
+
+    def _looked_up(self, token: int) -> Draft:
+        """A draft that was not drawn: as if from a distribution of this token alone."""
+        choices = None if self._sampler.greedy else (np.array([token]), np.ones(1))
+        return Draft(token, 0, 0, choices)
 
     def _draw(self, logits: np.ndarray, exit_layer: int, layers_run: int) -> Draft:
         if self._sampler.greedy:

@@ -22,7 +22,7 @@ from tide_export.progress import stage
 from tide_export.runtime.engine import Engine, load
 from tide_export.tables import table
 from tide_export.text import BundleTokenizer
-from tide_export.tune.drafting import OFF, Setting, StepCosts, best_setting, replay, step_costs
+from tide_export.tune.drafting import OFF, Setting, StepCosts, best_setting, look_up, replay, step_costs
 from tide_export.tune.measure import measure_prompts
 from tide_export.tune.prompts import Prompts, draw_prompts
 
@@ -39,10 +39,11 @@ class LosslessReport:
     Attributes:
         setting: what the replay found best, all thresholds 1.0 where nothing was expected to pay.
         costs: single steps on this machine, seconds.
-        expected_acceptance: share of drafts confirmed in the replay.
+        expected_acceptance: share of drafts (exits and lookups) confirmed in the replay.
         speedup: measured, median over the confirming prompts of full's decoding time over lossless mode's; 1.0 where
             nothing was measured because nothing was expected.
         acceptance: share of drafts confirmed in these generations.
+        looked_up: share of drafts that came from earlier text in these generations.
         pays: whether the setting is stored; else drafting is off.
     """
 
@@ -59,14 +60,17 @@ class LosslessReport:
     expected_acceptance: float
     speedup: float
     acceptance: float
+    looked_up: float
     pays: bool
     stored: bool
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def drafting(self) -> Drafting:
         """What the manifest keeps."""
-        thresholds = self.setting.thresholds if self.pays else (OFF,) * len(self.checkpoints)
-        return Drafting(thresholds, self.setting.max_drafts if self.pays else 0, self.record())
+        setting = self.setting
+        if not self.pays:
+            setting = replace(setting, thresholds=(OFF,) * len(self.checkpoints), max_drafts=0, lookup=0)
+        return Drafting(setting.thresholds, setting.max_drafts, setting.lookup, setting.least_match, self.record())
 
     def record(self) -> dict[str, Any]:
         """JSON types, everything needed to do it again."""
@@ -75,12 +79,16 @@ class LosslessReport:
             "pays": self.pays,
             "speedup": self.speedup,
             "acceptance": self.acceptance,
+            "looked_up": self.looked_up,
             "expected_speedup": self.setting.speedup,
             "expected_acceptance": self.expected_acceptance,
             "tried_thresholds": list(self.setting.thresholds),
             "tried_max_drafts": self.setting.max_drafts,
+            "tried_lookup": self.setting.lookup,
+            "tried_least_match": self.setting.least_match,
             "draft_seconds": list(self.costs.draft),
             "verify_seconds": {str(n): seconds for n, seconds in self.costs.verify.items()},
+            "block_seconds": {str(n): seconds for n, seconds in self.costs.block.items()},
             "full_seconds": self.costs.plain,
             "path_prompts": len(self.prompts.path),
             "n": len(self.prompts.calibration),
@@ -113,16 +121,20 @@ class LosslessReport:
             for layers, seconds in zip(self.checkpoints, self.costs.draft, strict=True)
         ]
         rows += [
-            [f"verifying run over {n}", f"{1e3 * seconds:.3f}", f"{seconds / plain:.2f}x"]
-            for n, seconds in self.costs.verify.items()
+            [f"verifying {n} that waited", f"{1e3 * seconds:.3f}", f"{seconds / plain:.2f}x"]
+            for n, seconds in (self.costs.verify if self.checkpoints else {}).items()
         ]
-        thresholds = ", ".join("off" if value >= OFF else f"{value:.4f}" for value in self.setting.thresholds)
-        found = f"best setting: thresholds {thresholds}, at most {self.setting.max_drafts} drafts; expected "
-        found += f"{self.setting.speedup:.2f}x with {self.expected_acceptance:.0%} of drafts confirmed"
+        rows += [
+            [f"{n} at once", f"{1e3 * seconds:.3f}", f"{seconds / plain:.2f}x"]
+            for n, seconds in self.costs.block.items()
+        ]
+        found = f"best setting: {_told(self.setting)}; expected {self.setting.speedup:.2f}x with "
+        found += f"{self.expected_acceptance:.0%} of drafts confirmed"
         if self.setting.speedup <= 1.0:
             found = "no setting is expected to be faster than full depth"
         measured = f"measured on {len(self.prompts.calibration)} other prompts: {self.speedup:.2f}x, "
-        measured += f"{self.acceptance:.0%} of drafts confirmed, every token that of full depth"
+        measured += f"{self.acceptance:.0%} of drafts confirmed ({self.looked_up:.0%} of them looked up), every token "
+        measured += "that of full depth"
         verdict = (
             f"PAYS: lossless mode is {self.speedup:.2f}x as fast as full depth here"
             if self.pays
@@ -160,8 +172,7 @@ def tune_lossless(
 
     Raises:
         ConfigError: a number out of range.
-        TuneError: fewer than two documents are usable, the bundle has no checkpoints, or lossless mode gave another
-            token than full depth.
+        TuneError: fewer than two documents are usable, or lossless mode gave another token than full depth.
         BundleError: the bundle is unusable, cannot be written to, or changed meanwhile.
         DatasetError: the dataset cannot be read or holds no text.
     """
@@ -176,8 +187,6 @@ def tune_lossless(
             raise ConfigError(f"{name} must be {least} or more, not {value}")
     engine = load(bundle, provider="cpu", threads=threads)
     opened, manifest = engine.bundle, engine.manifest
-    if not manifest.checkpoints:
-        raise TuneError(f"bundle {opened.path} has no checkpoints: there is nothing to draft with")
     context = manifest.model.context_length
     if context is not None and prompt_length + new_tokens > context:
         raise ConfigError(
@@ -205,11 +214,12 @@ def tune_lossless(
     with stage("timing steps"):
         costs = step_costs(engine, texts[0])
     with stage("choosing a setting"):
-        setting = best_setting(recorded, costs)
-        _, drafted, accepted = replay(recorded, costs, setting.thresholds, setting.max_drafts)
-    speedup, acceptance = 1.0, 0.0
+        setting = best_setting(recorded, costs, drawn.path)
+        lookups = look_up(drawn.path, recorded.full, setting.least_match)
+        replayed = replay(recorded, costs, setting.thresholds, setting.max_drafts, lookups, setting.lookup)
+    confirmed = Confirmed(1.0, 0, 0, 0)
     if setting.speedup > 1.0:
-        speedup, acceptance = _confirm(engine, drawn.calibration, new_tokens, setting)
+        confirmed = _confirm(engine, drawn.calibration, new_tokens, setting)
     report = LosslessReport(
         bundle=str(opened.path),
         dataset=dataset,
@@ -221,14 +231,19 @@ def tune_lossless(
         checkpoints=manifest.checkpoints,
         setting=setting,
         costs=costs,
-        expected_acceptance=accepted / drafted if drafted else 0.0,
-        speedup=speedup,
-        acceptance=acceptance,
-        pays=speedup >= PAYS,
+        expected_acceptance=_share(
+            replayed.accepted + replayed.lookups_accepted, replayed.drafted + replayed.looked_up
+        ),
+        speedup=confirmed.speedup,
+        acceptance=_share(confirmed.accepted, confirmed.drafted),
+        looked_up=_share(confirmed.looked_up, confirmed.drafted),
+        pays=confirmed.speedup >= PAYS,
         stored=not dry_run,
     )
     if not report.pays:
-        logger.warning("drafting does not pay here: %.2fx measured; lossless mode stays at full depth", speedup)
+        logger.warning(
+            "drafting does not pay here: %.2fx measured; lossless mode stays at full depth", confirmed.speedup
+        )
     if not dry_run:
         replace_manifest(opened, replace(manifest, drafting=report.drafting()))
     return report
@@ -240,11 +255,20 @@ def _full(engine: Engine, prompt: Sequence[int], new_tokens: int) -> tuple[list[
     return out.tokens, out.stats.decode_seconds
 
 
-def _confirm(
-    engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, setting: Setting
-) -> tuple[float, float]:
-    """Generates in both modes in turns: the median speed-up and the share of drafts confirmed."""
-    ratios, drafted, accepted = [], 0, 0
+@dataclass(frozen=True)
+class Confirmed:
+    """Generations in both modes in turns: the median speed-up, drafts, those confirmed, those from earlier text."""
+
+    speedup: float
+    drafted: int
+    accepted: int
+    looked_up: int
+
+
+def _confirm(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, setting: Setting) -> Confirmed:
+    drafting = Drafting(setting.thresholds, setting.max_drafts, setting.lookup, setting.least_match, {})
+    tuned = engine.drafting_as(drafting)
+    ratios, drafted, accepted, looked_up = [], 0, 0, 0
     with stage("confirming", total=len(prompts)) as advance:
         for number, prompt in enumerate(prompts):
             seconds: dict[str, float] = {}
@@ -252,16 +276,10 @@ def _confirm(
                 if mode == "full":
                     tokens, seconds[mode] = _full(engine, prompt, new_tokens)
                     continue
-                out = engine.generate(
-                    prompt,
-                    new_tokens,
-                    mode="lossless",
-                    threshold=setting.thresholds,
-                    max_pending=setting.max_drafts,
-                    stop_token_ids=[],
-                )
+                out = tuned.generate(prompt, new_tokens, mode="lossless", stop_token_ids=[])
                 seconds[mode] = out.stats.decode_seconds
                 drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
+                looked_up += out.stats.looked_up
             if out.tokens != tokens:
                 first = next(i for i, pair in enumerate(zip(out.tokens, tokens, strict=True)) if pair[0] != pair[1])
                 raise TuneError(
@@ -270,4 +288,16 @@ def _confirm(
                 )
             ratios.append(seconds["full"] / seconds["lossless"])
             advance(1)
-    return median(ratios), accepted / drafted if drafted else 0.0
+    return Confirmed(median(ratios), drafted, accepted, looked_up)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _told(setting: Setting) -> str:
+    thresholds = ", ".join("off" if value >= OFF else f"{value:.4f}" for value in setting.thresholds)
+    exits = f"thresholds {thresholds}, at most {setting.max_drafts} early exits" if thresholds else "no early exits"
+    if not setting.lookup:
+        return f"{exits}, nothing looked up"
+    return f"{exits}, up to {setting.lookup} tokens looked up behind {setting.least_match} or more seen before"

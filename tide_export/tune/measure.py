@@ -48,7 +48,7 @@ class Measurement:
     def outcome(self, thresholds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         """What the graph says under C thresholds: tokens and layers behind each, int64 [n, P] both."""
         n, positions, columns = self.scores.shape
-        left = exits(self.scores.reshape(-1, columns), thresholds).reshape(n, positions, 1)
+        left = exits(self.scores.reshape(n * positions, columns), thresholds).reshape(n, positions, 1)
         tokens = np.concatenate([self.early, self.full[..., None]], axis=2)
         return np.take_along_axis(tokens, left, axis=2)[..., 0], np.array([*self.layers, self.depth])[left[..., 0]]
 
