@@ -14,10 +14,10 @@ import transformers as tf
 
 from tide_export.bundle import open_bundle, write_manifest, writing_bundle
 from tide_export.config import TideConfig
-from tide_export.graph import compose, cut
+from tide_export.graph import compose, compose_propagating, cut
 from tide_export.graph.cut import Pieces
 from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt
-from tide_export.manifest import NetworksInfo
+from tide_export.manifest import EXACT, PROPAGATE, NetworksInfo
 from tide_export.model import SourceModel, auto_class, reference_attention, wrap_model
 from tide_export.package import context_length, make_manifest, save_graph
 from tide_export.routers import RouterSet
@@ -405,19 +405,23 @@ def bound(source: SourceModel) -> int:
     return context_length(source, None if source.context_length else CONTEXT)
 
 
-def pieces_of(source: SourceModel, checkpoints: tuple[int, ...]) -> Pieces:
+def pieces_of(source: SourceModel, checkpoints: tuple[int, ...], every_layer: bool = False) -> Pieces:
     """`source` traced and cut: what takes the time, and does not depend on routers."""
-    return cut(trace(source, checkpoints, bound(source)), bound(source))
+    return cut(trace(source, checkpoints, bound(source), every_layer), bound(source))
 
 
-def engine_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces | None = None) -> Engine:
+def engine_of(
+    source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces | None = None, strategy: str = EXACT
+) -> Engine:
     """`source` with `routers` as an engine on one thread, through the same stages as `pipeline.export`."""
-    pieces = pieces or pieces_of(source, routers.checkpoints)
-    graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), routers.lens_arrays()))
+    pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
+    composing = compose_propagating if strategy == PROPAGATE else compose
+    graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()))
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary)
         routers.save(temporary / "routers.safetensors")
-        write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, bound(source)))
+        config = TideConfig(kv_cache_strategy=strategy)
+        write_manifest(temporary, make_manifest(source, routers, config, graph, bound(source)))
     bundle = open_bundle(folder)
     return Engine(bundle, open_session(bundle, 1))
 

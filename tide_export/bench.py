@@ -19,7 +19,7 @@ import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.errors import ConfigError
-from tide_export.manifest import Drafting
+from tide_export.manifest import PROPAGATE, Drafting
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS
@@ -198,12 +198,9 @@ def _modes(
         return [full, lossless]
     wanted = manifest.thresholds if threshold is None else threshold
     layers = manifest.min_layers if min_layers is None else min_layers
-    return [
-        full,
-        mode("exit", "exit", wanted, layers, pending),
-        lossless,
-        mode("first", "exit", 0.0, 0, longest),
-    ]
+    exits = mode("exit", "exit", wanted, layers, pending)
+    first = mode("first", "exit", 0.0, 0, longest)
+    return [full, exits, first] if manifest.kv_cache_strategy == PROPAGATE else [full, exits, lossless, first]
 
 
 def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int) -> tuple[list[int], str]:

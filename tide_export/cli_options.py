@@ -67,6 +67,7 @@ CONFIG_OPTIONS = [
     ConfigOption("--calibration-tokens-kept", "calibration_tokens_kept", int, "training tokens kept (by memory)"),
     ConfigOption("--calibration-memory", "calibration_memory", float, "GiB of hidden states kept (2)"),
     ConfigOption("--exit-strategy", "exit_strategy", str, "what leaves: identity or lens (identity)"),
+    ConfigOption("--kv-cache-strategy", "kv_cache_strategy", str, "K/V of skipped layers: exact or propagate (exact)"),
     ConfigOption("--lens-rank", "lens_rank", int, "width of a lens (64)"),
     ConfigOption("--lens-tokens", "lens_tokens", int, "tokens a lens is fitted to in each epoch (32768)"),
     ConfigOption("--lens-epochs", "lens_epochs", int, "(3)"),
@@ -84,7 +85,9 @@ CONFIG_OPTIONS = [
     ConfigOption("--seed", "seed", int, "of every random choice in calibration (0)"),
 ]
 # The fields that the exported graph or the bundle's defaults depend on even when the routers are fitted already.
-CALIBRATION_FIELDS = {option.field for option in CONFIG_OPTIONS} - {"exit_threshold", "min_layers", "max_pending"}
+CALIBRATION_FIELDS = {option.field for option in CONFIG_OPTIONS} - {
+    *("exit_threshold", "min_layers", "max_pending", "kv_cache_strategy")
+}
 
 SPEC_HELP = (
     "SPEC is a local .txt, .jsonl or .parquet file, a folder or a glob of them, or a Hugging Face dataset id "

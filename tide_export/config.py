@@ -28,6 +28,11 @@ class TideConfig(BaseModel):
     exit_strategy: Literal["identity", "lens"] = Field(
         "identity", description="what leaves: the state as it is (TIDE's rule), or translated by a lens"
     )
+    kv_cache_strategy: Literal["exact", "propagate"] = Field(
+        "exact",
+        description="skipped layers: their tokens wait and are caught up, so that the cache is exact; or they get keys "
+        "and values from the exit state, so that nothing waits, and the cache is an approximation",
+    )
     lens_rank: int = Field(64, ge=1, description="width of a lens; cut to half the hidden size")
     lens_tokens: int = Field(32768, ge=64, description="tokens a lens is fitted to, each epoch")
     lens_epochs: int = Field(3, ge=1)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tide_export.bundle import Bundle, Manifest, open_bundle
+from tide_export.manifest import PROPAGATE
 from tide_export.tables import size, table
 from tide_export.thresholds import resolve_thresholds
 
@@ -45,6 +46,7 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
         "opset": manifest.opset,
         "min_layers": manifest.min_layers,
         "max_pending": manifest.max_pending,
+        "kv_cache_strategy": manifest.kv_cache_strategy,
         "kv_bytes_per_token": sum(2 * 4 * heads * width for heads, width in model.kv_shapes),  # K and V, float32
         "segments": _segments(bundle),
         "networks": None if manifest.networks is None else asdict(manifest.networks),
@@ -100,8 +102,7 @@ def render(described: dict[str, Any]) -> str:
         f"context    {model['context_length'] or 'unlimited'} tokens, "
         f"{size(described['kv_bytes_per_token'])} of K/V per token",
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
-        f"exits      from {described['min_layers']} layers on; at most {described['max_pending']} tokens wait "
-        "before a segment runs",
+        f"exits      from {described['min_layers']} layers on; " + _waiting(described),
         "",
         "segments",
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
@@ -141,6 +142,12 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
         f"{engines['seconds']:g} s",
         f"profiles   tokens of a run: {profiles}",
     ]
+
+
+def _waiting(described: dict[str, Any]) -> str:
+    if described["kv_cache_strategy"] == PROPAGATE:
+        return "K/V of skipped layers are made from the exit state (propagate)"
+    return f"at most {described['max_pending']} tokens wait before a segment runs"
 
 
 def _segment_row(segment: dict[str, Any]) -> list[object]:

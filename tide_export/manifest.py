@@ -20,6 +20,8 @@ from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, netw
 SCHEMA = "tide_export.bundle/5"
 WEIGHTS = ("fp32",)  # of the graph
 NETWORK_WEIGHTS = ("fp32", "fp16", "bf16")
+EXACT, PROPAGATE = "exact", "propagate"
+KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
 
@@ -111,6 +113,7 @@ class Manifest:
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]
     min_layers: int  # checkpoints with fewer layers behind them never exit
     max_pending: int  # default of the runtime input
+    kv_cache_strategy: str  # one of KV_CACHE_STRATEGIES: what becomes of the K/V of skipped layers
     weights: str  # precision of the graph's weights
     targets: tuple[str, ...]
     opset: int
@@ -247,6 +250,11 @@ def _check(manifest: Manifest, source: str) -> None:
         require(drafting.least_match >= 1, "drafting.least_match", "must be 1 or more")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
+    require(
+        manifest.kv_cache_strategy in KV_CACHE_STRATEGIES,
+        "kv_cache_strategy",
+        f"must be one of {', '.join(KV_CACHE_STRATEGIES)}",
+    )
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
     require(
         bool(manifest.targets) and set(manifest.targets) <= set(TARGETS),

@@ -82,6 +82,7 @@ def make_manifest(
         thresholds=(config.exit_threshold,) * len(routers.checkpoints),
         min_layers=config.min_layers,
         max_pending=config.max_pending,
+        kv_cache_strategy=config.kv_cache_strategy,
         weights="fp32",
         targets=("onnxruntime",),
         opset=OPSET,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tide_export.manifest import PROPAGATE
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
 from tide_export.routers import Lens, Router, RouterSet
@@ -163,7 +164,7 @@ def check_exit(
     check = Check(name, list(thresholds), tolerance=tolerance)
     for prompt in prompts:
         written = write_greedily(engine, prompt, new_tokens, thresholds, max_pending)
-        judged = oracle(source, routers, [*prompt, *written.tokens[:-1]], thresholds)
+        judged = oracle(source, routers, [*prompt, *written.tokens[:-1]], thresholds, _propagated(engine, prompt))
         first = len(prompt) - 1  # the position whose logits gave the first new token
         distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
         margins = {layers: distance[:, k] for k, layers in enumerate(routers.checkpoints)}
@@ -240,6 +241,11 @@ def write_greedily(
         exit_layers.append(int(step.exit_layer))
         layers_executed += sum(sizes[: int(step.segments_run)])
     return Written(tokens, np.stack(logits), exit_layers, layers_executed)
+
+
+def _propagated(engine: Engine, prompt: Sequence[int]) -> int | None:
+    """The first position that the engine lets exit with its state as the input of the skipped layers, if it does so."""
+    return len(prompt) if engine.manifest.kv_cache_strategy == PROPAGATE else None
 
 
 @torch.no_grad()

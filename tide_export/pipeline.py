@@ -16,9 +16,9 @@ from tide_export.calibrate import calibrate, load_tokenizer
 from tide_export.config import TideConfig
 from tide_export.errors import ConfigError
 from tide_export.export_check import check_export
-from tide_export.graph import compose, cut
+from tide_export.graph import compose, compose_propagating, cut
 from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt
-from tide_export.manifest import NETWORK_WEIGHTS, TARGETS
+from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS
 from tide_export.model import SourceModel, load_model
 from tide_export.names import REPORT_FILE, ROUTERS_FILE
 from tide_export.package import context_length, make_manifest, save_graph, save_tokenizer
@@ -102,6 +102,8 @@ def export(
     """
     config = config or TideConfig()
     flavour = _flavour(targets, weights)
+    if flavour is not None and config.kv_cache_strategy == PROPAGATE:
+        raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {flavour.name}")
     if flavour is not None and engines:
         require_builder(flavour)  # before the work
     with writing_bundle(output, overwrite=overwrite) as folder:
@@ -121,11 +123,13 @@ def export(
             fitted = made.routers
         _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
 
+        propagates = config.kv_cache_strategy == PROPAGATE
         with stage("tracing the model"):
-            traced = trace(source, fitted.checkpoints, length)
+            traced = trace(source, fitted.checkpoints, length, every_layer=propagates)
         with stage("cutting and composing the graph"):
             pieces = cut(traced, length)
-            graph = lower_for_onnxruntime(compose(pieces, fitted.arrays(), fitted.lens_arrays()))
+            composing = compose_propagating if propagates else compose
+            graph = lower_for_onnxruntime(composing(pieces, fitted.arrays(), fitted.lens_arrays()))
         manifest = make_manifest(source, fitted, config, graph, length)
         with stage("writing the weights"):
             save_graph(graph, folder)

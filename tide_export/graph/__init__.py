@@ -2,5 +2,6 @@
 
 from tide_export.graph.compose import compose
 from tide_export.graph.cut import Pieces, cut
+from tide_export.graph.propagate import compose_propagating
 
-__all__ = ["Pieces", "compose", "cut"]
+__all__ = ["Pieces", "compose", "compose_propagating", "cut"]

@@ -65,7 +65,7 @@ def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None =
             are any, a lens.
     """
     check_routers(pieces, routers, lenses)
-    return _Composer(pieces, routers, lenses or {}).compose()
+    return Composer(pieces, routers, lenses or {}).compose()
 
 
 def check_routers(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None) -> None:
@@ -86,7 +86,7 @@ def check_routers(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | 
 
 
 @dataclass
-class _Step:
+class Step:
     """The values that flow from one segment to the next."""
 
     candidate: ir.Value  # [1, 1, D'], what the head sees if the token leaves here
@@ -98,7 +98,9 @@ class _Step:
     skip: ir.Value | None = None  # bool [1, 1, 1], whether to skip it
 
 
-class _Composer:
+class Composer:
+    """Writes the graph; `graph.propagate` changes what a skipped segment does."""
+
     def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights):
         self.pieces = pieces
         self.routers = routers
@@ -155,14 +157,14 @@ class _Composer:
             "Split", [self.skip_thresholds], {"axis": 0, "num_outputs": count}, types=[(FLOAT, [1])] * count
         )
 
-    def _scores(self, steps: Sequence[_Step]) -> ir.Value:
+    def _scores(self, steps: Sequence[Step]) -> ir.Value:
         """All routers' scores, [1, K-1]."""
         found = [step.score for step in steps if step.score is not None]
         joined = self.main.op("Concat", found, {"axis": -1}, dtype=FLOAT, shape=[1, 1, len(found)])
         shape = self.weights.constant("score_shape", np.array([1, len(found)], dtype=np.int64))
         return self.main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(found)])
 
-    def _first_exit(self, steps: Sequence[_Step], scores: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _first_exit(self, steps: Sequence[Step], scores: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The candidate of the first checkpoint whose score passed, [1, 1, D'], else those of the last segment,
         [1, m, D'], and the layers they went through, int64 [1]; a score that was not reached is NaN and does not pass.
         """
@@ -183,21 +185,20 @@ class _Composer:
         chosen = main.op("Slice", [candidates, first, stop, axis], dtype=FLOAT, shape=[1, KEPT, width])
         return chosen, main.op("Gather", [layers, first], {"axis": 0}, dtype=INT64, shape=[1])
 
-    def _first_segment(self) -> _Step:
+    def _first_segment(self) -> Step:
         main = self.main
-        length = main.op("Shape", [self.token_ids], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
-        positions = self._positions(main, length, "sequence")
+        positions = self._positions_of(main, self.token_ids, "sequence")
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], token_dims(self.pieces.embed, 1, "sequence"))
         y, presents = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(presents)
         ran = self.weights.constant("ran_1", np.array([1], dtype=np.int64))
-        step = _Step(candidate=self._candidate(main, 0, y, "sequence"), segments_run=ran)
+        step = Step(candidate=self._candidate(main, 0, y, "sequence"), segments_run=ran)
         if self.segments > 1:
             step.score, step.skip = self._route(main, 0, step.candidate)
             step.waiting = self._waiting(main, 1, y)
         return step
 
-    def _segment_or_skip(self, k: int, step: _Step) -> _Step:
+    def _segment_or_skip(self, k: int, step: Step) -> Step:
         """The `If` of segment k; fills the outputs it decides about."""
         segment, run_values = self._segment(k, step)
         skip, skip_values = self._skip(k, step)
@@ -223,20 +224,19 @@ class _Composer:
         outputs = dict(zip(run_values, self.main.ops("If", [step.skip], branches, types=types), strict=True))
         internal = {name: outputs.pop(name) for name in INTERNAL if name in outputs}
         self.outputs.update(outputs)
-        return _Step(**internal)
+        return Step(**internal)
 
     def _waiting(self, block: Block, k: int, y: ir.Value) -> ir.Value:
         """What waits in front of segment k once the one before gave y."""
         shape = [1, f"waiting_{k}", self.pieces.hidden_size]
         return block.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
 
-    def _segment(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
+    def _segment(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
         """The branch that runs segment k over all waiting tokens and asks the router behind it."""
         assert step.waiting is not None
         block = Block(f"segment_{k}", self.weights)
         tokens = f"waiting_{k}"
-        length = block.op("Shape", [step.waiting], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
-        y, presents = self._run(block, k, step.waiting, tokens, self._positions(block, length, tokens))
+        y, presents = self._run(block, k, step.waiting, tokens, self._positions_of(block, step.waiting, tokens))
         values = {
             "candidate": self._candidate(block, k, y, tokens),
             "segments_run": self._copy(block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))),
@@ -244,31 +244,34 @@ class _Composer:
         if k < self.segments - 1:
             values["score"], values["skip"] = self._route(block, k, values["candidate"])
             values["waiting"] = self._waiting(block, k + 1, y)
-        else:
+        elif self.pending:
             values["waiting"] = self._copy(block, self._nothing())
         return block, {**values, **presents}
 
-    def _skip(self, k: int, step: _Step) -> tuple[Block, dict[str, ir.Value]]:
-        """The branch that leaves everything as it is, so that the segments behind are skipped too.
-
-        Bound to the same memory, its copies of K/V copy nothing.
-        """
+    def _skip(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
+        """The branch that leaves everything as it is, so that the segments behind are skipped too."""
         assert step.waiting is not None
         assert step.skip is not None
         block = Block(f"skip_{k}", self.weights)
         values = {
             "candidate": self._copy(block, step.candidate),
             "segments_run": self._copy(block, step.segments_run),
-            "waiting": self._copy(block, step.waiting),
         }
+        if k < self.segments - 1 or self.pending:
+            values["waiting"] = self._copy(block, step.waiting)
         if k < self.segments - 1:
             nan = self.weights.constant("not_scored", np.full((1, 1, 1), np.nan, dtype=np.float32))
             values["score"] = self._copy(block, nan)
             values["skip"] = self._copy(block, step.skip)
         for layer in range(self.bounds[k], self.bounds[k + 1]):
-            for kind in ("key", "value"):
-                values[names.present(layer, kind)] = self._copy(block, self.past[layer, kind])
+            for kind, present in zip(("key", "value"), self._skipped(block, k, layer, step.waiting), strict=True):
+                values[names.present(layer, kind)] = present
         return block, values
+
+    def _skipped(self, block: Block, k: int, layer: int, waiting: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """The K/V buffers of a layer of segment k that is skipped; bound to the same memory, this copies nothing."""
+        key, value = (self._copy(block, self.past[layer, kind]) for kind in ("key", "value"))
+        return key, value
 
     def _run(
         self, block: Block, k: int, x: ir.Value, tokens: str, positions: ir.Value
@@ -299,8 +302,10 @@ class _Composer:
                 presents[names.present(layer, kind)] = value
         return y, presents
 
-    def _positions(self, block: Block, length: ir.Value, tokens: str) -> ir.Value:
-        """position_ids [1, n] of the last n tokens of the sequence; dropped again where nothing reads it."""
+    def _positions_of(self, block: Block, x: ir.Value, tokens: str) -> ir.Value:
+        """position_ids [1, n] of the last n tokens of the sequence, x being of n tokens; dropped again where nothing
+        reads it."""
+        length = block.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         scalar = self.weights.constant("scalar", np.array([], dtype=np.int64))
         one = self.weights.constant("one", np.array(1, dtype=np.int64))
         axis = self.weights.constant("axis_0", np.array([0], dtype=np.int64))

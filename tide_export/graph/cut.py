@@ -31,6 +31,8 @@ class Pieces:
         tail: hidden states [B, S, D] -> normed states [B, S, D'] (final norm, projection).
         head: normed states [B, S, D'] -> logits [B, S, V].
         kv_shapes: (kv_heads, head_dim) of every layer.
+        keys_values: where the trace has markers in front of all layers, for each of them hidden states [B, S, D],
+            position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as its attention gets them; else empty.
     """
 
     boundaries: tuple[int, ...]
@@ -39,6 +41,7 @@ class Pieces:
     tail: ir.Graph
     head: ir.Graph
     kv_shapes: tuple[tuple[int, int], ...]
+    keys_values: tuple[ir.Graph, ...] = ()
 
     @property
     def hidden_size(self) -> int:
@@ -82,15 +85,21 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
         assert value is not None
         return value
 
+    keys_values: list[ir.Graph] = []
+    if traced.every_layer:
+        attention = {_layer(node): node for node in graph if is_attention(node)}
+        keys_values = [_keys_and_values(graph, entry(layer), attention[layer]) for layer in range(bounds[-1])]
+        _remove_markers(traced)
+
     segments = []
     for start, stop in pairwise(bounds):
         piece = irc.extract(graph, [entry(start), positions, token_ids], [leave(stop)])
         _shapes_from_hidden_states(piece)
-        attention = [_layer(node) for node in piece if is_attention(node)]
-        if attention != list(range(start, stop)):
+        layers = [_layer(node) for node in piece if is_attention(node)]
+        if layers != list(range(start, stop)):
             raise UnsupportedModelError(
                 f"the segment of layers {start}..{stop - 1} also needs values computed elsewhere in the model "
-                f"(it would run the attention of layers {attention}), so the model cannot be cut there"
+                f"(it would run the attention of layers {layers}), so the model cannot be cut there"
             )
         segments.append(piece)
     try:
@@ -106,7 +115,34 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
         for node in graph
         if is_attention(node)
     )
-    return Pieces(bounds, embed, tuple(segments), tail, head, kv_shapes)
+    return Pieces(bounds, embed, tuple(segments), tail, head, kv_shapes, tuple(keys_values))
+
+
+def _keys_and_values(graph: ir.Graph, entry: ir.Value, attention: ir.Node) -> ir.Graph:
+    """From the states in front of a layer to the key and value its attention gets."""
+    token_ids, positions = graph.inputs
+    key, value = attention.inputs[1:3]
+    assert key is not None
+    assert value is not None
+    try:
+        piece = irc.extract(graph, [entry, positions, token_ids], [key, value])
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"the keys and values of layer {_layer(attention)} need more than the hidden states in front of it, so "
+            "they cannot be propagated past skipped layers"
+        ) from error
+    _shapes_from_hidden_states(piece)
+    return piece
+
+
+def _remove_markers(traced: TracedModel) -> None:
+    """Takes out the markers between which nothing is cut."""
+    for layer in set(range(traced.boundaries[-1])) - set(traced.boundaries):
+        marker = traced.marker(layer)
+        (before,) = marker.inputs
+        assert before is not None
+        marker.outputs[0].replace_all_uses_with(before)
+        traced.model.graph.remove(marker, safe=True)
 
 
 def bias_table(attention: ir.Node) -> ir.Value | None:

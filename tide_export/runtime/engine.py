@@ -16,7 +16,7 @@ import numpy as np
 
 from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
-from tide_export.manifest import Drafting
+from tide_export.manifest import PROPAGATE, Drafting
 from tide_export.runtime.lookup import PromptLookup
 from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS, LosslessDecoder, Token
 from tide_export.runtime.options import whole_number
@@ -165,6 +165,11 @@ class Engine:
         sampler = Sampler(temperature, top_k, top_p, seed)
         stop = manifest.model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids)
         stops = frozenset(int(token) for token in stop)
+        if mode == "lossless" and manifest.kv_cache_strategy == PROPAGATE:
+            raise GenerationError(
+                f"mode 'lossless' needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
+                "kv_cache_strategy exact"
+            )
         if prompt_lookup is not None and mode != "lossless":
             raise GenerationError(f"prompt_lookup is for mode 'lossless', not {mode!r}: elsewhere nothing is drafted")
         if mode == "lossless":
@@ -268,10 +273,9 @@ class TokenStream(Iterator[int]):
         return block
 
     def _count(self, undone: int) -> None:
-        lengths = self._state.lengths
-        kept = sum(n * size for n, size in zip(lengths, self._segment_sizes, strict=True))
+        kept = sum(n * size for n, size in zip(self._state.computed, self._segment_sizes, strict=True))
         self.stats.layer_tokens_run = kept + undone
-        self.stats.layer_tokens_total = self.stats.num_layers * lengths[0]
+        self.stats.layer_tokens_total = self.stats.num_layers * self._state.length
 
 
 def _max_pending(manifest: Manifest, mode: str, max_pending: int | None) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from tide_export import names
 from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import BundleError, ConfigError, ProviderError
+from tide_export.manifest import EXACT
 
 logger = logging.getLogger("tide_export")
 
@@ -78,16 +79,18 @@ def import_onnxruntime() -> ModuleType:
 
 def graph_inputs(manifest: Manifest) -> set[str]:
     """Names of the inputs that a graph of this manifest must have."""
-    checkpoints = range(1, len(manifest.checkpoints) + 1)
+    doors = range(1, len(manifest.checkpoints) + 1) if manifest.kv_cache_strategy == EXACT else ()
     routing = {names.THRESHOLDS, names.SKIP_THRESHOLDS} if manifest.checkpoints else set()
-    waiting = {names.pending(k) for k in checkpoints}
+    waiting = {names.pending(k) for k in doors}
     cache = {names.past(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
     return {names.INPUT_IDS, names.TOTAL_LENGTH, names.LOGITS_TO_KEEP} | routing | waiting | cache
 
 
 def graph_outputs(manifest: Manifest) -> set[str]:
     """Names of the outputs that a graph of this manifest must have."""
-    routing = {names.SCORES, names.NEW_PENDING} if manifest.checkpoints else set()
+    routing = {names.SCORES} if manifest.checkpoints else set()
+    if manifest.checkpoints and manifest.kv_cache_strategy == EXACT:
+        routing.add(names.NEW_PENDING)
     cache = {names.present(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
     return {names.LOGITS, names.EXIT_LAYERS, names.SEGMENTS_RUN} | routing | cache
 

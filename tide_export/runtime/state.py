@@ -14,6 +14,7 @@ import numpy as np
 from tide_export import names
 from tide_export.bundle import Manifest
 from tide_export.errors import GenerationError
+from tide_export.manifest import PROPAGATE
 from tide_export.runtime.session import first_line, import_onnxruntime
 
 ROOM = 128  # tokens of K/V buffer beyond the prompt before the first growth
@@ -61,6 +62,9 @@ class State(Protocol):
     def length(self) -> int: ...
 
     @property
+    def computed(self) -> list[int]: ...
+
+    @property
     def waiting(self) -> list[int]: ...
 
     @property
@@ -95,9 +99,12 @@ class SequenceState:
         self._binding = session.io_binding()
         self._limit = manifest.model.context_length
         self._room = room
-        self._pending_names = [names.pending(k + 1) for k in range(len(thresholds))]
+        self._propagates = manifest.kv_cache_strategy == PROPAGATE
+        waits = 0 if self._propagates else len(thresholds)
+        self._pending_names = [names.pending(k + 1) for k in range(waits)]
         self._memory: dict[str, np.ndarray] = {}  # what is bound, by graph name: the binding holds bare pointers
         self.lengths = [0] * len(manifest.segment_sizes)
+        self._ran = list(self.lengths)
         self._capacity = 0
 
         nothing = np.zeros((1, 0, manifest.model.hidden_size), np.float32)
@@ -106,7 +113,7 @@ class SequenceState:
         for name in self._pending_names:
             self._binding.bind_ortvalue_input(name, self._nothing)
         # Outputs of unknown size first: `get_outputs` follows the order of the first binding.
-        if thresholds:
+        if self._pending_names:
             self._binding.bind_output(names.NEW_PENDING)
         self._logits = np.zeros((1, 1, manifest.model.vocab_size), np.float32)
         self._kept = 0  # rows of logits that the binding is set up for
@@ -143,6 +150,11 @@ class SequenceState:
         return self.lengths[0]
 
     @property
+    def computed(self) -> list[int]:
+        """Tokens of the sequence that each segment has run over."""
+        return self._ran if self._propagates else self.lengths
+
+    @property
     def waiting(self) -> list[int]:
         """Tokens waiting before segment 1, 2, ... K-1."""
         return [before - after for before, after in zip(self.lengths, self.lengths[1:], strict=False)]
@@ -159,7 +171,8 @@ class SequenceState:
             ids: S >= 1 token ids, each in [0, vocab_size).
             logits_to_keep: how many of the last positions get logits where the last segment runs, at least 1; no more
                 than the tokens it runs over come.
-            full: run every segment and let nothing exit, whatever the thresholds.
+            full: run every segment and let nothing exit, whatever the thresholds. Where K/V are propagated the first
+                step is such, and every step of several tokens.
 
         Raises:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
@@ -177,7 +190,7 @@ class SequenceState:
                 self._bind_input(names.INPUT_IDS, self._one_id)
                 self._one_id_bound = True
         self._total[()] = total
-        self._force(total, full)
+        self._force(total, full or (self._propagates and (count > 1 or total == 1)))
         binding = self._binding
         if logits_to_keep != self._kept or logits_to_keep > 1:
             self._keep_logits(logits_to_keep)
@@ -188,9 +201,14 @@ class SequenceState:
         except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
             raise GenerationError(f"ONNX Runtime failed at token {total}: {first_line(error)}") from error
         segments_run = self._segments_run.item()
-        self._take_pending(segments_run)
-        for k in range(segments_run):
-            self.lengths[k] = total
+        if self._propagates:
+            self.lengths = [total] * len(self.lengths)
+            for k in range(segments_run):
+                self._ran[k] += count
+        else:
+            self._take_pending(segments_run)
+            for k in range(segments_run):
+                self.lengths[k] = total
         rows = self._logits[0] if logits_to_keep == 1 else self._outputs()[-1].numpy()[0]
         return StepResult(rows[-1], rows, self._exit_layer.item(), segments_run, self._scores[0])
 
@@ -201,6 +219,8 @@ class SequenceState:
             GenerationError: `length` is negative or more than the sequence has.
         """
         check_rewind(self.lengths[0], length)
+        if self._propagates and length < self.lengths[0]:
+            raise GenerationError("a sequence whose K/V are propagated cannot be rewound")
         for k, deep in enumerate(self.lengths[1:]):
             if self.lengths[k] > length and self._pending[k] is not self._nothing:
                 left = max(length - deep, 0)
@@ -215,10 +235,10 @@ class SequenceState:
         Segments 0 .. k-1 give segment k all it has not seen yet, so what would wait is known before the step; deeper
         segments have at least as many waiting, so those forced are the deepest.
         """
-        forced = len(self._pending_names)
-        while forced and total - self.lengths[forced] > self._max_pending:
+        forced = len(self._thresholds)
+        while forced and self._pending_names and total - self.lengths[forced] > self._max_pending:
             forced -= 1
-        if self._pending_names and (forced != self._forced_from or full != self._all_forced):
+        if len(self._thresholds) and (forced != self._forced_from or full != self._all_forced):
             self._exit_thresholds[:] = FORCED if full else self._thresholds
             self._skip_thresholds[:] = self._exit_thresholds
             self._skip_thresholds[forced:] = FORCED

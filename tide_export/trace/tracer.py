@@ -1,9 +1,10 @@
 """Traces a source model into one flat ONNX graph with its checkpoints marked.
 
 The graph takes input_ids and position_ids [B, S] and gives logits [B, S, V]. Identity-like `tide::TideCheckpoint`
-markers stand where the embedding ends (layer 0), at each checkpoint, after the last layer, and in front of the head;
-`cut` takes the graph apart there. Opset exactly 23: at any other, the exporter's rules no longer recognise hand-written
-RMSNorm and rotary code. No control flow, no cache: both are composed later.
+markers stand where the embedding ends (layer 0), at each checkpoint, after the last layer, and in front of the head (if
+asked for, also in front of every other layer); `cut` takes the graph apart there. Opset exactly 23: at any other, the
+exporter's rules no longer recognise hand-written RMSNorm and rotary code. No control flow, no cache: both are composed
+later.
 """
 
 import contextlib
@@ -40,11 +41,13 @@ class TracedModel:
 
     Attributes:
         model: inputs input_ids and position_ids, int64 [B, S]; output logits, float32 [B, S, V].
-        boundaries: layers run at each marker up to the last layer: (0, checkpoints ..., depth).
+        boundaries: layers run at the markers segments begin and end at: (0, checkpoints ..., depth).
+        every_layer: markers stand in front of all layers.
     """
 
     model: ir.Model
     boundaries: tuple[int, ...]
+    every_layer: bool = False
 
     @property
     def head_marker(self) -> int:
@@ -59,11 +62,14 @@ class TracedModel:
         )
 
 
-def trace(source: SourceModel, checkpoints: Sequence[int], max_length: int | None = None) -> TracedModel:
+def trace(
+    source: SourceModel, checkpoints: Sequence[int], max_length: int | None = None, every_layer: bool = False
+) -> TracedModel:
     """Traces `source` with markers at `checkpoints` (layers run).
 
     Args:
         max_length: longest sequence the graph will see, in tokens; by default the model's own context.
+        every_layer: with markers in front of the other layers too.
 
     Raises:
         UnsupportedModelError: the architecture cannot be traced; the message names what it lacks.
@@ -81,13 +87,13 @@ def trace(source: SourceModel, checkpoints: Sequence[int], max_length: int | Non
         symbolic_sdpa(),
         symbolic_experts(source.model),
         short_rotary(source.model),
-        _markers(source, boundaries),
+        _markers(source, range(depth + 1) if every_layer else boundaries),
     ):
         model = _export(source)
     if attends_by_itself(source.model):
         length = max_length or source.context_length or NO_CONTEXT_LENGTH
         ExplicitAttentionPass(length, source.architecture)(model)
-    traced = TracedModel(model, boundaries)
+    traced = TracedModel(model, boundaries, every_layer)
     _check(source, traced)
     return traced
 
@@ -142,9 +148,9 @@ def _export(source: SourceModel) -> ir.Model:
 
 
 @contextmanager
-def _markers(source: SourceModel, boundaries: Sequence[int]) -> Iterator[None]:
-    """Hooks that write a marker in front of each segment's first layer, after the last layer and after the backbone."""
-    anatomy, depth = source.anatomy, boundaries[-1]
+def _markers(source: SourceModel, places: Sequence[int]) -> Iterator[None]:
+    """Hooks that write a marker in front of the layers of `places`, after the last layer and after the backbone."""
+    anatomy, depth = source.anatomy, places[-1]
 
     def before(layer: int) -> Callable:
         def hook(_module, args, kwargs):
@@ -161,7 +167,7 @@ def _markers(source: SourceModel, boundaries: Sequence[int]) -> Iterator[None]:
     def after_backbone(_module, _args, output):
         return with_states(output, _mark(output[0], depth + 1))
 
-    handles = [anatomy.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in boundaries[:-1]]
+    handles = [anatomy.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in places[:-1]]
     handles.append(anatomy.layers[-1].register_forward_hook(after_last))
     handles.append(anatomy.backbone.register_forward_hook(after_backbone))
     try:
@@ -191,7 +197,7 @@ def _check(source: SourceModel, traced: TracedModel) -> None:
     refuse_ignored_attention(source.model, len(attention), depth)
     if attention != list(range(depth)):
         raise TraceError(f"{source.architecture}: attention ops are traced for layers {attention}, not 0..{depth - 1}")
-    expected = [*traced.boundaries, traced.head_marker]
+    expected = [*(range(depth + 1) if traced.every_layer else traced.boundaries), traced.head_marker]
     if markers != expected:
         raise TraceError(f"{source.architecture}: the trace holds checkpoints {markers} instead of {expected}")
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from tide_export.bundle import Bundle, replace_manifest
 from tide_export.errors import BundleError, ConfigError, TuneError
 from tide_export.frontier import OFF
+from tide_export.manifest import PROPAGATE
 from tide_export.progress import stage
 from tide_export.runtime.engine import load
 from tide_export.text import BundleTokenizer
@@ -72,6 +73,11 @@ def tune(
     _check_numbers(epsilon, delta, prompts, prompts_per_document, prompt_length, positions, min_layers, seed)
     engine = load(bundle, provider="cpu", threads=threads)
     opened, manifest = engine.bundle, engine.manifest
+    if manifest.kv_cache_strategy == PROPAGATE:
+        raise TuneError(
+            f"bundle {opened.path} propagates K/V, so what a token says depends on the exits before it, and single "
+            "positions certify nothing: export it with kv_cache_strategy exact"
+        )
     least = manifest.min_layers if min_layers is None else min_layers
     may_exit = [layers for layers in manifest.checkpoints if layers >= least]
     _check_request(opened, may_exit, least, prompt_length + positions - 1)

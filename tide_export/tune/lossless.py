@@ -17,7 +17,7 @@ from typing import Any
 from tide_export import __version__
 from tide_export.bundle import replace_manifest
 from tide_export.errors import BundleError, ConfigError, TuneError
-from tide_export.manifest import Drafting
+from tide_export.manifest import PROPAGATE, Drafting
 from tide_export.progress import stage
 from tide_export.runtime.engine import Engine, load
 from tide_export.tables import table
@@ -187,6 +187,8 @@ def tune_lossless(
             raise ConfigError(f"{name} must be {least} or more, not {value}")
     engine = load(bundle, provider="cpu", threads=threads)
     opened, manifest = engine.bundle, engine.manifest
+    if manifest.kv_cache_strategy == PROPAGATE:
+        raise TuneError(f"bundle {opened.path} propagates K/V, and lossless mode needs an exact cache")
     context = manifest.model.context_length
     if context is not None and prompt_length + new_tokens > context:
         raise ConfigError(

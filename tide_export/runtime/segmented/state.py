@@ -58,6 +58,11 @@ class SegmentedState:
         return self.lengths[0]
 
     @property
+    def computed(self) -> list[int]:
+        """Tokens of the sequence that each segment has run over."""
+        return self.lengths
+
+    @property
     def waiting(self) -> list[int]:
         """Tokens waiting before segment 1, 2, ... K-1."""
         return [before - after for before, after in zip(self.lengths, self.lengths[1:], strict=False)]

@@ -1,0 +1,81 @@
+"""`kv_cache_strategy = "propagate"` against its own oracle, family by family: skipped layers get keys and values from
+the state a token left with, and every later token sees them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import CHECKPOINTS, LAYERS, build, engine_of
+
+from tide_export.export_check import dividing_thresholds
+from tide_export.manifest import PROPAGATE
+from tide_export.oracle import oracle
+from tide_export.parity import check_exit, check_full, spread_routers
+from tide_export.thresholds import OFF
+
+PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(20)]]
+NEW_TOKENS = 24
+
+# Rotary, packed projections and learned positions, windows with softcaps, partial rotary with biases, latent attention
+# with experts, ALiBi.
+FAMILIES = ("llama", "gpt2", "gemma2", "phi", "deepseek_v3", "mpt")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path: Path) -> None:
+    source = build(family)
+    routers = spread_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
+    engine = engine_of(source, routers, tmp_path / "bundle", strategy=PROPAGATE)
+    assert not [tensor for tensor in engine.manifest.inputs if tensor.name.startswith("pending")]
+
+    full = check_full(engine, source, PROMPTS, NEW_TOKENS)
+    assert full.holds, full.differences
+
+    exits: set[int] = set()
+    middle = dividing_thresholds(source, routers, PROMPTS[2])
+    for thresholds in ([0.3] * 2, [0.7] * 2, middle, [OFF, middle[1]]):
+        check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds)
+        assert check.holds, (thresholds, check.differences)
+        exits |= set(check.exits)
+    assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
+
+    # The judge must tell the two rules apart, or the above says nothing about the cache.
+    ids = [*PROMPTS[2], *range(40, 60)]
+    exact = oracle(source, routers, ids, middle)
+    still = oracle(source, routers, ids, middle, propagate_from=len(PROMPTS[2]))
+    assert (exact.logits - still.logits)[len(PROMPTS[2]) :].abs().max() > 1e-3
+
+
+def test_the_judge_by_hand(demo_source) -> None:
+    """Token by token with a cache of Hugging Face's own, the layers behind an exit fed with the state it left with."""
+    from transformers import DynamicCache
+
+    source = demo_source
+    prompt, rest = [573, 1003, 391, 1266, 382], [1339, 83, 14, 538, 898, 199, 199, 605, 2721]
+    routers = spread_routers(source, (3, 6, 9), [*prompt, *rest], bottleneck=16)
+    thresholds = [0.6, 0.5, 0.5]
+    judged = oracle(source, routers, [*prompt, *rest], thresholds, propagate_from=len(prompt))
+
+    backbone, cache = source.model.model, DynamicCache()
+    rows, exits = [], []
+    with torch.no_grad():
+        source.model(input_ids=torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+        for place, token in enumerate(rest, start=len(prompt)):
+            positions = torch.tensor([[place]])
+            x = backbone.embed_tokens(torch.tensor([[token]]))
+            rotary = backbone.rotary_emb(x, positions)
+            left, answer = source.num_layers, None
+            for number, layer in enumerate(backbone.layers, start=1):
+                y = layer(x, position_embeddings=rotary, past_key_values=cache, use_cache=True)
+                if answer is not None:
+                    continue  # its key and value are written; its result goes nowhere
+                x = y
+                router = routers.routers.get(number)
+                if router is not None and router(source.normed(x)) > thresholds[number // 3 - 1]:
+                    left, answer = number, source.normed(x)
+            rows.append(source.head(source.normed(x) if answer is None else answer)[0, 0])
+            exits.append(left)
+    assert len(set(exits)) > 2
+    assert judged.exit_layers[len(prompt) :].tolist() == exits
+    assert (judged.logits[len(prompt) :] - torch.stack(rows)).abs().max() < 1e-4
+    assert set(judged.exit_layers[: len(prompt)].tolist()) == {source.num_layers}
