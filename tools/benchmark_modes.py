@@ -1,0 +1,213 @@
+"""Speed against agreement of everything a bundle can do, on real text in one interleaved run: a table and a plot.
+
+    python tools/benchmark_modes.py BUNDLE... --dataset SPEC [--out FOLDER]
+
+The first bundle's full depth continues prompts cut from the text, greedily. Along these continuations, token by token,
+each bundle is asked with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, and with
+every token leaving at one checkpoint whatever the router says (`static`, the naive baseline). Agreement is the share
+of positions at which the greedy token is full depth's; speed is full depth's time over that of the same steps, medians
+over prompts, the cases in random turns. Lossless mode generates the continuation by itself and must give the same.
+Bundles of one model with different `kv_cache_strategy`, weights or routers can be given side by side. Writes
+`modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import NamedTuple
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib.figure import Figure
+
+from tide_export.manifest import EXACT
+from tide_export.progress import stage
+from tide_export.runtime.engine import Engine, load
+from tide_export.tables import table
+from tide_export.text import BundleTokenizer
+from tide_export.thresholds import OFF, resolve_thresholds
+from tide_export.tune.prompts import draw_prompts
+
+THRESHOLDS = (0.3, 0.5, 0.7, 0.85, 0.95)
+ALWAYS = -1.0
+
+
+class Seen(NamedTuple):
+    """One case on one prompt."""
+
+    agrees: float  # share of positions
+    layers: float  # passes a token
+    seconds: float
+
+
+@dataclass
+class Case:
+    """A way to run a bundle; `run` continues a prompt as full depth did."""
+
+    bundle: str
+    mode: str
+    setting: str
+    run: Callable[[list[int], list[int]], Seen]
+    seen: list[Seen] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case on all prompts; `speedup` is the median over prompts of full depth's time over this one's."""
+
+    bundle: str
+    mode: str
+    setting: str
+    agreement: float
+    layers: float
+    speedup: float
+
+
+def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], said: list[int]) -> Seen:
+    """Steps along a continuation; the prompt is not timed."""
+    sizes = np.cumsum(engine.manifest.segment_sizes)
+    state = engine.start(thresholds, room=len(said) + 1)
+    state.step(prompt)
+    agrees, layers, seconds = [], [], 0.0
+    for token, following in pairwise(said):
+        started = time.perf_counter()
+        result = state.step([token])
+        seconds += time.perf_counter() - started
+        agrees.append(int(result.logits.argmax()) == following)
+        layers.append(sizes[result.segments_run - 1])
+    return Seen(fmean(agrees), fmean(layers), seconds)
+
+
+def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> Seen:
+    """The same continuation by a generation of its own."""
+    out = engine.generate(prompt, len(said), mode=mode, stop_token_ids=[])
+    same = np.equal(out.tokens[1:], said[1:])
+    return Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
+
+
+def cases_of(name: str, engine: Engine) -> list[Case]:
+    manifest = engine.manifest
+    count = len(manifest.checkpoints)
+    own = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
+    found = [Case(name, "exit", f"{value:g}", partial(read, engine, [value] * count)) for value in THRESHOLDS]
+    found.append(Case(name, "exit", "the bundle's", partial(read, engine, own)))
+    for c, layers in enumerate(manifest.checkpoints):
+        thresholds = [ALWAYS if k == c else OFF for k in range(count)]
+        found.append(Case(name, "static", f"layer {layers}", partial(read, engine, thresholds)))
+    if manifest.kv_cache_strategy == EXACT:
+        found.append(
+            Case(name, "lossless", "tuned" if manifest.drafting else "", partial(generate, engine, "lossless"))
+        )
+    return found
+
+
+def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], new_tokens: int) -> list[Row]:
+    name, first = next(iter(engines.items()))
+    off = [OFF] * len(first.manifest.checkpoints)
+    stepped = Case(name, "full", "", partial(read, first, off))
+    generated = Case(name, "full", "", partial(generate, first, "full"))
+    cases = [stepped, generated, *(case for called, engine in engines.items() for case in cases_of(called, engine))]
+    order = random.Random(0)
+    with stage("measuring", total=len(prompts)) as advance:
+        for prompt in prompts:
+            said = first.generate(prompt, new_tokens, mode="full", stop_token_ids=[]).tokens
+            for case in order.sample(cases, len(cases)):
+                case.seen.append(case.run(prompt, said))
+            advance(1)
+    rows = []
+    for case in cases:
+        if case is generated:
+            continue
+        against = generated if case.mode == "lossless" else stepped
+        ratios = [full.seconds / own.seconds for full, own in zip(against.seen, case.seen, strict=True)]
+        agreement, layers = fmean(s.agrees for s in case.seen), fmean(s.layers for s in case.seen)
+        rows.append(Row(case.bundle, case.mode, case.setting, agreement, layers, median(ratios)))
+    return rows
+
+
+def draw(rows: Sequence[Row], title: str, file: Path) -> None:
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    several = len({row.bundle for row in rows}) > 1
+    for number, ((bundle, mode), group) in enumerate(groupby(rows, key=lambda row: (row.bundle, row.mode))):
+        own = sorted((row for row in group), key=lambda row: row.speedup)
+        axes.plot(
+            [100 * row.agreement for row in own],
+            [row.speedup for row in own],
+            "o--" if mode == "static" else "o-",
+            label=f"{bundle}: {mode}" if several else mode,
+            color=f"C{number}",
+        )
+        for row in own:
+            axes.annotate(
+                row.setting, (100 * row.agreement, row.speedup), fontsize=7, xytext=(3, 3), textcoords="offset points"
+            )
+    axes.set(title=title, xlabel="tokens equal to full depth's, %", ylabel="full depth's time over this one's")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE")
+    parser.add_argument("--dataset", required=True, metavar="SPEC")
+    parser.add_argument("--prompts", type=int, default=200, metavar="N", help="(200)")
+    parser.add_argument("--prompts-per-document", type=int, default=20, metavar="N", help="(20)")
+    parser.add_argument("--prompt-length", type=int, default=48, metavar="N", help="(48)")
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(64)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
+    options = parser.parse_args()
+    engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
+    first = next(iter(engines.values()))
+    drawn = draw_prompts(
+        options.dataset,
+        BundleTokenizer(options.bundles[0]),
+        first.manifest.calibration,
+        length=options.prompt_length,
+        count=options.prompts,
+        per_document=options.prompts_per_document,
+        seed=0,
+    )
+    prompts = [list(prompt) for prompt in (*drawn.path, *drawn.calibration)]
+    rows = measure(engines, prompts, options.new_tokens)
+    depth = first.manifest.model.num_layers
+    text = table(
+        ["bundle", "mode", "threshold", "tokens kept", "layer passes", "x full depth's speed"],
+        [
+            [
+                row.bundle,
+                row.mode,
+                row.setting,
+                f"{100 * row.agreement:.1f} %",
+                f"{row.layers:.2f} of {depth}",
+                f"{row.speedup:.2f}x",
+            ]
+            for row in rows
+        ],
+    )
+    said = f"{len(prompts)} prompts of {options.prompt_length} tokens, {options.new_tokens} new ones each, "
+    said += f"{options.threads} threads"
+    (options.out / "modes.md").write_text(f"{said}\n\n{text}\n")
+    (options.out / "modes.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    draw(rows, Path(first.manifest.model.name).name, options.out / "modes.png")
+    print(f"{said}\n{text}")
+    return int(any(row.agreement < 1 for row in rows if row.mode == "lossless" and row.bundle == rows[0].bundle))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
