@@ -140,7 +140,14 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
         f"engines    {engines['flavour']} {engines['version']}, compute capability {gpus}, built in "
         f"{engines['seconds']:g} s",
         f"profiles   tokens of a run: {profiles}",
+        f"plugins    {_plugins(engines['plugins'])}",
     ]
+
+
+def _plugins(plugins: dict[str, Any] | None) -> str:
+    if plugins is None:
+        return "none: the networks' functions"
+    return f"of tide_export {plugins['version']} in {', '.join(plugins['engines'])}"
 
 
 def _segment_row(segment: dict[str, Any]) -> list[object]:
