@@ -26,7 +26,7 @@ from tide_export.build.profiles import profiles_for
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.builder import Block, Weights
 from tide_export.graph.compose import LensWeights, RouterWeights, check_routers
-from tide_export.graph.cut import Pieces
+from tide_export.graph.cut import Pieces, is_attention
 from tide_export.graph.exits import leaving_state, route, token_dims
 from tide_export.graph.route import normed_size, route_function
 from tide_export.lower.passes.expert_gather import ExpertGatherPass, most_gathering
@@ -137,6 +137,12 @@ def check_operators(pieces: Pieces) -> None:
     """
     symbols = {(names.DOMAIN, name) for name in (names.OP_ATTENTION, names.OP_EXPERT_MATMUL, names.OP_CHECKPOINT)}
     parts = {f"layers {a} to {b - 1}": s for (a, b), s in zip(pairwise(pieces.boundaries), pieces.segments, strict=True)}
+    both = [node for graph in pieces.segments for node in graph if is_attention(node) and all(_added(node))]
+    if both:
+        layer = both[0].attributes["layer"].as_int()
+        raise UnsupportedModelError(
+            f"the attention of layer {layer} has sinks and a bias, which TensorRT does not take: use target onnxruntime"
+        )
     for part, graph in {"embedding": pieces.embed, **parts, "final norm": pieces.tail, "head": pieces.head}.items():
         for node in graph.all_nodes():
             if (node.domain, node.op_type) in symbols or (not node.domain and node.op_type not in NOT_TAKEN):
@@ -220,7 +226,7 @@ class _Segment:
             if node.op_type != names.OP_ATTENTION:
                 continue
             layer = node.attributes["layer"].as_int()
-            sinks, bias = ([*node.inputs, None, None])[3:5]
+            sinks, bias = _added(node)
             buffers = [self.past[layer, kind] for kind in ("key", "value")]
             node.resize_inputs(10)
             for index, value in enumerate([*buffers, self.lengths, positions, places, sinks, bias]):
@@ -268,6 +274,12 @@ def _model(
         name=name,
     )
     return ir.Model(graph, ir_version=IR_VERSION, producer_name="tide_export", functions=functions)
+
+
+def _added(attention: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+    """Sinks and bias of a traced attention."""
+    _, _, _, sinks, bias = [*attention.inputs, None, None][:5]
+    return sinks, bias
 
 
 def _input(name: str, dtype: ir.DataType, shape: list) -> ir.Value:

@@ -9,6 +9,7 @@ damaged one cannot take this one down.
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -135,7 +136,9 @@ def open_plugins(path: Path, what: str) -> PluginLibrary:
     asked = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace")
     if asked.returncode:
         said = [line for line in asked.stderr.splitlines() if line.strip()]
-        reason = said[-1] if said else f"opening it ends the process with code {asked.returncode}"
+        reason = said[-1] if said else "it does not say why"
+        if asked.returncode < 0:
+            reason = f"opening it crashes ({signal.Signals(-asked.returncode).name})"
         raise ProviderError(f"{what} is damaged or no plugin library of tide_export: {reason}")
     version, tensorrt = asked.stdout.split()[-2:]
     if version != __version__:
