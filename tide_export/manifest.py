@@ -291,6 +291,8 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
             require(ordered, "engines.profiles", "must have least <= best <= most, all 1 or more")
         if engines.plugins is not None:
             holders = engines.plugins.engines
-            require(bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the engines")
+            require(
+                bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the engines"
+            )
         for file in map(engine_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")

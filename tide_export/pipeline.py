@@ -111,7 +111,9 @@ def export(
     if flavour is not None and engines:
         library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before the work
     elif plugins is not None:
-        raise ConfigError("--plugins is for building engines of target tensorrt, and none are built here: leave it away")
+        raise ConfigError(
+            "--plugins is for building engines of target tensorrt, and none are built here: leave it away"
+        )
     with writing_bundle(output, overwrite=overwrite) as folder:
         given = RouterSet.load(routers) if routers is not None else None
         source, pieces = _load(model), None

@@ -159,7 +159,9 @@ def _engines(
     networks = bundle.manifest.networks
     if provider not in (None, "cpu"):
         precision = "fp32" if networks is None else networks.weights
-        engine = load(bundle.path, provider=provider, threads=threads, verify=False, plugins=plugins)  # verified already
+        engine = load(
+            bundle.path, provider=provider, threads=threads, verify=False, plugins=plugins
+        )  # verified already
         return [(f"{provider} ", engine, TOLERANCES[precision])]
     found = [("", load(bundle.path, provider="cpu", threads=threads, verify=False), TOLERANCES["fp32"])]
     if provider is None and networks is not None:

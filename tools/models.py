@@ -74,8 +74,8 @@ CLOSING = """
 - **Masks** are read off the model: causal, a sliding window, or blocks of tokens. A model with another mask is refused.
 - **Mixture of experts.** Each expert is a matrix product of its own, and one that no token chose is not read (Llama 4
   runs all, as in transformers' own code). In the networks for TensorRT every token gathers its own experts' weights:
-  [how long a run may be](tensorrt.md) follows from that. Two experts whose scores differ by less than rounding may be chosen
-  differently by two correct programs; the check before a bundle is written then says that the graph differs, and
+  [how long a run may be](tensorrt.md) follows from that. Two experts whose scores differ by less than rounding may be
+  chosen differently by two correct programs; the check before a bundle is written then says that the graph differs, and
   `--no-validate` skips it.
 - **Keys wider than values** (DeepSeek's latent attention): both are stored at the wider width, decompressed.
 - Parts that cannot be found by themselves can be told: [adapters](adapters.md).

@@ -63,7 +63,7 @@ def test_every_row_is_multiplied_by_its_own_expert(transposed: bool) -> None:
 
 
 def test_a_run_has_no_more_tokens_than_may_be_gathered_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, weights = product(False, chosen=2)
+    model, _ = product(False, chosen=2)
     each = 2 * K * N * 4  # two experts a token
     monkeypatch.setattr(expert_gather, "GATHERED_BYTES", 10 * each + 1)
     assert most_gathering(model) == 10

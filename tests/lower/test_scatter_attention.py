@@ -78,7 +78,9 @@ def reference(feeds: dict[str, np.ndarray], attributes: dict, sinks: bool, bias:
     for row, head, step in product(range(B), range(H), range(S)):
         length, at = LENGTHS[row], LENGTHS[row] + step
         keys, values = (
-            np.concatenate([feeds[f"past_{name}"][row, head // (H // KV), :length], feeds[name][row, head // (H // KV)]])
+            np.concatenate(
+                [feeds[f"past_{name}"][row, head // (H // KV), :length], feeds[name][row, head // (H // KV)]]
+            )
             for name in ("key", "value")
         )
         first = max(0, at - attributes.get("window", at + 1) + 1)

@@ -183,7 +183,9 @@ def test_a_missing_router_is_refused(pieces, routers) -> None:
 def test_an_operator_tensorrt_does_not_take_is_named_with_its_place(pieces, monkeypatch: pytest.MonkeyPatch) -> None:
     check_operators(pieces)
     monkeypatch.setattr(lowering, "NOT_TAKEN", frozenset(["Tanh"]))
-    with pytest.raises(UnsupportedModelError, match=r"computes with Tanh \(in its head\), which TensorRT does not take"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"computes with Tanh \(in its head\), which TensorRT does not take"
+    ):
         check_operators(pieces)
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["b", "s", WIDTH]))
     node = ir.node("Abacus", [x], domain="ours")

@@ -85,7 +85,9 @@ def test_what_is_named_comes_before_the_variable_and_that_before_what_is_install
         (lambda make, ours: make("old", "0.0.9"), f"belongs to tide_export 0.0.9, but this is {__version__}: build it"),
         (lambda make, ours: Path(__file__), "is damaged or no plugin library of tide_export: .* invalid ELF header"),
         (
-            lambda make, ours: make("dies", more="void abort(void); __attribute__((constructor)) void f(void){abort();}"),
+            lambda make, ours: make(
+                "dies", more="void abort(void); __attribute__((constructor)) void f(void){abort();}"
+            ),
             r"is damaged or no plugin library of tide_export: opening it crashes \(SIGABRT\)",
         ),
     ],
@@ -101,13 +103,17 @@ def test_a_library_without_the_versions_is_refused(tmp_path: Path, compile_libra
     source = tmp_path / "other.c"
     source.write_text("int other;\n")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", other, source], check=True)
-    with pytest.raises(ProviderError, match="no plugin library of tide_export: .*undefined symbol: tide_plugins_version"):
+    with pytest.raises(
+        ProviderError, match=r"no plugin library of tide_export: .*undefined symbol: tide_plugins_version"
+    ):
         find_plugins(other)
 
 
 def test_a_library_for_another_tensorrt_is_refused(compile_library) -> None:
     later = compile_library("later", tensorrt="12.0")
-    with pytest.raises(ProviderError, match=r"was compiled for TensorRT 12\.0 and 11\.1\.0\.106 is installed: build it"):
+    with pytest.raises(
+        ProviderError, match=r"was compiled for TensorRT 12\.0 and 11\.1\.0\.106 is installed: build it"
+    ):
         plugins_to_build_with(TENSORRT, "11.1.0.106", later)
 
 
@@ -134,7 +140,7 @@ def test_a_library_that_no_engine_would_use_is_refused(tmp_path: Path, demo_mode
     for options in ({}, {"targets": ("tensorrt",), "engines": False}):
         with pytest.raises(ConfigError, match="--plugins is for building engines of target tensorrt"):
             export(str(demo_model), tmp_path / "out", plugins="x.so", **options)
-    with pytest.raises(ProviderError, match="no engine of bundle .* holds plugins: leave --plugins away"):
+    with pytest.raises(ProviderError, match=r"no engine of bundle .* holds plugins: leave --plugins away"):
         open_provider(open_bundle(demo_bundle, verify=False), "cpu", plugins="x.so")
 
 
@@ -236,7 +242,7 @@ def test_the_manifest_says_which_engines_hold_plugins(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library = find_plugins(ours)
     if not taken:
-        with pytest.raises(BuildError, match="TensorRT did not take the plugin TideRoute of '.*' in segment_0"):
+        with pytest.raises(BuildError, match=r"TensorRT did not take the plugin TideRoute of '.*' in segment_0"):
             build.build_engines(tmp_path, manifest, TENSORRT, library)
         return
     info = build.build_engines(tmp_path, manifest, TENSORRT, library)

@@ -37,14 +37,15 @@ from tide_export.manifest import Manifest, NetworksInfo
 OPSET, IR_VERSION = 24, 11
 BATCH, TOKENS = "batch", "tokens"
 FLOAT, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
-# Standard operators up to opset 24 that the parser of TensorRT for RTX 1.7 does not take (a test asks it), and that come
-# up in models of text: NonZero it knows by name only.
+# Standard operators up to opset 24 that the parser of TensorRT for RTX 1.7 does not take (a test asks it) and that a model
+# of text could hold. NonZero it knows by name alone.
 NOT_TAKEN = frozenset(
-    ["Bernoulli", "BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Compress", "CumProd"]
-    + ["ConcatFromSequence", "ConvInteger", "DFT", "Det", "DynamicQuantizeLinear", "MatMulInteger", "Multinomial"]
-    + ["NonZero", "Optional", "OptionalGetElement", "OptionalHasElement", "QLinearMatMul", "SequenceAt", "SwiGLU"]
-    + ["SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SequenceMap"]
-    + ["SplitToSequence", "Unique"]
+    """
+    Bernoulli BitCast BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Compress ConcatFromSequence ConvInteger
+    CumProd DFT Det DynamicQuantizeLinear MatMulInteger Multinomial NonZero Optional OptionalGetElement
+    OptionalHasElement QLinearMatMul SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert
+    SequenceLength SequenceMap SplitToSequence SwiGLU Unique
+    """.split()
 )
 EXTERNAL_BYTES = 1024  # smaller tensors stay in the .onnx
 
@@ -136,7 +137,9 @@ def check_operators(pieces: Pieces) -> None:
         UnsupportedModelError: naming an operator TensorRT does not take, and where the model computes with it.
     """
     symbols = {(names.DOMAIN, name) for name in (names.OP_ATTENTION, names.OP_EXPERT_MATMUL, names.OP_CHECKPOINT)}
-    parts = {f"layers {a} to {b - 1}": s for (a, b), s in zip(pairwise(pieces.boundaries), pieces.segments, strict=True)}
+    parts = {
+        f"layers {a} to {b - 1}": s for (a, b), s in zip(pairwise(pieces.boundaries), pieces.segments, strict=True)
+    }
     both = [node for graph in pieces.segments for node in graph if is_attention(node) and all(_added(node))]
     if both:
         layer = both[0].attributes["layer"].as_int()
@@ -149,7 +152,8 @@ def check_operators(pieces: Pieces) -> None:
                 continue
             operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
             raise UnsupportedModelError(
-                f"the model computes with {operator} (in its {part}), which TensorRT does not take: use target onnxruntime"
+                f"the model computes with {operator} (in its {part}), which TensorRT does not take: "
+                "use target onnxruntime"
             )
 
 

@@ -56,9 +56,7 @@ class PluginLibrary:
     sha256: str
 
 
-def plugins_to_build_with(
-    flavour: Flavour, version: str, given: str | os.PathLike[str] | None
-) -> PluginLibrary | None:
+def plugins_to_build_with(flavour: Flavour, version: str, given: str | os.PathLike[str] | None) -> PluginLibrary | None:
     """The library for engines that `version` of a flavour builds; None: functions keep their bodies.
 
     Args:
@@ -70,7 +68,9 @@ def plugins_to_build_with(
     """
     if not flavour.has_plugins:
         if given is not None and os.fspath(given) != NONE:
-            raise ConfigError(f"{flavour.title} has no plugins, its engines use the networks' functions: leave --plugins")
+            raise ConfigError(
+                f"{flavour.title} has no plugins, its engines use the networks' functions: leave --plugins"
+            )
         return None
     found = find_plugins(given)
     if found is not None:

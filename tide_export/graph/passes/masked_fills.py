@@ -1,11 +1,11 @@
 """Writing one number to the places of a mask becomes Where, which needs no list of the places.
 
 `x[mask] = number` is traced as NonZero, which gives as many places as there are, and ScatterND. Models that also read
-images do so to the token ids of image places (Gemma 3). TensorRT for RTX has no NonZero, and no engine likes a shape that
-depends on data.
+images do so to the token ids of image places (Gemma 3). TensorRT for RTX has no NonZero, and no engine likes a shape
+that depends on data.
 
-Precondition: `StaticReshapesPass` has run. Postcondition: a ScatterND onto a tensor of the mask's shape, at all places of the mask, of one number repeated, is a
-Where.
+Precondition: `StaticReshapesPass` has run. Postcondition: a ScatterND onto a tensor of the mask's shape, at all places
+of the mask, of one number repeated, is a Where.
 """
 
 import onnx_ir as ir

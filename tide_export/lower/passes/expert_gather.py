@@ -1,8 +1,8 @@
 """`tide::TideExpertMatMul` becomes one batched MatMul over a copy of each row's own expert.
 
-For networks of one segment (`lower.tensorrt`). TensorRT has no list of rows whose length depends on data, so rows cannot
-be sorted by expert as `expert_matmul` does it. A decoding step reads the weights of the chosen experts alone; every row
-of a longer run gathers its own, so such networks take few tokens a run (`most_gathering`).
+For networks of one segment (`lower.tensorrt`). TensorRT takes no list of rows whose length depends on data, so rows
+cannot be sorted by expert as `expert_matmul` does it. A decoding step reads the weights of the chosen experts alone;
+every row of a longer run gathers its own, so such networks take few tokens a run (`most_gathering`).
 
 Precondition: inputs rows [R, K], expert int64 [R], weights [E, N, K] (or [E, K, N] where `transposed`).
 Postcondition: none is left.

@@ -1,4 +1,4 @@
-"""Every float32 tensor of a network becomes float16 or bfloat16, but for routers, logits and what is added to attention's scores.
+"""Every float32 tensor of a network becomes float16 or bfloat16, but for routers, logits, sinks and attention biases.
 
 For networks of one segment (`lower.tensorrt`): TensorRT takes each type as the graph says it. Norms keep their sums in
 float32 (`stash_type`), as does the router, whose input is cast for it; logits are cast at the end. Weights are

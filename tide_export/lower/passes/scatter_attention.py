@@ -159,7 +159,9 @@ class _WrittenOut:
         if dtype != FLOAT:
             weights = op("Cast", [weights], {"to": dtype.value}, to=dtype)
         result = op("MatMul", [weights, op("Unsqueeze", [values, axis], to=dtype)], to=dtype)
-        merged = op("Reshape", [result, self._numbers(f"heads_{self.heads}", [0, self.heads, -1, self.width])], to=dtype)
+        merged = op(
+            "Reshape", [result, self._numbers(f"heads_{self.heads}", [0, self.heads, -1, self.width])], to=dtype
+        )
         merged.shape = query.shape
         return merged
 

@@ -31,9 +31,7 @@ from tide_export.runtime.segmented.network import (
 )
 
 
-def open_engines(
-    bundle: Bundle, provider: str, plugins: str | os.PathLike[str] | None = None
-) -> SegmentBackend:
+def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] | None = None) -> SegmentBackend:
     """The bundle's engines, ready to run.
 
     Args:
