@@ -149,6 +149,20 @@ def test_a_builder_that_dies_before_it_reads_is_told_too() -> None:
         run_worker(big, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", "import os; os.abort()"))
 
 
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [("MemoryError()", "not enough memory"), ("ProviderError('TensorRT cannot load it')", "TensorRT cannot load it")],
+)
+def test_what_goes_wrong_in_the_builder_is_its_sentence(raised: str, says: str) -> None:
+    script = (
+        "from tide_export.build import worker; from tide_export.errors import ProviderError\n"
+        f"def fail(*given): raise {raised}\n"
+        "worker.build = fail; raise SystemExit(worker.main())"
+    )
+    with pytest.raises(BuildError, match=f"TensorRT for RTX 1.7 cannot build segment_0: {says}"):
+        run_worker(JOB, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", script))
+
+
 def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp_path: Path, capsys) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(built, bundle)

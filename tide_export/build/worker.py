@@ -37,7 +37,8 @@ def main() -> int:
         try:
             built = build(network, job, emit)
         except (PolygraphyException, TideError, RuntimeError, MemoryError, OSError) as error:
-            emit("refused", network=network["name"], reason=str(error) or type(error).__name__)
+            reason = "not enough memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+            emit("refused", network=network["name"], reason=reason)
             return 1
         emit("built", network=network["name"], **built)
     return 0
