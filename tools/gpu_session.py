@@ -187,10 +187,19 @@ def steps(folder: Path, bundle: Path | None, tide: Path | None) -> list[Step]:
         Step(
             "engine-tests",
             "engines give the tokens of the branched graph, in every mode",
-            tests("tests/gpu/test_engines.py"),
+            tests("tests/gpu/test_engines.py", "-k", "not plugins"),
             900,
             (),
             (gpu, package("torch")),
+        ),
+        Step(
+            "engine-tests-plugins",
+            "so do engines with plugins",
+            tests("tests/gpu/test_engines.py", "-k", "plugins"),
+            900,
+            ("kernels",),
+            (gpu, headers, package("tensorrt"), package("torch")),
+            (("TIDE_PLUGINS", str(plugins)),),
         ),
         Step(
             "plugin-tests",
