@@ -27,7 +27,7 @@ from tide_export.progress import stage
 from tide_export.report import check_report_path, headline, write_report
 from tide_export.routers import RouterSet
 from tide_export.runtime.flavours import FLAVOURS, Flavour
-from tide_export.runtime.plugins import plugins_to_build_with
+from tide_export.runtime.plugins import NONE, plugins_to_build_with
 from tide_export.trace import trace
 
 logger = logging.getLogger("tide_export")
@@ -110,7 +110,7 @@ def export(
     library = None
     if flavour is not None and engines:
         library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before the work
-    elif plugins is not None:
+    elif plugins not in (None, NONE):
         raise ConfigError(
             "--plugins is for building engines of target tensorrt, and none are built here: leave it away"
         )

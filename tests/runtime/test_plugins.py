@@ -142,6 +142,7 @@ def test_a_library_that_no_engine_would_use_is_refused(tmp_path: Path, demo_mode
             export(str(demo_model), tmp_path / "out", plugins="x.so", **options)
     with pytest.raises(ProviderError, match=r"no engine of bundle .* holds plugins: leave --plugins away"):
         open_provider(open_bundle(demo_bundle, verify=False), "cpu", plugins="x.so")
+    open_provider(open_bundle(demo_bundle, verify=False), "cpu", plugins="none")
 
 
 def bundle_with_engines(demo_bundle: Path, folder: Path, plugins: PluginsInfo | None) -> Bundle:

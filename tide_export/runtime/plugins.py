@@ -8,6 +8,7 @@ damaged one cannot take this one down.
 """
 
 import hashlib
+import logging
 import os
 import signal
 import subprocess
@@ -19,7 +20,10 @@ from typing import Any
 from tide_export import __version__
 from tide_export.errors import ConfigError, ProviderError
 from tide_export.manifest import PluginsInfo
+from tide_export.names import OP_ROUTE, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from tide_export.runtime.flavours import Flavour
+
+logger = logging.getLogger("tide_export")
 
 VARIABLE = "TIDE_PLUGINS"
 NONE = "none"  # instead of a library: do without, also where there is one
@@ -99,6 +103,10 @@ def plugins_to_load(
             f"'{found.path}' is of {found.version}: use the other library and release, or {without}"
         )
     _check_fits(found, version)
+    if found.sha256 != needed.sha256:
+        logger.info(
+            "the plugin library '%s' is another build than the engines of '%s' were built with", found.path, bundle
+        )
     return found
 
 
@@ -170,8 +178,8 @@ def register(library: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         ProviderError: TensorRT does not take the library.
     """
-    registry = library.get_plugin_registry()
-    if registry.get_creator("TideRoute", "1", "tide") is None and (
-        registry.load_library(os.fspath(path)) is None or registry.get_creator("TideRoute", "1", "tide") is None
-    ):
-        raise ProviderError(f"TensorRT cannot load the plugin library '{path}'")
+    registry, ours = library.get_plugin_registry(), (OP_ROUTE, PLUGIN_VERSION, PLUGIN_NAMESPACE)
+    if registry.get_creator(*ours) is None:
+        registry.load_library(os.fspath(path))
+        if registry.get_creator(*ours) is None:
+            raise ProviderError(f"TensorRT cannot load the plugin library '{path}'")

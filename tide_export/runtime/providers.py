@@ -14,6 +14,7 @@ from tide_export.bundle import Bundle
 from tide_export.errors import ProviderError
 from tide_export.runtime.flavours import FLAVOURS
 from tide_export.runtime.gpu import compute_capability
+from tide_export.runtime.plugins import NONE
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
@@ -50,7 +51,7 @@ def open_provider(
         raise ProviderError(f"provider must be one of {', '.join(PROVIDERS)}, not {provider!r}")
     check_threads(threads)
     engines = bundle.manifest.engines
-    if plugins is not None and (engines is None or engines.plugins is None):
+    if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
         raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: leave --plugins away")
     if provider != "auto":
         return _open(bundle, provider, threads, plugins)
