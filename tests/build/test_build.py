@@ -213,6 +213,14 @@ def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_
         assert profiles[pick_profile(profiles, max_pending + 1)].name == "catch-up"
 
 
+def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
+    """Of a model whose experts are gathered; any number of tokens up to there is still taken."""
+    for most in (1, 5):
+        profiles = profiles_for(1024, 16, most)
+        assert [p.most for p in profiles] == [1, most, most]
+        assert all(1 <= p.least <= p.best <= p.most for p in profiles)
+
+
 def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch: pytest.MonkeyPatch) -> None:
     for flavour, package, extra in ((TENSORRT, "tensorrt", "gpu"), (TENSORRT_RTX, "tensorrt-rtx", "rtx")):
         monkeypatch.setattr(flavours.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
