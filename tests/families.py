@@ -430,11 +430,7 @@ MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer pr
 
 
 def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces) -> Engine:
-    """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`.
-
-    Raises:
-        UnsupportedModelError: the model computes with something that is not made for TensorRT.
-    """
+    """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`."""
     networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
     networks.save(folder)
     info = NetworksInfo("fp32", bound(source), MOST_TOKENS, MOST_LOGITS, networks.exit_size)

@@ -123,7 +123,9 @@ ENGINES = {
     "weights_sha256": "0" * 64,
     "profiles": [PROFILE],
     "seconds": 3.5,
+    "plugins": None,
 }
+PLUGINS = {"version": "0.1.0", "sha256": "0" * 64, "engines": ["segment_0", "segment_1"]}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,10 @@ ENGINES = {
         (NETWORKS, ENGINES | {"profiles": []}, "field 'engines.profiles' must not be empty"),
         (NETWORKS, ENGINES | {"profiles": [PROFILE | {"best": 2}]}, "field 'engines.profiles' must have least <= best"),
         (NETWORKS, ENGINES | {"compute_capabilities": [8]}, "field 'engines.compute_capabilities.0' must be a string"),
+        (NETWORKS, ENGINES | {"plugins": PLUGINS}, None),
+        (NETWORKS, ENGINES | {"plugins": PLUGINS | {"engines": []}}, "field 'engines.plugins.engines' must be some of"),
+        (NETWORKS, ENGINES | {"plugins": PLUGINS | {"engines": ["tail"]}}, "'engines.plugins.engines' must be some of"),
+        (NETWORKS, ENGINES | {"plugins": {}}, "field 'engines.plugins.version' is missing"),
         (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_0.onnx"),
         (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_0.engine"),
     ],

@@ -158,3 +158,21 @@ def test_an_export_killed_in_the_middle_leaves_the_old_bundle_and_no_half_of_a_n
         os.kill(process.pid, signal.SIGKILL)
     assert (target / "tide.json").read_bytes() == before
     open_bundle(target)
+
+
+def test_what_tensorrt_does_not_take_is_refused_before_anything_is_calibrated(
+    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(source, checkpoints, length):
+        asked.append(checkpoints)
+        raise UnsupportedModelError("it computes with an abacus")
+
+    monkeypatch.setattr(pipeline, "trace", refuse)
+    monkeypatch.setattr(pipeline, "calibrate", lambda *args: pytest.fail("calibrated first"))
+    for checkpoints in ((3, 6, 9), "auto"):
+        config = TideConfig(checkpoints=checkpoints, calibration_dataset="away.txt")
+        with pytest.raises(UnsupportedModelError, match="abacus"):
+            pipeline.export(str(demo_model), tmp_path / "out", config=config, targets=("tensorrt",), engines=False)
+    assert asked == [(3, 6, 9), (6,)], "the checkpoints that will be, or one in the middle"

@@ -142,6 +142,7 @@ def bench(
     provider: str = "auto",
     threads: int | None = None,
     verify: bool = True,
+    plugins: str | os.PathLike[str] | None = None,
 ) -> BenchReport:
     """Times the modes, `repeat` runs each after one that does not count.
 
@@ -149,6 +150,7 @@ def bench(
         prompt: text to continue; None: a built-in one. A bundle without a tokenizer gets random ids (seed 0) instead.
         prompt_tokens: the prompt is cut to this many, or repeated up to it.
         threshold, min_layers, max_pending: of the mode `exit`; None: the bundle's own.
+        provider, threads, verify, plugins: see `tide_export.load`.
 
     Raises:
         ConfigError: a number below 1, or more tokens than the model's context holds.
@@ -158,7 +160,7 @@ def bench(
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeat", repeat)):
         if value < 1:
             raise ConfigError(f"{name} must be 1 or more, not {value}")
-    engine = load(bundle, provider=provider, threads=threads, verify=verify)
+    engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins)
     manifest = engine.manifest
     context = manifest.model.context_length
     if context is not None and prompt_tokens + new_tokens > context:

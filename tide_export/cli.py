@@ -97,6 +97,7 @@ def _export(options: Namespace) -> int:
         targets=tuple(options.target or ("onnxruntime",)),
         weights=options.weights,
         engines=not options.no_engines,
+        plugins=options.plugins,
         overwrite=options.overwrite,
         validate=not options.no_check,
         max_length=options.max_length,
@@ -108,7 +109,7 @@ def _export(options: Namespace) -> int:
 def _build(options: Namespace) -> int:
     from tide_export.build.rebuild import rebuild
 
-    print(rebuild(options.bundle, options.target).path)
+    print(rebuild(options.bundle, options.target, options.plugins).path)
     return 0
 
 
@@ -126,6 +127,7 @@ def _validate(options: Namespace) -> int:
         max_pending=options.max_pending,
         threads=options.threads,
         provider=options.provider,
+        plugins=options.plugins,
     )
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
     return 0 if report.holds else 1
@@ -155,7 +157,13 @@ def _generate(options: Namespace) -> int:
     from tide_export.runtime.engine import load
     from tide_export.text import BundleTokenizer
 
-    engine = load(options.bundle, provider=options.provider, threads=options.threads, verify=not options.no_verify)
+    engine = load(
+        options.bundle,
+        provider=options.provider,
+        threads=options.threads,
+        verify=not options.no_verify,
+        plugins=options.plugins,
+    )
     tokenizer = BundleTokenizer(Path(options.bundle))
     prompt = tokenizer.encode(options.prompt)
     stream = engine.stream(
@@ -203,6 +211,7 @@ def _bench(options: Namespace) -> int:
         provider=options.provider,
         threads=options.threads,
         verify=not options.no_verify,
+        plugins=options.plugins,
     )
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
     return 0

@@ -161,6 +161,7 @@ def _add_export(commands) -> None:
     )
     parser.add_argument("--weights", default="fp32", help="precision for tensorrt(-rtx): fp32, fp16, bf16 (fp32)")
     parser.add_argument("--no-engines", action="store_true", help="leave the engines to `build` on another machine")
+    _add_plugins(parser)
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
     parser.add_argument(
@@ -179,6 +180,7 @@ def _add_build(commands) -> None:
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="exported for tensorrt or tensorrt-rtx")
     parser.add_argument("--target", choices=["tensorrt", "tensorrt-rtx"], help="(what the bundle was exported for)")
+    _add_plugins(parser)
 
 
 def _add_validate(commands) -> None:
@@ -200,6 +202,7 @@ def _add_validate(commands) -> None:
     parser.add_argument("--max-pending", type=int, metavar="N", help="(the bundle's)")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--provider", help="check this engine alone (the graph and the segment networks, on the CPU)")
+    _add_plugins(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -295,6 +298,15 @@ def _add_exit_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", default="auto", help="engine to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx")
+    _add_plugins(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
     parser.add_argument("--no-verify", action="store_true", help="do not hash the bundle's files before running it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _add_plugins(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--plugins",
+        metavar="LIBRARY",
+        help="libtide_plugins.so for tensorrt engines, or none (TIDE_PLUGINS, or an installed one)",
+    )

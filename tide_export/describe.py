@@ -141,6 +141,7 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
         f"engines    {engines['flavour']} {engines['version']}, compute capability {gpus}, built in "
         f"{engines['seconds']:g} s",
         f"profiles   tokens of a run: {profiles}",
+        f"plugins    {_plugins(engines['plugins'])}",
     ]
 
 
@@ -148,6 +149,12 @@ def _waiting(described: dict[str, Any]) -> str:
     if described["kv_cache_strategy"] == PROPAGATE:
         return "K/V of skipped layers are made from the exit state (propagate)"
     return f"at most {described['max_pending']} tokens wait before a segment runs"
+
+
+def _plugins(plugins: dict[str, Any] | None) -> str:
+    if plugins is None:
+        return "none: the networks' functions"
+    return f"of tide_export {plugins['version']} in {', '.join(plugins['engines'])}"
 
 
 def _segment_row(segment: dict[str, Any]) -> list[object]:

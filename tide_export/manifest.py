@@ -74,6 +74,15 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class PluginsInfo:
+    """The plugin library that engines were built with, and which of them hold its plugins."""
+
+    version: str  # release of tide_export; engines are loaded with that release's library alone
+    sha256: str  # of the library's file
+    engines: tuple[str, ...]  # their names: segment_0, ...
+
+
+@dataclass(frozen=True)
 class EnginesInfo:
     """The engines that were built from those networks."""
 
@@ -83,6 +92,7 @@ class EnginesInfo:
     weights_sha256: str  # of the source model, as `model.weights_sha256`
     profiles: tuple[Profile, ...]
     seconds: float  # that building took
+    plugins: PluginsInfo | None = None  # None: the networks' functions were built instead
 
 
 @dataclass(frozen=True)
@@ -287,5 +297,10 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         for profile in engines.profiles:
             ordered = 1 <= profile.least <= profile.best <= profile.most
             require(ordered, "engines.profiles", "must have least <= best <= most, all 1 or more")
+        if engines.plugins is not None:
+            holders = engines.plugins.engines
+            require(
+                bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the engines"
+            )
         for file in map(engine_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")

@@ -17,7 +17,8 @@ from tide_export.config import TideConfig
 from tide_export.errors import ConfigError
 from tide_export.export_check import check_export
 from tide_export.graph import compose, compose_propagating, cut
-from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt
+from tide_export.graph.cut import Pieces
+from tide_export.lower import check_operators, lower_for_onnxruntime, networks_for_tensorrt
 from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS
 from tide_export.model import SourceModel, load_model
 from tide_export.names import REPORT_FILE, ROUTERS_FILE
@@ -26,6 +27,7 @@ from tide_export.progress import stage
 from tide_export.report import check_report_path, headline, write_report
 from tide_export.routers import RouterSet
 from tide_export.runtime.flavours import FLAVOURS, Flavour
+from tide_export.runtime.plugins import NONE, plugins_to_build_with
 from tide_export.trace import trace
 
 logger = logging.getLogger("tide_export")
@@ -80,6 +82,7 @@ def export(
     targets: Sequence[str] = ("onnxruntime",),
     weights: str = "fp32",
     engines: bool = True,
+    plugins: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     validate: bool = True,
     max_length: int | None = None,
@@ -93,6 +96,8 @@ def export(
             for which it also gets segment networks and engines.
         weights: precision of the segment networks: "fp32", "fp16" or "bf16"; the graph for ONNX Runtime is fp32.
         engines: build the engines; without, the bundle has the networks alone and `build.rebuild` adds engines.
+        plugins: the library of plugins that engines for tensorrt are built with, or "none"; None: the one that
+            `runtime.plugins` finds, if any.
         overwrite: replace a bundle already there. It stays untouched until the new one is complete.
         validate: compare the finished graph with the source model (`export_check`) before it is put in place.
         max_length: longest sequence the bundle can hold, in tokens; the model's own context by default.
@@ -102,18 +107,27 @@ def export(
     """
     config = config or TideConfig()
     flavour = _flavour(targets, weights)
-    if flavour is not None and config.kv_cache_strategy == PROPAGATE:
+    propagates = config.kv_cache_strategy == PROPAGATE
+    if flavour is not None and propagates:
         raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {flavour.name}")
+    library = None
     if flavour is not None and engines:
-        require_builder(flavour)  # before the work
+        library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before the work
+    elif plugins not in (None, NONE):
+        raise ConfigError(
+            "--plugins is for building engines of target tensorrt, and none are built here: leave it away"
+        )
     with writing_bundle(output, overwrite=overwrite) as folder:
         given = RouterSet.load(routers) if routers is not None else None
-        source = _load(model)
+        source, pieces = _load(model), None
         length = context_length(source, max_length)
         if given is not None:
             given.check(source, routers or "")
             fitted = given
         else:
+            if flavour is not None:  # what cannot be made for it is refused before hours of calibration
+                with stage(f"looking at the model for {flavour.title}"):
+                    pieces = _trial(source, config, length)
             made = calibrate(source, load_tokenizer(model), config)
             if made is None:
                 raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
@@ -123,11 +137,12 @@ def export(
             fitted = made.routers
         _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
 
-        propagates = config.kv_cache_strategy == PROPAGATE
-        with stage("tracing the model"):
-            traced = trace(source, fitted.checkpoints, length, every_layer=propagates)
-        with stage("cutting and composing the graph"):
-            pieces = cut(traced, length)
+        if pieces is None or pieces.boundaries != (0, *fitted.checkpoints, source.num_layers):
+            with stage("tracing the model"):
+                traced = trace(source, fitted.checkpoints, length, every_layer=propagates)
+            with stage("cutting the graph"):
+                pieces = cut(traced, length)
+        with stage("composing the graph"):
             composing = compose_propagating if propagates else compose
             graph = lower_for_onnxruntime(composing(pieces, fitted.arrays(), fitted.lens_arrays()))
         manifest = make_manifest(source, fitted, config, graph, length)
@@ -141,7 +156,7 @@ def export(
                 info = networks.info(manifest)
                 manifest = replace(manifest, targets=("onnxruntime", flavour.name), networks=info)
         if flavour is not None and engines:
-            manifest = replace(manifest, engines=build_engines(folder, manifest, flavour))
+            manifest = replace(manifest, engines=build_engines(folder, manifest, flavour, library))
         manifest = write_manifest(folder, manifest)
         if validate:
             with stage("checking the graph against the model"):
@@ -166,6 +181,21 @@ def _flavour(targets: Sequence[str], weights: str) -> Flavour | None:
     if not flavours and weights != "fp32":
         raise ConfigError(f"weights {weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime's graph is fp32")
     return FLAVOURS[flavours[0]] if flavours else None
+
+
+def _trial(source: SourceModel, config: TideConfig, length: int) -> Pieces:
+    """The model cut at the checkpoints that are asked for (in its middle, where they are to be found), if networks can
+    be made of it.
+
+    Raises:
+        UnsupportedModelError, TraceError, GraphError: the model cannot be traced, cut, or made for TensorRT.
+    """
+    depth = source.num_layers
+    middle = (depth // 2,) if depth > 1 else ()
+    checkpoints = middle if config.checkpoints == "auto" else config.resolve_checkpoints(depth)
+    pieces = cut(trace(source, checkpoints, length), length)
+    check_operators(pieces)
+    return pieces
 
 
 def _load(model: str, device_map: str | None = None) -> SourceModel:

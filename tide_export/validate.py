@@ -100,6 +100,7 @@ def validate(
     max_pending: int | None = None,
     threads: int | None = None,
     provider: str | None = None,
+    plugins: str | os.PathLike[str] | None = None,
 ) -> ValidationReport:
     """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds.
 
@@ -110,6 +111,7 @@ def validate(
         max_pending: None: the bundle's.
         provider: None: the graph, and the segment networks of a bundle that has them, on the CPU. Otherwise the engine
             to check, as `load` takes it; half precision is allowed the rounding of half precision.
+        plugins: for the engine to check, as `load` takes it.
 
     Raises:
         BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
@@ -131,7 +133,7 @@ def validate(
         )
     texts = pick_prompts(model_name, spec, prompts, longest_prompt)
     routers = _routers(opened, source)
-    engines = _engines(opened, provider, threads)
+    engines = _engines(opened, provider, threads, plugins)
     checks = []
     with stage("validate", total=len(texts) * (1 + len(settings)) * len(engines)) as advance:
         for prefix, engine, tolerance in engines:
@@ -150,12 +152,16 @@ def validate(
     )
 
 
-def _engines(bundle: Bundle, provider: str | None, threads: int | None) -> list[tuple[str, Engine, Tolerance]]:
+def _engines(
+    bundle: Bundle, provider: str | None, threads: int | None, plugins: str | os.PathLike[str] | None = None
+) -> list[tuple[str, Engine, Tolerance]]:
     """What is checked, with the prefix of its names: the graph, and the segment networks where there are any."""
     networks = bundle.manifest.networks
     if provider not in (None, "cpu"):
         precision = "fp32" if networks is None else networks.weights
-        engine = load(bundle.path, provider=provider, threads=threads, verify=False)  # verified already
+        engine = load(
+            bundle.path, provider=provider, threads=threads, verify=False, plugins=plugins
+        )  # verified already
         return [(f"{provider} ", engine, TOLERANCES[precision])]
     found = [("", load(bundle.path, provider="cpu", threads=threads, verify=False), TOLERANCES["fp32"])]
     if provider is None and networks is not None:

@@ -1,8 +1,9 @@
 """Compares every engine of a bundle with ONNX Runtime on the same inputs, in every optimization profile, by Polygraphy.
 
-    python tools/compare_engines.py BUNDLE
+    python tools/compare_engines.py BUNDLE [PLUGINS]
 
-Needs a GPU, the flavour the engines are of, and ONNX Runtime. Exit code 1 when an output differs by more than rounding.
+Needs a GPU, the flavour the engines are of, and ONNX Runtime; for engines that hold plugins their library too, PLUGINS
+or the one that is found as when they are run. Exit code 1 when an output differs by more than rounding.
 """
 
 import os
@@ -16,7 +17,8 @@ from tide_export import names
 from tide_export.bundle import open_bundle
 from tide_export.errors import ProviderError, TideError
 from tide_export.manifest import NetworksInfo, Profile
-from tide_export.runtime.flavours import FLAVOURS, TENSORRT_RTX
+from tide_export.runtime.flavours import FLAVOURS, TENSORRT_RTX, import_library
+from tide_export.runtime.plugins import plugins_to_load, register
 from tide_export.runtime.segmented.network import NetworkSpec, of_network, specs
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}  # of the largest value of an output
@@ -68,7 +70,7 @@ def differences(engine: Path, network: Path, profile: int, inputs: list[dict[str
     return worst
 
 
-def main(path: str) -> int:
+def main(path: str, plugins: str | None = None) -> int:
     """Prints a line per network and profile; 1 when one differs."""
     bundle = open_bundle(path)
     manifest = bundle.manifest
@@ -77,6 +79,10 @@ def main(path: str) -> int:
     if manifest.networks.weights not in TOLERANCES:
         raise ProviderError("ONNX Runtime does not run bfloat16 networks on the CPU: there is nothing to compare with")
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if FLAVOURS[manifest.engines.flavour] is TENSORRT_RTX else "0"
+    if manifest.engines.plugins is not None:
+        library = import_library(FLAVOURS[manifest.engines.flavour])
+        version = str(library.__version__)
+        register(library, plugins_to_load(bundle.path, manifest.engines.plugins, version, plugins).path)
     tolerance, failed = TOLERANCES[manifest.networks.weights], False
     for name, spec in specs(manifest, manifest.networks).items():
         for number, profile in enumerate(of_network(name, manifest.engines.profiles, manifest.networks)):

@@ -73,8 +73,9 @@ CLOSING = """
   larger `--max-length` is refused.
 - **Masks** are read off the model: causal, a sliding window, or blocks of tokens. A model with another mask is refused.
 - **Mixture of experts.** Each expert is a matrix product of its own, and one that no token chose is not read (Llama 4
-  runs all, as in transformers' own code). Two experts whose scores differ by less than rounding may be chosen
-  differently by two correct programs; the check before a bundle is written then says that the graph differs, and
+  runs all, as in transformers' own code). In the networks for TensorRT every token gathers its own experts' weights:
+  [how long a run may be](tensorrt.md) follows from that. Two experts whose scores differ by less than rounding may be
+  chosen differently by two correct programs; the check before a bundle is written then says that the graph differs, and
   `--no-validate` skips it.
 - **Keys wider than values** (DeepSeek's latent attention): both are stored at the wider width, decompressed.
 - Parts that cannot be found by themselves can be told: [adapters](adapters.md).
@@ -120,7 +121,7 @@ def export_row(model: str, bundle: Path, config: TideConfig, max_length: int | N
         export(model, bundle, targets=("onnxruntime", "tensorrt-rtx"), **options)
         return ""
     except UnsupportedModelError as error:
-        if "not made for TensorRT" not in str(error):
+        if "which TensorRT does not take" not in str(error):
             raise
         export(model, bundle, **options)
         return f"refused: {str(error).split(',')[0]}"

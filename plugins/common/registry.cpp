@@ -103,3 +103,9 @@ extern "C" TIDE_API void setLoggerFinder(nvinfer1::ILoggerFinder* lent) {
 
 // The release of tide_export that this library belongs to.
 extern "C" TIDE_API char const* tide_plugins_version() { return TIDE_EXPORT_VERSION; }
+
+// The TensorRT whose headers it was compiled with, such as "11.1": the interface of plugins is that of the major version.
+extern "C" TIDE_API char const* tide_plugins_tensorrt_version() {
+  static std::string const version = std::to_string(NV_TENSORRT_MAJOR) + "." + std::to_string(NV_TENSORRT_MINOR);
+  return version.c_str();
+}

@@ -149,6 +149,20 @@ def test_a_builder_that_dies_before_it_reads_is_told_too() -> None:
         run_worker(big, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", "import os; os.abort()"))
 
 
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [("MemoryError()", "not enough memory"), ("ProviderError('TensorRT cannot load it')", "TensorRT cannot load it")],
+)
+def test_what_goes_wrong_in_the_builder_is_its_sentence(raised: str, says: str) -> None:
+    script = (
+        "from tide_export.build import worker; from tide_export.errors import ProviderError\n"
+        f"def fail(*given): raise {raised}\n"
+        "worker.build = fail; raise SystemExit(worker.main())"
+    )
+    with pytest.raises(BuildError, match=f"TensorRT for RTX 1.7 cannot build segment_0: {says}"):
+        run_worker(JOB, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", script))
+
+
 def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp_path: Path, capsys) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(built, bundle)
@@ -197,6 +211,14 @@ def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_
         assert profiles[pick_profile(profiles, tokens)].most >= tokens
     if 1 < max_pending + 1 <= min(1024, capacity):
         assert profiles[pick_profile(profiles, max_pending + 1)].name == "catch-up"
+
+
+def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
+    """Of a model whose experts are gathered; any number of tokens up to there is still taken."""
+    for most in (1, 5):
+        profiles = profiles_for(1024, 16, most)
+        assert [p.most for p in profiles] == [1, most, most]
+        assert all(1 <= p.least <= p.best <= p.most for p in profiles)
 
 
 def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch: pytest.MonkeyPatch) -> None:

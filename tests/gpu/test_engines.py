@@ -13,23 +13,34 @@ from tide_export.errors import ProviderError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.flavours import FLAVOURS, import_library
 from tide_export.runtime.gpu import compute_capability
+from tide_export.runtime.plugins import find_plugins
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="session", params=sorted(FLAVOURS))
+WITH_PLUGINS = "tensorrt-plugins"
+
+
+@pytest.fixture(scope="session", params=[*sorted(FLAVOURS), WITH_PLUGINS])
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A copy of the demo bundle with engines of a flavour, built here."""
+    """A copy of the demo bundle with engines of a flavour, built here; for plugins set TIDE_PLUGINS."""
+    flavour = FLAVOURS[request.param.removesuffix("-plugins")]
     if compute_capability() is None:
         pytest.skip("no NVIDIA GPU, or no driver for it")
     try:
-        import_library(FLAVOURS[request.param])
+        import_library(flavour)
     except ProviderError as error:
         pytest.skip(str(error))
+    plugins = find_plugins(None) if request.param == WITH_PLUGINS else None
+    if request.param == WITH_PLUGINS and plugins is None:
+        pytest.skip("no plugin library here: TIDE_PLUGINS names none")
     bundle = tmp_path_factory.mktemp("gpu") / request.param
     demo: Path = request.getfixturevalue("demo_bundle")
     shutil.copytree(demo, bundle)
-    return rebuild(bundle, request.param)
+    built = rebuild(bundle, flavour.name, plugins="none" if plugins is None else plugins.path)
+    assert built.manifest.engines is not None
+    assert (built.manifest.engines.plugins is not None) == (request.param == WITH_PLUGINS)
+    return built
 
 
 def test_every_engine_equals_onnx_runtime(engines: Bundle) -> None:

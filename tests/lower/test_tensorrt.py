@@ -1,5 +1,6 @@
 """The segment networks alone: batches, padding, windows and softcaps, precisions, what they are made of."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from families import bound, build
 
 from tide_export import names
-from tide_export.errors import GraphError
+from tide_export.bundle import open_bundle
+from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.graph import cut
-from tide_export.lower import networks_for_tensorrt
+from tide_export.lower import check_operators, networks_for_tensorrt
+from tide_export.lower import tensorrt as lowering
 from tide_export.lower.passes.half_precision import HalfPrecisionPass
 from tide_export.parity import spread_routers
 from tide_export.trace import trace
@@ -175,3 +178,47 @@ def test_a_weight_float16_cannot_hold_is_refused() -> None:
 def test_a_missing_router_is_refused(pieces, routers) -> None:
     with pytest.raises(GraphError, match="no router of width 64 for the checkpoint after layer 2"):
         networks_for_tensorrt(pieces, {}, routers.lens_arrays(), CAPACITY)
+
+
+def test_an_operator_tensorrt_does_not_take_is_named_with_its_place(pieces, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_operators(pieces)
+    monkeypatch.setattr(lowering, "NOT_TAKEN", frozenset(["Tanh"]))
+    with pytest.raises(
+        UnsupportedModelError, match=r"computes with Tanh \(in its head\), which TensorRT does not take"
+    ):
+        check_operators(pieces)
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["b", "s", WIDTH]))
+    node = ir.node("Abacus", [x], domain="ours")
+    second = ir.Graph([x], node.outputs, nodes=[node], name="second")
+    with pytest.raises(UnsupportedModelError, match=r"computes with ours::Abacus \(in its layers 2 to 2\)"):
+        check_operators(replace(pieces, segments=(pieces.segments[0], second)))
+
+
+def test_sinks_and_a_bias_at_once_are_refused(pieces) -> None:
+    copy = pieces.segments[1].clone()
+    attention = next(node for node in copy if node.op_type == names.OP_ATTENTION)
+    attention.resize_inputs(5)
+    for index in (3, 4):
+        attention.replace_input_with(index, copy.inputs[0])
+    with pytest.raises(UnsupportedModelError, match="the attention of layer 2 has sinks and a bias"):
+        check_operators(replace(pieces, segments=(pieces.segments[0], copy)))
+
+
+def test_the_parser_is_asked_what_it_takes(make) -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    logger = trt.Logger(trt.Logger.ERROR)
+    network = trt.Builder(logger).create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    by_name_only = {"NonZero"}
+    assert not [name for name in lowering.NOT_TAKEN - by_name_only if parser.supports_operator(name)]
+    used = {node.op_type for model in make().models.values() for node in model.graph if not node.domain}
+    assert [name for name in used if not parser.supports_operator(name)] == []
+
+
+def test_a_run_takes_as_many_tokens_as_experts_can_be_gathered_for(make, demo_bundle: Path) -> None:
+    networks = make()
+    assert networks.most_tokens is None, "no experts"
+    manifest = open_bundle(demo_bundle, verify=False).manifest
+    assert networks.info(manifest).most_tokens == CAPACITY
+    few = replace(networks, most_tokens=5).info(manifest)
+    assert (few.most_tokens, few.most_logits) == (5, 5)

@@ -78,19 +78,8 @@ def check_lossless(engine, source) -> None:
     assert fallen > 0, "nothing was undone, so winding back was not tested"
 
 
-# What these compute with is not made for TensorRT.
-NO_NETWORKS = {
-    **dict.fromkeys(("deepseek_v3", "qwen3_moe", "mixtral", "phimoe"), "TideExpertMatMul"),
-    **dict.fromkeys(("gpt_oss", "falcon (ALiBi)", "bloom", "mpt"), "sinks or a bias of its own"),
-}
-
-
 def check_segments(family: str, source, routers, folder: Path, pieces, thresholds: list[float]) -> None:
     """The networks of one segment each, as ONNX Runtime runs them, against the same references."""
-    if family in NO_NETWORKS:
-        with pytest.raises(UnsupportedModelError, match=NO_NETWORKS[family]):
-            segments_of(source, routers, folder, pieces)
-        return
     engine = segments_of(source, routers, folder, pieces)
     if family in LOSSLESS:
         check_lossless(engine, source)

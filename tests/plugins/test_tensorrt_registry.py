@@ -6,16 +6,22 @@ because its parser aborts when it has created a plugin and adds the layer.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import onnx_ir as ir
 import pytest
+from native_builds import ROOT
 
-from tide_export import names
+from tide_export import __version__, names
+from tide_export.build import run_worker
+from tide_export.errors import BuildError
 from tide_export.graph.route import route_attributes, route_function
 from tide_export.routers import RouterArrays
+from tide_export.runtime.flavours import TENSORRT_RTX
+from tide_export.runtime.plugins import find_plugins
 from tide_export.trace.tracer import OPSET
 
 PLUGINS = ["TideRoute", "TideExitScatter", "TideCompact", "TideGatherPending"]
@@ -77,6 +83,23 @@ def test_the_fields_are_the_attributes_of_our_nodes(library):
     fields = listing(library, "load")["fields"]
     attributes = {key: value for key, value in route_attributes().items() if not key.startswith("plugin_")}
     assert attributes.keys() <= fields.keys()
+
+
+def test_a_field_takes_the_type_that_our_attribute_has(library):
+    fields = listing(library, "load")["fields"]
+    kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
+    for key, value in route_attributes().items():
+        if not key.startswith("plugin_"):
+            assert fields[key] == kinds[type(value)], key
+
+
+def test_the_library_says_whose_it_is(library):
+    found = find_plugins(library)
+    assert found.version == __version__
+    assert re.fullmatch(r"11\.\d+", found.tensorrt)
+    register = "import sys, tensorrt_rtx; from tide_export.runtime.plugins import register as r;"
+    twice = f"{register} r(tensorrt_rtx, sys.argv[1]); r(tensorrt_rtx, sys.argv[1])"
+    subprocess.run([sys.executable, "-c", twice, str(library)], check=True, cwd=ROOT)
 
 
 def test_opening_the_library_registers_by_itself(library):
@@ -165,3 +188,23 @@ def test_with_the_plugin_the_parser_creates_it(library, route_graph):
     done = parsing(route_graph, library)
     assert "Successfully created plugin: TideRoute" in done.stdout
     assert "parsed" not in done.stdout, "TensorRT-RTX takes the layer now: test more of it"
+
+
+def test_the_parser_creates_the_plugin_for_every_exported_network(library, demo_bundle):
+    """Of the files that are built, not of a graph made for the test."""
+    for part in ("segment_0", "segment_2"):
+        done = parsing(demo_bundle / names.network_file(part), library)
+        assert "Successfully created plugin: TideRoute" in done.stdout, part
+        assert "parsed" not in done.stdout, part
+    done = parsing(demo_bundle / names.network_file("segment_3"), library)
+    assert "parsed True" in done.stdout, "the last segment has no router"
+
+
+def test_the_builder_hands_the_library_to_the_parser(library, route_graph, tmp_path):
+    """With it the builder ends as TensorRT for RTX does when a plugin is to be added; without it an engine is built."""
+    profile = {"states": [[1, 1, 64]] * 3, "threshold": [[1]] * 3}
+    network = {"name": "segment_0", "source": str(route_graph), "engine": str(tmp_path / "e"), "profiles": [profile]}
+    job = {"networks": [network], "timing_cache": None, "plugins": None}
+    assert run_worker(job, TENSORRT_RTX, "1.7", lambda amount: None)["segment_0"]["plugins"] == 0
+    with pytest.raises(BuildError, match=r"crashed while building segment_0 \(SIG"):
+        run_worker({**job, "plugins": str(library)}, TENSORRT_RTX, "1.7", lambda amount: None)

@@ -166,7 +166,7 @@ def test_auto_falls_back_to_the_cpu_and_says_why_once(built: Path, machine, capl
 def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     machine((8, 9))
     backend = SimpleNamespace()
-    monkeypatch.setattr(providers, "open_engines", lambda bundle, provider: backend)
+    monkeypatch.setattr(providers, "open_engines", lambda bundle, provider, plugins: backend)
     with caplog.at_level(logging.INFO, logger="tide_export"):
         assert load(built, verify=False)._session is backend
     (record,) = caplog.records

@@ -21,10 +21,11 @@ from typing import Any
 from tide_export import names
 from tide_export.build.profiles import profiles_for
 from tide_export.errors import BuildError
-from tide_export.manifest import EnginesInfo, Manifest, Profile
+from tide_export.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
 from tide_export.progress import stage
 from tide_export.runtime.flavours import Flavour, built_for, import_library
 from tide_export.runtime.gpu import compute_capability
+from tide_export.runtime.plugins import PluginLibrary
 from tide_export.runtime.segmented.network import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
 
 logger = logging.getLogger("tide_export")
@@ -51,11 +52,14 @@ def require_builder(flavour: Flavour) -> str:
     return str(library.__version__)
 
 
-def build_engines(folder: Path, manifest: Manifest, flavour: Flavour) -> EnginesInfo:
+def build_engines(
+    folder: Path, manifest: Manifest, flavour: Flavour, plugins: PluginLibrary | None = None
+) -> EnginesInfo:
     """Builds an engine from every network in `folder` and writes it to `folder`/engines.
 
     Args:
         manifest: of the bundle in the making, with `networks`; its files need not be listed yet.
+        plugins: taken in place of the networks' functions, as `plugins_to_build_with` gives it.
 
     Raises:
         BuildError: an engine could not be built, or the builder died; its last log lines are in the message.
@@ -65,7 +69,7 @@ def build_engines(folder: Path, manifest: Manifest, flavour: Flavour) -> Engines
     if info is None:
         raise BuildError("the bundle holds no segment networks to build engines from: export it for that target")
     expected = specs(manifest, info)
-    profiles = profiles_for(info.capacity, manifest.max_pending)
+    profiles = profiles_for(info.capacity, manifest.max_pending, info.most_tokens)
     (folder / names.ENGINES_FOLDER).mkdir()
     job = {
         "networks": [
@@ -78,7 +82,10 @@ def build_engines(folder: Path, manifest: Manifest, flavour: Flavour) -> Engines
             for name, spec in expected.items()
         ],
         "timing_cache": str(_timing_cache(flavour, version)) if flavour.has_timing_cache else None,
+        "plugins": None if plugins is None else str(plugins.path),
     }
+    if plugins is not None:
+        logger.info("building with the plugins of '%s'", plugins.path)
     started = time.perf_counter()
     with stage(f"building {len(expected)} engines with {flavour.title} {version}", total=len(expected)) as advance:
         built = run_worker(job, flavour, version, advance)
@@ -87,7 +94,23 @@ def build_engines(folder: Path, manifest: Manifest, flavour: Flavour) -> Engines
     seconds = time.perf_counter() - started
     capabilities = built_for(flavour, compute_capability())
     weights = manifest.model.weights_sha256
-    return EnginesInfo(flavour.name, version, capabilities, weights, profiles, round(seconds, 1))
+    used = None if plugins is None else _plugins_used(plugins, expected, built)
+    return EnginesInfo(flavour.name, version, capabilities, weights, profiles, round(seconds, 1), used)
+
+
+def _plugins_used(
+    plugins: PluginLibrary, expected: Mapping[str, NetworkSpec], built: Mapping[str, Mapping[str, Any]]
+) -> PluginsInfo | None:
+    """Which engines hold plugins: all that have a router; None where there is no router in the model.
+
+    Raises:
+        BuildError: TensorRT built a function's body although it was given the plugin.
+    """
+    routed = tuple(name for name, spec in expected.items() if names.ROUTER_SCORE in spec.outputs)
+    for name in routed:
+        if not built[name]["plugins"]:
+            raise BuildError(f"TensorRT did not take the plugin {names.OP_ROUTE} of '{plugins.path}' in {name}")
+    return PluginsInfo(plugins.version, plugins.sha256, routed) if routed else None
 
 
 def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:

@@ -14,18 +14,23 @@ from tide_export.build import build_engines, require_builder
 from tide_export.bundle import Bundle, open_bundle, write_manifest, writing_bundle
 from tide_export.errors import BuildError
 from tide_export.runtime.flavours import FLAVOURS
+from tide_export.runtime.plugins import plugins_to_build_with
 
 
-def rebuild(bundle: str | os.PathLike[str], target: str | None = None) -> Bundle:
+def rebuild(
+    bundle: str | os.PathLike[str], target: str | None = None, plugins: str | os.PathLike[str] | None = None
+) -> Bundle:
     """Builds engines into `bundle`, in place of those it has.
 
     Args:
         target: tensorrt or tensorrt-rtx; None: what the bundle was exported for.
+        plugins: a library of plugins for tensorrt, or "none"; None: the one that `runtime.plugins` finds, if any.
 
     Raises:
         BundleError: not a bundle, damaged, or being written by something else.
         BuildError: the bundle holds no segment networks, or they could not be built; it stays as it was.
-        ProviderError: the library is not installed.
+        ProviderError: the library is not installed, or the plugin library is missing or does not fit.
+        ConfigError: plugins for tensorrt-rtx, which has none.
     """
     opened = open_bundle(bundle)
     manifest = opened.manifest
@@ -38,13 +43,13 @@ def rebuild(bundle: str | os.PathLike[str], target: str | None = None) -> Bundle
     if name not in FLAVOURS:
         raise BuildError(f"target must be one of {', '.join(FLAVOURS)}, not {name!r}")
     flavour = FLAVOURS[name]
-    require_builder(flavour)  # before anything is copied
+    found = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before anything is copied
     with writing_bundle(opened.path, overwrite=True) as folder:
         for file in manifest.files:
             if Path(file).parts[0] != names.ENGINES_FOLDER:
                 _take(opened.path / file, folder / file)
         others = [entry for entry in manifest.targets if entry not in FLAVOURS]
-        engines = build_engines(folder, manifest, flavour)
+        engines = build_engines(folder, manifest, flavour, found)
         write_manifest(folder, replace(manifest, targets=(*others, name), engines=engines))
     return open_bundle(opened.path, verify=False)
 

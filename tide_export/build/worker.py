@@ -29,13 +29,16 @@ def main() -> int:
     from polygraphy.exception import PolygraphyException
     from polygraphy.logger import G_LOGGER
 
+    from tide_export.errors import TideError
+
     G_LOGGER.module_severity = G_LOGGER.WARNING
     for network in job["networks"]:
         emit("building", network=network["name"])
         try:
             built = build(network, job, emit)
-        except (PolygraphyException, RuntimeError, MemoryError, OSError) as error:
-            emit("refused", network=network["name"], reason=str(error) or type(error).__name__)
+        except (PolygraphyException, TideError, RuntimeError, MemoryError, OSError) as error:
+            reason = "not enough memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+            emit("refused", network=network["name"], reason=reason)
             return 1
         emit("built", network=network["name"], **built)
     return 0
@@ -55,7 +58,11 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     )
     from polygraphy.mod.trt_importer import lazy_import_trt
 
+    from tide_export.runtime.plugins import register
+
     trt = lazy_import_trt()
+    if job["plugins"] is not None:
+        register(trt, job["plugins"])  # before parsing: the parser takes what it finds then
     described: dict[str, Any] = {}
 
     def prepare(network: Any) -> None:
@@ -96,19 +103,21 @@ def allow_decomposition(trt: Any, network: Any) -> None:
 
 
 def describe(trt: Any, network: Any) -> dict[str, Any]:
-    """Inputs and outputs of the parsed network, {name: [dtype, shape]}, and the outputs that are updated in place,
-    {output: input}."""
+    """Inputs and outputs of the parsed network, {name: [dtype, shape]}, the outputs that are updated in place,
+    {output: input}, and how many plugins there are."""
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
-    aliases = {}
+    aliases, plugins = {}, 0
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:
             aliases[layer.get_output(0).name] = layer.get_input(0).name
+        plugins += layer.type == trt.LayerType.PLUGIN_V3
     return {
         "inputs": {tensor.name: [tensor.dtype.name, list(tensor.shape)] for tensor in inputs},
         "outputs": {tensor.name: [tensor.dtype.name, list(tensor.shape)] for tensor in outputs},
         "aliases": aliases,
+        "plugins": plugins,
     }
 
 

@@ -13,7 +13,7 @@ import onnx_ir.convenience as irc
 from onnx_ir.passes import common as common_passes
 
 from tide_export.errors import GraphError, TideError, UnsupportedModelError
-from tide_export.graph.passes import RotaryTablesPass, StaticReshapesPass
+from tide_export.graph.passes import MaskedFillsPass, RotaryTablesPass, StaticReshapesPass
 from tide_export.names import DOMAIN, OP_ATTENTION
 from tide_export.trace import TracedModel
 
@@ -65,6 +65,7 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
     rewrites = ir.passes.Sequential(
         common_passes.CommonSubexpressionEliminationPass(),
         StaticReshapesPass(),
+        MaskedFillsPass(),
         RotaryTablesPass(max_length),
         common_passes.RemoveUnusedNodesPass(),
     )

@@ -1,6 +1,6 @@
 """Fourth stage: the portable graph is rewritten for a target's own operators."""
 
 from tide_export.lower.onnxruntime import lower_for_onnxruntime
-from tide_export.lower.tensorrt import networks_for_tensorrt
+from tide_export.lower.tensorrt import check_operators, networks_for_tensorrt
 
-__all__ = ["lower_for_onnxruntime", "networks_for_tensorrt"]
+__all__ = ["check_operators", "lower_for_onnxruntime", "networks_for_tensorrt"]

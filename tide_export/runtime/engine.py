@@ -45,7 +45,11 @@ class Generation:
 
 
 def load(
-    bundle: str | os.PathLike[str], provider: str = "auto", threads: int | None = None, verify: bool = True
+    bundle: str | os.PathLike[str],
+    provider: str = "auto",
+    threads: int | None = None,
+    verify: bool = True,
+    plugins: str | os.PathLike[str] | None = None,
 ) -> "Engine":
     """Opens a bundle for generation.
 
@@ -55,6 +59,8 @@ def load(
             holds and this machine runs.
         threads: threads one step may use on the CPU; None: one per physical core.
         verify: check the sha256 of every file first (sizes are always checked).
+        plugins: the library of plugins, for TensorRT engines that hold some; None: that of the environment variable
+            TIDE_PLUGINS, or an installed one.
 
     Raises:
         BundleError: the bundle is missing, damaged or of another release.
@@ -62,7 +68,7 @@ def load(
         ConfigError: threads below 1.
     """
     opened = open_bundle(bundle, verify=verify)
-    return Engine(opened, *open_provider(opened, provider, threads))
+    return Engine(opened, *open_provider(opened, provider, threads, plugins))
 
 
 class Engine:

@@ -24,6 +24,7 @@ class Flavour:
         extra: of this package, that installs it.
         builds_without_gpu: whether engines can be built on a machine that has none.
         has_timing_cache: whether building times kernels, so that remembering the times saves time.
+        has_plugins: whether its networks may hold plugins; where not, functions have their bodies built.
     """
 
     name: str
@@ -33,10 +34,11 @@ class Flavour:
     extra: str
     builds_without_gpu: bool
     has_timing_cache: bool
+    has_plugins: bool
 
 
-TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True)
-TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False)
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True)
+TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False, False)
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 
 

@@ -6,6 +6,7 @@ says which and why not a faster one.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tide_export.bundle import Bundle
 from tide_export.errors import ProviderError
 from tide_export.runtime.flavours import FLAVOURS
 from tide_export.runtime.gpu import compute_capability
+from tide_export.runtime.plugins import NONE
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
@@ -27,31 +29,40 @@ PROVIDERS = ("auto", "cpu", "cuda", *FLAVOURS)
 Opened = tuple[Any, Callable[..., Any]]  # what sequences share, and how one is made on it
 
 
-def open_provider(bundle: Bundle, provider: str = "auto", threads: int | None = None) -> Opened:
+def open_provider(
+    bundle: Bundle,
+    provider: str = "auto",
+    threads: int | None = None,
+    plugins: str | os.PathLike[str] | None = None,
+) -> Opened:
     """Opens `bundle` on an engine.
 
     Args:
         provider: one of PROVIDERS.
         threads: threads one step may use on the CPU; None: one per physical core.
+        plugins: the library of plugins, for TensorRT engines that hold some; None: the one `runtime.plugins` finds.
 
     Raises:
-        ProviderError: the provider is unknown, or cannot run this bundle here.
+        ProviderError: the provider is unknown, or cannot run this bundle here; or plugins for a bundle that needs none.
         ConfigError: threads below 1.
         BundleError: the bundle is damaged.
     """
     if provider not in PROVIDERS:
         raise ProviderError(f"provider must be one of {', '.join(PROVIDERS)}, not {provider!r}")
     check_threads(threads)
+    engines = bundle.manifest.engines
+    if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
+        raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: leave --plugins away")
     if provider != "auto":
-        return _open(bundle, provider, threads)
+        return _open(bundle, provider, threads, plugins)
     refused = []
     for candidate in _candidates(bundle):
         try:
-            return _open(bundle, candidate, threads)
+            return _open(bundle, candidate, threads, plugins)
         except ProviderError as error:
             refused.append(f"{candidate}: {error}")
             logger.info("not running on %s", refused[-1])
-    return _open(bundle, "cpu", threads)
+    return _open(bundle, "cpu", threads, plugins)
 
 
 def _candidates(bundle: Bundle) -> list[str]:
@@ -62,13 +73,13 @@ def _candidates(bundle: Bundle) -> list[str]:
     return found
 
 
-def _open(bundle: Bundle, provider: str, threads: int | None) -> Opened:
+def _open(bundle: Bundle, provider: str, threads: int | None, plugins: str | os.PathLike[str] | None) -> Opened:
     if provider == "cpu":
         return open_session(bundle, threads), SequenceState
     backend: SegmentBackend
     if provider == "cuda":
         backend, title = open_segments(bundle, "cuda"), "ONNX Runtime on CUDA"
     else:
-        backend, title = open_engines(bundle, provider), FLAVOURS[provider].title
+        backend, title = open_engines(bundle, provider, plugins), FLAVOURS[provider].title
     logger.info("running '%s' with %s", bundle.path, title)
     return backend, SegmentedState

@@ -1,11 +1,12 @@
-"""Every float32 tensor of a network becomes float16 or bfloat16, but for the router and the logits.
+"""Every float32 tensor of a network becomes float16 or bfloat16, but for routers, logits, sinks and attention biases.
 
 For networks of one segment (`lower.tensorrt`): TensorRT takes each type as the graph says it. Norms keep their sums in
 float32 (`stash_type`), as does the router, whose input is cast for it; logits are cast at the end. Weights are
 converted when they are written, one at a time. What a weight or state is rounded to is what PyTorch's own half
 precision would round it to; a number beyond float16's largest is refused.
 
-Precondition: the network's values carry their types. Postcondition: no float32 value outside routers and logits.
+Precondition: the network's values carry their types. Postcondition: no float32 value outside routers, logits,
+and attention's sinks and biases.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ import onnx_ir as ir
 
 from tide_export.errors import GraphError
 from tide_export.lower.passes._common import add_before
-from tide_export.names import DOMAIN, LOGITS, OP_ROUTE
+from tide_export.lower.passes.scatter_attention import BIAS, SINKS
+from tide_export.names import DOMAIN, LOGITS, OP_ATTENTION, OP_ROUTE
 
 FLOAT = ir.DataType.FLOAT
 TYPES: dict[str, tuple[ir.DataType, type]] = {
@@ -37,11 +39,11 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         for value in list(graph.initializers.values()):
-            if value.dtype == FLOAT and not self._only_routers_read(value):
+            if value.dtype == FLOAT and not self._stays_wide(value):
                 value.const_value = self._convert(value)
                 value.type = ir.TensorType(self.dtype)
         for value in graph.inputs:
-            if value.dtype == FLOAT and not self._only_routers_read(value):
+            if value.dtype == FLOAT and not self._stays_wide(value):
                 value.type = ir.TensorType(self.dtype)
         for node in list(graph):
             if _is_router(node):
@@ -60,9 +62,9 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
         self._widen_logits(graph)
         return ir.passes.PassResult(model, modified=True)
 
-    def _only_routers_read(self, value: ir.Value) -> bool:
-        readers = [use.node for use in value.uses()]
-        return bool(readers) and all(_is_router(reader) for reader in readers)
+    def _stays_wide(self, value: ir.Value) -> bool:
+        uses = [(use.node, use.idx) for use in value.uses()]
+        return bool(uses) and all(_is_router(node) or _is_added_to_scores(node, index) for node, index in uses)
 
     def _widen_input(self, router: ir.Node) -> None:
         state = router.inputs[0]
@@ -105,3 +107,8 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
 
 def _is_router(node: ir.Node) -> bool:
     return (node.domain, node.op_type) == (DOMAIN, OP_ROUTE)
+
+
+def _is_added_to_scores(node: ir.Node, index: int) -> bool:
+    """Whether it is an input of an attention that `ScatterAttentionPass` takes in float32."""
+    return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION) and index in (SINKS, BIAS)

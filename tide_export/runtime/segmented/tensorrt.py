@@ -6,6 +6,7 @@ does not fit is for its own developers. One execution context per network and op
 all of them with the lane's one block of working memory: a lane runs one network at a time.
 """
 
+import os
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.manifest import EnginesInfo, Profile
 from tide_export.runtime.flavours import FLAVOURS, Flavour, configure, import_library, runs_on
 from tide_export.runtime.gpu import compute_capability
+from tide_export.runtime.plugins import plugins_to_load, register
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.cuda import CudaDevice, import_cudart
 from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
@@ -29,11 +31,12 @@ from tide_export.runtime.segmented.network import (
 )
 
 
-def open_engines(bundle: Bundle, provider: str) -> SegmentBackend:
+def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] | None = None) -> SegmentBackend:
     """The bundle's engines, ready to run.
 
     Args:
         provider: the flavour that is asked for, tensorrt or tensorrt-rtx.
+        plugins: the library of plugins, for engines that hold some; None: the one that `runtime.plugins` finds.
 
     Raises:
         ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
@@ -46,6 +49,8 @@ def open_engines(bundle: Bundle, provider: str) -> SegmentBackend:
     flavour = FLAVOURS[provider]
     library = import_library(flavour)
     _check_machine(bundle, flavour, str(library.__version__), engines)
+    if engines.plugins is not None:
+        register(library, plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins).path)
     expected = specs(manifest, info)
     runtime = _Runtime(library)
     loaded = {}
