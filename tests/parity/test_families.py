@@ -55,16 +55,15 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
                 exits |= set(check.exits)
         assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
         if number == 0:
-            if family in LOSSLESS:
-                check_lossless(engine, source)
+            check_lossless(engine, source, undone=family in UNDONE)
             check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
 
 
-# Windows and softcaps, experts, ALiBi: what winding back could disturb.
-LOSSLESS = ("gemma2", "mixtral", "mpt")
+# Windows and softcaps, experts, ALiBi: what winding back could disturb, and models of which drafts do fall.
+UNDONE = ("gemma2", "mixtral", "mpt")
 
 
-def check_lossless(engine, source) -> None:
+def check_lossless(engine, source, undone: bool) -> None:
     """Every token of lossless mode is HuggingFace's own choice after the same tokens, where all is drafted first."""
     drafted = fallen = 0
     for prompt in PROMPTS:
@@ -75,14 +74,14 @@ def check_lossless(engine, source) -> None:
         assert (logits.max(dim=-1).values - chosen < TOLERANCES["fp32"].forgiven_gap).all()
         drafted, fallen = drafted + out.stats.drafted, fallen + out.stats.drafted - out.stats.accepted
     assert drafted > 0
-    assert fallen > 0, "nothing was undone, so winding back was not tested"
+    assert fallen > 0 or not undone, "nothing was undone, so winding back was not tested"
 
 
 def check_segments(family: str, source, routers, folder: Path, pieces, thresholds: list[float]) -> None:
     """The networks of one segment each, as ONNX Runtime runs them, against the same references."""
     engine = segments_of(source, routers, folder, pieces)
-    if family in LOSSLESS:
-        check_lossless(engine, source)
+    if family in UNDONE:
+        check_lossless(engine, source, undone=True)
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
     for max_pending in (1, 4, 16):
