@@ -16,9 +16,10 @@ from tide_export.bundle import open_bundle, write_manifest, writing_bundle
 from tide_export.config import TideConfig
 from tide_export.graph import compose, compose_propagating, cut
 from tide_export.graph.cut import Pieces
-from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt
+from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt, save_batch_networks
 from tide_export.manifest import EXACT, PROPAGATE, NetworksInfo
 from tide_export.model import SourceModel, auto_class, reference_attention, wrap_model
+from tide_export.names import BATCH_SIZES
 from tide_export.package import context_length, make_manifest, save_graph
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
@@ -411,19 +412,27 @@ def pieces_of(source: SourceModel, checkpoints: tuple[int, ...], every_layer: bo
 
 
 def engine_of(
-    source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces | None = None, strategy: str = EXACT
+    source: SourceModel,
+    routers: RouterSet,
+    folder: Path,
+    pieces: Pieces | None = None,
+    strategy: str = EXACT,
+    batch: bool = False,
 ) -> Engine:
-    """`source` with `routers` as an engine on one thread, through the same stages as `pipeline.export`."""
+    """`source` with `routers` as an engine on one thread, through the stages of `pipeline.export`; its networks for
+    the smallest batches too, if `batch`."""
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
     graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()))
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary)
+        if batch:
+            save_batch_networks(temporary, pieces, routers.arrays(), routers.lens_arrays(), BATCH_SIZES[:1])
         routers.save(temporary / "routers.safetensors")
         config = TideConfig(kv_cache_strategy=strategy)
         write_manifest(temporary, make_manifest(source, routers, config, graph, bound(source)))
     bundle = open_bundle(folder)
-    return Engine(bundle, open_session(bundle, 1))
+    return Engine(bundle, open_session(bundle, 1), threads=1)
 
 
 MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several

@@ -285,6 +285,39 @@ def test_bad_generation_options_are_one_line(demo_bundle: Path, capsys, options,
     assert says in refused(capsys, "generate", demo_bundle, "-q", "--prompt", PROMPT, *options)
 
 
+def test_several_prompts_are_generated_together(demo_bundle: Path, tmp_path: Path, capsys):
+    prompts = [PROMPT, "import os"]
+    line = ["generate", str(demo_bundle), "--max-new-tokens", "6", "--mode", "full", "--threads", "1"]
+    single = []
+    for prompt in prompts:
+        assert main([*line, "--prompt", prompt, "--json", "-q"]) == 0
+        single.append(json.loads(capsys.readouterr().out))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    assert main([*line, "--prompts", str(file), "--json", "-q", "--compaction-threshold", "0.5"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    for one, other in zip(answer["sequences"], single, strict=True):
+        assert [one[name] for name in ("prompt", "text", "tokens", "finish_reason")] == [
+            other[name] for name in ("prompt", "text", "tokens", "finish_reason")
+        ]
+        assert one["stats"]["total_tokens"] == 6
+    assert answer["total_tokens"] == 12
+    assert answer["tokens_per_second"] > 0
+    assert main([*line, "--prompt", prompts[0], "--prompt", prompts[1], "--echo"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(f"--- {n} of 2\n{one['prompt']}{one['text']}\n" for n, one in enumerate(single, 1))
+    assert "12 tokens of 2 prompts" in err
+
+
+def test_what_a_batch_refuses_is_one_line(demo_bundle: Path, tmp_path: Path, capsys):
+    two = ["--prompt", "a", "--prompt", "b"]
+    assert "one prompt at a time" in refused(capsys, "generate", demo_bundle, "-q", *two, "--mode", "lossless")
+    one = ["--prompt", "a", "--compaction-threshold", "1"]
+    assert "several prompts" in refused(capsys, "generate", demo_bundle, "-q", *one)
+    gone = str(tmp_path / "gone.txt")
+    assert "gone.txt" in refused(capsys, "generate", demo_bundle, "-q", "--prompts", gone)
+
+
 # --- bundles that are not right ------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tide_export.errors import BundleError, GenerationError
-from tide_export.text import REPLACEMENT, BundleTokenizer
+from tide_export.text import REPLACEMENT, BundleTokenizer, read_prompts
 
 MODEL = Path(__file__).parents[1] / "demo" / "demo-llama"  # a model folder has its tokenizer.json where a bundle has it
 
@@ -61,3 +61,21 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path):
 def test_an_empty_prompt_is_refused(tokenizer: BundleTokenizer):
     with pytest.raises(GenerationError, match="empty"):
         tokenizer.encode("")
+
+
+def test_prompts_are_lines_or_objects(tmp_path: Path):
+    text, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_text("one\n\ntwo \u2028 still two\n")
+    objects.write_text('{"prompt": "one\\nmore", "id": 1}\n{"prompt": "two"}\n')
+    assert read_prompts(text) == ["one", "two \u2028 still two"]
+    assert read_prompts(objects) == ["one\nmore", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [("", "no prompts"), ("[1]\n", "entry 1"), ('{"prompt": "a"}\n{"text": "b"}\n', "entry 2")]
+)
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str, says: str):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content)
+    with pytest.raises(GenerationError, match=says):
+        read_prompts(file)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from tide_export.errors import ConfigError, TideError
 
 if TYPE_CHECKING:
     from tide_export.config import TideConfig
+    from tide_export.runtime.engine import Engine
+    from tide_export.text import BundleTokenizer
 
 logger = logging.getLogger("tide_export")
 RELEASED = {"weights": ("fp32", "fp16", "bf16")}
@@ -155,8 +158,11 @@ def _tune(options: Namespace) -> int:
 
 def _generate(options: Namespace) -> int:
     from tide_export.runtime.engine import load
-    from tide_export.text import BundleTokenizer
+    from tide_export.text import BundleTokenizer, read_prompts
 
+    prompts = options.prompt if options.prompts is None else read_prompts(Path(options.prompts))
+    if len(prompts) == 1 and options.compaction_threshold is not None:
+        raise ConfigError("--compaction-threshold is for several prompts")
     engine = load(
         options.bundle,
         provider=options.provider,
@@ -165,34 +171,70 @@ def _generate(options: Namespace) -> int:
         plugins=options.plugins,
     )
     tokenizer = BundleTokenizer(Path(options.bundle))
-    prompt = tokenizer.encode(options.prompt)
-    stream = engine.stream(
-        prompt,
-        options.max_new_tokens,
-        mode=options.mode,
-        threshold=options.threshold,
-        min_layers=options.min_layers,
-        max_pending=options.max_pending,
-        prompt_lookup=options.prompt_lookup,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_token_ids=[] if options.ignore_eos else None,
-    )
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    exits = ("mode", "threshold", "min_layers", "max_pending", "prompt_lookup")
+    common = (*exits, "temperature", "top_k", "top_p", "seed")
+    request = {name: getattr(options, name) for name in common}
+    request["stop_token_ids"] = [] if options.ignore_eos else None
+    if len(prompts) > 1:
+        return _generate_batch(options, engine, tokenizer, prompts, encoded, request)
+    (prompt,) = encoded
+    stream = engine.stream(prompt, options.max_new_tokens, **request)
     if options.json:
         tokens = list(stream)
         text = "".join(tokenizer.stream(prompt, tokens))
-        answer = {"prompt": options.prompt, "text": text, "tokens": tokens, "finish_reason": stream.finish_reason}
+        answer = {"prompt": prompts[0], "text": text, "tokens": tokens, "finish_reason": stream.finish_reason}
         print(json.dumps(answer | {"mode": options.mode, "stats": stream.stats.as_dict()}, indent=2))
         return 0
     if options.echo:
-        print(options.prompt, end="", flush=True)
+        print(prompts[0], end="", flush=True)
     for piece in tokenizer.stream(prompt, stream):
         print(piece, end="", flush=True)
     print(flush=True)
     if not options.quiet:
         print(f"\n{stream.stats.summary()}\nended by {stream.finish_reason}", file=sys.stderr)
+    return 0
+
+
+def _generate_batch(
+    options: Namespace,
+    engine: "Engine",
+    tokenizer: "BundleTokenizer",
+    prompts: Sequence[str],
+    encoded: list[list[int]],
+    request: dict[str, Any],
+) -> int:
+    """Several prompts together: their texts in order, each under a line with its number."""
+    started = time.perf_counter()
+    done = engine.generate(
+        encoded, options.max_new_tokens, compaction_threshold=options.compaction_threshold, **request
+    )
+    seconds = time.perf_counter() - started
+    total = sum(len(one.tokens) for one in done)
+    answers: list[dict[str, Any]] = [
+        {
+            "prompt": prompt,
+            "text": "".join(tokenizer.stream(ids, one.tokens)),
+            "tokens": one.tokens,
+            "finish_reason": one.finish_reason,
+            "stats": one.stats.as_dict(),
+        }
+        for prompt, ids, one in zip(prompts, encoded, done, strict=True)
+    ]
+    if options.json:
+        whole = {"mode": options.mode, "total_tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
+        print(json.dumps(whole | {"sequences": answers}, indent=2))
+        return 0
+    for number, (answer, one) in enumerate(zip(answers, done, strict=True), 1):
+        print(f"--- {number} of {len(done)}", flush=True)
+        print((answer["prompt"] if options.echo else "") + answer["text"], flush=True)
+        if not options.quiet:
+            print(f"\n{one.stats.summary()}\nended by {one.finish_reason}\n", file=sys.stderr)
+    if not options.quiet:
+        print(
+            f"{total} tokens of {len(done)} prompts in {seconds:.3f} s ({total / seconds:.1f} tokens/s)",
+            file=sys.stderr,
+        )
     return 0
 
 

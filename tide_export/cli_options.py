@@ -60,6 +60,12 @@ CONFIG_OPTIONS = [
     ConfigOption("--exit-threshold", "exit_threshold", float, "a token exits when its score is above this (0.85)"),
     ConfigOption("--min-layers", "min_layers", int, "checkpoints with fewer layers behind them never exit (8)"),
     ConfigOption("--max-pending", "max_pending", int, "tokens that may wait before a segment is forced to run (16)"),
+    ConfigOption(
+        "--compaction-threshold",
+        "compaction_threshold",
+        float,
+        "of several prompts: fewer than this share go deep alone (1)",
+    ),
     ConfigOption("--dataset", "calibration_dataset", str, "text to calibrate on (SPEC, see below; wikitext)"),
     ConfigOption("--calibration-samples", "calibration_samples", int, "sequences read at most (2000)"),
     ConfigOption("--calibration-length", "calibration_length", int, "tokens per sequence at most (512)"),
@@ -86,7 +92,7 @@ CONFIG_OPTIONS = [
 ]
 # The fields that the exported graph or the bundle's defaults depend on even when the routers are fitted already.
 CALIBRATION_FIELDS = {option.field for option in CONFIG_OPTIONS} - {
-    *("exit_threshold", "min_layers", "max_pending", "kv_cache_strategy")
+    *("exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold")
 }
 
 SPEC_HELP = (
@@ -246,7 +252,11 @@ def _add_tune(commands) -> None:
 def _add_generate(commands) -> None:
     parser = _command(commands, "generate", "Continue a prompt; text to stdout as it comes, statistics to stderr.")
     parser.add_argument("bundle", metavar="BUNDLE")
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated: decoded together")
+    prompts.add_argument(
+        "--prompts", metavar="FILE", help="prompts decoded together: one a line, or .jsonl with a field prompt"
+    )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
     _add_exit_options(parser)
@@ -265,6 +275,12 @@ def _add_generate(commands) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest X of 1 (1)")
     parser.add_argument("--seed", type=int, metavar="N", help="of the sampling; the same seed gives the same text")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
+    parser.add_argument(
+        "--compaction-threshold",
+        type=float,
+        metavar="X",
+        help="of several prompts: where a smaller share than this needs a segment, only those run it (the bundle's)",
+    )
     _add_engine_options(parser)
 
 

@@ -25,6 +25,12 @@ class TideConfig(BaseModel):
     exit_threshold: float = Field(0.85, ge=0.0, le=1.0, description="a token exits when its score is above this")
     min_layers: int = Field(8, ge=0, description="a count of layers: checkpoints before it never exit")
     max_pending: int = Field(16, ge=0, description="tokens that may wait before a segment is forced to run")
+    compaction_threshold: float = Field(
+        1.0,
+        ge=0.0,
+        le=1.0,
+        description="of several sequences: where a smaller share than this needs a segment, only those run it",
+    )
     exit_strategy: Literal["identity", "lens"] = Field(
         "identity", description="what leaves: the state as it is (TIDE's rule), or translated by a lens"
     )

@@ -47,6 +47,7 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
         "min_layers": manifest.min_layers,
         "max_pending": manifest.max_pending,
         "kv_cache_strategy": manifest.kv_cache_strategy,
+        "compaction_threshold": manifest.compaction_threshold,
         "kv_bytes_per_token": sum(2 * 4 * heads * width for heads, width in model.kv_shapes),  # K and V, float32
         "segments": _segments(bundle),
         "networks": None if manifest.networks is None else asdict(manifest.networks),

@@ -3,13 +3,14 @@
 Called by `pipeline` on the finished folder. The graph is checked by `onnx.checker` with shape inference, then loaded in
 ONNX Runtime and compared with the HuggingFace model (full depth) and the oracle (exits, tokens that wait and catch up)
 on two prompts and the tokens generated after them, one by one from the K/V cache: a long prompt that reaches behind the
-model's sliding windows where a large model makes that affordable, and a short one. `validate` does the same at length
-and on real text.
+model's sliding windows where a large model makes that affordable, and a short one. The networks for batches are then
+compared with the graph on both prompts together. `validate` does the same as the first part at length and on real text.
 """
 
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -22,6 +23,8 @@ from tide_export.model import SourceModel
 from tide_export.oracle import oracle
 from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Check, check_exit, check_full
 from tide_export.routers import RouterSet
+from tide_export.runtime.batch.networks import BatchNetworks
+from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
@@ -71,6 +74,14 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
         _require(check_full(engine, source, prompts, steps, MAX_PENDING, tolerance=tolerance), source, what)
         exits = check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING, tolerance=tolerance)
         _require(exits, source, what)
+    if names.batch_file(names.HEAD) not in manifest.files:
+        return
+    graph_engine = engines[0][1]
+    alone = [_forced(graph_engine, prompt, steps, thresholds) for prompt in prompts]
+    del engines, engine, graph_engine  # the networks of a batch hold the weights a second time
+    together = _forced_together(bundle, prompts, steps, thresholds)
+    for one, other in zip(alone, together, strict=True):
+        _require_same(one, other, thresholds, source)
 
 
 def windows_of(graph: Path, source: SourceModel) -> set[int]:
@@ -121,6 +132,64 @@ def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[i
 def _prompt(length: int, vocabulary: int) -> list[int]:
     """Spread over the vocabulary and the same every time."""
     return (np.arange(1, max(1, length) + 1) * 7919 % vocabulary).tolist()
+
+
+class _Said(NamedTuple):
+    """What one sequence's steps said, N of them."""
+
+    logits: np.ndarray  # [N, V]
+    exit_layers: list[int]
+    scores: np.ndarray | None  # [N, K-1], of a sequence alone
+
+
+def _tokens_behind(prompt: Sequence[int], steps: int) -> list[int]:
+    """Tokens to go on with, the same whoever generates."""
+    return [prompt[number % len(prompt)] for number in range(steps)]
+
+
+def _forced(engine: Engine, prompt: list[int], steps: int, thresholds: Sequence[float]) -> _Said:
+    state = engine.start(thresholds, MAX_PENDING)
+    results = []
+    for ids in [prompt, *([token] for token in _tokens_behind(prompt, steps))]:
+        step = state.step(ids)
+        results.append((step.logits.copy(), step.exit_layer, step.scores.copy()))
+    logits, exit_layers, scores = zip(*results, strict=True)
+    return _Said(np.stack(logits), list(exit_layers), np.stack(scores))
+
+
+def _forced_together(
+    bundle: Bundle, prompts: Sequence[list[int]], steps: int, thresholds: Sequence[float]
+) -> list[_Said]:
+    sessions = BatchNetworks(bundle, None).sessions(len(prompts))
+    batch = Batch(sessions, bundle.manifest, thresholds, MAX_PENDING, bundle.manifest.compaction_threshold)
+    places = [batch.join() for _ in prompts]
+    rows = zip(*(_tokens_behind(prompt, steps) for prompt in prompts), strict=True)
+    feeds = [prompts, *([[token] for token in row] for row in rows)]
+    results = [batch.step(dict(zip(places, feed, strict=True))) for feed in feeds]
+    return [
+        _Said(np.stack([step[place].logits for step in results]), [step[place].exit_layer for step in results], None)
+        for place in places
+    ]
+
+
+def _require_same(alone: _Said, together: _Said, thresholds: Sequence[float], source: SourceModel) -> None:
+    """Refuses a batch in which a sequence differs from itself alone, where that was not undecided.
+
+    Raises:
+        GraphError: saying where.
+    """
+    assert alone.scores is not None
+    bound = TOLERANCES["fp32"].relative_error * float(np.abs(alone.logits).max())
+    for number, (left, should) in enumerate(zip(together.exit_layers, alone.exit_layers, strict=True)):
+        where = f"the networks for batches of {source.name} ({source.architecture}) do not equal the graph: at step"
+        if left != should:
+            margins = np.abs(alone.scores[number] - np.array(thresholds, np.float32))
+            if not np.nanmin(margins) < FORGIVEN_GAP:
+                raise GraphError(f"{where} {number + 1} the token left after layer {left} instead of {should}")
+            continue
+        error = float(np.abs(together.logits[number] - alone.logits[number]).max())
+        if not error <= bound:
+            raise GraphError(f"{where} {number + 1} logits are off by {error:.2g}")
 
 
 def _require(check: Check, source: SourceModel, what: str) -> None:

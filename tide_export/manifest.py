@@ -132,6 +132,8 @@ class Manifest:
     calibration: dict[str, Any] | None  # provenance of the routers
     versions: dict[str, str]  # of the tools that made the bundle
     created: str  # ISO 8601
+    # Of several sequences in one step, in [0, 1]: where a smaller share than this needs a segment, only those run it.
+    compaction_threshold: float = 1.0
     tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tune.report`); None: they were not
     drafting: Drafting | None = None  # of lossless mode; None: it was not tuned
     networks: NetworksInfo | None = None
@@ -265,6 +267,7 @@ def _check(manifest: Manifest, source: str) -> None:
         "kv_cache_strategy",
         f"must be one of {', '.join(KV_CACHE_STRATEGIES)}",
     )
+    require(0 <= manifest.compaction_threshold <= 1, "compaction_threshold", "must lie in [0, 1]")
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
     require(
         bool(manifest.targets) and set(manifest.targets) <= set(TARGETS),

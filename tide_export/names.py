@@ -61,6 +61,21 @@ EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
 # The head takes EXIT_STATES, T [B, S, D'], and gives LOGITS, float32 [B, S, V].
 
 
+# The networks of a batch, one per segment (see `lower.batch`): N tokens of all rows behind one another, R rows at most,
+# m rows asked about. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D], LAST_TOKENS [m] (places among the N) and
+# the K/V buffers `row(past(..), r)` of each row; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m, D'],
+# ROUTER_SCORE [m, 1, 1] and `row(present(..), r)`. The head takes EXIT_STATES and gives LOGITS [1, m, V]. All float32.
+POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's place in its own sequence
+ROW_TOKENS = "row_tokens"  # input: int64 [R], how many of the N are each row's; 0: the row is left alone
+ROW_LENGTHS = "row_lengths"  # input: int32 [R], tokens in each row's K/V cache after the run; 1 where it is left alone
+BATCH_SIZES = (4, 8, 16, 32)  # R; there is a set of networks for each
+
+
+def row(name: str, number: int) -> str:
+    """A K/V buffer of one row of a batch."""
+    return f"{name}.row_{number}"
+
+
 # Files of a bundle.
 MANIFEST_FILE = "tide.json"
 GRAPH_FILE = "model.onnx"
@@ -87,3 +102,8 @@ def network_file(name: str) -> str:
 def engine_file(name: str) -> str:
     """Where a bundle keeps the TensorRT engine of the network `segment(k)` or HEAD."""
     return f"{ENGINES_FOLDER}/{name}.engine"
+
+
+def batch_file(name: str, rows: int | None = None) -> str:
+    """Where a bundle keeps the network `segment(k)` of a batch of up to `rows`, or HEAD, which serves any number."""
+    return f"batch_{name}.onnx" if rows is None else f"batch_{rows}_{name}.onnx"

@@ -83,6 +83,7 @@ def make_manifest(
         min_layers=config.min_layers,
         max_pending=config.max_pending,
         kv_cache_strategy=config.kv_cache_strategy,
+        compaction_threshold=config.compaction_threshold,
         weights="fp32",
         targets=("onnxruntime",),
         opset=OPSET,

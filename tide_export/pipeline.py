@@ -14,11 +14,11 @@ from tide_export.build import build_engines, require_builder
 from tide_export.bundle import write_manifest, writing_bundle
 from tide_export.calibrate import calibrate, load_tokenizer
 from tide_export.config import TideConfig
-from tide_export.errors import ConfigError
+from tide_export.errors import ConfigError, UnsupportedModelError
 from tide_export.export_check import check_export
 from tide_export.graph import compose, compose_propagating, cut
 from tide_export.graph.cut import Pieces
-from tide_export.lower import check_operators, lower_for_onnxruntime, networks_for_tensorrt
+from tide_export.lower import check_operators, lower_for_onnxruntime, networks_for_tensorrt, save_batch_networks
 from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS
 from tide_export.model import SourceModel, load_model
 from tide_export.names import REPORT_FILE, ROUTERS_FILE
@@ -91,7 +91,8 @@ def export(
 
     Args:
         routers: a router file; without one the routers are calibrated first.
-        config: calibration settings and the bundle's default thresholds, min_layers and max_pending.
+        config: calibration settings and the bundle's default thresholds, min_layers, max_pending and
+            compaction_threshold.
         targets: what the bundle is for: "onnxruntime", which every bundle is, and one of "tensorrt" and "tensorrt-rtx",
             for which it also gets segment networks and engines.
         weights: precision of the segment networks: "fp32", "fp16" or "bf16"; the graph for ONNX Runtime is fp32.
@@ -148,6 +149,8 @@ def export(
         manifest = make_manifest(source, fitted, config, graph, length)
         with stage("writing the weights"):
             save_graph(graph, folder)
+            if not propagates:  # what skipped layers get instead of waiting is made for one sequence alone
+                _save_batch_networks(folder, pieces, fitted)
             save_tokenizer(model, folder)
             fitted.save(folder / ROUTERS_FILE)
             if flavour is not None:
@@ -162,6 +165,14 @@ def export(
             with stage("checking the graph against the model"):
                 check_export(folder, manifest, source, fitted)
     return Path(output)
+
+
+def _save_batch_networks(folder: Path, pieces: Pieces, routers: RouterSet) -> None:
+    """Writes the networks for several sequences at once, or says why the bundle takes one prompt at a time."""
+    try:
+        save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays())
+    except UnsupportedModelError as error:
+        logger.warning("the bundle will take one prompt at a time: no networks for batches of this model: %s", error)
 
 
 def _flavour(targets: Sequence[str], weights: str) -> Flavour | None:

@@ -4,6 +4,7 @@ Used by `generate`, `bench` and `tune`; needs the small `tokenizers` package (pa
 transformers. The runtime itself works on token ids alone.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -90,3 +91,31 @@ def _window_start(tokenizer: BundleTokenizer, ids: Sequence[int]) -> int:
         if not tokenizer.decode(ids[start:]).startswith(REPLACEMENT):
             return start
     return 0
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file for `generate --prompts`: one a line; of a .jsonl file the field `prompt` of each line.
+
+    Raises:
+        GenerationError: the file cannot be read, holds no prompt, or a line of a .jsonl file has none.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerationError(f"cannot read prompts from {path}: {error}") from None
+    if not lines:
+        raise GenerationError(f"{path} holds no prompts")
+    if path.suffix != ".jsonl":
+        return lines
+    return [_prompt_of(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _prompt_of(path: Path, number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    prompt = entry.get("prompt") if isinstance(entry, dict) else None
+    if not isinstance(prompt, str):
+        raise GenerationError(f"{path}: entry {number} is no JSON object with a string `prompt`")
+    return prompt

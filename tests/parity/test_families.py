@@ -39,7 +39,8 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
         routers = spread_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **form)
         assert (routers.strategy == "lens") == (form["lens_rank"] > 0)
         assert (routers.routers[1].shortlist is not None) == (form["shortlist"] > 0)
-        engine = engine_of(source, routers, tmp_path / f"bundle-{number}", pieces)
+        batched = family in BATCHED and number == 0
+        engine = engine_of(source, routers, tmp_path / f"bundle-{number}", pieces, batch=batched)
 
         full = check_full(engine, source, PROMPTS, NEW_TOKENS)
         assert full.holds, full.differences
@@ -54,9 +55,26 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
                 assert check.holds, (thresholds, max_pending, check.differences)
                 exits |= set(check.exits)
         assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
+        if batched:
+            check_batch(engine, middle)
         if number == 0:
             check_lossless(engine, source, undone=family in UNDONE)
             check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
+
+
+# Windows and softcaps, learned positions, ALiBi, sinks, experts: what several sequences in one step could mix up.
+BATCHED = ("gemma2", "gpt2", "mpt", "gpt_oss", "mixtral")
+
+
+def check_batch(engine, thresholds: list[float]) -> None:
+    """Prompts of different lengths together give what each gives alone, which the oracle has judged."""
+    for options in ({"mode": "full"}, {"threshold": thresholds, "max_pending": 4, "min_layers": 0}):
+        alone = [engine.generate(prompt, NEW_TOKENS, stop_token_ids=[], **options) for prompt in PROMPTS]
+        together = engine.generate(PROMPTS, NEW_TOKENS, stop_token_ids=[], **options)
+        for one, other in zip(together, alone, strict=True):
+            assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
+        exits = {layers for one in together for layers in one.stats.exit_layer}
+        assert (len(exits) > 1) == ("threshold" in options)
 
 
 # Windows and softcaps, experts, ALiBi: what winding back could disturb, and models of which drafts do fall.

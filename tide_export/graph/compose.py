@@ -37,7 +37,8 @@ from tide_export import names
 from tide_export.errors import GraphError
 from tide_export.graph.bias import relative_biases, step_biases
 from tide_export.graph.builder import Block, Weights
-from tide_export.graph.cut import Pieces, bias_table
+from tide_export.graph.cache import attend_from_cache
+from tide_export.graph.cut import Pieces
 from tide_export.graph.exits import leaving_state, route, token_dims
 from tide_export.graph.route import norm_kind, normed_size, route_function
 from tide_export.routers import LensArrays, RouterArrays
@@ -281,25 +282,7 @@ class Composer:
         biases = step_biases(block, piece, self.biases, x, tokens)
         start = len(block.nodes)
         (y,) = block.inline(piece, [x, positions], token_dims(piece, 1, tokens))
-        presents = {}
-        for node in block.nodes[start:]:
-            if node.op_type != names.OP_ATTENTION:
-                continue
-            layer = node.attributes["layer"].as_int()
-            buffers = [self.past[layer, kind] for kind in ("key", "value")]
-            more = list(node.inputs[3:])  # sinks and bias, where the model has them
-            table = bias_table(node)
-            if table is not None:
-                more[-1] = biases[str(table.name)]
-            inputs = [*node.inputs[:3], *buffers, self.total, *more]
-            node.resize_inputs(len(inputs))
-            for index, value in enumerate(inputs):
-                node.replace_input_with(index, value)
-            node.resize_outputs(3)
-            for kind, value, buffer in zip(("key", "value"), node.outputs[1:], buffers, strict=True):
-                value.name = f"{node.name}.{kind}"
-                value.type, value.shape = buffer.type, buffer.shape
-                presents[names.present(layer, kind)] = value
+        presents = attend_from_cache(block.nodes[start:], self.past, self.total, biases)
         return y, presents
 
     def _positions_of(self, block: Block, x: ir.Value, tokens: str) -> ir.Value:

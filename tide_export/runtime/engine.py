@@ -9,39 +9,26 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, overload
 
 import numpy as np
 
 from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
 from tide_export.manifest import PROPAGATE, Drafting
+from tide_export.runtime.batch.generate import generate_batch
+from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
+from tide_export.runtime.batch.step import Batch
+from tide_export.runtime.generation import FinishReason, Generation, ending
 from tide_export.runtime.lookup import PromptLookup
 from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS, LosslessDecoder, Token
-from tide_export.runtime.options import whole_number
+from tide_export.runtime.options import real_number, whole_number
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState, State
 from tide_export.runtime.stats import ExitStats
 from tide_export.thresholds import resolve_thresholds
-
-FinishReason = Literal["stop", "length", "context"]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished generation.
-
-    Attributes:
-        tokens: the new token ids; the stop token, if one came, is the last.
-        stats: exits, layers run, seconds.
-        finish_reason: "stop" (a stop token), "length" (max_new_tokens), "context" (the model's context is full).
-    """
-
-    tokens: list[int]
-    stats: ExitStats
-    finish_reason: FinishReason
 
 
 def load(
@@ -68,18 +55,25 @@ def load(
         ConfigError: threads below 1.
     """
     opened = open_bundle(bundle, verify=verify)
-    return Engine(opened, *open_provider(opened, provider, threads, plugins))
+    return Engine(opened, *open_provider(opened, provider, threads, plugins), threads=threads)
 
 
 class Engine:
     """A loaded bundle. Safe to use from several threads."""
 
-    def __init__(self, bundle: Bundle, session: Any, sequence: Callable[..., Any] = SequenceState) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        session: Any,
+        sequence: Callable[..., Any] = SequenceState,
+        threads: int | None = None,
+    ) -> None:
         """`sequence` makes a sequence on `session`: SequenceState of a session of the branched graph, SegmentedState of
-        a backend of segment networks."""
+        a backend of segment networks. `threads` are for the sessions of batches, which open when one is asked for."""
         self.bundle = bundle
         self._session = session
-        self._sequence = sequence
+        self._sequence, self._threads = sequence, threads
+        self._batch_networks = BatchNetworks(bundle, threads) if sequence is SequenceState else None
 
     @property
     def manifest(self) -> Manifest:
@@ -89,8 +83,9 @@ class Engine:
     def drafting_as(self, drafting: Drafting) -> "Engine":
         """The same engine, with another way to draft in lossless mode; the bundle stays as it is."""
         bundle = replace(self.bundle, manifest=replace(self.manifest, drafting=drafting))
-        return Engine(bundle, self._session, self._sequence)
+        return Engine(bundle, self._session, self._sequence, threads=self._threads)
 
+    @overload
     def generate(
         self,
         ids: Sequence[int] | np.ndarray,
@@ -106,10 +101,70 @@ class Engine:
         top_p: float = 1.0,
         seed: int | None = None,
         stop_token_ids: Sequence[int] | None = None,
-    ) -> Generation:
-        """`stream` run to its end: same arguments, same errors."""
+        compaction_threshold: float | None = None,
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        ids: Sequence[Sequence[int]] | Sequence[np.ndarray],
+        max_new_tokens: int = 64,
+        *,
+        mode: str = "exit",
+        threshold: float | Sequence[float] | None = None,
+        min_layers: int | None = None,
+        max_pending: int | None = None,
+        prompt_lookup: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | Sequence[int] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        compaction_threshold: float | None = None,
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        ids: Sequence[int] | np.ndarray | Sequence[Sequence[int]] | Sequence[np.ndarray],
+        max_new_tokens: int = 64,
+        *,
+        mode: str = "exit",
+        threshold: float | Sequence[float] | None = None,
+        min_layers: int | None = None,
+        max_pending: int | None = None,
+        prompt_lookup: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | Sequence[int] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        compaction_threshold: float | None = None,
+    ) -> Generation | list[Generation]:
+        """`stream` run to its end: same arguments, same errors. Of a list of prompts, a generation of each.
+
+        Several prompts, of any lengths, are decoded together, up to 32 at a time; as one ends the next takes its place.
+        Each gets the tokens it would get alone, with the same options, up to rounding (docs/batch.md).
+
+        Args:
+            ids: one prompt, or a list of prompts (each a flat list or an integer array [S]).
+            seed: of a list of prompts, one for each of them, or one that each of them starts from.
+            compaction_threshold: of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs
+                a segment, only those run it; else all that wait before it catch up along. Changes speed, never tokens.
+                None: the bundle's.
+
+        Raises:
+            GenerationError: as `stream`; for a list of prompts also where mode is "lossless", the engine is not ONNX
+                Runtime on the CPU, or the bundle holds no networks for batches.
+        """
+        options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
+        if _is_list_of_prompts(ids):
+            return self._generate_batch(ids, *options, seed, stop_token_ids, compaction_threshold)
+        if compaction_threshold is not None:
+            raise GenerationError(
+                "compaction_threshold is for a list of prompts: one prompt has nothing to be kept apart from"
+            )
         stream = self.stream(
-            ids,
+            ids,  # type: ignore[arg-type]
             max_new_tokens,
             mode=mode,
             threshold=threshold,
@@ -119,12 +174,57 @@ class Engine:
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            seed=seed,
+            seed=seed,  # type: ignore[arg-type]
             stop_token_ids=stop_token_ids,
         )
         tokens = list(stream)
         assert stream.finish_reason is not None
         return Generation(tokens, stream.stats, stream.finish_reason)
+
+    def _generate_batch(
+        self,
+        prompts: Any,
+        max_new_tokens: int,
+        mode: str,
+        threshold: float | Sequence[float] | None,
+        min_layers: int | None,
+        max_pending: int | None,
+        prompt_lookup: int | None,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        seed: Any,
+        stop_token_ids: Sequence[int] | None,
+        compaction_threshold: float | None,
+    ) -> list[Generation]:
+        manifest = self.manifest
+        checked = [_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
+        limit = whole_number("max_new_tokens", max_new_tokens, least=1)
+        thresholds = _thresholds(manifest, mode, threshold, min_layers)
+        if mode == "lossless":
+            raise GenerationError("mode 'lossless' takes one prompt at a time: use mode 'exit' or 'full' for a list")
+        _check_lookup(mode, prompt_lookup)
+        waiting = _max_pending(manifest, mode, max_pending)
+        share = manifest.compaction_threshold
+        if compaction_threshold is not None:
+            share = real_number("compaction_threshold", compaction_threshold)
+        if not 0 <= share <= 1:
+            raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
+        samplers = [Sampler(temperature, top_k, top_p, own) for own in _seeds(seed, len(checked))]
+        stops = _stops(manifest, stop_token_ids)
+        if manifest.kv_cache_strategy == PROPAGATE:
+            raise GenerationError(
+                f"a list of prompts needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
+                "kv_cache_strategy exact, or give one prompt at a time"
+            )
+        if self._batch_networks is None:
+            raise GenerationError(
+                "a list of prompts runs on ONNX Runtime on the CPU alone in this release: load the bundle with "
+                "provider 'cpu', or give one prompt at a time"
+            )
+        sessions = self._batch_networks.sessions(min(len(checked), MOST_ROWS))
+        batch = Batch(sessions, manifest, thresholds, waiting, share)
+        return generate_batch(batch, manifest, checked, samplers, limit, stops)
 
     def stream(
         self,
@@ -169,15 +269,13 @@ class Engine:
         thresholds = _thresholds(manifest, mode, threshold, min_layers)
         waiting = _max_pending(manifest, mode, max_pending)
         sampler = Sampler(temperature, top_k, top_p, seed)
-        stop = manifest.model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids)
-        stops = frozenset(int(token) for token in stop)
+        stops = _stops(manifest, stop_token_ids)
         if mode == "lossless" and manifest.kv_cache_strategy == PROPAGATE:
             raise GenerationError(
                 f"mode 'lossless' needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
                 "kv_cache_strategy exact"
             )
-        if prompt_lookup is not None and mode != "lossless":
-            raise GenerationError(f"prompt_lookup is for mode 'lossless', not {mode!r}: elsewhere nothing is drafted")
+        _check_lookup(mode, prompt_lookup)
         if mode == "lossless":
             state = self.start(thresholds, NO_LIMIT)  # the decoder itself says when to verify
             context = manifest.model.context_length
@@ -248,10 +346,7 @@ class TokenStream(Iterator[int]):
         for token in self._step() if self._lossless is None else self._verified_block(self._lossless):
             stats.record(token.exit_layer, token.layers_run)
             self._ready.append(token.id)
-            if token.id in self._stop:
-                self._ending = "stop"
-            elif stats.total_tokens == self._max_new_tokens:
-                self._ending = "length"
+            self._ending = ending(token.id, self._stop, stats.total_tokens, self._max_new_tokens)
             if self._ending is not None:
                 break
         else:
@@ -292,6 +387,11 @@ def _max_pending(manifest: Manifest, mode: str, max_pending: int | None) -> int:
     return MAX_DRAFTS if manifest.drafting is None else manifest.drafting.max_drafts
 
 
+def _check_lookup(mode: str, prompt_lookup: int | None) -> None:
+    if prompt_lookup is not None and mode != "lossless":
+        raise GenerationError(f"prompt_lookup is for mode 'lossless', not {mode!r}: elsewhere nothing is drafted")
+
+
 def _lookup(manifest: Manifest, most: int | None) -> PromptLookup:
     drafting = manifest.drafting
     least_match = LEAST_MATCH if drafting is None else drafting.least_match
@@ -316,17 +416,38 @@ def _thresholds(
     return resolve_thresholds(manifest.checkpoints, given, least, mode)
 
 
-def _prompt(manifest: Manifest, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+def _is_list_of_prompts(ids: Any) -> bool:
+    """Whether `ids` is several prompts: a list whose entries are lists or arrays, or an array of two dimensions."""
+    if isinstance(ids, np.ndarray):
+        return ids.ndim == 2
+    return isinstance(ids, list | tuple) and any(isinstance(entry, list | tuple | np.ndarray) for entry in ids)
+
+
+def _seeds(seed: Any, count: int) -> list[Any]:
+    """One seed per prompt; `Sampler` checks them."""
+    if not isinstance(seed, list | tuple | np.ndarray):
+        return [seed] * count
+    if len(seed) != count:
+        raise GenerationError(f"there are {len(seed)} seeds for {count} prompts: give one for each, or one for all")
+    return list(seed)
+
+
+def _stops(manifest: Manifest, stop_token_ids: Sequence[int] | None) -> frozenset[int]:
+    stop = manifest.model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids)
+    return frozenset(int(token) for token in stop)
+
+
+def _prompt(manifest: Manifest, ids: Sequence[int] | np.ndarray, what: str = "the prompt") -> np.ndarray:
     """The prompt as int64 [S], every id inside the vocabulary."""
-    prompt = _token_ids("the prompt", ids)
+    prompt = _token_ids(what, ids)
     if len(prompt) == 0:
-        raise GenerationError("the prompt is empty: give at least one token")
+        raise GenerationError(f"{what} is empty: give at least one token")
     vocabulary, context = manifest.model.vocab_size, manifest.model.context_length
     outside = prompt[(prompt < 0) | (prompt >= vocabulary)]
     if len(outside):
-        raise GenerationError(f"the prompt holds token id {outside[0]}, outside the vocabulary 0..{vocabulary - 1}")
+        raise GenerationError(f"{what} holds token id {outside[0]}, outside the vocabulary 0..{vocabulary - 1}")
     if context is not None and len(prompt) > context:
-        raise GenerationError(f"the prompt has {len(prompt)} tokens but the model's context holds {context}")
+        raise GenerationError(f"{what} has {len(prompt)} tokens but the model's context holds {context}")
     return prompt.astype(np.int64)
 
 

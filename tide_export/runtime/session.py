@@ -36,7 +36,7 @@ def open_session(bundle: Bundle, threads: int | None = None) -> Any:
         session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
         raise BundleError(f"ONNX Runtime cannot load '{graph}': {first_line(error)}") from error
-    _check_contract(session, bundle.manifest, str(graph))
+    check_contract(session, graph_inputs(bundle.manifest), graph_outputs(bundle.manifest), str(graph))
     logger.info(
         "running '%s' with ONNX Runtime %s on the CPU, %s threads", bundle.path, ort.__version__, threads or "default"
     )
@@ -95,11 +95,15 @@ def graph_outputs(manifest: Manifest) -> set[str]:
     return {names.LOGITS, names.EXIT_LAYERS, names.SEGMENTS_RUN} | routing | cache
 
 
-def _check_contract(session: Any, manifest: Manifest, graph: str) -> None:
-    """Buffers are bound by name and raw shape: a graph that is not the manifest's must not get that far."""
+def check_contract(session: Any, inputs: set[str], outputs: set[str], graph: str) -> None:
+    """Buffers are bound by name and raw shape: a graph that is not the manifest's must not get that far.
+
+    Raises:
+        BundleError: naming a tensor that `graph`, a file, lacks or has too many.
+    """
     for kind, expected, found in (
-        ("input", graph_inputs(manifest), {entry.name for entry in session.get_inputs()}),
-        ("output", graph_outputs(manifest), {entry.name for entry in session.get_outputs()}),
+        ("input", inputs, {entry.name for entry in session.get_inputs()}),
+        ("output", outputs, {entry.name for entry in session.get_outputs()}),
     ):
         for name in sorted(expected - found):
             raise BundleError(f"'{graph}' has no {kind} {name}, which its manifest calls for")

@@ -1,0 +1,184 @@
+"""The state machine of a step over several sequences: after every segment, which of them go on.
+
+Each sequence follows the rule of `runtime.segmented.state` by itself, so its tokens are those it would have alone. What
+the batch adds is a choice that changes speed alone. A segment reads its weights once however many sequences it runs, so
+when one needs it, sequences that could wait may catch up along with it nearly for free, while weights are what a run
+waits for; where arithmetic is, only those that need it should go. `compaction_threshold` draws the line.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tide_export import names
+from tide_export.bundle import Manifest
+from tide_export.errors import GenerationError
+from tide_export.runtime.batch.networks import BatchSessions, layers_of
+from tide_export.runtime.batch.row import Row
+from tide_export.runtime.batch.segment import SegmentRun
+from tide_export.runtime.session import first_line, import_onnxruntime
+
+
+class RowResult(NamedTuple):
+    """What a step says about one sequence's last token."""
+
+    logits: np.ndarray  # float32 [V]
+    exit_layer: int  # layers the logits' hidden state went through
+    segments_run: int  # segments 0 .. this-1 ran over this sequence, also those it only caught up in
+
+
+class Batch:
+    """Sequences at `sessions.rows` places, and the buffers of their steps. Serves one thread at a time.
+
+    Attributes:
+        rows: the sequences, by place.
+    """
+
+    def __init__(
+        self,
+        sessions: BatchSessions,
+        manifest: Manifest,
+        thresholds: Sequence[float],
+        max_pending: int,
+        compaction_threshold: float,
+    ) -> None:
+        """An empty batch.
+
+        Args:
+            thresholds: one per checkpoint, as `resolve_thresholds` gives them (2.0 = off).
+            max_pending: a sequence is run through a segment when more tokens of it than this would wait before it.
+            compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
+                run it; else all that wait before it do.
+        """
+        self._ort = import_onnxruntime()
+        self._manifest, self._head, self._exit_size = manifest, sessions.head, sessions.exit_size
+        self._depths = (*manifest.checkpoints, manifest.model.num_layers)
+        self._thresholds = np.array(thresholds, np.float32)
+        self._max_pending, self._compaction = max_pending, compaction_threshold
+        self.rows: dict[int, Row] = {}
+        self._free = list(range(sessions.rows))[::-1]
+        self._nobody = Row(self._ort, manifest)
+        self._nobody.allocate(1)
+        widths = (manifest.model.hidden_size, self._exit_size)
+        self._segments = [
+            SegmentRun(
+                self._ort,
+                session,
+                k,
+                layers_of(manifest, k),
+                sessions.rows,
+                self._nobody,
+                widths,
+                last=k + 1 == len(sessions.segments),
+            )
+            for k, session in enumerate(sessions.segments)
+        ]
+
+    @property
+    def free(self) -> int:
+        """Places left."""
+        return len(self._free)
+
+    def join(self) -> int:
+        """The place of a new, empty sequence."""
+        place = self._free.pop()
+        self.rows[place] = Row(self._ort, self._manifest)
+        return place
+
+    def leave(self, place: int) -> None:
+        """Frees a place and the buffers of its sequence."""
+        del self.rows[place]
+        self._free.append(place)
+        self._bind(place, self._nobody)
+
+    def step(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, RowResult]:
+        """Runs each sequence's S >= 1 new token ids; the result is about the last of them.
+
+        Args:
+            new: token ids by place, not necessarily of all sequences.
+
+        Raises:
+            GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
+                Runtime failed. The sequences are as they were before the step.
+        """
+        everyone = sorted(new)
+        totals = {place: self.rows[place].lengths[0] + len(new[place]) for place in everyone}
+        for place in everyone:
+            if self.rows[place].reserve(len(new[place])):
+                self._bind(place, self.rows[place])
+        flat = np.concatenate([np.asarray(new[place], np.int64) for place in everyone])[None]
+        arrived = {place: len(new[place]) for place in everyone}  # tokens each brings to the segment
+        entry, ran = flat, [list[int]() for _ in self._segments]
+        left: dict[int, tuple[int, np.ndarray]] = {}  # the first checkpoint each could leave at, and its state there
+        doors: dict[tuple[int, int], np.ndarray] = {}  # what waits before a segment now, by segment and place
+        needed = everyone
+        for k, segment in enumerate(self._segments):
+            if k > 0:
+                doors |= {(k, place): states for place, states in self._at_door(k, ran[k - 1], arrived).items()}
+                forced = {p for p in needed if totals[p] - self.rows[p].lengths[k] > self._max_pending}
+                needed = [place for place in needed if place in forced or place not in left]
+                if not needed:
+                    break
+            together = len(needed) >= self._compaction * len(everyone) and (k == 0 or ran[k - 1] == everyone)
+            ran[k] = everyone if together else needed
+            if k > 0:
+                arrived, entry = self._enter(k, ran[k], ran[k - 1], doors)
+            segment.run(ran[k], [arrived[p] for p in ran[k]], [totals[p] for p in ran[k]], entry)
+            leaves = segment.scores > self._thresholds[k] if k + 1 < len(self._segments) else [True] * len(ran[k])
+            for index, (place, leaving) in enumerate(zip(ran[k], leaves, strict=True)):
+                if leaving and place not in left:
+                    left[place] = (k, segment.states[0, index].copy())
+        logits = self._logits(np.stack([left[place][1] for place in everyone])[None])
+        self._commit(ran, totals, doors)
+        return {
+            place: RowResult(logits[index], self._depths[left[place][0]], sum(place in places for places in ran))
+            for index, place in enumerate(everyone)
+        }
+
+    def _at_door(self, k: int, came: list[int], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
+        """All that waits before segment k of those that ran the segment before: what waited, and what is new. Where
+        nothing waited, a view of that segment's output."""
+        hidden, found, start = self._segments[k - 1].hidden[0], {}, 0
+        for place in came:
+            stop = start + counts[place]
+            waited = self.rows[place].waiting[k]
+            found[place] = np.concatenate([waited, hidden[start:stop]]) if len(waited) else hidden[start:stop]
+            start = stop
+        return found
+
+    def _enter(
+        self, k: int, places: list[int], came: list[int], doors: Mapping[tuple[int, int], np.ndarray]
+    ) -> tuple[dict[int, int], np.ndarray]:
+        """Tokens each of `places` brings to segment k, and their hidden states [1, N, D]."""
+        parts = [doors[k, place] for place in places]
+        counts = {place: len(part) for place, part in zip(places, parts, strict=True)}
+        before = self._segments[k - 1].hidden
+        if places == came and sum(counts.values()) == len(before[0]):  # all of it, and nothing waited
+            return counts, before
+        return counts, np.concatenate(parts)[None]
+
+    def _commit(
+        self, ran: list[list[int]], totals: Mapping[int, int], doors: Mapping[tuple[int, int], np.ndarray]
+    ) -> None:
+        """Writes down how far everyone has come and what waits now, once nothing can fail any more."""
+        for k, places in enumerate(ran):
+            for place in places:
+                row = self.rows[place]
+                row.lengths[k] = totals[place]
+                if len(row.waiting[k]):
+                    row.waiting[k] = row.waiting[k][:0].copy()
+        for (k, place), states in doors.items():
+            if place not in ran[k]:
+                self.rows[place].waiting[k] = states.copy()  # of arrays that the next run writes over
+
+    def _bind(self, place: int, row: Row) -> None:
+        for segment in self._segments:
+            segment.bind_row(place, row)
+
+    def _logits(self, states: np.ndarray) -> np.ndarray:
+        """float32 [m, V] of exit states [1, m, D']."""
+        try:
+            return self._head.run([names.LOGITS], {names.EXIT_STATES: states})[0][0]
+        except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
+            raise GenerationError(f"ONNX Runtime failed in the head: {first_line(error)}") from error

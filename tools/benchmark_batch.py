@@ -1,0 +1,179 @@
+"""Tokens a second over the number of sequences decoded together, at full depth and with exits, in one interleaved run.
+
+    python tools/benchmark_batch.py BUNDLE --dataset SPEC [--sizes 1,2,4,8,16,32] [--plot FILE.png]
+
+Prompts are cut from documents of SPEC at lengths from half to one and a half times `--prompt-tokens`. A round gives
+every case its turn, in an order drawn anew: B sequences, decoded for `--new-tokens` steps behind their prompts, of
+which the first token is not counted. B = 1 is the one-sequence graph, so that what a batch gains is against the best
+there is for one. Of each case the median over the rounds is told, and the ratio to one sequence at full depth; only
+ratios within one run mean anything. Tokens of every batch are compared with those one by one (a difference is rounding:
+they are counted, and how far apart the two best logits were is not known here).
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tide_export.calibrate.texts import Documents
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
+from tide_export.text import BundleTokenizer
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to generate: `compaction` is the compaction_threshold, None where there is nothing to choose."""
+
+    mode: str
+    threshold: float | None
+    compaction: float | None
+
+    @property
+    def title(self) -> str:
+        if self.mode == "full":
+            return "full depth"
+        return f"exits at {self.threshold:g}, compaction {self.compaction:g}"
+
+
+@dataclass
+class Measured:
+    title: str
+    batch: int
+    tokens_per_second: float
+    ratio: float  # to one sequence at full depth
+    layers_per_token: float
+    differing_tokens: int
+    tokens: int
+
+
+def main() -> None:
+    options = _options()
+    sizes = [int(size) for size in options.sizes.split(",")]
+    # An engine each, because one keeps the networks of the largest batch it has seen, and idle places are not free.
+    engines = {size: load(options.bundle, provider="cpu", threads=options.threads) for size in sizes}
+    prompts = _prompts(options, max(sizes))
+    cases = [Case("full", None, None)]
+    for threshold in map(float, options.thresholds.split(",")):
+        cases += [Case("exit", threshold, float(share)) for share in options.compactions.split(",")]
+    turns = [(case, size) for case in cases for size in sizes if size > 1 or case.compaction in (None, 1.0)]
+    alone: dict[float | None, list[Generation]] = {}
+    for case in cases:
+        if case.threshold not in alone:
+            alone[case.threshold], _ = _run(engines[sizes[0]], case, prompts, options.new_tokens, together=False)
+    seconds: dict[tuple[Case, int], list[float]] = {turn: [] for turn in turns}
+    outcome = {}
+    for size, engine in engines.items():
+        engine.generate(prompts[:size], 2)  # opens the networks
+    order = random.Random(0)
+    for _ in range(options.rounds):
+        order.shuffle(turns)
+        for case, size in turns:
+            outcome[case, size], spent = _run(
+                engines[size], case, prompts[:size], options.new_tokens, together=size > 1
+            )
+            seconds[case, size].append(spent)
+    rows = []
+    base = (options.new_tokens - 1) / median(seconds[cases[0], sizes[0]]) if sizes[0] == 1 else float("nan")
+    for case, size in sorted(turns, key=lambda turn: (cases.index(turn[0]), turn[1])):
+        results = outcome[case, size]
+        speed = size * (options.new_tokens - 1) / median(seconds[case, size])
+        pairs = [
+            (a, b)
+            for x, y in zip(results, alone[case.threshold], strict=False)
+            for a, b in zip(x.tokens, y.tokens, strict=True)
+        ]
+        layers = float(np.mean([one.stats.layers_run_per_token for one in results]))
+        rows.append(Measured(case.title, size, speed, speed / base, layers, sum(a != b for a, b in pairs), len(pairs)))
+    print(_table(rows))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if options.plot:
+        _plot(rows, options.plot)
+
+
+def _run(
+    engine: Engine, case: Case, prompts: Sequence[list[int]], new_tokens: int, together: bool
+) -> tuple[list[Generation], float]:
+    """Generations of `prompts` and the seconds after every sequence had its first token (alone: of the first)."""
+    request: dict[str, Any] = {"mode": case.mode, "threshold": case.threshold, "min_layers": 0, "stop_token_ids": []}
+    if not together:
+        done = [engine.generate(prompt, new_tokens, **request) for prompt in prompts]
+        return done, done[0].stats.decode_seconds
+    started = time.perf_counter()
+    done = engine.generate(list(prompts), new_tokens, compaction_threshold=case.compaction, **request)
+    whole = time.perf_counter() - started
+    return done, whole - max(one.stats.prefill_seconds for one in done)
+
+
+def _prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
+    tokenizer, found = BundleTokenizer(Path(options.bundle)), list[list[int]]()
+    lengths = np.linspace(0.5, 1.5, count) * options.prompt_tokens
+    lengths = np.random.default_rng(0).permutation(lengths).astype(int)
+    room = 2 * options.prompt_tokens
+    for document in Documents(options.dataset):
+        ids = tokenizer.encode(document)
+        for start in range(0, len(ids) - room, room):
+            found.append(ids[start : start + int(lengths[len(found)])])
+            if len(found) == count:
+                return found
+    raise SystemExit(f"{options.dataset} holds text for {len(found)} prompts, not {count}")
+
+
+def _table(rows: Sequence[Measured]) -> str:
+    lines = ["| case | B | tokens/s | x one sequence, full depth | layers run per token | tokens not as one by one |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    lines += [
+        f"| {row.title} | {row.batch} | {row.tokens_per_second:.0f} | {row.ratio:.2f} | {row.layers_per_token:.1f} "
+        f"| {row.differing_tokens} of {row.tokens} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _plot(rows: Sequence[Measured], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    for title in dict.fromkeys(row.title for row in rows):
+        own = [row for row in rows if row.title == title]
+        axes.plot([row.batch for row in own], [row.ratio for row in own], marker="o", label=title)
+    axes.set_xscale("log", base=2)
+    sizes = sorted({row.batch for row in rows})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel("sequences decoded together")
+    axes.set_ylabel("tokens/s, one sequence at full depth = 1")
+    axes.grid(alpha=0.3)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("bundle", metavar="BUNDLE")
+    parser.add_argument("--dataset", required=True, metavar="SPEC", help="text for the prompts")
+    parser.add_argument("--sizes", default="1,2,4,8,16,32", metavar="B,B", help="(1,2,4,8,16,32)")
+    parser.add_argument("--thresholds", default="0.85", metavar="T,T", help="for exits (0.85)")
+    parser.add_argument("--compactions", default="1", metavar="X,X", help="compaction thresholds; 1 must be one (1)")
+    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="on average (64)")
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="(32)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(5)")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
