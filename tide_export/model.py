@@ -27,6 +27,7 @@ from transformers import (
 
 from tide_export.anatomy import Anatomy, input_device, offload_hooks
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
+from tide_export.quantized import loading_problem, prepare_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +171,8 @@ def load_model(
 ) -> SourceModel:
     """Loads `name` (a folder or a hub id) in float32 with `reference_attention`, frozen, and checks that it is usable.
 
+    Whatever type the checkpoint has; what is quantized already is dequantized (see `quantized`).
+
     Args:
         name: the model.
         device: where all of it goes.
@@ -181,17 +184,22 @@ def load_model(
     Raises:
         ConfigError: both `device` and `device_map`.
         ModelError: no such model, unreadable or missing weights, NaN or infinity in a weight.
-        UnsupportedModelError: transformers has no causal LM for it, or its anatomy cannot be found.
+        UnsupportedModelError: transformers has no causal LM for it, its anatomy cannot be found, or it is quantized in
+            a way that cannot be read.
     """
     if device_map is not None and device != "cpu":
         raise ConfigError(f"device {device!r} and a device_map: give one of them")
     name = os.fspath(name)
     config = _check_source(name)
+    quantized = prepare_quantized(config, name)
+    if quantized is not None:
+        logger.info("%s is quantized (%s): its weights are read as the float32 numbers they stand for", name, quantized)
     placed = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
     try:
         with quiet_transformers():
             loaded: Any = auto_class(config).from_pretrained(
                 name,
+                config=config,
                 dtype=torch.float32,
                 attn_implementation=reference_attention(config),
                 output_loading_info=True,
@@ -200,7 +208,8 @@ def load_model(
             )
         model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
-        raise ModelError(f"cannot load the weights of model {name!r}: {_one_line(error)}") from error
+        reason = loading_problem(config) or _one_line(error)
+        raise ModelError(f"cannot load the weights of model {name!r}: {reason}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         problem = sorted(
             key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])
