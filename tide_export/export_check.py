@@ -1,10 +1,11 @@
 """The last gate before a bundle is put in place: the written graph must say what the source model says.
 
-Called by `pipeline` on the finished folder. The graph is checked by `onnx.checker` with shape inference, then loaded in
-ONNX Runtime and compared with the HuggingFace model (full depth) and the oracle (exits, tokens that wait and catch up)
-on two prompts and the tokens generated after them, one by one from the K/V cache: a long prompt that reaches behind the
-model's sliding windows where a large model makes that affordable, and a short one. `validate` does the same at length
-and on real text.
+Called by `pipeline`: `ask_model` while the source model is there, `check_export` on the finished folder, when it is not:
+the model and ONNX Runtime's copy of its weights are never in memory at the same time. The graph is checked by
+`onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the HuggingFace model (full depth) and
+the oracle (exits, tokens that wait and catch up) on two prompts and the tokens after them, one by one from the K/V
+cache: a long prompt that reaches behind the model's sliding windows where a large model makes that affordable, and a
+short one. `validate` does the same at length and on real text.
 """
 
 import logging
@@ -20,7 +21,7 @@ from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import GraphError
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
-from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Check, check_exit, check_full
+from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.onnxruntime import open_segments
@@ -36,18 +37,37 @@ BEHIND = 8  # tokens a prompt reaches behind the last window
 NEW_TOKENS = 12
 MAX_PENDING = 3
 
-# What one pass over the long prompt may cost, of which there are five: about a minute on two cores for all, and memory.
+# What one pass over the long prompt may cost, of which there are three: less than a minute on two cores for all, and memory.
 MULTIPLICATIONS = 3e11
 LOGIT_BYTES = 2**30
 
 
-def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers: RouterSet) -> None:
-    """Refuses a bundle whose graph is malformed or differs from the model.
+def ask_model(
+    source: SourceModel, routers: RouterSet, manifest: Manifest, graph: ir.Model
+) -> list[Answers]:
+    """What the graph must say, from the source model alone, so that it can be let go before the graph is loaded.
+
+    Args:
+        graph: the lowered graph; its sliding windows say how long the longer text must be.
+    """
+    context = manifest.model.context_length or 2**31
+    steps = max(1, min(NEW_TOKENS, context - 1))
+    lengths = (prompt_length(source, context, windows_of(graph, source)), SHORT_PROMPT)
+    texts = [_prompt(min(length, context - steps) + steps - 1, manifest.model.vocab_size) for length in lengths]
+    prompts = [text[: len(text) - steps + 1] for text in texts]
+    thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
+    return [
+        ask(source, routers, prompt, text[len(prompt) :], thresholds, manifest.kv_cache_strategy)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -> None:
+    """Refuses a bundle whose graph is malformed or differs from the model, which gave `answers` (`ask_model`).
 
     Raises:
         GraphError: saying how it differs.
     """
-    graph = folder / names.GRAPH_FILE
     parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), names.HEAD]
     files = [names.GRAPH_FILE, *(map(names.network_file, parts) if manifest.networks is not None else ())]
     try:
@@ -56,26 +76,31 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
-    engines = [("graph", Engine(bundle, open_session(bundle)), TOLERANCES["fp32"])]
+    _compare("graph", Engine(bundle, open_session(bundle)), answers, TOLERANCES["fp32"])
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
-        backend = open_segments(bundle)
-        engines.append(("networks", Engine(bundle, backend, SegmentedState), TOLERANCES[manifest.networks.weights]))
-    context = manifest.model.context_length or 2**31
-    steps = max(1, min(NEW_TOKENS, context - 1))
-    prompts = [
-        _prompt(min(length, context - steps), manifest.model.vocab_size)
-        for length in (prompt_length(source, context, windows_of(graph, source)), SHORT_PROMPT)
-    ]
-    thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
-    for what, engine, tolerance in engines:
-        _require(check_full(engine, source, prompts, steps, MAX_PENDING, tolerance=tolerance), source, what)
-        exits = check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING, tolerance=tolerance)
-        _require(exits, source, what)
+        networks = Engine(bundle, open_segments(bundle), SegmentedState)
+        _compare("networks", networks, answers, TOLERANCES[manifest.networks.weights])
 
 
-def windows_of(graph: Path, source: SourceModel) -> set[int]:
+def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: Tolerance) -> None:
+    """One engine at a time is in memory: the caller holds none."""
+    model, off = engine.manifest.model, [OFF] * len(engine.manifest.checkpoints)
+    for name, thresholds in (("full", off), ("exit", answers[0].thresholds)):
+        check = Check(name, thresholds, tolerance=tolerance)
+        for one in answers:
+            compare(engine, one, name == "exit", MAX_PENDING, check)
+        if not check.holds:
+            wrong_logits = f"logits are off by {check.max_error:.2g}, where the largest is {check.largest_logit:.2g}"
+            reason = check.differences[0] if check.differences else wrong_logits
+            raise GraphError(
+                f"the exported {what} of {model.name} ({model.architecture}) does not equal the model "
+                f"({'full depth' if name == 'full' else 'with exits'}): {reason}"
+            )
+
+
+def windows_of(graph: ir.Model, source: SourceModel) -> set[int]:
     """Sliding windows in tokens: those the graph has and the one the model's config speaks of, lest one was lost."""
-    sizes = [node.attributes.get_int("local_window_size", -1) for node in ir.load(graph).graph.all_nodes()]
+    sizes = [node.attributes.get_int("local_window_size", -1) for node in graph.graph.all_nodes()]
     return {size for size in (*sizes, getattr(source.text_config, "sliding_window", None)) if size and size > 0}
 
 
@@ -121,13 +146,3 @@ def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[i
 def _prompt(length: int, vocabulary: int) -> list[int]:
     """Spread over the vocabulary and the same every time."""
     return (np.arange(1, max(1, length) + 1) * 7919 % vocabulary).tolist()
-
-
-def _require(check: Check, source: SourceModel, what: str) -> None:
-    if not check.holds:
-        wrong_logits = f"logits are off by {check.max_error:.2g}, where the largest is {check.largest_logit:.2g}"
-        reason = check.differences[0] if check.differences else wrong_logits
-        raise GraphError(
-            f"the exported {what} of {source.name} ({source.architecture}) does not equal the model "
-            f"({'full depth' if check.name == 'full' else 'with exits'}): {reason}"
-        )
