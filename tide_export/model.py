@@ -154,6 +154,14 @@ class SourceModel:
             weight = _offloaded(self.model, self.name, f"{key}.weight")
         return weight.detach().float().cpu()
 
+    def weight(self, key: str) -> torch.Tensor:
+        """The parameter or buffer `key` of `state_dict`, float32 (integers as they are) on the CPU, wherever it is."""
+        tensor = self.model.get_parameter_or_buffer(key)
+        if tensor.is_meta:
+            tensor = _offloaded(self.model, self.name, key)
+        tensor = tensor.detach().cpu()
+        return tensor.float() if tensor.is_floating_point() else tensor
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm (and projection, if any) on raw states [..., D]: what the head, and every router, sees."""
         return self.anatomy.normed(hidden)
@@ -177,7 +185,7 @@ def load_model(
         name: the model.
         device: where all of it goes.
         device_map: instead of `device`, for a model that does not fit one: "auto", or a device ("cpu" and "disk"
-            included) per module name, as accelerate takes it. Everything but tracing works on such a model.
+            included) per module name, as accelerate takes it.
         offload_folder: for layers on "disk" whose weights cannot be read from the checkpoint as they are (they can from
             safetensors): where they are written.
 

@@ -1,0 +1,111 @@
+"""What big models need, on small ones: shards, half precision sources, weights that are not in memory while the model is
+traced, and nothing of the model left in memory once its graph is written."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tide_export import export_check, pipeline
+from tide_export.bundle import open_bundle
+from tide_export.cli import main
+from tide_export.config import TideConfig
+from tide_export.model import load_model
+from tide_export.names import GRAPH_FILE, WEIGHTS_FILE
+from tide_export.parity import spread_routers
+from tide_export.trace.absent import LARGE, absent_weights
+
+CONFIG = TideConfig(checkpoints=(1,), min_layers=1)
+IDS = [(i * 37) % 500 + 3 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 Llama in shards, its embedding tied to its head, with matrices as large as those that are left where
+    they are; and routers for it."""
+    path = tmp_path_factory.mktemp("big")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=LARGE // 64 + 1,
+        hidden_size=64,
+        intermediate_size=LARGE // 64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.bfloat16().save_pretrained(path / "model", max_shard_size="2MB")
+    assert len(list((path / "model").glob("*.safetensors"))) > 2
+    spread_routers(load_model(path / "model"), (1,), IDS, bottleneck=8).save(path / "routers.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Path:
+    """The bundle of the model loaded whole."""
+    routers = folder / "routers.safetensors"
+    return pipeline.export(str(folder / "model"), folder / "plain", routers=routers, config=CONFIG)
+
+
+@pytest.mark.parametrize("where", ["all", "one layer"])
+def test_weights_left_on_disk_make_the_same_bundle(folder: Path, plain: Path, tmp_path: Path, where: str) -> None:
+    placed = {"": "disk"} if where == "all" else {"model.layers.1": "disk", "model": "cpu", "lm_head": "cpu"}
+    model, routers = str(folder / "model"), folder / "routers.safetensors"
+    made = pipeline.export(model, tmp_path / "out", routers=routers, config=CONFIG, device_map=placed)
+    expected, found = open_bundle(plain).manifest, open_bundle(made).manifest
+    assert found.model == expected.model
+    assert found.files[WEIGHTS_FILE] == expected.files[WEIGHTS_FILE]
+    assert found.files[GRAPH_FILE] == expected.files[GRAPH_FILE]
+
+
+def test_large_weights_are_stood_in_for_and_everything_is_put_back(folder: Path) -> None:
+    source = load_model(folder / "model", device_map={"": "disk"})
+    parameters, hidden = dict(source.model.named_parameters()), source.run(torch.tensor([IDS]), [1]).raw[1]
+    with absent_weights(source) as stand_ins:
+        names = set(stand_ins.tensors)
+        assert all(parameter.device.type == "cpu" for parameter in source.model.parameters())
+        norm = source.model.get_parameter("model.norm.weight")
+        assert torch.equal(norm, load_model(folder / "model").model.get_parameter("model.norm.weight"))
+    assert {name.split(".")[-2] for name in names} == {"embed_tokens", "gate_proj", "up_proj", "down_proj"}
+    assert {name: id(value) for name, value in source.model.named_parameters()} == {
+        name: id(value) for name, value in parameters.items()
+    }
+    assert torch.equal(source.run(torch.tensor([IDS]), [1]).raw[1], hidden)
+    with absent_weights(load_model(folder / "model")) as stand_ins:
+        assert not stand_ins.tensors
+
+
+def test_the_model_is_gone_when_the_graph_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or both would be in memory: the model and ONNX Runtime's weights."""
+    alive: list[weakref.ref] = []
+    left: list[int] = []
+
+    def load(*arguments, **options):
+        source = load_model(*arguments, **options)
+        alive.extend(weakref.ref(parameter) for parameter in source.model.parameters())
+        alive.append(weakref.ref(source.model))
+        return source
+
+    def check(*arguments):
+        left.append(sum(reference() is not None for reference in alive))
+        export_check.check_export(*arguments)
+
+    monkeypatch.setattr(pipeline, "load_model", load)
+    monkeypatch.setattr(pipeline, "check_export", check)
+    routers = folder / "routers.safetensors"
+    gc.collect()
+    pipeline.export(str(folder / "model"), tmp_path / "out", routers=routers, config=CONFIG)
+    assert alive
+    assert left == [0]
