@@ -162,6 +162,14 @@ class SourceModel:
         tensor = tensor.detach().cpu()
         return tensor.float() if tensor.is_floating_point() else tensor
 
+    def let_go(self) -> None:
+        """Frees the weights, whoever else still holds the model: exporters and rewriters keep what they saw last.
+
+        Nothing can be asked of the model afterwards.
+        """
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm (and projection, if any) on raw states [..., D]: what the head, and every router, sees."""
         return self.anatomy.normed(hidden)

@@ -196,6 +196,7 @@ def _write_graphs(
             networks.save(folder)
             info = networks.info(manifest)
             manifest = replace(manifest, targets=("onnxruntime", flavour.name), networks=info)
+    source.let_go()
     return manifest, answers
 
 

@@ -148,7 +148,11 @@ def _export(source: SourceModel) -> ir.Model:
         raise TraceError(f"torch.onnx.export failed on {source.architecture} ({source.name}): {reason}") from error
     if program is None:
         raise TraceError(f"torch.onnx.export gave no graph for {source.architecture} ({source.name})")
-    return program.model
+    model = program.model.clone()
+    # onnxscript's rewrite rules live as long as the process and keep the last graph they saw: not with the weights.
+    for value in program.model.graph.initializers.values():
+        value.const_value = None
+    return model
 
 
 @contextmanager
