@@ -1,5 +1,5 @@
-"""What big models need, on small ones: shards, half precision sources, weights that are not in memory while the model is
-traced, and nothing of the model left in memory once its graph is written."""
+"""What big models need, on small ones: shards, half precision sources, weights that are not in memory while the model
+is traced, and nothing of the model left in memory once its graph is written."""
 
 from pathlib import Path
 
@@ -7,16 +7,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from families import CHECKPOINTS, GROUPED, engine_of, pieces_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_export import export_check, pipeline
 from tide_export.bundle import open_bundle
-from tide_export.cli import main
 from tide_export.config import TideConfig
+from tide_export.lower import networks_for_tensorrt
 from tide_export.model import load_model
 from tide_export.names import GRAPH_FILE
-from tide_export.parity import spread_routers
+from tide_export.parity import check_full, spread_routers
 from tide_export.trace.absent import LARGE, absent_weights
 
 CONFIG = TideConfig(checkpoints=(1,), min_layers=1)
@@ -109,3 +110,31 @@ def test_the_model_is_gone_when_the_graph_is_loaded(
     pipeline.export(str(folder / "model"), tmp_path / "out", routers=routers, config=CONFIG)
     assert weights
     assert left == [0]
+
+
+def test_the_command_takes_a_device_map(folder: Path, plain: Path, tmp_path: Path) -> None:
+    """ "auto" finds room for so small a model: nothing is left on disk, and the bundle is the plain one."""
+    options = ["--routers", str(folder / "routers.safetensors"), "--min-layers", "1", "--device-map", "auto"]
+    assert main(["export", str(folder / "model"), "-o", str(tmp_path / "out"), *options]) == 0
+    assert open_bundle(tmp_path / "out").manifest.model == open_bundle(plain).manifest.model
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_half_precision_sources_become_any_weights(stored: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**GROUPED)).to(getattr(torch, stored))
+    model.save_pretrained(tmp_path / "model")
+    source = load_model(tmp_path / "model")
+    weight = source.model.get_parameter("model.layers.1.self_attn.o_proj.weight")
+    original = model.get_parameter("model.layers.1.self_attn.o_proj.weight")
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, original.float())
+
+    pieces, routers = pieces_of(source, CHECKPOINTS), spread_routers(source, CHECKPOINTS, IDS, bottleneck=8)
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces)
+    assert check_full(engine, source, [IDS[:9], [5]], 12).holds
+    for weights, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        networks = networks_for_tensorrt(pieces, routers.arrays(), None, 32, weights)
+        tensors = [value.const_value for value in networks.models["segment_1"].graph.initializers.values()]
+        found = [torch.from_numpy(one.numpy().astype(np.float32)) for one in tensors if list(one.shape) == [64, 64]]
+        assert any(torch.equal(one, original.float().to(dtype).float().T) for one in found), weights

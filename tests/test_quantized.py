@@ -14,8 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from tide_export.cli import main
+from tide_export.config import TideConfig
 from tide_export.errors import ModelError, UnsupportedModelError
 from tide_export.model import auto_class, load_model
+from tide_export.parity import spread_routers
+from tide_export.pipeline import export
+from tide_export.runtime.engine import load
 
 LLAMA = LlamaConfig(
     vocab_size=96,
@@ -87,6 +91,36 @@ def awq(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {"qweight": packed(integers), "qzeros": packed(zeros), "scales": scales}, dense
 
 
+def symmetric(matrix: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Signed integers [N, K] of `matrix` [K, N], scales float32 [N, G] and what they stand for [K, N]."""
+    rows, top = matrix.T, 2 ** (bits - 1) - 1
+    scales = np.abs(rows.reshape(len(rows), -1, group)).max(axis=-1).astype(np.float32) / top
+    wide = np.repeat(scales, group, axis=1)
+    integers = np.clip(np.round(rows / wide), -top - 1, top)
+    return integers.astype(np.int64), scales, (integers.astype(np.float32) * wide).T
+
+
+def compressed_words(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    integers, scales, dense = symmetric(matrix, 4, GROUP)
+    words = dense_words((integers + 8).T, 4).T
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(integers.shape)}, dense
+
+
+def compressed_bytes(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    integers, scales, dense = symmetric(matrix, 8, len(matrix))
+    return {"weight": integers.astype(np.int8), "weight_scale": scales}, dense
+
+
+def fp8(matrix: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+    """Blocks of 32 x 32 with a scale each."""
+    rows = torch.from_numpy(np.ascontiguousarray(matrix.T))
+    blocks = rows.reshape(len(rows) // 32, 32, -1, 32)
+    scales = blocks.abs().amax(dim=(1, 3)) / 448
+    wide = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    small = (rows / wide).to(torch.float8_e4m3fn)
+    return {"weight": small, "weight_scale_inv": scales}, (small.float() * wide).T.numpy()
+
+
 def write(
     folder: Path, config: Any, settings: dict[str, Any], quantize: Quantizer, inputs_first: bool = False
 ) -> tuple[Tensors, Tensors]:
@@ -103,10 +137,15 @@ def write(
         parts, meant = quantize((matrix if inputs_first else matrix.T).numpy())
         dense[name] = torch.from_numpy(np.ascontiguousarray(meant if inputs_first else meant.T)).float()
         for part, array in parts.items():
-            tensors[f"{name.removesuffix('weight')}{part}"] = torch.from_numpy(np.ascontiguousarray(array))
+            tensors[f"{name.removesuffix('weight')}{part}"] = (
+                array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))
+            )
     assert dense
     replace(folder, settings, tensors)
-    return {**{name: value for name, value in tensors.items() if value.is_floating_point() and "scales" not in name}, **dense}, tensors
+    return {
+        **{name: value for name, value in tensors.items() if value.is_floating_point() and "scale" not in name},
+        **dense,
+    }, tensors
 
 
 def with_experts_apart(tensors: Tensors) -> Tensors:
@@ -136,7 +175,11 @@ def float_twin(folder: Path, twin: Path, tensors: Tensors) -> Any:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (twin / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    save_file({name: value.float().contiguous() for name, value in tensors.items()}, twin / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: value.float().contiguous() for name, value in tensors.items()},
+        twin / "model.safetensors",
+        {"format": "pt"},
+    )
     kind = auto_class(AutoConfig.from_pretrained(twin))
     return kind.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
 
@@ -146,6 +189,21 @@ V2 = {"checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPT2 = GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
 MIXTRAL = MixtralConfig(**LLAMA.to_diff_dict() | {"num_local_experts": 4, "num_experts_per_tok": 2})
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+
+def compressed(layout: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **more}},
+        "ignore": [],
+    }
+
+
 CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool]] = {
     "gptq": (LLAMA, GPTQ, gptq(), False),
     "gptq, 8 bits": (LLAMA, GPTQ | {"bits": 8}, gptq(8), False),
@@ -156,6 +214,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], Quantizer, bool]] = {
     "gptq, experts": (MIXTRAL, GPTQ, gptq(), False),
     "awq": (LLAMA, AWQ, awq, False),
     "awq, experts": (MIXTRAL, AWQ, awq, False),
+    "compressed-tensors, packed": (LLAMA, compressed("pack-quantized", INT4), compressed_words, False),
+    "compressed-tensors, 8 bits": (LLAMA, compressed("int-quantized", INT8), compressed_bytes, False),
+    "fp8": (LLAMA, FP8, fp8, False),
 }
 
 
@@ -169,3 +230,89 @@ def test_weights_are_what_the_integers_stand_for(case: str, tmp_path: Path) -> N
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found[name], tensor), name
     assert torch.equal(source.run(IDS, []).logits, expected(IDS).logits)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, which cannot be read"),
+    "no method": ({"bits": 4}, "an unknown method, which cannot be read"),
+    "gptq, marlin": (GPTQ | {"checkpoint_format": "marlin"}, "gptq and stored in the format 'marlin'"),
+    "gptq, 5 bits": (GPTQ | {"bits": 5}, "gptq and has 5 bits a weight"),
+    "gptq, dynamic": (GPTQ | {"dynamic": {r"+:.*\.0\..*": {"bits": 8}}}, "gptq and its layers differ"),
+    "awq, gemv": (AWQ | {"version": "GEMV"}, "awq and stored in the format 'GEMV' instead of 'gemm'"),
+    "activations": (compressed("int-quantized", INT8, input_activations=INT8), "its activations are quantized too"),
+    "K/V cache": (compressed("int-quantized", INT8) | {"kv_cache_scheme": INT8}, "its K/V cache is quantized too"),
+    "sparse": (compressed("int-quantized", INT8) | {"sparsity_config": {"format": "x"}}, "it is sparse or rotated"),
+    "no groups": ({"quant_method": "compressed-tensors"}, "does not say how its weights are quantized"),
+}
+
+
+@pytest.fixture(scope="module")
+def float_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized") / "model"
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused_by_name(case: str, float_model: Path) -> None:
+    settings, sentence = REFUSED[case]
+    replace(float_model, settings)
+    with pytest.raises(UnsupportedModelError, match="export the model it was made from") as caught:
+        load_model(str(float_model))
+    assert sentence in str(caught.value)
+    assert str(float_model) in str(caught.value)
+
+
+def test_the_command_says_it_in_one_line(float_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(float_model, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    assert main(["export", str(float_model), "-o", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("tide-export: error: ")
+    assert "is quantized with bitsandbytes, which cannot be read" in line
+    assert not (tmp_path / "out").exists()
+
+
+SPOILED: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "no scales": (lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.scales"), "has a qweight but no scales"),
+    "too short": (
+        lambda tensors: tensors.update({"lm_head.qweight": tensors["lm_head.qweight"][1:]}),
+        "lm_head.weight is packed as",
+    ),
+    "too few groups": (
+        lambda tensors: tensors.update({"lm_head.scales": tensors["lm_head.scales"][:1]}),
+        "lm_head.weight has 1 groups of scales for inputs of 2 groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_packed_tensors_that_do_not_fit_are_named(how: str, tmp_path: Path) -> None:
+    _, tensors = write(tmp_path / "model", LLAMA, GPTQ, gptq())
+    spoil, sentence = SPOILED[how]
+    spoil(tensors)
+    replace(tmp_path / "model", GPTQ, tensors)
+    with pytest.raises(ModelError, match="cannot load the weights of model") as caught:
+        load_model(str(tmp_path / "model"))
+    assert sentence in str(caught.value)
+
+
+def test_compressed_tensors_computes_what_transformers_computes(tmp_path: Path) -> None:
+    """Read by transformers' other way: left compressed, decompressed when the model first runs."""
+    write(tmp_path / "model", LLAMA, compressed("pack-quantized", INT4), compressed_words)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
+    ours = load_model(str(tmp_path / "model")).run(IDS, []).logits
+    assert torch.allclose(theirs(IDS).logits, ours, atol=1e-5)
+
+
+def test_a_quantized_model_is_exported_as_the_weights_it_stands_for(tmp_path: Path) -> None:
+    tensors, _ = write(tmp_path / "model", LLAMA, GPTQ, gptq())
+    twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
+    routers = spread_routers(load_model(tmp_path / "twin"), (1,), IDS[0].tolist(), bottleneck=8)
+    routers.save(tmp_path / "routers.safetensors")
+    config = TideConfig(checkpoints=(1,), min_layers=1)
+    bundle = export(str(tmp_path / "model"), tmp_path / "out", routers=tmp_path / "routers.safetensors", config=config)
+    prompt = IDS[0].tolist()
+    expected = twin.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[
+        0, len(prompt) :
+    ]
+    assert load(bundle).generate(prompt, 8, mode="full", stop_token_ids=[]).tokens == expected.tolist()

@@ -1,9 +1,9 @@
 """The last gate before a bundle is put in place: the written graph must say what the source model says.
 
-Called by `pipeline`: `ask_model` while the source model is there, `check_export` on the finished folder, when it is not:
-the model and ONNX Runtime's copy of its weights are never in memory at the same time. The graph is checked by
-`onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the HuggingFace model (full depth) and
-the oracle (exits, tokens that wait and catch up) on two prompts and the tokens after them, one by one from the K/V
+Called by `pipeline`: `ask_model` while the source model is there, `check_export` on the finished folder, when it is
+not: the model and ONNX Runtime's copy of its weights are never in memory at the same time. The graph is checked by
+`onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the HuggingFace model (full depth)
+and the oracle (exits, tokens that wait and catch up) on two prompts and the tokens after them, one by one from the K/V
 cache: a long prompt that reaches behind the model's sliding windows where a large model makes that affordable, and a
 short one. `validate` does the same at length and on real text.
 """
@@ -37,14 +37,12 @@ BEHIND = 8  # tokens a prompt reaches behind the last window
 NEW_TOKENS = 12
 MAX_PENDING = 3
 
-# What one pass over the long prompt may cost, of which there are three: less than a minute on two cores for all, and memory.
+# What one pass over the long prompt may cost, of which there are three: half a minute on two cores for all, and memory.
 MULTIPLICATIONS = 3e11
 LOGIT_BYTES = 2**30
 
 
-def ask_model(
-    source: SourceModel, routers: RouterSet, manifest: Manifest, graph: ir.Model
-) -> list[Answers]:
+def ask_model(source: SourceModel, routers: RouterSet, manifest: Manifest, graph: ir.Model) -> list[Answers]:
     """What the graph must say, from the source model alone, so that it can be let go before the graph is loaded.
 
     Args:

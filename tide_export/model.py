@@ -224,7 +224,7 @@ def load_model(
             )
         model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
-        reason = loading_problem(config) or _one_line(error)
+        reason = loading_problem() or _one_line(error)
         raise ModelError(f"cannot load the weights of model {name!r}: {reason}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         problem = sorted(

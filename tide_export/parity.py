@@ -8,8 +8,8 @@ difference is forgiven where the reference itself was undecided, that is, where 
 the threshold that decided, lie closer than `Tolerance.forgiven_gap`; every forgiven difference is counted and shown.
 
 Called by `validate` and by the parity tests, with any engine and source model. Where the model and the engine cannot be
-in memory at the same time, the references are asked first, about a text of our own choosing (`ask`), and the engine reads
-the same text later (`compare`): it is compared after every prefix all the same.
+in memory at the same time, the references are asked first, about a text of our own choosing (`ask`), and the engine
+reads the same text later (`compare`): it is compared after every prefix all the same.
 """
 
 from collections import Counter

@@ -11,6 +11,7 @@ https://arxiv.org/abs/2306.00978, as AutoAWQ stores it (`gemm`).
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -32,7 +33,7 @@ ADVICE = "export the model it was made from, or a version quantized by GPTQ, AWQ
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A quantized matrix as it is meant: row i, column j is `scales[g, j] * (values[i, j] - zeros[g, j])`, g = groups[i].
+    """A quantized matrix as it is meant: `scales[g, j] * (values[i, j] - zeros[g, j])` at row i, column j; g = groups[i].
 
     What a lowering that keeps integers would take; today only `dequantized` is used.
 
@@ -106,6 +107,9 @@ def _consecutive(inputs: int, group_size: int) -> torch.Tensor:
     return torch.arange(inputs) // (group_size if group_size > 0 else inputs)
 
 
+# What was wrong with the weights of the model being loaded: of an error, transformers logs a traceback and no more.
+_problems: ContextVar[list[str]] = ContextVar("_problems")
+
 # --- what transformers is given ------------------------------------------------------------------------------------
 
 
@@ -119,6 +123,7 @@ def prepare_quantized(config: PretrainedConfig, name: str) -> str | None:
         UnsupportedModelError: it cannot be read as weights alone; the message names the method.
         ModelError: the package that reads it is missing.
     """
+    _problems.set([])
     owner = config if getattr(config, "quantization_config", None) else config.get_text_config()
     found = getattr(owner, "quantization_config", None)
     if not found:
@@ -153,7 +158,10 @@ def _gptq(settings: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _awq(settings: dict[str, Any]) -> tuple[str, str | None]:
-    bits, layout = settings.get("bits", settings.get("w_bit", 4)), settings.get("version", settings.get("format", "gemm"))
+    bits, layout = (
+        settings.get("bits", settings.get("w_bit", 4)),
+        settings.get("version", settings.get("format", "gemm")),
+    )
     settings.update(quant_method="tide_export", layout=f"awq {str(layout).lower()}", bits=bits)
     settings.setdefault("group_size", settings.get("q_group_size", 128))
     problem = None
@@ -208,16 +216,12 @@ def _require_compressed_tensors(name: str) -> None:
 
 @register_quantization_config("tide_export")
 class _PackedConfig(QuantizationConfigMixin):
-    """The settings of a GPTQ or AWQ checkpoint, for `_PackedQuantizer`.
-
-    `problem`: what was wrong with the first weight that could not be read; transformers keeps a traceback alone.
-    """
+    """The settings of a GPTQ or AWQ checkpoint, for `_PackedQuantizer`."""
 
     def __init__(self, bits: int, layout: str, group_size: int = 128, **_other: Any):
         self.quant_method: Any = "tide_export"
         self.bits, self.layout, self.group_size = int(bits), layout, int(group_size)
         self.dequantize = True
-        self.problem: str | None = None
 
     def read(self, parts: dict[str, torch.Tensor]) -> IntegerWeight:
         if self.layout == "awq gemm":
@@ -290,11 +294,10 @@ class _Dequantize(ConversionOps):
         return dense if inputs_first else dense.T.contiguous()
 
     def _problem(self, sentence: str) -> ModelError:
-        settings = self.hf_quantizer.quantization_config
-        settings.problem = settings.problem or sentence
+        _problems.get().append(sentence)
         return ModelError(sentence)
 
 
-def loading_problem(config: PretrainedConfig) -> str | None:
-    """What `_Dequantize` could not read of a model that has just failed to load, if that is why."""
-    return getattr(getattr(config, "quantization_config", None), "problem", None)
+def loading_problem() -> str | None:
+    """What `_Dequantize` could not read of the model that has just failed to load, if that is why."""
+    return next(iter(_problems.get()), None)

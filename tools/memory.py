@@ -1,19 +1,16 @@
 """Time and peak memory of exporting a model and of loading its bundle, each in a process of its own.
 
-    python tools/memory.py MODEL [--json FILE] [--target onnxruntime --weights fp32] [--device-map auto] [--limit 1.3]
+    python tools/memory.py MODEL [--json FILE] [--target onnxruntime --weights fp32] [--device-map auto]
 
 Three peaks are told apart, sampled from outside while the process runs: *private* memory (anonymous pages, which the
 system cannot take back), pages of *mapped files* (the checkpoint's or the bundle's own: clean, and dropped by the
-system when it needs the room), and the *resident* set, which counts both. They are compared with the weights as they
-are stored in the bundle. `--limit` also forbids the process by `RLIMIT_DATA` to have more private writable memory than
-that many times the weights, so that an export that ends has been seen to fit. Routers are random: calibration is not
-part of this.
+system when it needs the room), and the *resident* set, which counts both. They are compared with the weights in
+float32. Routers are random: calibration is not part of this.
 """
 
 import argparse
 import json
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -65,16 +62,11 @@ class Peaks:
     stages: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
-def run(body: str, limit: int | None = None) -> Peaks:
-    """Runs `body` in a fresh interpreter, with at most `limit` bytes of private writable memory, and watches it."""
-
-    def forbid() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
+def run(body: str) -> Peaks:
+    """Runs `body` in a fresh interpreter and watches it."""
     started = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-c", body], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=forbid
+        [sys.executable, "-c", body], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     peaks, log, now = Peaks(), list[str](), {"stage": dict.fromkeys(SAMPLED, 0)}
 
@@ -109,12 +101,6 @@ def sample(pid: int) -> dict[str, int]:
     return {kind: int(lines[name].split()[0]) * 1024 for kind, name in SAMPLED.items() if name in lines}
 
 
-def stored_weights(bundle: Path, target: str) -> int:
-    """Bytes of the weights the target of the bundle runs on."""
-    folder = bundle if target == "onnxruntime" else bundle / "segments"
-    return sum(file.stat().st_size for file in folder.glob("*.data"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -122,7 +108,6 @@ def main() -> None:
     parser.add_argument("--target", default="onnxruntime")
     parser.add_argument("--weights", default="fp32")
     parser.add_argument("--device-map", choices=["auto"])
-    parser.add_argument("--limit", type=float, metavar="X", help="times the float32 weights, plus what imports take")
     arguments = parser.parse_args()
     result: dict = {"model": str(arguments.model)}
     with tempfile.TemporaryDirectory(dir=".") as scratch:
@@ -131,34 +116,18 @@ def main() -> None:
         run(ROUTERS.format(**names))
         for stage, body in (("export", EXPORT), ("load", LOAD)):
             base = run(IMPORTS[stage])
-            limit = arguments.limit and int(arguments.limit * checkpoint_parameters(arguments.model) * 4) + base.private
-            peaks = run(body.format(**names), limit if stage == "export" else None)
-            weights = result["weights_bytes"] = stored_weights(Path(scratch, "bundle"), "onnxruntime")
-            result[stage] = {**asdict(peaks), "imports": base.resident, "limit": limit}
+            peaks = run(body.format(**names))
+            weights = result["weights_bytes"] = Path(scratch, "bundle", "model.onnx.data").stat().st_size
+            result[stage] = {**asdict(peaks), "imports_bytes": base.resident}
     print(f"{arguments.model}: {weights / 2**20:.0f} MiB of float32 weights")
     for stage in ("export", "load"):
         row = result[stage]
-        print(f"{stage} {row['seconds']:.1f} s, of which imported packages hold {row['imports'] / 2**20:.0f} MiB")
+        print(f"{stage} {row['seconds']:.1f} s, of which imported packages hold {row['imports_bytes'] / 2**20:.0f} MiB")
         for what, peak in {"peak": row, **row["stages"]}.items():
             shares = (f"{kind} {peak[kind] / 2**20:6.0f} MiB = {peak[kind] / weights:.2f}x" for kind in SAMPLED)
             print(f"  {what:40s} {'   '.join(shares)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def checkpoint_parameters(model: Path) -> int:
-    """Numbers in the safetensors files of `model`, from their headers alone."""
-    from safetensors import safe_open
-
-    count = 0
-    for file in model.glob("*.safetensors"):
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                size = 1
-                for dimension in tensors.get_slice(name).get_shape():
-                    size *= dimension
-                count += size
-    return count
 
 
 if __name__ == "__main__":

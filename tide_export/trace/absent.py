@@ -19,8 +19,8 @@ from tide_export.anatomy import offload_hooks
 from tide_export.errors import TraceError
 from tide_export.model import SourceModel
 
-# Numbers in a weight that is left where it is. The exporter computes nothing with one as large; a transpose of it, which
-# it takes, is a view (onnxscript.optimizer: of large inputs it folds Transpose alone, and its results end at 2**18).
+# Numbers in a weight that is left where it is. The exporter computes nothing with one as large: a transpose, which it
+# takes, is a view (onnxscript.optimizer folds of large inputs Transpose alone, and its other results end at 2**18).
 LARGE = 2**19
 
 
@@ -120,6 +120,6 @@ def bring_weights(traced: ir.Model, source: SourceModel, stand_ins: StandIns) ->
             value.const_value = lazy(name, found[0], array, found[1])
         elif not stand_ins.is_here(array.ctypes.data):
             raise TraceError(
-                f"the exporter computed {name} {list(array.shape)} from a weight of {source.name} that is not in memory: "
-                "export without a device map"
+                f"the exporter computed {name} {list(array.shape)} from a weight of {source.name} that is not in "
+                "memory: export without a device map"
             )
