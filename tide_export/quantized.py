@@ -13,6 +13,7 @@ https://arxiv.org/abs/2306.00978, as AutoAWQ stores it (`gemm`).
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import gcd
 from typing import Any
 
@@ -33,7 +34,7 @@ ADVICE = "export the model it was made from, or a version quantized by GPTQ, AWQ
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A quantized matrix as it is meant: `scales[g, j] * (values[i, j] - zeros[g, j])` at row i, column j; g = groups[i].
+    """A quantized matrix as it is meant: `scales[g, j] * (values[i, j] - zeros[g, j])` at i, j, where g = groups[i].
 
     What a lowering that keeps integers would take; today only `dequantized` is used.
 
@@ -206,12 +207,10 @@ _METHODS: dict[str, Callable[[dict[str, Any]], tuple[str, str | None]]] = {
 
 
 def _require_compressed_tensors(name: str) -> None:
-    try:
-        import compressed_tensors  # noqa: F401
-    except ImportError:
+    if find_spec("compressed_tensors") is None:
         raise ModelError(
             f"{name} is quantized with compressed-tensors, which is not installed: pip install tide_export[export]"
-        ) from None
+        )
 
 
 @register_quantization_config("tide_export")
@@ -255,8 +254,12 @@ class _Dequantize(ConversionOps):
 
     def __init__(self, hf_quantizer: _PackedQuantizer):
         self.hf_quantizer = hf_quantizer
+        self.settings: _PackedConfig = hf_quantizer.quantization_config  # type: ignore[assignment]
 
-    def convert(self, input_dict: dict[str, Any], *_args: Any, full_layer_name: str, model: Any, **_more: Any) -> dict:
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[torch.Tensor]]:
+        full_layer_name, model = kwargs["full_layer_name"], kwargs["model"]
         parameter = model.get_parameter_or_buffer(full_layer_name)
         owner = model.get_submodule(full_layer_name.rpartition(".")[0])
         modules: dict[str, dict[str, list[torch.Tensor]]] = {}
@@ -270,23 +273,22 @@ class _Dequantize(ConversionOps):
                 one = {part: tensors[index] for part, tensors in parts.items()}
                 expected = None if prefix else tuple(parameter.shape)
                 made.append(self._weight(full_layer_name, one, isinstance(owner, Conv1D), expected).to(parameter.dtype))
-            converted[f"{prefix}.weight" if prefix else full_layer_name] = made if prefix else made[0]
+            converted[f"{prefix}.weight" if prefix else full_layer_name] = made
         return converted
 
     def _weight(
         self, name: str, parts: dict[str, torch.Tensor], inputs_first: bool, expected: tuple[int, ...] | None
     ) -> torch.Tensor:
-        settings = self.hf_quantizer.quantization_config
         if "qweight" not in parts:
             return parts["weight"]
         missing = [part for part in ("qzeros", "scales") if part not in parts]
         if missing:
             raise self._problem(f"weight {name} has a qweight but no {missing[0]}")
-        integers = settings.read(parts)
+        integers = self.settings.read(parts)
         (inputs, outputs), shapes = integers.values.shape, (integers.scales.shape, integers.zeros.shape)
         shape = (inputs, outputs) if inputs_first else (outputs, inputs)
         if expected not in (None, shape) or len(integers.groups) != inputs or any(s[1] != outputs for s in shapes):
-            raise self._problem(f"weight {name} is packed as {shape} with {settings.bits} bits, but is {expected}")
+            raise self._problem(f"weight {name} is packed as {shape} with {self.settings.bits} bits, but is {expected}")
         groups = int(integers.groups.max()) + 1
         if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
             raise self._problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
