@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
+import onnx_ir as ir
 import pytest
 import torch
 import transformers as tf
@@ -13,8 +14,9 @@ from tide_export import export_check, pipeline
 from tide_export.bundle import open_bundle
 from tide_export.config import TideConfig
 from tide_export.errors import GraphError
-from tide_export.export_check import LONG_PROMPT, check_export, dividing_thresholds, prompt_length
+from tide_export.export_check import LONG_PROMPT, ask_model, check_export, dividing_thresholds, prompt_length
 from tide_export.model import load_model
+from tide_export.names import GRAPH_FILE
 from tide_export.oracle import oracle
 from tide_export.parity import spread_routers
 from tide_export.routers import RouterSet
@@ -46,12 +48,13 @@ def test_a_window_that_was_lost_is_found_behind_the_window(
     config = TideConfig(checkpoints=(1,), min_layers=1)
     model, routers = folder / "model", folder / "routers.safetensors"
     pipeline.export(str(model), tmp_path / "out", routers=routers, config=config, validate=False)
-    parts = (open_bundle(tmp_path / "out").manifest, load_model(model), RouterSet.load(routers))
+    bundle = open_bundle(tmp_path / "out")
+    asked = (load_model(model), RouterSet.load(routers), bundle.manifest, ir.load(bundle.file(GRAPH_FILE)))
     with pytest.raises(GraphError, match=r"does not equal the model \(full depth\)"):
-        check_export(tmp_path / "out", *parts)
+        check_export(tmp_path / "out", bundle.manifest, ask_model(*asked))
     # It is the length of the prompt that finds it: a short one passes.
     monkeypatch.setattr(export_check, "windows_of", lambda graph, source: set())
-    check_export(tmp_path / "out", *parts)
+    check_export(tmp_path / "out", bundle.manifest, ask_model(*asked))
 
 
 def source_of(parameters: int, vocabulary: int) -> SimpleNamespace:

@@ -104,6 +104,7 @@ def _export(options: Namespace) -> int:
         overwrite=options.overwrite,
         validate=not options.no_check,
         max_length=options.max_length,
+        device_map=options.device_map,
     )
     print(bundle)
     return 0

@@ -168,6 +168,9 @@ def _add_export(commands) -> None:
     parser.add_argument("--weights", default="fp32", help="precision for tensorrt(-rtx): fp32, fp16, bf16 (fp32)")
     parser.add_argument("--no-engines", action="store_true", help="leave the engines to `build` on another machine")
     _add_plugins(parser)
+    parser.add_argument(
+        "--device-map", choices=["auto"], help="spread a model larger than the memory over devices and disk"
+    )
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
     parser.add_argument(

@@ -1,16 +1,17 @@
 """The last gate before a bundle is put in place: the written graph must say what the source model says.
 
-Called by `pipeline` on the finished folder. The graph is checked by `onnx.checker` with shape inference, then loaded in
-ONNX Runtime and compared with the HuggingFace model (full depth) and the oracle (exits, tokens that wait and catch up)
-on two prompts and the tokens generated after them, one by one from the K/V cache: a long prompt that reaches behind the
-model's sliding windows where a large model makes that affordable, and a short one. The networks for batches are then
-compared with the graph on both prompts together. `validate` does the same as the first part at length and on real text.
+Called by `pipeline`: `ask_model` while the source model is there, `check_export` on the finished folder, when it is
+not: the model and ONNX Runtime's copy of its weights are never in memory at the same time. The graph is checked by
+`onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the HuggingFace model (full depth)
+and the oracle (exits, tokens that wait and catch up) on two prompts and the tokens after them, one by one from the K/V
+cache: a long prompt that reaches behind the model's sliding windows where a large model makes that affordable, and a
+short one. Segment networks go through the same, and the networks for batches take both prompts together. `validate`
+does the same at length and on real text.
 """
 
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -21,7 +22,7 @@ from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import GraphError
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
-from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Check, check_exit, check_full
+from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare, compare_together
 from tide_export.routers import RouterSet
 from tide_export.runtime.batch.networks import BatchNetworks
 from tide_export.runtime.batch.step import Batch
@@ -39,18 +40,35 @@ BEHIND = 8  # tokens a prompt reaches behind the last window
 NEW_TOKENS = 12
 MAX_PENDING = 3
 
-# What one pass over the long prompt may cost, of which there are five: about a minute on two cores for all, and memory.
+# What one pass over the long prompt may cost, of which there are three: half a minute on two cores for all, and memory.
 MULTIPLICATIONS = 3e11
 LOGIT_BYTES = 2**30
 
 
-def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers: RouterSet) -> None:
-    """Refuses a bundle whose graph is malformed or differs from the model.
+def ask_model(source: SourceModel, routers: RouterSet, manifest: Manifest, graph: ir.Model) -> list[Answers]:
+    """What the graph must say, from the source model alone, so that it can be let go before the graph is loaded.
+
+    Args:
+        graph: the lowered graph; its sliding windows say how long the longer text must be.
+    """
+    context = manifest.model.context_length or 2**31
+    steps = max(1, min(NEW_TOKENS, context - 1))
+    lengths = (prompt_length(source, context, windows_of(graph, source)), SHORT_PROMPT)
+    texts = [_prompt(min(length, context - steps) + steps - 1, manifest.model.vocab_size) for length in lengths]
+    prompts = [text[: len(text) - steps + 1] for text in texts]
+    thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
+    return [
+        ask(source, routers, prompt, text[len(prompt) :], thresholds, manifest.kv_cache_strategy)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -> None:
+    """Refuses a bundle whose graph is malformed or differs from the model, which gave `answers` (`ask_model`).
 
     Raises:
         GraphError: saying how it differs.
     """
-    graph = folder / names.GRAPH_FILE
     parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), names.HEAD]
     files = [names.GRAPH_FILE, *(map(names.network_file, parts) if manifest.networks is not None else ())]
     try:
@@ -59,34 +77,47 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
-    engines = [("graph", Engine(bundle, open_session(bundle)), TOLERANCES["fp32"])]
+    _compare("graph", Engine(bundle, open_session(bundle)), answers, TOLERANCES["fp32"])
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
-        backend = open_segments(bundle)
-        engines.append(("networks", Engine(bundle, backend, SegmentedState), TOLERANCES[manifest.networks.weights]))
-    context = manifest.model.context_length or 2**31
-    steps = max(1, min(NEW_TOKENS, context - 1))
-    prompts = [
-        _prompt(min(length, context - steps), manifest.model.vocab_size)
-        for length in (prompt_length(source, context, windows_of(graph, source)), SHORT_PROMPT)
-    ]
-    thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
-    for what, engine, tolerance in engines:
-        _require(check_full(engine, source, prompts, steps, MAX_PENDING, tolerance=tolerance), source, what)
-        exits = check_exit(engine, source, routers, prompts, steps, thresholds, MAX_PENDING, tolerance=tolerance)
-        _require(exits, source, what)
-    if names.batch_file(names.HEAD) not in manifest.files:
-        return
-    graph_engine = engines[0][1]
-    alone = [_forced(graph_engine, prompt, steps, thresholds) for prompt in prompts]
-    del engines, engine, graph_engine  # the networks of a batch hold the weights a second time
-    together = _forced_together(bundle, prompts, steps, thresholds)
-    for one, other in zip(alone, together, strict=True):
-        _require_same(one, other, thresholds, source)
+        networks = Engine(bundle, open_segments(bundle), SegmentedState)
+        _compare("networks", networks, answers, TOLERANCES[manifest.networks.weights])
+        del networks
+    if names.batch_file(names.HEAD) in manifest.files:
+        _compare_together(bundle, answers, TOLERANCES["fp32"])
 
 
-def windows_of(graph: Path, source: SourceModel) -> set[int]:
+def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: Tolerance) -> None:
+    """One engine at a time is in memory: the caller holds none."""
+    off = [OFF] * len(engine.manifest.checkpoints)
+    for name, thresholds in (("full", off), ("exit", answers[0].thresholds)):
+        check = Check(name, thresholds, tolerance=tolerance)
+        for one in answers:
+            compare(engine, one, name == "exit", MAX_PENDING, check)
+        _require(check, what, engine.manifest)
+
+
+def _compare_together(bundle: Bundle, answers: Sequence[Answers], tolerance: Tolerance) -> None:
+    manifest, thresholds = bundle.manifest, answers[0].thresholds
+    sessions = BatchNetworks(bundle, None).sessions(len(answers))
+    batch = Batch(sessions, manifest, thresholds, MAX_PENDING, manifest.compaction_threshold)
+    check = Check("exit", thresholds, tolerance=tolerance)
+    compare_together(batch, answers, manifest.segment_sizes, check)
+    _require(check, "networks for batches", manifest)
+
+
+def _require(check: Check, what: str, manifest: Manifest) -> None:
+    if not check.holds:
+        wrong_logits = f"logits are off by {check.max_error:.2g}, where the largest is {check.largest_logit:.2g}"
+        reason = check.differences[0] if check.differences else wrong_logits
+        raise GraphError(
+            f"the exported {what} of {manifest.model.name} ({manifest.model.architecture}) does not equal the model "
+            f"({'full depth' if check.name == 'full' else 'with exits'}): {reason}"
+        )
+
+
+def windows_of(graph: ir.Model, source: SourceModel) -> set[int]:
     """Sliding windows in tokens: those the graph has and the one the model's config speaks of, lest one was lost."""
-    sizes = [node.attributes.get_int("local_window_size", -1) for node in ir.load(graph).graph.all_nodes()]
+    sizes = [node.attributes.get_int("local_window_size", -1) for node in graph.graph.all_nodes()]
     return {size for size in (*sizes, getattr(source.text_config, "sliding_window", None)) if size and size > 0}
 
 
@@ -132,71 +163,3 @@ def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[i
 def _prompt(length: int, vocabulary: int) -> list[int]:
     """Spread over the vocabulary and the same every time."""
     return (np.arange(1, max(1, length) + 1) * 7919 % vocabulary).tolist()
-
-
-class _Said(NamedTuple):
-    """What one sequence's steps said, N of them."""
-
-    logits: np.ndarray  # [N, V]
-    exit_layers: list[int]
-    scores: np.ndarray | None  # [N, K-1], of a sequence alone
-
-
-def _tokens_behind(prompt: Sequence[int], steps: int) -> list[int]:
-    """Tokens to go on with, the same whoever generates."""
-    return [prompt[number % len(prompt)] for number in range(steps)]
-
-
-def _forced(engine: Engine, prompt: list[int], steps: int, thresholds: Sequence[float]) -> _Said:
-    state = engine.start(thresholds, MAX_PENDING)
-    results = []
-    for ids in [prompt, *([token] for token in _tokens_behind(prompt, steps))]:
-        step = state.step(ids)
-        results.append((step.logits.copy(), step.exit_layer, step.scores.copy()))
-    logits, exit_layers, scores = zip(*results, strict=True)
-    return _Said(np.stack(logits), list(exit_layers), np.stack(scores))
-
-
-def _forced_together(
-    bundle: Bundle, prompts: Sequence[list[int]], steps: int, thresholds: Sequence[float]
-) -> list[_Said]:
-    sessions = BatchNetworks(bundle, None).sessions(len(prompts))
-    batch = Batch(sessions, bundle.manifest, thresholds, MAX_PENDING, bundle.manifest.compaction_threshold)
-    places = [batch.join() for _ in prompts]
-    rows = zip(*(_tokens_behind(prompt, steps) for prompt in prompts), strict=True)
-    feeds = [prompts, *([[token] for token in row] for row in rows)]
-    results = [batch.step(dict(zip(places, feed, strict=True))) for feed in feeds]
-    return [
-        _Said(np.stack([step[place].logits for step in results]), [step[place].exit_layer for step in results], None)
-        for place in places
-    ]
-
-
-def _require_same(alone: _Said, together: _Said, thresholds: Sequence[float], source: SourceModel) -> None:
-    """Refuses a batch in which a sequence differs from itself alone, where that was not undecided.
-
-    Raises:
-        GraphError: saying where.
-    """
-    assert alone.scores is not None
-    bound = TOLERANCES["fp32"].relative_error * float(np.abs(alone.logits).max())
-    for number, (left, should) in enumerate(zip(together.exit_layers, alone.exit_layers, strict=True)):
-        where = f"the networks for batches of {source.name} ({source.architecture}) do not equal the graph: at step"
-        if left != should:
-            margins = np.abs(alone.scores[number] - np.array(thresholds, np.float32))
-            if not np.nanmin(margins) < FORGIVEN_GAP:
-                raise GraphError(f"{where} {number + 1} the token left after layer {left} instead of {should}")
-            continue
-        error = float(np.abs(together.logits[number] - alone.logits[number]).max())
-        if not error <= bound:
-            raise GraphError(f"{where} {number + 1} logits are off by {error:.2g}")
-
-
-def _require(check: Check, source: SourceModel, what: str) -> None:
-    if not check.holds:
-        wrong_logits = f"logits are off by {check.max_error:.2g}, where the largest is {check.largest_logit:.2g}"
-        reason = check.differences[0] if check.differences else wrong_logits
-        raise GraphError(
-            f"the exported {what} of {source.name} ({source.architecture}) does not equal the model "
-            f"({'full depth' if check.name == 'full' else 'with exits'}): {reason}"
-        )

@@ -27,8 +27,11 @@ from transformers import (
 
 from tide_export.anatomy import Anatomy, input_device, offload_hooks
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
+from tide_export.quantized import loading_problem, prepare_quantized
 
 logger = logging.getLogger(__name__)
+
+HASHED_AT_ONCE = 2**22  # numbers: what looking at them needs besides is a multiple of that, not of the embedding
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,22 @@ class SourceModel:
             weight = _offloaded(self.model, self.name, f"{key}.weight")
         return weight.detach().float().cpu()
 
+    def weight(self, key: str) -> torch.Tensor:
+        """The parameter or buffer `key` of `state_dict`, float32 (integers as they are) on the CPU, wherever it is."""
+        tensor = self.model.get_parameter_or_buffer(key)
+        if tensor.is_meta:
+            tensor = _offloaded(self.model, self.name, key)
+        tensor = tensor.detach().cpu()
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def let_go(self) -> None:
+        """Frees the weights, whoever else still holds the model: exporters and rewriters keep what they saw last.
+
+        Nothing can be asked of the model afterwards.
+        """
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm (and projection, if any) on raw states [..., D]: what the head, and every router, sees."""
         return self.anatomy.normed(hidden)
@@ -170,28 +189,35 @@ def load_model(
 ) -> SourceModel:
     """Loads `name` (a folder or a hub id) in float32 with `reference_attention`, frozen, and checks that it is usable.
 
+    Whatever type the checkpoint has; what is quantized already is dequantized (see `quantized`).
+
     Args:
         name: the model.
         device: where all of it goes.
         device_map: instead of `device`, for a model that does not fit one: "auto", or a device ("cpu" and "disk"
-            included) per module name, as accelerate takes it. Everything but tracing works on such a model.
+            included) per module name, as accelerate takes it.
         offload_folder: for layers on "disk" whose weights cannot be read from the checkpoint as they are (they can from
             safetensors): where they are written.
 
     Raises:
         ConfigError: both `device` and `device_map`.
         ModelError: no such model, unreadable or missing weights, NaN or infinity in a weight.
-        UnsupportedModelError: transformers has no causal LM for it, or its anatomy cannot be found.
+        UnsupportedModelError: transformers has no causal LM for it, its anatomy cannot be found, or it is quantized in
+            a way that cannot be read.
     """
     if device_map is not None and device != "cpu":
         raise ConfigError(f"device {device!r} and a device_map: give one of them")
     name = os.fspath(name)
     config = _check_source(name)
+    quantized = prepare_quantized(config, name)
+    if quantized is not None:
+        logger.info("%s is quantized (%s): its weights are read as the float32 numbers they stand for", name, quantized)
     placed = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
     try:
         with quiet_transformers():
             loaded: Any = auto_class(config).from_pretrained(
                 name,
+                config=config,
                 dtype=torch.float32,
                 attn_implementation=reference_attention(config),
                 output_loading_info=True,
@@ -200,7 +226,8 @@ def load_model(
             )
         model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
-        raise ModelError(f"cannot load the weights of model {name!r}: {_one_line(error)}") from error
+        reason = loading_problem() or _one_line(error)
+        raise ModelError(f"cannot load the weights of model {name!r}: {reason}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         problem = sorted(
             key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])
@@ -268,11 +295,12 @@ def _hash_weights(model: nn.Module, name: str) -> str:
     for key, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta:
             tensor = _offloaded(model, name, key)
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
         digest.update(f"{key}{tuple(tensor.shape)}".encode())
-        data = tensor.float() if tensor.is_floating_point() else tensor
-        digest.update(memoryview(data.contiguous().cpu().numpy()).cast("B") if data.numel() else b"")
+        for part in tensor.reshape(-1).split(HASHED_AT_ONCE):
+            if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+                raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
+            data = part.float() if part.is_floating_point() else part
+            digest.update(memoryview(data.cpu().numpy()).cast("B") if data.numel() else b"")
     return digest.hexdigest()
 
 

@@ -57,7 +57,8 @@ def save_tokenizer(model: str, folder: Path) -> None:
     try:
         load_tokenizer(model).save_pretrained(folder)
     except ModelError as error:
-        logger.warning("the bundle has no tokenizer, only token ids can be given to it: %s", error)
+        # As text: a handler that keeps records would keep the traceback with it, and by that the model.
+        logger.warning("the bundle has no tokenizer, only token ids can be given to it: %s", str(error))
 
 
 def make_manifest(

@@ -7,7 +7,9 @@ is the oracle (`oracle.py`), which must agree on the token and on the layer it l
 difference is forgiven where the reference itself was undecided, that is, where the two tokens' logits, or the score and
 the threshold that decided, lie closer than `Tolerance.forgiven_gap`; every forgiven difference is counted and shown.
 
-Called by `validate` and by the parity tests, with any engine and source model.
+Called by `validate` and by the parity tests, with any engine and source model. Where the model and the engine cannot be
+in memory at the same time, the references are asked first, about a text of our own choosing (`ask`), and the engine
+reads the same text later (`compare`): it is compared after every prefix all the same.
 """
 
 from collections import Counter
@@ -22,6 +24,7 @@ from tide_export.manifest import PROPAGATE
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
 from tide_export.routers import Lens, Router, RouterSet
+from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds import OFF
 
@@ -114,6 +117,76 @@ class Check:
         }
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What the references say after N prefixes of one text, each a token longer than the one before.
+
+    Attributes:
+        prompt: the first prefix.
+        forced: the N - 1 tokens behind it.
+        full: [N, V] float32, the HuggingFace model's logits.
+        exits: [N, V] float32, the oracle's, at `thresholds`, one per checkpoint.
+        exit_layers: N layer counts, where the oracle left.
+        margins: layers at a checkpoint -> [N], |score - threshold| there.
+    """
+
+    prompt: list[int]
+    forced: list[int]
+    thresholds: list[float]
+    full: np.ndarray
+    exits: np.ndarray
+    exit_layers: list[int]
+    margins: dict[int, np.ndarray]
+
+
+def ask(
+    source: SourceModel,
+    routers: RouterSet,
+    prompt: Sequence[int],
+    forced: Sequence[int],
+    thresholds: Sequence[float],
+    kv_cache_strategy: str,
+) -> Answers:
+    """The references' answers after `prompt` and after each of the `forced` tokens behind it; needs no engine."""
+    full = _full_logits(source, [*prompt, *forced], len(prompt) - 1)
+    propagated = _propagated(kv_cache_strategy, prompt)
+    judged = _judge(source, routers, [*prompt, *forced], len(prompt) - 1, thresholds, propagated)
+    return Answers(list(prompt), list(forced), list(thresholds), full, *judged)
+
+
+def compare(engine: Engine, answers: Answers, exits: bool, max_pending: int, check: Check) -> None:
+    """Adds to `check` what the engine says of the text of `answers`, at full depth or, with `exits`, at their
+    thresholds."""
+    count = len(answers.forced) + 1
+    thresholds = answers.thresholds if exits else [OFF] * len(answers.thresholds)
+    written = write_greedily(engine, answers.prompt, count, thresholds, max_pending, answers.forced)
+    if exits:
+        _tally(check, written, answers.exits, answers.exit_layers, answers.margins)
+    else:
+        _tally(check, written, answers.full, [engine.manifest.model.num_layers] * count, {})
+    check.same_as_full += int((answers.full.argmax(-1) == np.array(written.tokens)).sum())
+
+
+def compare_together(batch: Batch, answers: Sequence[Answers], segment_sizes: Sequence[int], check: Check) -> None:
+    """Adds to `check` what an empty batch at the thresholds of `answers` says of all their texts at once.
+
+    Args:
+        answers: of texts with equally many forced tokens.
+        segment_sizes: layers of each segment.
+    """
+    places = [batch.join() for _ in answers]
+    rows = zip(*(one.forced for one in answers), strict=True)
+    feeds = [[one.prompt for one in answers], *([[token] for token in row] for row in rows)]
+    steps = [batch.step(dict(zip(places, feed, strict=True))) for feed in feeds]
+    for place, one in zip(places, answers, strict=True):
+        own = [step[place] for step in steps]
+        logits = np.stack([result.logits for result in own])
+        executed = sum(sum(segment_sizes[: result.segments_run]) for result in own)
+        written = Written(logits.argmax(-1).tolist(), logits, [result.exit_layer for result in own], executed)
+        _tally(check, written, one.exits, one.exit_layers, one.margins)
+        check.same_as_full += int((one.full.argmax(-1) == np.array(written.tokens)).sum())
+
+
 def check_full(
     engine: Engine,
     source: SourceModel,
@@ -134,7 +207,7 @@ def check_full(
     check = Check(name, [OFF] * len(engine.manifest.checkpoints), tolerance=tolerance)
     for prompt in prompts:
         written = write_greedily(engine, prompt, new_tokens, check.thresholds, max_pending)
-        reference = _full_logits(source, prompt, written)
+        reference = _full_logits(source, [*prompt, *written.tokens[:-1]], len(prompt) - 1)
         _tally(check, written, reference, [source.num_layers] * new_tokens, {})
         check.same_as_full += int((reference.argmax(-1) == np.array(written.tokens)).sum())
         advance(1)
@@ -164,13 +237,10 @@ def check_exit(
     check = Check(name, list(thresholds), tolerance=tolerance)
     for prompt in prompts:
         written = write_greedily(engine, prompt, new_tokens, thresholds, max_pending)
-        judged = oracle(source, routers, [*prompt, *written.tokens[:-1]], thresholds, _propagated(engine, prompt))
-        first = len(prompt) - 1  # the position whose logits gave the first new token
-        distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
-        margins = {layers: distance[:, k] for k, layers in enumerate(routers.checkpoints)}
-        reference = judged.logits[first:].float().cpu().numpy()
-        _tally(check, written, reference, judged.exit_layers[first:].tolist(), margins)
-        full = _full_logits(source, prompt, written)
+        text, first = [*prompt, *written.tokens[:-1]], len(prompt) - 1
+        propagated = _propagated(engine.manifest.kv_cache_strategy, prompt)
+        _tally(check, written, *_judge(source, routers, text, first, thresholds, propagated))
+        full = _full_logits(source, text, first)
         check.same_as_full += int((full.argmax(-1) == np.array(written.tokens)).sum())
         advance(1)
     return check
@@ -225,34 +295,58 @@ def spread_routers(
 
 
 def write_greedily(
-    engine: Engine, prompt: Sequence[int], new_tokens: int, thresholds: Sequence[float], max_pending: int
+    engine: Engine,
+    prompt: Sequence[int],
+    new_tokens: int,
+    thresholds: Sequence[float],
+    max_pending: int,
+    forced: Sequence[int] | None = None,
 ) -> Written:
-    """`new_tokens` greedy tokens after `prompt`; an end-of-sequence token does not stop it: more is compared so."""
+    """`new_tokens` greedy tokens after `prompt`; an end-of-sequence token does not stop it: more is compared so.
+
+    Args:
+        forced: tokens, one fewer, that it reads in place of those it wrote.
+    """
     sizes = engine.manifest.segment_sizes
     state = engine.start(thresholds=list(thresholds), max_pending=max_pending)
     tokens: list[int] = []
     logits, exit_layers, layers_executed = [], [], 0
     fed = list(prompt)
-    for _ in range(new_tokens):
+    for i in range(new_tokens):
         step = state.step(fed)
-        fed = [int(step.logits.argmax())]
-        tokens += fed
+        tokens.append(int(step.logits.argmax()))
+        fed = tokens[-1:] if forced is None else list(forced[i : i + 1])
         logits.append(np.array(step.logits, dtype=np.float32))  # a copy: the engine may reuse its buffer
         exit_layers.append(int(step.exit_layer))
         layers_executed += sum(sizes[: int(step.segments_run)])
     return Written(tokens, np.stack(logits), exit_layers, layers_executed)
 
 
-def _propagated(engine: Engine, prompt: Sequence[int]) -> int | None:
-    """The first position that the engine lets exit with its state as the input of the skipped layers, if it does so."""
-    return len(prompt) if engine.manifest.kv_cache_strategy == PROPAGATE else None
+def _propagated(kv_cache_strategy: str, prompt: Sequence[int]) -> int | None:
+    """The first position that an engine lets exit with its state as the input of the skipped layers, if it does so."""
+    return len(prompt) if kv_cache_strategy == PROPAGATE else None
 
 
 @torch.no_grad()
-def _full_logits(source: SourceModel, prompt: Sequence[int], written: Written) -> np.ndarray:
-    """[N, V]: the HuggingFace model's logits at the N positions the engine took its tokens from."""
-    ids = torch.tensor([[*prompt, *written.tokens[:-1]]], device=source.device)
-    return source.run(ids, []).logits[0, len(prompt) - 1 :].float().cpu().numpy()
+def _full_logits(source: SourceModel, text: Sequence[int], first: int) -> np.ndarray:
+    """[N, V]: the HuggingFace model's logits at the N positions of `text` from `first` on."""
+    ids = torch.tensor([list(text)], device=source.device)
+    return source.run(ids, []).logits[0, first:].float().cpu().numpy().copy()  # or all positions would stay in memory
+
+
+def _judge(
+    source: SourceModel,
+    routers: RouterSet,
+    text: Sequence[int],
+    first: int,
+    thresholds: Sequence[float],
+    propagated: int | None,
+) -> tuple[np.ndarray, list[int], dict[int, np.ndarray]]:
+    """The oracle's logits [N, V], exit layers and margins at the N positions of `text` from `first` on."""
+    judged = oracle(source, routers, text, thresholds, propagated)
+    distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
+    margins = {layers: distance[:, k] for k, layers in enumerate(routers.checkpoints)}
+    return judged.logits[first:].float().cpu().numpy().copy(), judged.exit_layers[first:].tolist(), margins
 
 
 def _tally(

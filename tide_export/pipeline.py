@@ -1,28 +1,31 @@
-"""The main flow, one line a stage: load -> calibrate -> trace -> cut -> compose -> lower -> check -> bundle.
+"""The main flow, one line a stage: load -> calibrate -> trace -> cut -> compose -> lower -> bundle -> check.
 
 `tide-export export` and `tide-export calibrate` call these two functions; library users may too. Everything a stage
 needs is handed over here, so that each stage can be read and tested alone.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tide_export.build import build_engines, require_builder
 from tide_export.bundle import write_manifest, writing_bundle
 from tide_export.calibrate import calibrate, load_tokenizer
 from tide_export.config import TideConfig
 from tide_export.errors import ConfigError, UnsupportedModelError
-from tide_export.export_check import check_export
+from tide_export.export_check import ask_model, check_export
 from tide_export.graph import compose, compose_propagating, cut
 from tide_export.graph.cut import Pieces
 from tide_export.lower import check_operators, lower_for_onnxruntime, networks_for_tensorrt, save_batch_networks
-from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS
+from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS, Manifest
 from tide_export.model import SourceModel, load_model
 from tide_export.names import REPORT_FILE, ROUTERS_FILE
 from tide_export.package import context_length, make_manifest, save_graph, save_tokenizer
+from tide_export.parity import Answers
 from tide_export.progress import stage
 from tide_export.report import check_report_path, headline, write_report
 from tide_export.routers import RouterSet
@@ -86,6 +89,7 @@ def export(
     overwrite: bool = False,
     validate: bool = True,
     max_length: int | None = None,
+    device_map: str | dict[str, Any] | None = None,
 ) -> Path:
     """Turns `model` (folder or hub id) into a bundle at `output` and gives its path.
 
@@ -102,6 +106,8 @@ def export(
         overwrite: replace a bundle already there. It stays untouched until the new one is complete.
         validate: compare the finished graph with the source model (`export_check`) before it is put in place.
         max_length: longest sequence the bundle can hold, in tokens; the model's own context by default.
+        device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
+            devices or on disk, and each weight is read when it is written.
 
     Raises:
         TideError: of the stage that failed; nothing is left at `output` then.
@@ -120,51 +126,81 @@ def export(
         )
     with writing_bundle(output, overwrite=overwrite) as folder:
         given = RouterSet.load(routers) if routers is not None else None
-        source, pieces = _load(model), None
-        length = context_length(source, max_length)
-        if given is not None:
-            given.check(source, routers or "")
-            fitted = given
-        else:
-            if flavour is not None:  # what cannot be made for it is refused before hours of calibration
-                with stage(f"looking at the model for {flavour.title}"):
-                    pieces = _trial(source, config, length)
-            made = calibrate(source, load_tokenizer(model), config)
-            if made is None:
-                raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
-            logger.info("%s", headline(made.assessment))
-            with stage("writing the report"):
-                write_report(made.assessment, folder / REPORT_FILE)
-            fitted = made.routers
-        _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
-
-        if pieces is None or pieces.boundaries != (0, *fitted.checkpoints, source.num_layers):
-            with stage("tracing the model"):
-                traced = trace(source, fitted.checkpoints, length, every_layer=propagates)
-            with stage("cutting the graph"):
-                pieces = cut(traced, length)
-        with stage("composing the graph"):
-            composing = compose_propagating if propagates else compose
-            graph = lower_for_onnxruntime(composing(pieces, fitted.arrays(), fitted.lens_arrays()))
-        manifest = make_manifest(source, fitted, config, graph, length)
-        with stage("writing the weights"):
-            save_graph(graph, folder)
-            if not propagates:  # what skipped layers get instead of waiting is made for one sequence alone
-                _save_batch_networks(folder, pieces, fitted)
-            save_tokenizer(model, folder)
-            fitted.save(folder / ROUTERS_FILE)
-            if flavour is not None:
-                networks = networks_for_tensorrt(pieces, fitted.arrays(), fitted.lens_arrays(), length, weights)
-                networks.save(folder)
-                info = networks.info(manifest)
-                manifest = replace(manifest, targets=("onnxruntime", flavour.name), networks=info)
+        manifest, answers = _write_graphs(
+            folder, model, given, routers or "", config, flavour, weights, validate, max_length, device_map
+        )
+        gc.collect()  # of the model nothing is left now: engines are built and checked in the room it had
         if flavour is not None and engines:
             manifest = replace(manifest, engines=build_engines(folder, manifest, flavour, library))
         manifest = write_manifest(folder, manifest)
         if validate:
             with stage("checking the graph against the model"):
-                check_export(folder, manifest, source, fitted)
+                check_export(folder, manifest, answers)
     return Path(output)
+
+
+def _write_graphs(
+    folder: Path,
+    model: str,
+    given: RouterSet | None,
+    routers: str | os.PathLike[str],
+    config: TideConfig,
+    flavour: Flavour | None,
+    weights: str,
+    validate: bool,
+    max_length: int | None,
+    device_map: str | dict | None,
+) -> tuple[Manifest, list[Answers]]:
+    """Everything that needs the source model, which is in memory as long as this runs and no longer.
+
+    Returns:
+        The manifest so far, and what the graphs must say, for `check_export`; nothing of it without `validate`.
+    """
+    source, pieces = _load(model, device_map), None
+    length = context_length(source, max_length)
+    if given is not None:
+        given.check(source, routers)
+        fitted = given
+    else:
+        if flavour is not None:  # what cannot be made for it is refused before hours of calibration
+            with stage(f"looking at the model for {flavour.title}"):
+                pieces = _trial(source, config, length)
+        made = calibrate(source, load_tokenizer(model), config)
+        if made is None:
+            raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
+        logger.info("%s", headline(made.assessment))
+        with stage("writing the report"):
+            write_report(made.assessment, folder / REPORT_FILE)
+        fitted = made.routers
+    _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
+
+    propagates = config.kv_cache_strategy == PROPAGATE
+    if pieces is None or pieces.boundaries != (0, *fitted.checkpoints, source.num_layers):
+        with stage("tracing the model"):
+            traced = trace(source, fitted.checkpoints, length, every_layer=propagates)
+        with stage("cutting the graph"):
+            pieces = cut(traced, length)
+    with stage("composing the graph"):
+        composing = compose_propagating if propagates else compose
+        graph = lower_for_onnxruntime(composing(pieces, fitted.arrays(), fitted.lens_arrays()))
+    manifest = make_manifest(source, fitted, config, graph, length)
+    answers: list[Answers] = []
+    if validate:
+        with stage("asking the model what the graph must say"):
+            answers = ask_model(source, fitted, manifest, graph)
+    with stage("writing the weights"):
+        save_graph(graph, folder)
+        if not propagates:  # what skipped layers get instead of waiting is made for one sequence alone
+            _save_batch_networks(folder, pieces, fitted)
+        save_tokenizer(model, folder)
+        fitted.save(folder / ROUTERS_FILE)
+        if flavour is not None:
+            networks = networks_for_tensorrt(pieces, fitted.arrays(), fitted.lens_arrays(), length, weights)
+            networks.save(folder)
+            info = networks.info(manifest)
+            manifest = replace(manifest, targets=("onnxruntime", flavour.name), networks=info)
+    source.let_go()
+    return manifest, answers
 
 
 def _save_batch_networks(folder: Path, pieces: Pieces, routers: RouterSet) -> None:
@@ -209,7 +245,7 @@ def _trial(source: SourceModel, config: TideConfig, length: int) -> Pieces:
     return pieces
 
 
-def _load(model: str, device_map: str | None = None) -> SourceModel:
+def _load(model: str, device_map: str | dict[str, Any] | None = None) -> SourceModel:
     with stage("loading the model"):
         return load_model(model, device_map=device_map)
 

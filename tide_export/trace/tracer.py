@@ -25,6 +25,7 @@ from tide_export.errors import TideError, TraceError, UnsupportedModelError
 from tide_export.model import SourceModel
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace import complex_ops  # noqa: F401 (registers its operators)
+from tide_export.trace.absent import absent_weights, bring_weights
 from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.explicit import ExplicitAttentionPass, attends_by_itself, symbolic_sdpa
@@ -83,6 +84,7 @@ def trace(
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
     with (
+        absent_weights(source) as stand_ins,
         symbolic_attention(source.model, layer_masks(source.model, depth)),
         symbolic_sdpa(),
         symbolic_experts(source.model),
@@ -90,6 +92,7 @@ def trace(
         _markers(source, range(depth + 1) if every_layer else boundaries),
     ):
         model = _export(source)
+    bring_weights(model, source, stand_ins)
     if attends_by_itself(source.model):
         length = max_length or source.context_length or NO_CONTEXT_LENGTH
         ExplicitAttentionPass(length, source.architecture)(model)
@@ -116,8 +119,9 @@ class _TracedForward(nn.Module):
 
 def _export(source: SourceModel) -> ir.Model:
     # Two rows of three tokens: a sample dimension of 1 would be taken for a constant.
-    ids = torch.zeros((2, 3), dtype=torch.long, device=source.device)
-    positions = torch.arange(3, device=source.device).expand(2, 3).contiguous()
+    device = next(source.model.get_input_embeddings().parameters()).device
+    ids = torch.zeros((2, 3), dtype=torch.long, device=device)
+    positions = torch.arange(3, device=device).expand(2, 3).contiguous()
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
         with _quiet_exporter():
@@ -144,7 +148,11 @@ def _export(source: SourceModel) -> ir.Model:
         raise TraceError(f"torch.onnx.export failed on {source.architecture} ({source.name}): {reason}") from error
     if program is None:
         raise TraceError(f"torch.onnx.export gave no graph for {source.architecture} ({source.name})")
-    return program.model
+    model = program.model.clone()
+    # onnxscript's rewrite rules live as long as the process and keep the last graph they saw: not with the weights.
+    for value in program.model.graph.initializers.values():
+        value.const_value = None
+    return model
 
 
 @contextmanager

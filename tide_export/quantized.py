@@ -1,0 +1,305 @@
+"""Reads checkpoints that are quantized already: their integers become the float32 weights they stand for.
+
+Called by `model.load_model` before transformers reads any weight. GPTQ and AWQ need packages with GPU kernels in
+transformers, while what they store is plain: integers packed into int32 words, and a scale and a zero per group of
+inputs. So they are read here, weight by weight while transformers loads the model, through its own interface for
+quantizers. compressed-tensors, fp8 and mxfp4 are read by transformers' own dequantization. What cannot be read as
+weights alone (quantized activations, other methods) is refused with a sentence.
+
+Formats: GPTQ, https://arxiv.org/abs/2210.17323, as AutoGPTQ and GPTQModel store it (`gptq` and `gptq_v2`); AWQ,
+https://arxiv.org/abs/2306.00978, as AutoAWQ stores it (`gemm`).
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import gcd
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tide_export.errors import ModelError, UnsupportedModelError
+
+WORD = 32  # bits of the integers that small ones are packed into
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each nibble of a word holds, lowest nibble first
+ADVICE = "export the model it was made from, or a version quantized by GPTQ, AWQ or compressed-tensors (weights alone)"
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A quantized matrix as it is meant: `scales[g, j] * (values[i, j] - zeros[g, j])` at i, j, where g = groups[i].
+
+    What a lowering that keeps integers would take; today only `dequantized` is used.
+
+    Attributes:
+        values: uint8 [K, N], inputs by outputs.
+        scales: floating point [G, N].
+        zeros: int16 [G, N].
+        groups: int64 [K], the group of each input.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    groups: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """float32 [K, N]."""
+        dense = self.values.float()
+        dense -= self.zeros.float()[self.groups]
+        dense *= self.scales.float()[self.groups]
+        return dense
+
+
+def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """The unsigned integers of `bits` bits (1 to 8) that int32 `words` hold along `dim`, lowest bits first, as uint8.
+
+    They lie densely: where `bits` does not divide 32 a number may begin in one word and end in the next.
+    """
+    moved = words.movedim(dim, 0)
+    period, count = bits // gcd(bits, WORD), WORD // gcd(bits, WORD)  # `count` numbers fill `period` words
+    blocks = moved.reshape(-1, period, *moved.shape[1:])
+    mask = (1 << bits) - 1
+    numbers = torch.empty((blocks.shape[0], count, *moved.shape[1:]), dtype=torch.uint8)
+    for index in range(count):
+        word, shift = divmod(index * bits, WORD)
+        number = (blocks[:, word] >> shift) & (mask if shift + bits <= WORD else (1 << (WORD - shift)) - 1)
+        if shift + bits > WORD:
+            number = number | (blocks[:, word + 1] << (WORD - shift)) & mask
+        numbers[:, index] = number
+    return numbers.reshape(-1, *moved.shape[1:]).movedim(0, dim)
+
+
+def read_gptq(parts: dict[str, torch.Tensor], bits: int, group_size: int, first_version: bool) -> IntegerWeight:
+    """A matrix as GPTQ stores it: qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N] and
+    g_idx int32 [K] (by default, groups of consecutive inputs).
+
+    Args:
+        first_version: zeros are stored less one, modulo the number of values (`gptq`), or as they are (`gptq_v2`).
+    """
+    values = unpack(parts["qweight"], bits, dim=0)
+    zeros = unpack(parts["qzeros"], bits, dim=1).to(torch.int16)
+    if first_version:
+        zeros = (zeros + 1) & ((1 << bits) - 1)
+    groups = parts["g_idx"].long() if "g_idx" in parts else _consecutive(len(values), group_size)
+    return IntegerWeight(values, parts["scales"], zeros, groups)
+
+
+def read_awq(parts: dict[str, torch.Tensor], bits: int, group_size: int) -> IntegerWeight:
+    """A matrix as AWQ's `gemm` stores it: qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
+
+    def columns(words: torch.Tensor) -> torch.Tensor:
+        stored = unpack(words, bits, dim=1).reshape(len(words), -1, len(AWQ_ORDER))
+        return stored[:, :, torch.tensor(AWQ_ORDER).argsort()].reshape(len(words), -1)
+
+    values, zeros = columns(parts["qweight"]), columns(parts["qzeros"]).to(torch.int16)
+    return IntegerWeight(values, parts["scales"], zeros, _consecutive(len(values), group_size))
+
+
+def _consecutive(inputs: int, group_size: int) -> torch.Tensor:
+    """The group of each input; one group for all where the size is -1."""
+    return torch.arange(inputs) // (group_size if group_size > 0 else inputs)
+
+
+# What was wrong with the weights of the model being loaded: of an error, transformers logs a traceback and no more.
+_problems: ContextVar[list[str]] = ContextVar("_problems")
+
+# --- what transformers is given ------------------------------------------------------------------------------------
+
+
+def prepare_quantized(config: PretrainedConfig, name: str) -> str | None:
+    """Makes `config` of a quantized model one that transformers loads as float weights; leaves any other alone.
+
+    Returns:
+        How it is quantized, in words; None where it is not.
+
+    Raises:
+        UnsupportedModelError: it cannot be read as weights alone; the message names the method.
+        ModelError: the package that reads it is missing.
+    """
+    _problems.set([])
+    owner = config if getattr(config, "quantization_config", None) else config.get_text_config()
+    found = getattr(owner, "quantization_config", None)
+    if not found:
+        return None
+    settings = dict(found if isinstance(found, dict) else found.to_dict())
+    method = str(settings.get("quant_method", "an unknown method"))
+    if method not in _METHODS:
+        raise UnsupportedModelError(f"{name} is quantized with {method}, which cannot be read: {ADVICE}")
+    words, problem = _METHODS[method](settings)
+    if problem is not None:
+        raise UnsupportedModelError(f"{name} is quantized with {method} and {problem}: {ADVICE}")
+    if method == "compressed-tensors":
+        _require_compressed_tensors(name)
+    owner.quantization_config = settings
+    return words
+
+
+def _gptq(settings: dict[str, Any]) -> tuple[str, str | None]:
+    bits, layout = settings.get("bits"), settings.get("checkpoint_format", "gptq")
+    settings["quant_method"] = "tide_export"
+    settings["layout"] = layout
+    problem = None
+    if layout not in ("gptq", "gptq_v2"):
+        problem = f"stored in the format {layout!r}"
+    elif bits not in (2, 3, 4, 8):
+        problem = f"has {bits} bits a weight"
+    elif any(not str(pattern).startswith("-:") for pattern in settings.get("dynamic") or {}):
+        problem = "its layers differ in how they are quantized (dynamic)"
+    elif settings.get("pack_dtype", "int32") != "int32":
+        problem = f"packed into {settings['pack_dtype']}"
+    return f"GPTQ, {bits} bits", problem
+
+
+def _awq(settings: dict[str, Any]) -> tuple[str, str | None]:
+    bits, layout = (
+        settings.get("bits", settings.get("w_bit", 4)),
+        settings.get("version", settings.get("format", "gemm")),
+    )
+    settings.update(quant_method="tide_export", layout=f"awq {str(layout).lower()}", bits=bits)
+    settings.setdefault("group_size", settings.get("q_group_size", 128))
+    problem = None
+    if settings["layout"] != "awq gemm":
+        problem = f"stored in the format {str(layout)!r} instead of 'gemm'"
+    elif bits != 4:
+        problem = f"has {bits} bits a weight"
+    return f"AWQ, {bits} bits", problem
+
+
+def _compressed_tensors(settings: dict[str, Any]) -> tuple[str, str | None]:
+    groups = list((settings.get("config_groups") or {}).values())
+    weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+    problem = None
+    if not weights or len(weights) != len(groups) or not all(isinstance(entry, dict) for entry in weights):
+        problem = "does not say how its weights are quantized (config_groups)"
+    elif any(group.get(key) for group in groups for key in ("input_activations", "output_activations")):
+        problem = "its activations are quantized too"
+    elif settings.get("kv_cache_scheme"):
+        problem = "its K/V cache is quantized too"
+    elif settings.get("sparsity_config") or settings.get("transform_config"):
+        problem = "it is sparse or rotated as well (sparsity_config, transform_config)"
+    elif any(entry != weights[0] for entry in weights):
+        problem = "its layers differ in how they are quantized (config_groups)"
+    settings["dequantize"] = True
+    settings.pop("run_compressed", None)
+    return f"compressed-tensors, {weights[0].get('num_bits') if weights and weights[0] else '?'} bits", problem
+
+
+def _by_transformers(settings: dict[str, Any]) -> tuple[str, str | None]:
+    settings["dequantize"] = True
+    return str(settings["quant_method"]), None
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], tuple[str, str | None]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _by_transformers,
+    "mxfp4": _by_transformers,
+}
+
+
+def _require_compressed_tensors(name: str) -> None:
+    if find_spec("compressed_tensors") is None:
+        raise ModelError(
+            f"{name} is quantized with compressed-tensors, which is not installed: pip install tide_export[export]"
+        )
+
+
+@register_quantization_config("tide_export")
+class _PackedConfig(QuantizationConfigMixin):
+    """The settings of a GPTQ or AWQ checkpoint, for `_PackedQuantizer`."""
+
+    def __init__(self, bits: int, layout: str, group_size: int = 128, **_other: Any):
+        self.quant_method: Any = "tide_export"
+        self.bits, self.layout, self.group_size = int(bits), layout, int(group_size)
+        self.dequantize = True
+
+    def read(self, parts: dict[str, torch.Tensor]) -> IntegerWeight:
+        if self.layout == "awq gemm":
+            return read_awq(parts, self.bits, self.group_size)
+        return read_gptq(parts, self.bits, self.group_size, first_version=self.layout == "gptq")
+
+
+@register_quantizer("tide_export")
+class _PackedQuantizer(HfQuantizer):
+    """Tells transformers which tensors of the checkpoint make one weight, and which operation makes it of them."""
+
+    serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012 (transformers' way)
+
+    def get_load_operations(self) -> dict:
+        return {"dequantize": _Dequantize}
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Dequantize(ConversionOps):
+    """Packed tensors in, weights in the type of the model's parameter out; a weight that is not packed passes.
+
+    Of one module the keys are the names above, each with a list of one tensor. Of experts that the model keeps in one
+    tensor they are patterns that end in these names, each with a list of one tensor per expert.
+    """
+
+    def __init__(self, hf_quantizer: _PackedQuantizer):
+        self.hf_quantizer = hf_quantizer
+        self.settings: _PackedConfig = hf_quantizer.quantization_config  # type: ignore[assignment]
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[torch.Tensor]]:
+        full_layer_name, model = kwargs["full_layer_name"], kwargs["model"]
+        parameter = model.get_parameter_or_buffer(full_layer_name)
+        owner = model.get_submodule(full_layer_name.rpartition(".")[0])
+        modules: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for key, tensors in input_dict.items():
+            prefix, _, part = key.rpartition(".")
+            modules.setdefault(prefix, {})[part] = tensors if isinstance(tensors, list) else [tensors]
+        converted = {}
+        for prefix, parts in modules.items():
+            made = []
+            for index in range(max(len(tensors) for tensors in parts.values())):
+                one = {part: tensors[index] for part, tensors in parts.items()}
+                expected = None if prefix else tuple(parameter.shape)
+                made.append(self._weight(full_layer_name, one, isinstance(owner, Conv1D), expected).to(parameter.dtype))
+            converted[f"{prefix}.weight" if prefix else full_layer_name] = made
+        return converted
+
+    def _weight(
+        self, name: str, parts: dict[str, torch.Tensor], inputs_first: bool, expected: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        if "qweight" not in parts:
+            return parts["weight"]
+        missing = [part for part in ("qzeros", "scales") if part not in parts]
+        if missing:
+            raise self._problem(f"weight {name} has a qweight but no {missing[0]}")
+        integers = self.settings.read(parts)
+        (inputs, outputs), shapes = integers.values.shape, (integers.scales.shape, integers.zeros.shape)
+        shape = (inputs, outputs) if inputs_first else (outputs, inputs)
+        if expected not in (None, shape) or len(integers.groups) != inputs or any(s[1] != outputs for s in shapes):
+            raise self._problem(f"weight {name} is packed as {shape} with {self.settings.bits} bits, but is {expected}")
+        groups = int(integers.groups.max()) + 1
+        if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
+            raise self._problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
+        dense = integers.dequantized()
+        return dense if inputs_first else dense.T.contiguous()
+
+    def _problem(self, sentence: str) -> ModelError:
+        _problems.get().append(sentence)
+        return ModelError(sentence)
+
+
+def loading_problem() -> str | None:
+    """What `_Dequantize` could not read of the model that has just failed to load, if that is why."""
+    return next(iter(_problems.get()), None)
