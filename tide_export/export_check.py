@@ -21,11 +21,11 @@ from tide_export.errors import GraphError
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
 from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Check, check_exit, check_full
+from tide_export.quantize.stored import graph_engines
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.runtime.session import open_session
 from tide_export.thresholds import OFF
 
 logger = logging.getLogger("tide_export")
@@ -56,7 +56,7 @@ def check_export(folder: Path, manifest: Manifest, source: SourceModel, routers:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
-    engines = [("graph", Engine(bundle, open_session(bundle)), TOLERANCES["fp32"])]
+    engines = [(what.strip() or "graph", engine, tolerance) for what, engine, tolerance in graph_engines(bundle, None)]
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         backend = open_segments(bundle)
         engines.append(("networks", Engine(bundle, backend, SegmentedState), TOLERANCES[manifest.networks.weights]))

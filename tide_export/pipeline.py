@@ -1,4 +1,4 @@
-"""The main flow, one line a stage: load -> calibrate -> trace -> cut -> compose -> lower -> check -> bundle.
+"""The main flow, one line a stage: load, quantize, calibrate, trace, cut, compose, lower, check, bundle.
 
 `tide-export export` and `tide-export calibrate` call these two functions; library users may too. Everything a stage
 needs is handed over here, so that each stage can be read and tested alone.
@@ -12,18 +12,19 @@ from pathlib import Path
 
 from tide_export.build import build_engines, require_builder
 from tide_export.bundle import write_manifest, writing_bundle
-from tide_export.calibrate import calibrate, load_tokenizer
+from tide_export.calibrate import calibrate, load_tokenizer, read_sequences
 from tide_export.config import TideConfig
 from tide_export.errors import ConfigError
 from tide_export.export_check import check_export
 from tide_export.graph import compose, compose_propagating, cut
 from tide_export.graph.cut import Pieces
 from tide_export.lower import check_operators, lower_for_onnxruntime, networks_for_tensorrt
-from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS
+from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS, Quantization
 from tide_export.model import SourceModel, load_model
 from tide_export.names import REPORT_FILE, ROUTERS_FILE
 from tide_export.package import context_length, make_manifest, save_graph, save_tokenizer
 from tide_export.progress import stage
+from tide_export.quantize import CALIBRATED, QUANTIZED, quantization_settings, quantize_model
 from tide_export.report import check_report_path, headline, write_report
 from tide_export.routers import RouterSet
 from tide_export.runtime.flavours import FLAVOURS, Flavour
@@ -31,6 +32,8 @@ from tide_export.runtime.plugins import NONE, plugins_to_build_with
 from tide_export.trace import trace
 
 logger = logging.getLogger("tide_export")
+
+QUANTIZATION_SEQUENCES = 64  # that a calibrated quantization reads
 
 
 def calibrate_to_file(
@@ -81,6 +84,10 @@ def export(
     config: TideConfig | None = None,
     targets: Sequence[str] = ("onnxruntime",),
     weights: str = "fp32",
+    quantization: str | None = None,
+    block_size: int | None = None,
+    accuracy_level: int | None = None,
+    symmetric: bool | None = None,
     engines: bool = True,
     plugins: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -94,7 +101,9 @@ def export(
         config: calibration settings and the bundle's default thresholds, min_layers and max_pending.
         targets: what the bundle is for: "onnxruntime", which every bundle is, and one of "tensorrt" and "tensorrt-rtx",
             for which it also gets segment networks and engines.
-        weights: precision of the segment networks: "fp32", "fp16" or "bf16"; the graph for ONNX Runtime is fp32.
+        weights: "fp32"; for ONNX Runtime alone "int8" or "int4", of the graph's matrices; for TensorRT "fp16" or
+            "bf16", of the segment networks, the graph being fp32.
+        quantization, block_size, accuracy_level, symmetric: of int8 and int4, as `quantize.settings` takes them.
         engines: build the engines; without, the bundle has the networks alone and `build.rebuild` adds engines.
         plugins: the library of plugins that engines for tensorrt are built with, or "none"; None: the one that
             `runtime.plugins` finds, if any.
@@ -106,6 +115,7 @@ def export(
         TideError: of the stage that failed; nothing is left at `output` then.
     """
     config = config or TideConfig()
+    settings = quantization_settings(weights, quantization, block_size, accuracy_level, symmetric)
     flavour = _flavour(targets, weights)
     propagates = config.kv_cache_strategy == PROPAGATE
     if flavour is not None and propagates:
@@ -123,6 +133,10 @@ def export(
         length = context_length(source, max_length)
         if given is not None:
             given.check(source, routers or "")
+        if settings is not None:
+            source = quantize_model(source, settings, _texts(model, source, config, settings))
+        if given is not None:
+            given.check_quantization(source, routers or "")
             fitted = given
         else:
             if flavour is not None:  # what cannot be made for it is refused before hours of calibration
@@ -144,7 +158,7 @@ def export(
                 pieces = cut(traced, length)
         with stage("composing the graph"):
             composing = compose_propagating if propagates else compose
-            graph = lower_for_onnxruntime(composing(pieces, fitted.arrays(), fitted.lens_arrays()))
+            graph = lower_for_onnxruntime(composing(pieces, fitted.arrays(), fitted.lens_arrays()), source.quantized)
         manifest = make_manifest(source, fitted, config, graph, length)
         with stage("writing the weights"):
             save_graph(graph, folder)
@@ -173,13 +187,20 @@ def _flavour(targets: Sequence[str], weights: str) -> Flavour | None:
     for target in targets:
         if target not in TARGETS:
             raise ConfigError(f"target {target!r} is none of {', '.join(TARGETS)}")
-    if weights not in NETWORK_WEIGHTS:
-        raise ConfigError(f"weights {weights!r} are not in this release: use one of {', '.join(NETWORK_WEIGHTS)}")
+    known = (*NETWORK_WEIGHTS, *QUANTIZED)
+    if weights not in known:
+        raise ConfigError(f"weights {weights!r} are not in this release: use one of {', '.join(known)}")
     flavours = sorted({target for target in targets if target in FLAVOURS})
     if len(flavours) > 1:
         raise ConfigError("a bundle holds the engines of one flavour: give target tensorrt or tensorrt-rtx, not both")
-    if not flavours and weights != "fp32":
-        raise ConfigError(f"weights {weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime's graph is fp32")
+    if flavours and weights in QUANTIZED:
+        raise ConfigError(
+            f"weights {weights!r} are for target onnxruntime alone: {flavours[0]} takes fp32, fp16 or bf16"
+        )
+    if not flavours and weights not in ("fp32", *QUANTIZED):
+        raise ConfigError(
+            f"weights {weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, int8 or int4"
+        )
     return FLAVOURS[flavours[0]] if flavours else None
 
 
@@ -196,6 +217,16 @@ def _trial(source: SourceModel, config: TideConfig, length: int) -> Pieces:
     pieces = cut(trace(source, checkpoints, length), length)
     check_operators(pieces)
     return pieces
+
+
+def _texts(model: str, source: SourceModel, config: TideConfig, settings: Quantization) -> list[list[int]] | None:
+    """What a calibrated quantization reads: the beginning of what the routers are calibrated on."""
+    if settings.method not in CALIBRATED:
+        return None
+    length = min(config.calibration_length, source.context_length or config.calibration_length)
+    count = min(config.calibration_samples, QUANTIZATION_SEQUENCES)
+    found = read_sequences(config.calibration_dataset, load_tokenizer(model), length, count)
+    return [sequence.ids.tolist() for sequence in found]
 
 
 def _load(model: str, device_map: str | None = None) -> SourceModel:
