@@ -423,7 +423,7 @@ def engine_of(
     the smallest batches too, if `batch`."""
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
-    graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()))
+    graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()), source.quantized)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary)
         if batch:

@@ -26,6 +26,7 @@ from tide_export.bundle import (
     writing_bundle,
 )
 from tide_export.errors import BundleError
+from tide_export.manifest import Quantization
 
 
 def make_manifest(name: str = "model") -> Manifest:
@@ -127,6 +128,43 @@ ENGINES = {
     "plugins": None,
 }
 PLUGINS = {"version": "0.1.0", "sha256": "0" * 64, "engines": ["segment_0", "segment_1"]}
+
+
+QUANTIZATION = {"method": "rtn", "bits": 4, "block_size": 32, "symmetric": True, "accuracy_level": 4}
+
+
+def test_a_manifest_without_quantization_does_not_speak_of_it(tmp_path: Path) -> None:
+    """So that bundles of before there was any are read, and read by releases of then."""
+    write(tmp_path / "b")
+    assert "quantization" not in json.loads((tmp_path / "b" / "tide.json").read_text())
+    assert open_bundle(tmp_path / "b").manifest.quantization is None
+
+
+def test_quantization_comes_back(tmp_path: Path) -> None:
+    quantized = replace(make_manifest(), weights="int4", quantization=Quantization(**QUANTIZATION))
+    write(tmp_path / "b", manifest=quantized)
+    assert open_bundle(tmp_path / "b").manifest.quantization == quantized.quantization
+
+
+@pytest.mark.parametrize(
+    ("weights", "quantization", "message"),
+    [
+        ("int4", None, "field 'quantization' must be there for weights int8 and int4 alone"),
+        ("fp32", QUANTIZATION, "field 'quantization' must be there for weights int8 and int4 alone"),
+        ("int8", QUANTIZATION, "field 'quantization.bits' must be 8 for weights int8"),
+        ("int4", QUANTIZATION | {"method": "awq"}, "field 'quantization.method' is none of rtn, gptq"),
+        ("int4", QUANTIZATION | {"block_size": 48}, "field 'quantization.block_size' is none of 16, 32"),
+        ("int4", QUANTIZATION | {"symmetric": 1}, "field 'quantization.symmetric' must be true or false"),
+        ("int4", QUANTIZATION | {"accuracy_level": 7}, "field 'quantization.accuracy_level' must lie in 0..4"),
+    ],
+)
+def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, quantization, message: str) -> None:
+    write(tmp_path / "b")
+    path = tmp_path / "b" / "tide.json"
+    data = json.loads(path.read_text()) | {"weights": weights}
+    path.write_text(json.dumps(data if quantization is None else data | {"quantization": quantization}))
+    with pytest.raises(BundleError, match=message):
+        open_bundle(tmp_path / "b")
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ def test_the_installed_command_prints_its_version():
         (["generate", "x", "--prompt", "a", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["export", MODEL, "-o", "x", "--target", "abacus"], "invalid choice: 'abacus'"),
         (
-            ["export", MODEL, "-o", "x", "--weights", "int4"],
-            "--weights int4: this release has fp32, fp16 and bf16 only",
+            ["export", MODEL, "-o", "x", "--weights", "int2"],
+            "--weights int2: this release has fp32, fp16, bf16, int8 and int4 only",
         ),
         (["generate", "x", "--prompt", "a", "--mode", "fast"], "invalid choice: 'fast'"),
     ],

@@ -13,13 +13,13 @@ import sys
 import time
 import tomllib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tide_export.cli_options import CALIBRATION_FIELDS, CONFIG_OPTIONS, PROGRAM, build_parser
+from tide_export.cli_options import CALIBRATION_FIELDS, CONFIG_OPTIONS, PROGRAM, QUANTIZATION_FIELDS, build_parser
 from tide_export.errors import ConfigError, TideError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tide_export.text import BundleTokenizer
 
 logger = logging.getLogger("tide_export")
-RELEASED = {"weights": ("fp32", "fp16", "bf16")}
+RELEASED = {"weights": ("fp32", "fp16", "bf16", "int8", "int4")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +88,8 @@ def _calibrate(options: Namespace) -> int:
 def _export(options: Namespace) -> int:
     config = _config(options)
     if options.routers is not None:
-        _refuse_calibration_options(options, "--routers")
+        read = QUANTIZATION_FIELDS if options.quantization == "gptq" else set()
+        _refuse_calibration_options(options, "--routers", CALIBRATION_FIELDS - read)
     from tide_export.pipeline import export
 
     routers = None if options.routers is None else Path(options.routers)
@@ -99,6 +100,10 @@ def _export(options: Namespace) -> int:
         config=config,
         targets=tuple(options.target or ("onnxruntime",)),
         weights=options.weights,
+        quantization=options.quantization,
+        block_size=options.block_size,
+        accuracy_level=options.accuracy_level,
+        symmetric=options.symmetric,
         engines=not options.no_engines,
         plugins=options.plugins,
         overwrite=options.overwrite,
@@ -323,7 +328,7 @@ def _recipes_near(path: Path) -> str:
     return f"; there are {', '.join(found)}" if found else ""
 
 
-def _refuse_calibration_options(options: Namespace, because: str) -> None:
+def _refuse_calibration_options(options: Namespace, because: str, fields: Collection[str] = CALIBRATION_FIELDS) -> None:
     """With ready-made routers there is no calibration to set up; an option that would be ignored is a mistake.
 
     Raises:
@@ -331,7 +336,7 @@ def _refuse_calibration_options(options: Namespace, because: str) -> None:
     """
     given = _recipe(options.recipe) | _given(options)
     for option in CONFIG_OPTIONS:
-        if option.field in CALIBRATION_FIELDS and option.field in given:
+        if option.field in fields and option.field in given:
             raise ConfigError(f"{option.flag} does nothing with {because}: the routers are fitted already")
 
 

@@ -94,6 +94,8 @@ CONFIG_OPTIONS = [
 CALIBRATION_FIELDS = {option.field for option in CONFIG_OPTIONS} - {
     *("exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold")
 }
+# Of these, what a calibrated quantization reads.
+QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}
 
 SPEC_HELP = (
     "SPEC is a local .txt, .jsonl or .parquet file, a folder or a glob of them, or a Hugging Face dataset id "
@@ -165,7 +167,20 @@ def _add_export(commands) -> None:
         choices=["onnxruntime", "tensorrt", "tensorrt-rtx"],
         help="engine, may be repeated; every bundle runs on onnxruntime (onnxruntime)",
     )
-    parser.add_argument("--weights", default="fp32", help="precision for tensorrt(-rtx): fp32, fp16, bf16 (fp32)")
+    parser.add_argument(
+        "--weights", default="fp32", help="onnxruntime: fp32, int8, int4; tensorrt(-rtx): fp32, fp16, bf16 (fp32)"
+    )
+    parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")
+    parser.add_argument(
+        "--block-size", type=int, metavar="N", help="int8, int4: weights of one scale; 16, 32, 64, 128, 256 (32)"
+    )
+    parser.add_argument(
+        "--accuracy-level",
+        type=int,
+        metavar="N",
+        help="int8, int4: products in 0 any, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, much the fastest)",
+    )
+    parser.add_argument("--symmetric", type=_yes_or_no, metavar="X", help="int8, int4: no zero points, yes or no (yes)")
     parser.add_argument("--no-engines", action="store_true", help="leave the engines to `build` on another machine")
     _add_plugins(parser)
     parser.add_argument(

@@ -43,6 +43,7 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
         },
         "targets": list(manifest.targets),
         "weights": manifest.weights,
+        "quantization": None if manifest.quantization is None else asdict(manifest.quantization),
         "opset": manifest.opset,
         "min_layers": manifest.min_layers,
         "max_pending": manifest.max_pending,
@@ -88,6 +89,16 @@ def _segments(bundle: Bundle) -> list[dict[str, Any]]:
     return segments
 
 
+def _quantization(described: dict[str, Any]) -> str:
+    how = described["quantization"]
+    if how is None:
+        return ""
+    points = "" if how["symmetric"] else ", with zero points"
+    return (
+        f", {how['bits']} bits by {how['method']}, blocks of {how['block_size']}{points}, level {how['accuracy_level']}"
+    )
+
+
 def render(described: dict[str, Any]) -> str:
     """The text `inspect` prints."""
     model, files = described["model"], described["files"]
@@ -99,7 +110,7 @@ def render(described: dict[str, Any]) -> str:
         f"created    {described['created']}",
         f"model      {model['name']}  ({model['architecture']}, {model['num_layers']} layers, "
         f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']})",
-        f"weights    sha256 {model['weights_sha256'][:12]}",
+        f"weights    sha256 {model['weights_sha256'][:12]}{_quantization(described)}",
         f"context    {model['context_length'] or 'unlimited'} tokens, "
         f"{size(described['kv_bytes_per_token'])} of K/V per token",
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",

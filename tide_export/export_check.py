@@ -23,13 +23,13 @@ from tide_export.errors import GraphError
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
 from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare, compare_together
+from tide_export.quantize.stored import computes_in_float32, graph_engines
 from tide_export.routers import RouterSet
 from tide_export.runtime.batch.networks import BatchNetworks
 from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.runtime.session import open_session
 from tide_export.thresholds import OFF
 
 logger = logging.getLogger("tide_export")
@@ -77,13 +77,15 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
-    _compare("graph", Engine(bundle, open_session(bundle)), answers, TOLERANCES["fp32"])
+    for prefix, engine, tolerance in graph_engines(bundle, None):
+        _compare(prefix.strip() or "graph", engine, answers, tolerance)
+    del engine
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = Engine(bundle, open_segments(bundle), SegmentedState)
         _compare("networks", networks, answers, TOLERANCES[manifest.networks.weights])
         del networks
     if names.batch_file(names.HEAD) in manifest.files:
-        _compare_together(bundle, answers, TOLERANCES["fp32"])
+        _compare_together(bundle, answers, TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 products"])
 
 
 def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: Tolerance) -> None:

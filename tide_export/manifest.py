@@ -18,12 +18,15 @@ from tide_export.errors import BundleError
 from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, network_file, segment
 
 SCHEMA = "tide_export.bundle/5"
-WEIGHTS = ("fp32",)  # of the graph
+WEIGHTS = ("fp32", "int8", "int4")  # of the graph
+QUANTIZATION_METHODS = ("rtn", "gptq")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 NETWORK_WEIGHTS = ("fp32", "fp16", "bf16")
 EXACT, PROPAGATE = "exact", "propagate"
 KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
+OMITTED = ("quantization",)  # fields of the manifest that are not written when None, lest older bundles be refused
 
 T = TypeVar("T")
 
@@ -50,6 +53,17 @@ class TensorInfo:
     name: str
     dtype: str  # numpy's name: "float32", "int64", "int32"
     shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the graph's matrices were made small integers (see `quantize`)."""
+
+    method: str  # rtn or gptq
+    bits: int  # 4 or 8
+    block_size: int  # weights of one scale
+    symmetric: bool  # without zero points
+    accuracy_level: int  # MatMulNBits's: 0 the engine's choice, 1 float32, 2 float16, 3 bfloat16, 4 int8 products
 
 
 @dataclass(frozen=True)
@@ -138,6 +152,7 @@ class Manifest:
     drafting: Drafting | None = None  # of lossless mode; None: it was not tuned
     networks: NetworksInfo | None = None
     engines: EnginesInfo | None = None
+    quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property
@@ -148,11 +163,12 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `tide.json`."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        written = {name: value for name, value in asdict(self).items() if name not in OMITTED or value is not None}
+        return json.dumps({"schema": SCHEMA, **written}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str, source: str = MANIFEST_FILE) -> "Manifest":
-        """Parses strictly: every field present, of its type and in range, and no other field.
+        """Parses strictly: every field present (but those of `OMITTED`), of its type and in range, and no other field.
 
         Raises:
             BundleError: naming `source` and the field.
@@ -218,7 +234,7 @@ def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
             raise wrong("a number")
         return float(value)
     if type(value) is not kind:  # not isinstance: true is no int
-        raise wrong({int: "a whole number", str: "a string"}[kind])
+        raise wrong({int: "a whole number", str: "a string", bool: "true or false"}[kind])
     return value
 
 
@@ -227,12 +243,14 @@ def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str)
     hints = get_type_hints(kind)
     names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     for name in names:
-        if name not in value:
+        if name not in value and not (kind is Manifest and name in OMITTED):
             raise BundleError(f"{source}: field '{prefix}{name}' is missing")
     for name in value:
         if name not in names:
             raise BundleError(f"{source}: field '{prefix}{name}' is unknown")
-    return kind(**{name: _parse(hints[name], value[name], source, f"{prefix}{name}") for name in names})
+    return kind(
+        **{name: _parse(hints[name], value[name], source, f"{prefix}{name}") for name in names if name in value}
+    )
 
 
 def _check(manifest: Manifest, source: str) -> None:
@@ -276,6 +294,7 @@ def _check(manifest: Manifest, source: str) -> None:
     )
     require(GRAPH_FILE in manifest.files, "files", f"does not list {GRAPH_FILE}")
     _check_networks(manifest, require)
+    _check_quantization(manifest, require)
     for name, info in manifest.files.items():
         inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts and "\\" not in name
         require(inside and name not in ("", ".", MANIFEST_FILE), f"files.{name}", "is not a path inside the bundle")
@@ -307,3 +326,15 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
             )
         for file in map(engine_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")
+
+
+def _check_quantization(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
+    how = manifest.quantization
+    bits = {"int8": 8, "int4": 4}.get(manifest.weights)
+    require((how is not None) == (bits is not None), "quantization", "must be there for weights int8 and int4 alone")
+    if how is None:
+        return
+    require(how.method in QUANTIZATION_METHODS, "quantization.method", f"is none of {', '.join(QUANTIZATION_METHODS)}")
+    require(how.bits == bits, "quantization.bits", f"must be {bits} for weights {manifest.weights}")
+    require(how.block_size in BLOCK_SIZES, "quantization.block_size", f"is none of {', '.join(map(str, BLOCK_SIZES))}")
+    require(how.accuracy_level in range(5), "quantization.accuracy_level", "must lie in 0..4")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from transformers import (
 from tide_export.anatomy import Anatomy, input_device, offload_hooks
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
 from tide_export.quantized import loading_problem, prepare_quantized
+
+if TYPE_CHECKING:
+    from tide_export.quantize.model import QuantizedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class SourceModel:
     name: str
     weights_sha256: str
     anatomy: Anatomy
+    quantized: "QuantizedWeights | None" = None  # whose values the model computes with; None: its own weights
 
     @property
     def num_layers(self) -> int:

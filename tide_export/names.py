@@ -11,7 +11,10 @@ OP_CHECKPOINT = "TideCheckpoint"  # identity marker in the trace, attribute `lay
 OP_ATTENTION = "TideAttention"  # symbolic causal attention in the trace, attribute `layer`
 OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under a mask of the model's own, gone after the trace
 OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's own expert
+OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
+OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
 OP_ROUTE = "TideRoute"  # norm + router MLP + threshold; model-local function and TensorRT plugin
+WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters its quantized rows are of, one a line
 PLUGIN_NAMESPACE = "tide"
 PLUGIN_VERSION = "1"
 

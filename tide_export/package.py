@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from tide_export import __version__, names
@@ -21,6 +22,8 @@ from tide_export.trace.masks import layer_masks
 from tide_export.trace.tracer import OPSET
 
 logger = logging.getLogger("tide_export")
+
+INLINE_BYTES = 1024  # weights up to this size are in the graph's own file
 
 
 def context_length(source: SourceModel, max_length: int | None) -> int:
@@ -48,8 +51,49 @@ def context_length(source: SourceModel, max_length: int | None) -> int:
 
 
 def save_graph(graph: ir.Model, folder: Path) -> None:
-    """Writes model.onnx and, beside it, every weight of more than a few bytes in model.onnx.data."""
-    ir.save(graph, folder / names.GRAPH_FILE, external_data=names.WEIGHTS_FILE, size_threshold_bytes=1024)
+    """Writes model.onnx and, beside it, every weight of more than a few bytes in model.onnx.data.
+
+    Two weights that are one array under two shapes (a quantized head tied to the embedding) are written once.
+    """
+    shared = _shared_weights(graph)
+    if not shared:
+        ir.save(graph, folder / names.GRAPH_FILE, external_data=names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
+        return
+    weights = graph.graph.initializers
+    held = {name: value.const_value for name, value in weights.items()}
+    try:
+        for name in shared:
+            weights[name].const_value = ir.tensor(np.zeros(0, np.uint8), name=name)  # until its owner has a place
+        ir.external_data.unload_from_model(graph, folder, names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
+        for name, owner in shared.items():
+            place, tensor = weights[owner].const_value, held[name]
+            assert isinstance(place, ir.ExternalTensor)
+            assert tensor is not None
+            weights[name].const_value = ir.ExternalTensor(
+                place.location,
+                place.offset,
+                place.length,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+            )
+        ir.save(graph, folder / names.GRAPH_FILE)
+    finally:  # as `ir.save` does: the caller's graph stays as it was
+        for name, tensor in held.items():
+            weights[name].const_value = tensor
+
+
+def _shared_weights(graph: ir.Model) -> dict[str, str]:
+    """Weights that are an array which another one is too, under another shape, each with the other's name."""
+    first: dict[tuple[int, int], str] = {}
+    shared: dict[str, str] = {}
+    for name, value in graph.graph.initializers.items():
+        array = value.const_value.raw if isinstance(value.const_value, ir.Tensor) else None
+        if isinstance(array, np.ndarray) and array.nbytes > INLINE_BYTES:
+            owner = first.setdefault((array.ctypes.data, array.nbytes), name)
+            if owner != name:
+                shared[name] = owner
+    return shared
 
 
 def save_tokenizer(model: str, folder: Path) -> None:
@@ -85,7 +129,7 @@ def make_manifest(
         max_pending=config.max_pending,
         kv_cache_strategy=config.kv_cache_strategy,
         compaction_threshold=config.compaction_threshold,
-        weights="fp32",
+        weights="fp32" if source.quantized is None else f"int{source.quantized.settings.bits}",
         targets=("onnxruntime",),
         opset=OPSET,
         inputs=tuple(_tensor_info(value) for value in graph.graph.inputs),
@@ -95,6 +139,7 @@ def make_manifest(
             "tide_export": __version__,
             **_versions("torch", "transformers", "onnxscript", "onnx-ir", "onnxruntime"),
         },
+        quantization=None if source.quantized is None else source.quantized.settings,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

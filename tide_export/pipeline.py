@@ -1,4 +1,4 @@
-"""The main flow, one line a stage: load -> calibrate -> trace -> cut -> compose -> lower -> bundle -> check.
+"""The main flow, one line a stage: load, quantize, calibrate, trace, cut, compose, lower, write, check.
 
 `tide-export export` and `tide-export calibrate` call these two functions; library users may too. Everything a stage
 needs is handed over here, so that each stage can be read and tested alone.
@@ -7,26 +7,30 @@ needs is handed over here, so that each stage can be read and tested alone.
 import gc
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from tide_export.build import build_engines, require_builder
 from tide_export.bundle import write_manifest, writing_bundle
-from tide_export.calibrate import calibrate, load_tokenizer
+from tide_export.calibrate import calibrate, load_tokenizer, read_sequences
 from tide_export.config import TideConfig
 from tide_export.errors import ConfigError, UnsupportedModelError
 from tide_export.export_check import ask_model, check_export
 from tide_export.graph import compose, compose_propagating, cut
 from tide_export.graph.cut import Pieces
 from tide_export.lower import check_operators, lower_for_onnxruntime, networks_for_tensorrt, save_batch_networks
-from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS, Manifest
+from tide_export.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS, Manifest, Quantization
 from tide_export.model import SourceModel, load_model
 from tide_export.names import REPORT_FILE, ROUTERS_FILE
 from tide_export.package import context_length, make_manifest, save_graph, save_tokenizer
 from tide_export.parity import Answers
 from tide_export.progress import stage
+from tide_export.quantize import CALIBRATED, QUANTIZED, quantization_settings, quantize_model
 from tide_export.report import check_report_path, headline, write_report
 from tide_export.routers import RouterSet
 from tide_export.runtime.flavours import FLAVOURS, Flavour
@@ -34,6 +38,8 @@ from tide_export.runtime.plugins import NONE, plugins_to_build_with
 from tide_export.trace import trace
 
 logger = logging.getLogger("tide_export")
+
+QUANTIZATION_SEQUENCES = 64  # that a calibrated quantization reads
 
 
 def calibrate_to_file(
@@ -84,6 +90,10 @@ def export(
     config: TideConfig | None = None,
     targets: Sequence[str] = ("onnxruntime",),
     weights: str = "fp32",
+    quantization: str | None = None,
+    block_size: int | None = None,
+    accuracy_level: int | None = None,
+    symmetric: bool | None = None,
     engines: bool = True,
     plugins: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -99,7 +109,9 @@ def export(
             compaction_threshold.
         targets: what the bundle is for: "onnxruntime", which every bundle is, and one of "tensorrt" and "tensorrt-rtx",
             for which it also gets segment networks and engines.
-        weights: precision of the segment networks: "fp32", "fp16" or "bf16"; the graph for ONNX Runtime is fp32.
+        weights: "fp32"; for ONNX Runtime alone "int8" or "int4", of the graph's matrices; for TensorRT "fp16" or
+            "bf16", of the segment networks, the graph being fp32.
+        quantization, block_size, accuracy_level, symmetric: of int8 and int4, as `quantize.settings` takes them.
         engines: build the engines; without, the bundle has the networks alone and `build.rebuild` adds engines.
         plugins: the library of plugins that engines for tensorrt are built with, or "none"; None: the one that
             `runtime.plugins` finds, if any.
@@ -113,6 +125,7 @@ def export(
         TideError: of the stage that failed; nothing is left at `output` then.
     """
     config = config or TideConfig()
+    settings = quantization_settings(weights, quantization, block_size, accuracy_level, symmetric)
     flavour = _flavour(targets, weights)
     propagates = config.kv_cache_strategy == PROPAGATE
     if flavour is not None and propagates:
@@ -125,10 +138,8 @@ def export(
             "--plugins is for building engines of target tensorrt, and none are built here: leave it away"
         )
     with writing_bundle(output, overwrite=overwrite) as folder:
-        given = RouterSet.load(routers) if routers is not None else None
-        manifest, answers = _write_graphs(
-            folder, model, given, routers or "", config, flavour, weights, validate, max_length, device_map
-        )
+        request = _Request(model, routers, config, flavour, weights, settings, validate, max_length, device_map)
+        manifest, answers = _write_graphs(folder, request)
         gc.collect()  # of the model nothing is left now: engines are built and checked in the room it had
         if flavour is not None and engines:
             manifest = replace(manifest, engines=build_engines(folder, manifest, flavour, library))
@@ -139,74 +150,95 @@ def export(
     return Path(output)
 
 
-def _write_graphs(
-    folder: Path,
-    model: str,
-    given: RouterSet | None,
-    routers: str | os.PathLike[str],
-    config: TideConfig,
-    flavour: Flavour | None,
-    weights: str,
-    validate: bool,
-    max_length: int | None,
-    device_map: str | dict | None,
-) -> tuple[Manifest, list[Answers]]:
+@dataclass(frozen=True)
+class _Request:
+    """What `export` was asked for, as far as it takes the model; see there."""
+
+    model: str
+    routers: str | os.PathLike[str] | None
+    config: TideConfig
+    flavour: Flavour | None
+    weights: str
+    quantization: Quantization | None
+    validate: bool
+    max_length: int | None
+    device_map: str | dict[str, Any] | None
+
+    @property
+    def propagates(self) -> bool:
+        return self.config.kv_cache_strategy == PROPAGATE
+
+
+def _write_graphs(folder: Path, request: _Request) -> tuple[Manifest, list[Answers]]:
     """Everything that needs the source model, which is in memory as long as this runs and no longer.
 
     Returns:
         The manifest so far, and what the graphs must say, for `check_export`; nothing of it without `validate`.
     """
-    source, pieces = _load(model, device_map), None
-    length = context_length(source, max_length)
+    given = RouterSet.load(request.routers) if request.routers is not None else None
+    source = _load(request.model, request.device_map)
+    length = context_length(source, request.max_length)
     if given is not None:
-        given.check(source, routers)
-        fitted = given
+        given.check(source, request.routers or "")
+    if request.quantization is not None:
+        source = quantize_model(source, request.quantization, _texts(source, request))
+    if given is not None:
+        given.check_quantization(source, request.routers or "")
+        fitted, pieces = given, None
     else:
-        if flavour is not None:  # what cannot be made for it is refused before hours of calibration
-            with stage(f"looking at the model for {flavour.title}"):
-                pieces = _trial(source, config, length)
-        made = calibrate(source, load_tokenizer(model), config)
-        if made is None:
-            raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
-        logger.info("%s", headline(made.assessment))
-        with stage("writing the report"):
-            write_report(made.assessment, folder / REPORT_FILE)
-        fitted = made.routers
-    _warn_if_nothing_exits(fitted.checkpoints, config.min_layers)
+        fitted, pieces = _calibrated(source, request, length, folder)
+    _warn_if_nothing_exits(fitted.checkpoints, request.config.min_layers)
 
-    propagates = config.kv_cache_strategy == PROPAGATE
     if pieces is None or pieces.boundaries != (0, *fitted.checkpoints, source.num_layers):
         with stage("tracing the model"):
-            traced = trace(source, fitted.checkpoints, length, every_layer=propagates)
+            traced = trace(source, fitted.checkpoints, length, every_layer=request.propagates)
         with stage("cutting the graph"):
             pieces = cut(traced, length)
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized)
     with stage("composing the graph"):
-        composing = compose_propagating if propagates else compose
-        graph = lower_for_onnxruntime(composing(pieces, fitted.arrays(), fitted.lens_arrays()))
-    manifest = make_manifest(source, fitted, config, graph, length)
+        composing = compose_propagating if request.propagates else compose
+        graph = lower(composing(pieces, fitted.arrays(), fitted.lens_arrays()))
+    manifest = make_manifest(source, fitted, request.config, graph, length)
     answers: list[Answers] = []
-    if validate:
+    if request.validate:
         with stage("asking the model what the graph must say"):
             answers = ask_model(source, fitted, manifest, graph)
     with stage("writing the weights"):
         save_graph(graph, folder)
-        if not propagates:  # what skipped layers get instead of waiting is made for one sequence alone
-            _save_batch_networks(folder, pieces, fitted)
-        save_tokenizer(model, folder)
+        if not request.propagates:  # what skipped layers get instead of waiting is made for one sequence alone
+            _save_batch_networks(folder, pieces, fitted, lower)
+        save_tokenizer(request.model, folder)
         fitted.save(folder / ROUTERS_FILE)
-        if flavour is not None:
-            networks = networks_for_tensorrt(pieces, fitted.arrays(), fitted.lens_arrays(), length, weights)
+        if request.flavour is not None:
+            networks = networks_for_tensorrt(pieces, fitted.arrays(), fitted.lens_arrays(), length, request.weights)
             networks.save(folder)
             info = networks.info(manifest)
-            manifest = replace(manifest, targets=("onnxruntime", flavour.name), networks=info)
+            manifest = replace(manifest, targets=("onnxruntime", request.flavour.name), networks=info)
     source.let_go()
     return manifest, answers
 
 
-def _save_batch_networks(folder: Path, pieces: Pieces, routers: RouterSet) -> None:
+def _calibrated(source: SourceModel, request: _Request, length: int, folder: Path) -> tuple[RouterSet, Pieces | None]:
+    """Routers fitted for the export, and the model cut at the checkpoints asked for where that had to be tried."""
+    pieces = None
+    if request.flavour is not None:  # what cannot be made for it is refused before hours of calibration
+        with stage(f"looking at the model for {request.flavour.title}"):
+            pieces = _trial(source, request.config, length)
+    made = calibrate(source, load_tokenizer(request.model), request.config)
+    if made is None:
+        raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
+    logger.info("%s", headline(made.assessment))
+    with stage("writing the report"):
+        write_report(made.assessment, folder / REPORT_FILE)
+    return made.routers, pieces
+
+
+def _save_batch_networks(
+    folder: Path, pieces: Pieces, routers: RouterSet, lower: Callable[[ir.Model], ir.Model]
+) -> None:
     """Writes the networks for several sequences at once, or says why the bundle takes one prompt at a time."""
     try:
-        save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays())
+        save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays(), lower=lower)
     except UnsupportedModelError as error:
         logger.warning("the bundle will take one prompt at a time: no networks for batches of this model: %s", error)
 
@@ -220,13 +252,20 @@ def _flavour(targets: Sequence[str], weights: str) -> Flavour | None:
     for target in targets:
         if target not in TARGETS:
             raise ConfigError(f"target {target!r} is none of {', '.join(TARGETS)}")
-    if weights not in NETWORK_WEIGHTS:
-        raise ConfigError(f"weights {weights!r} are not in this release: use one of {', '.join(NETWORK_WEIGHTS)}")
+    known = (*NETWORK_WEIGHTS, *QUANTIZED)
+    if weights not in known:
+        raise ConfigError(f"weights {weights!r} are not in this release: use one of {', '.join(known)}")
     flavours = sorted({target for target in targets if target in FLAVOURS})
     if len(flavours) > 1:
         raise ConfigError("a bundle holds the engines of one flavour: give target tensorrt or tensorrt-rtx, not both")
-    if not flavours and weights != "fp32":
-        raise ConfigError(f"weights {weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime's graph is fp32")
+    if flavours and weights in QUANTIZED:
+        raise ConfigError(
+            f"weights {weights!r} are for target onnxruntime alone: {flavours[0]} takes fp32, fp16 or bf16"
+        )
+    if not flavours and weights not in ("fp32", *QUANTIZED):
+        raise ConfigError(
+            f"weights {weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, int8 or int4"
+        )
     return FLAVOURS[flavours[0]] if flavours else None
 
 
@@ -243,6 +282,17 @@ def _trial(source: SourceModel, config: TideConfig, length: int) -> Pieces:
     pieces = cut(trace(source, checkpoints, length), length)
     check_operators(pieces)
     return pieces
+
+
+def _texts(source: SourceModel, request: _Request) -> list[list[int]] | None:
+    """What a calibrated quantization reads: the beginning of what the routers are calibrated on."""
+    if request.quantization is None or request.quantization.method not in CALIBRATED:
+        return None
+    config = request.config
+    length = min(config.calibration_length, source.context_length or config.calibration_length)
+    count = min(config.calibration_samples, QUANTIZATION_SEQUENCES)
+    found = read_sequences(config.calibration_dataset, load_tokenizer(request.model), length, count)
+    return [sequence.ids.tolist() for sequence in found]
 
 
 def _load(model: str, device_map: str | dict[str, Any] | None = None) -> SourceModel:

@@ -11,8 +11,9 @@ of which the log-probabilities of the first and the second (among the shortlist 
 """
 
 import json
+import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch import nn
 
 from tide_export.errors import RouterFileError
 from tide_export.model import SourceModel
+
+logger = logging.getLogger("tide_export")
 
 FORMAT = "tide_export.routers/2"
 CONFIDENCE = 2  # numbers a shortlist's logits are summed up in
@@ -244,6 +247,12 @@ class RouterSet:
                 f"router file {path} was calibrated on {self.provenance.get('model', 'another model')!r}, "
                 f"whose weights differ from those of {source.name}: calibrate again"
             )
+
+    def check_quantization(self, source: SourceModel, path: str | os.PathLike) -> None:
+        """Warns of routers that were calibrated with the model's weights in another precision than they have now."""
+        now = None if source.quantized is None else asdict(source.quantized.settings)
+        if self.provenance and self.provenance.get("quantization") != now:
+            logger.warning("router file %s was calibrated on weights of another precision: its scores may be off", path)
 
 
 def _router_arrays(router: Router) -> RouterArrays:

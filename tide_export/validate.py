@@ -19,6 +19,7 @@ from tide_export.model import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.parity import TOLERANCES, Check, Tolerance, check_exit, check_full
 from tide_export.progress import stage
+from tide_export.quantize.stored import graph_engines, restore
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.segmented.onnxruntime import open_segments
@@ -41,6 +42,7 @@ class ValidationReport:
     new_tokens: int
     max_pending: int
     checks: list[Check]
+    weight_error: float | None = None  # of quantized weights: root of their squared error over the squared weights
 
     @property
     def holds(self) -> bool:
@@ -55,6 +57,7 @@ class ValidationReport:
             "new_tokens": self.new_tokens,
             "max_pending": self.max_pending,
             "forgiven_gap": max(check.tolerance.forgiven_gap for check in self.checks) if self.checks else None,
+            "weight_error": self.weight_error,
             "holds": self.holds,
             "checks": [check.as_dict() for check in self.checks],
         }
@@ -74,6 +77,7 @@ class ValidationReport:
             f"{self.bundle} against {self.model}",
             f"{len(self.prompt_lengths)} prompts of {lengths} tokens from {self.dataset}, {self.new_tokens} new tokens "
             f"each, max pending {self.max_pending}",
+            *self._of_quantized_weights(),
             "full: HuggingFace eager; a threshold: TIDE's rule applied afterwards to all layers (token and exit layer)",
             "",
             table([*headers, *(f"exit@{layer}" for layer in layers)], rows),
@@ -86,6 +90,14 @@ class ValidationReport:
         gap = max(check.tolerance.forgiven_gap for check in self.checks)
         note = f" ({forgiven} forgiven: reference undecided by less than {gap:g})" if forgiven else ""
         return "\n".join([*lines, verdict + note])
+
+    def _of_quantized_weights(self) -> list[str]:
+        if self.weight_error is None:
+            return []
+        return [
+            "the model computes with what the bundle's integers stand for, "
+            f"{100 * self.weight_error:.1f} % off its own weights"
+        ]
 
 
 def validate(
@@ -131,6 +143,7 @@ def validate(
             f"bundle {opened.path} was made from other weights than those of {model_name} "
             f"(sha256 {manifest.model.weights_sha256[:12]}, not {source.weights_sha256[:12]})"
         )
+    weight_error = restore(source, opened) if manifest.quantization is not None else None
     texts = pick_prompts(model_name, spec, prompts, longest_prompt)
     routers = _routers(opened, source)
     engines = _engines(opened, provider, threads, plugins)
@@ -147,9 +160,8 @@ def validate(
                             engine, source, routers, texts, new_tokens, values, pending, called, advance, tolerance
                         )
                     )
-    return ValidationReport(
-        str(opened.path), model_name, spec, [len(ids) for ids in texts], new_tokens, pending, checks
-    )
+    lengths = [len(ids) for ids in texts]
+    return ValidationReport(str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, weight_error)
 
 
 def _engines(
@@ -163,7 +175,7 @@ def _engines(
             bundle.path, provider=provider, threads=threads, verify=False, plugins=plugins
         )  # verified already
         return [(f"{provider} ", engine, TOLERANCES[precision])]
-    found = [("", load(bundle.path, provider="cpu", threads=threads, verify=False), TOLERANCES["fp32"])]
+    found = graph_engines(bundle, threads)
     if provider is None and networks is not None:
         try:
             backend = open_segments(bundle, "cpu", threads)

@@ -7,7 +7,8 @@ caches the case before left behind, hit all of them alike. Where a session's wei
 some percent, so all sessions are loaded again, in another order, `--loads` times. Only ratios within one run mean
 anything. MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned)
 and without any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager
-PyTorch always does. Goals are those of the project; a missed one makes the exit code 1 with `--check`.
+PyTorch always does; with `--weights int4` both graphs are quantized alike. Goals are those of the project; a missed one
+makes the exit code 1 with `--check`.
 """
 
 import argparse
@@ -33,8 +34,10 @@ from tide_export.bundle import write_manifest, writing_bundle
 from tide_export.config import TideConfig
 from tide_export.graph import compose, cut
 from tide_export.lower import lower_for_onnxruntime
+from tide_export.manifest import Quantization
 from tide_export.model import SourceModel, load_model
 from tide_export.package import context_length, make_manifest, save_graph
+from tide_export.quantize import quantization_settings, quantize_model
 from tide_export.routers import Router, RouterSet
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.state import State
@@ -89,11 +92,22 @@ class Stepper:
             self.state = self._start()
 
 
-def export_genai(model: Path, folder: Path) -> None:
-    """The graph that ONNX Runtime GenAI's builder makes of `model`."""
+def export_genai(model: Path, folder: Path, settings: Quantization | None) -> None:
+    """The graph that ONNX Runtime GenAI's builder makes of `model`, its products quantized by the same `settings`."""
+    precision, extra = "fp32", []
+    if settings is not None:
+        if settings.bits != 4:
+            raise SystemExit("onnxruntime-genai's builder quantizes to int4 alone: measure int8 without it")
+        precision = "int4"
+        extra = [
+            "--extra_options",
+            f"int4_block_size={settings.block_size}",
+            f"int4_accuracy_level={settings.accuracy_level}",
+            f"int4_is_symmetric={'true' if settings.symmetric else 'false'}",
+        ]
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(folder)]
     done = subprocess.run(
-        [*command, "-p", "fp32", "-e", "cpu", "-c", str(folder / "cache")], capture_output=True, text=True
+        [*command, "-p", precision, "-e", "cpu", "-c", str(folder / "cache"), *extra], capture_output=True, text=True
     )
     if done.returncode:
         raise SystemExit(f"onnxruntime-genai could not build {model}: {done.stderr.strip().splitlines()[-1]}")
@@ -160,7 +174,8 @@ def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: 
 def export_graph(source: SourceModel, routers: RouterSet, folder: Path) -> None:
     """Exports without calibration or tokenizer; no routers means no branch."""
     length = context_length(source, None)
-    graph = lower_for_onnxruntime(compose(cut(trace(source, routers.checkpoints), length), routers.arrays()))
+    pieces = cut(trace(source, routers.checkpoints), length)
+    graph = lower_for_onnxruntime(compose(pieces, routers.arrays()), source.quantized)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary)
         write_manifest(temporary, make_manifest(source, routers, TideConfig(), graph, length))
@@ -210,6 +225,11 @@ GOALS = [
 def measure(arguments: argparse.Namespace) -> dict:
     torch.set_num_threads(arguments.threads)
     source = load_model(str(arguments.model))
+    settings = quantization_settings(
+        arguments.weights, block_size=arguments.block_size, accuracy_level=arguments.accuracy_level
+    )
+    if settings is not None:
+        source = quantize_model(source, settings)
     checkpoints = tuple(int(c) for c in arguments.checkpoints.split(",")) if arguments.checkpoints else None
     config = TideConfig(checkpoints=checkpoints)
     shortlist = config.router_shortlist if arguments.shortlist is None else arguments.shortlist
@@ -222,8 +242,8 @@ def measure(arguments: argparse.Namespace) -> dict:
         routers = random_routers(source, points, config.router_bottleneck_dim, shortlist)
         export_graph(source, routers, folder / "branched")
         export_graph(source, RouterSet({}), folder / "plain")
-        if find_spec("onnxruntime_genai") is not None:
-            export_genai(arguments.model, folder / "genai")
+        if find_spec("onnxruntime_genai") is not None and arguments.weights != "int8":
+            export_genai(arguments.model, folder / "genai", settings)
         for _ in range(arguments.loads):
             cases = load_cases(folder, source, context, arguments.threads, order)
             for round_number in range(arguments.rounds + 3):
@@ -246,6 +266,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     ]
     return {
         "model": str(arguments.model),
+        "weights": arguments.weights,
         "layers": source.num_layers,
         "checkpoints": list(routers.checkpoints),
         "shortlist": shortlist,
@@ -263,7 +284,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 
 def render(result: dict) -> str:
     lines = [
-        f"{result['model']}: {result['layers']} layers, checkpoints {result['checkpoints']}, "
+        f"{result['model']}: {result['weights']}, {result['layers']} layers, checkpoints {result['checkpoints']}, "
         f"routers with {result['shortlist'] or 'no'} shortlist rows, "
         f"{result['threads']} threads, one decode step after {result['context']} tokens, "
         f"medians of {result['loads']} loads x {result['rounds']} interleaved turns",
@@ -295,6 +316,9 @@ def plot(result: dict, path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
+    parser.add_argument("--weights", choices=["fp32", "int8", "int4"], default="fp32")
+    parser.add_argument("--block-size", type=int, help="of int8 and int4")
+    parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
     parser.add_argument("--checkpoints", help="layers run, comma separated; every 4 layers by default")
     parser.add_argument("--shortlist", type=int, help="head rows a router reads; as many as by default")
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")

@@ -8,7 +8,7 @@ measured on the third.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,8 @@ def calibrate(
             "versions": {"tide_export": __version__}
             | {package: version(package) for package in ("torch", "transformers", "datasets")},
             "report": report,
-        },
+        }
+        | ({} if source.quantized is None else {"quantization": asdict(source.quantized.settings)}),
         lenses,
     )
     return Calibration(fitted_set, _assess(source, tokenizer, fitted_set, split, samples["test"], looked, config))

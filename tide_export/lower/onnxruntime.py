@@ -5,6 +5,8 @@ one MatMul for query, key and value, attention that rotates and caches in place,
 from rewrites of whatever was traced, inside the branches of every `If` alike.
 """
 
+import logging
+
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
@@ -13,24 +15,34 @@ from tide_export.lower.passes import (
     ExpertMatMulPass,
     GroupQueryAttentionPass,
     PackedProjectionsPass,
+    QuantizedProductsPass,
     SkipNormsPass,
     TransposedWeightsPass,
 )
+from tide_export.lower.passes.quantized_products import quantized_names
 from tide_export.names import OP_ATTENTION, OP_EXPERT_MATMUL
+from tide_export.quantize.model import QuantizedWeights
+
+logger = logging.getLogger("tide_export")
 
 
-def lower_for_onnxruntime(model: ir.Model) -> ir.Model:
+def lower_for_onnxruntime(model: ir.Model, quantized: QuantizedWeights | None = None) -> ir.Model:
     """Rewrites `model` (from `compose`) in place and gives it back, ready to be saved.
 
+    Args:
+        quantized: the matrices that the trace left out, where the model that was traced is quantized.
+
     Raises:
-        GraphError: an attention op or an expert product was left without a kernel.
+        GraphError: an attention op or a product was left without a kernel.
     """
+    blocks, settings = ({}, None) if quantized is None else (quantized.blocks, quantized.settings)
     ir.passes.Sequential(
         TransposedWeightsPass(),
         ExpertMatMulPass(),
         GroupQueryAttentionPass(),
         common_passes.RemoveUnusedNodesPass(),  # or the unused Reshape nodes would count as readers
         PackedProjectionsPass(),
+        QuantizedProductsPass(blocks, settings),
         SkipNormsPass(),
         common_passes.RemoveUnusedNodesPass(),
         common_passes.RemoveUnusedFunctionsPass(),
@@ -41,4 +53,8 @@ def lower_for_onnxruntime(model: ir.Model) -> ir.Model:
     if left:
         names = ", ".join(str(node.name) for node in left)
         raise GraphError(f"no ONNX Runtime {symbols[left[0].op_type]} for {names}")
+    used = {name for node in model.graph.all_nodes() for name in quantized_names(node)}
+    unused = sorted(blocks.keys() - used)
+    if unused:
+        logger.warning("%d quantized weights, such as %s, are float32 in the graph", len(unused), unused[0])
     return model

@@ -7,7 +7,7 @@ experts in, [R, N] out. How rows meet their expert is the target's business (`lo
 routing weights stay the model's own code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,31 +41,48 @@ def emit_experts(
 
 def _product(module: Any, rows: torch.Tensor, expert: torch.Tensor, name: str) -> torch.Tensor:
     weight = getattr(module, name)  # [E, K, N] where transposed, else [E, N, K]
+    width = int(weight.shape[-1 if module.is_transposed else -2])
+    attributes: dict[str, Any] = {"num_experts": int(weight.shape[0]), "transposed": int(module.is_transposed)}
+    inputs = [rows, expert, weight]
+    quantized = _QUANTIZED.get((id(module), name))  # while tracing, the parameter is another tensor
+    if quantized is not None:
+        attributes |= {"weights": [quantized], "width": width}
+        inputs.pop()
     product = torch.onnx.ops.symbolic(
         f"{DOMAIN}::{OP_EXPERT_MATMUL}",
-        (rows, expert, weight),
-        attrs={"num_experts": int(weight.shape[0]), "transposed": int(module.is_transposed)},
+        inputs,
+        attrs=attributes,
         dtype=rows.dtype,
-        shape=(rows.shape[0], weight.shape[-1 if module.is_transposed else -2]),
+        shape=(rows.shape[0], width),
         version=1,
     )
     return product + getattr(module, f"{name}_bias")[expert] if module.has_bias else product
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, emit_experts)
+# Names of the quantized parameters of the model being traced, by the id of their module and their name in it.
+_QUANTIZED: dict[tuple[int, str], str] = {}
 
 
 @contextmanager
-def symbolic_experts(model: PreTrainedModel) -> Iterator[None]:
-    """While open, experts of `model` that can be replaced emit symbolic products; other models are left alone."""
+def symbolic_experts(model: PreTrainedModel, quantized: Collection[str] = ()) -> Iterator[None]:
+    """While open, experts of `model` that can be replaced emit symbolic products; other models are left alone.
+
+    Of weights with `<parameter>.0` among `quantized`, products name the parameter instead of taking it as an input.
+    """
     if not model._can_set_experts_implementation():
         yield
         return
     before = model.get_experts_implementation()
     with quiet_transformers():
         model.set_experts_implementation(IMPLEMENTATION)
+    for path, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            if f"{path}.{name}.0" in quantized:
+                _QUANTIZED[id(module), name] = f"{path}.{name}"
     try:
         yield
     finally:
+        _QUANTIZED.clear()
         with quiet_transformers():
             model.set_experts_implementation(before)

@@ -30,6 +30,7 @@ from tide_export.trace.attention import refuse_ignored_attention, symbolic_atten
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.explicit import ExplicitAttentionPass, attends_by_itself, symbolic_sdpa
 from tide_export.trace.masks import layer_masks
+from tide_export.trace.products import symbolic_products
 from tide_export.trace.standstill import passing_cache, short_rotary
 
 OPSET = 23
@@ -83,11 +84,13 @@ def trace(
         )
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
+    quantized = source.quantized
     with (
         absent_weights(source) as stand_ins,
         symbolic_attention(source.model, layer_masks(source.model, depth)),
         symbolic_sdpa(),
-        symbolic_experts(source.model),
+        symbolic_experts(source.model, quantized.blocks if quantized is not None else ()),
+        symbolic_products(source.model, quantized),
         short_rotary(source.model),
         _markers(source, range(depth + 1) if every_layer else boundaries),
     ):

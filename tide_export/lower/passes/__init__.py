@@ -4,6 +4,7 @@ main graph. Contrib operators: docs/ContribOperators.md of microsoft/onnxruntime
 from tide_export.lower.passes.expert_matmul import ExpertMatMulPass
 from tide_export.lower.passes.group_query_attention import GroupQueryAttentionPass
 from tide_export.lower.passes.packed_projections import PackedProjectionsPass
+from tide_export.lower.passes.quantized_products import QuantizedProductsPass
 from tide_export.lower.passes.skip_norms import SkipNormsPass
 from tide_export.lower.passes.transposed_weights import TransposedWeightsPass
 
@@ -11,6 +12,7 @@ __all__ = [
     "ExpertMatMulPass",
     "GroupQueryAttentionPass",
     "PackedProjectionsPass",
+    "QuantizedProductsPass",
     "SkipNormsPass",
     "TransposedWeightsPass",
 ]

@@ -6,7 +6,7 @@ alone, straight from where they are stored. Each expert's matrix is a weight of 
 is written.
 
 Precondition: inputs rows [R, K], expert int64 [R], weights [E, N, K] (or [E, K, N] where `transposed`), which are a
-stored tensor.
+stored tensor; quantized ones are not an input but named in the attribute `weights`, with the output's width in `width`.
 Postcondition: none is left; products of one layer share one sorting.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export.lower.passes._common import add_before, constant, derived_weight, drop_unused, is_weight, nodes_of
-from tide_export.names import DOMAIN, OP_EXPERT_MATMUL
+from tide_export.names import DOMAIN, OP_EXPERT_MATMUL, OP_QUANTIZED_MATMUL
 
 INT64, BOOL = ir.DataType.INT64, ir.DataType.BOOL
 
@@ -40,32 +40,37 @@ class ExpertMatMulPass(ir.passes.InPlacePass):
 
 
 def _lower(model: ir.Model, node: ir.Node, sortings: dict[ir.Value, _Sorting]) -> None:
-    rows, expert, weights = node.inputs
+    rows, expert, *stored = node.inputs
     assert rows is not None
     assert expert is not None
-    assert weights is not None
-    if not is_weight(weights, 3):
+    weights = stored[0] if stored else None
+    if weights is not None and not is_weight(weights, 3):
         return  # `lower_for_onnxruntime` refuses what is left
     count = node.attributes["num_experts"].as_int()
     transposed = bool(node.attributes["transposed"].as_int())
     if expert not in sortings:
         sortings[expert] = _sorting(model, node, expert, count)
     sorting, dtype = sortings[expert], rows.dtype
-    width, wide = (int(weights.shape[axis]) for axis in ((1, 2) if transposed else (2, 1)))  # type: ignore[index,arg-type]
+    if weights is None:
+        width, wide = None, node.attributes["width"].as_int()
+    else:
+        width, wide = (int(weights.shape[axis]) for axis in ((1, 2) if transposed else (2, 1)))  # type: ignore[index,arg-type]
     kinds = [(dtype, [None, width])]
     sorted_rows = add_before(node, "Gather", [rows, sorting.order], {"axis": 0}, outputs=kinds, suffix="_sorted")
     parts = add_before(node, "Split", [sorted_rows.outputs[0], sorting.sizes], {"axis": 0}, outputs=kinds * count)
-    products = [
-        add_before(
-            node,
-            "MatMul",
-            [part, _matrix(model, weights, index, transposed, (width, wide))],
-            outputs=[(dtype, [None, wide])],
-            suffix=f"_{index}",
-        ).outputs[0]
-        for index, part in enumerate(parts.outputs)
-    ]
     kinds = [(dtype, [None, wide])]
+    products = []
+    for index, part in enumerate(parts.outputs):
+        if weights is None:
+            name = f"{node.attributes['weights'].as_strings()[0]}.{index}"
+            inputs, attributes, symbol = [part], {"weights": [name]}, (OP_QUANTIZED_MATMUL, DOMAIN)
+        else:
+            inputs = [part, _matrix(model, weights, index, transposed, (width, wide))]  # type: ignore[arg-type]
+            attributes, symbol = {}, ("MatMul", "")
+        op_type, domain = symbol
+        suffix = f"_{index}"
+        product = add_before(node, op_type, inputs, attributes, domain=domain, outputs=kinds, suffix=suffix)
+        products.append(product.outputs[0])
     joined = add_before(node, "Concat", products, {"axis": 0}, outputs=kinds).outputs[0]
     back = add_before(node, "Gather", [joined, sorting.inverse], {"axis": 0}, outputs=kinds, suffix="_back").outputs[0]
     node.outputs[0].replace_all_uses_with(back, replace_graph_outputs=True)

@@ -3,6 +3,9 @@
 Applies where all three are MatMul (+ bias) of the same states by stored weights with nothing in between; a model that
 normalizes queries and keys per head keeps its three. The packed weight is assembled when the model is written.
 
+Quantized products are packed by naming all their matrices in one node, whose rows `QuantizedProductsPass` puts below
+each other: every row has its own blocks, so nothing is rounded anew.
+
 Precondition: `GroupQueryAttentionPass` ran. Postcondition: such a GroupQueryAttention has no key and value input.
 """
 
@@ -20,14 +23,20 @@ from tide_export.lower.passes._common import (
     nodes_of,
     producer,
 )
+from tide_export.names import DOMAIN, OP_QUANTIZED_MATMUL
 
 
 @dataclass
 class _Projection:
     states: ir.Value
-    weight: ir.Value  # [D, N]
+    weight: ir.Value | None  # [D, N]; None: quantized
     bias: ir.Value | None  # [N]
     nodes: list[ir.Node]  # readers first
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the quantized matrices it multiplies by."""
+        return () if self.weight is not None else tuple(self.nodes[-1].attributes["weights"].as_strings())
 
 
 class PackedProjectionsPass(ir.passes.InPlacePass):
@@ -44,6 +53,12 @@ class PackedProjectionsPass(ir.passes.InPlacePass):
 
 
 def _projection(value: ir.Value | None) -> _Projection | None:
+    quantized = producer(value, OP_QUANTIZED_MATMUL, DOMAIN)
+    if quantized is not None:
+        states, *rest = quantized.inputs
+        assert states is not None
+        alone = len(quantized.outputs[0].uses()) == 1
+        return _Projection(states, None, rest[0] if rest else None, [quantized]) if alone else None
     bias, nodes = None, []
     add = producer(value, "Add")
     if add is not None:
@@ -66,27 +81,37 @@ def _projection(value: ir.Value | None) -> _Projection | None:
 
 def _packable(projections: list[_Projection]) -> bool:
     first = projections[0]
-    return all(p.states is first.states and (p.bias is None) == (first.bias is None) for p in projections)
+    return all(
+        p.states is first.states
+        and (p.bias is None) == (first.bias is None)
+        and (p.weight is None) == (first.weight is None)
+        for p in projections
+    )
 
 
 def _pack(model: ir.Model, attention: ir.Node, projections: list[_Projection]) -> None:
     first = projections[0]
-    dtype = first.weight.dtype or ir.DataType.FLOAT
-    width = sum(last_dim(p.weight) or 0 for p in projections)
-    weight = derived_weight(
-        model,
-        f"{first.weight.name}.qkv",
-        [last_dim(first.states) or 0, width],
-        dtype,
-        _concatenated([p.weight for p in projections]),
-    )
+    dtype = first.states.dtype or ir.DataType.FLOAT
+    width = sum(last_dim(p.nodes[0].outputs[0]) or 0 for p in projections)
     tokens = list(first.states.shape)[:2] if first.states.shape is not None else [1, None]
     kinds = [(dtype, [*tokens, width])]
-    packed = add_before(attention, "MatMul", [first.states, weight], outputs=kinds, suffix="_qkv").outputs[0]
+    bias = None
     if first.bias is not None:
         biases = [p.bias for p in projections if p.bias is not None]
         bias = derived_weight(model, f"{first.bias.name}.qkv", [width], dtype, _concatenated(biases))
-        packed = add_before(attention, "Add", [packed, bias], outputs=kinds, suffix="_qkv_bias").outputs[0]
+    if first.weight is None:
+        names = [name for projection in projections for name in projection.names]
+        inputs = [first.states] if bias is None else [first.states, bias]
+        packed = add_before(
+            attention, OP_QUANTIZED_MATMUL, inputs, {"weights": names}, domain=DOMAIN, outputs=kinds, suffix="_qkv"
+        ).outputs[0]
+    else:
+        weights = [p.weight for p in projections if p.weight is not None]
+        shape = [last_dim(first.states) or 0, width]
+        weight = derived_weight(model, f"{first.weight.name}.qkv", shape, dtype, _concatenated(weights))
+        packed = add_before(attention, "MatMul", [first.states, weight], outputs=kinds, suffix="_qkv").outputs[0]
+        if bias is not None:
+            packed = add_before(attention, "Add", [packed, bias], outputs=kinds, suffix="_qkv_bias").outputs[0]
     attention.replace_input_with(0, packed)
     attention.replace_input_with(1, None)
     attention.replace_input_with(2, None)

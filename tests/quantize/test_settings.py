@@ -1,0 +1,60 @@
+"""What may be asked of quantized weights, and what is refused before any work."""
+
+from pathlib import Path
+
+import pytest
+
+from tide_export.cli import main
+from tide_export.errors import ConfigError
+from tide_export.manifest import Quantization
+from tide_export.pipeline import export
+from tide_export.quantize import quantization_settings
+
+
+def test_defaults_and_choices() -> None:
+    assert quantization_settings("fp32") is None
+    assert quantization_settings("int4") == Quantization("rtn", 4, 32, True, 4)
+    assert quantization_settings("int8", "gptq", 128, 1, False) == Quantization("gptq", 8, 128, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"method": "awq"}, "'awq' is none of rtn, gptq"),
+        ({"block_size": 48}, "block size 48 is none of 16, 32, 64, 128, 256"),
+        ({"block_size": 512}, "block size 512"),
+        ({"accuracy_level": 5}, "accuracy level 5 is none of 0, 1, 2, 3, 4"),
+    ],
+)
+def test_values_out_of_range_are_named(given: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        quantization_settings("int4", **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--weights", "int4", "--target", "tensorrt"], "'int4' are for target onnxruntime alone: tensorrt takes"),
+        (["--weights", "int8", "--target", "tensorrt-rtx"], "'int8' are for target onnxruntime alone"),
+        (["--weights", "int4", "--quantization", "hqq"], "'hqq' is none of rtn, gptq"),
+        (["--weights", "int4", "--block-size", "33"], "block size 33 is none of"),
+        (["--block-size", "32"], "--block-size is for weights int8 and int4, not for fp32"),
+        (
+            ["--weights", "fp16", "--target", "tensorrt", "--symmetric", "no"],
+            "--symmetric is for weights int8 and int4",
+        ),
+    ],
+)
+def test_the_command_line_says_so_in_a_line(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["export", "no-such-model", "-o", str(tmp_path / "out"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_library_user_is_told_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="onnxruntime alone"):
+        export("no-such-model", tmp_path / "out", targets=("tensorrt",), weights="int4")

@@ -1,0 +1,59 @@
+"""What a user may ask of quantized weights, checked before any work is done."""
+
+from typing import Any
+
+from tide_export.errors import ConfigError
+from tide_export.manifest import BLOCK_SIZES, QUANTIZATION_METHODS, Quantization
+
+BITS = {"int8": 8, "int4": 4}
+QUANTIZED = tuple(BITS)
+CALIBRATED = ("gptq",)  # methods that read text
+INT8_PRODUCTS = 4  # MatMulNBits's accuracy_level: inputs are rounded to 8 bits, block by block, too
+DEFAULTS: dict[str, Any] = {"quantization": "rtn", "block_size": 32, "accuracy_level": INT8_PRODUCTS, "symmetric": True}
+
+
+def quantization_settings(
+    weights: str,
+    method: str | None = None,
+    block_size: int | None = None,
+    accuracy_level: int | None = None,
+    symmetric: bool | None = None,
+) -> Quantization | None:
+    """The settings for `weights`, options that are None at their defaults; None for weights that are not quantized.
+
+    Args:
+        weights: as `export` takes it; "int8" and "int4" are quantized.
+        method: "rtn", round to nearest; "gptq", each rounding made up for by the weights not yet rounded, on text.
+        block_size: weights of one scale; a power of two in 16..256.
+        accuracy_level: how products are computed, as com.microsoft.MatMulNBits takes it: 0, as the engine likes;
+            1 float32; 2 float16; 3 bfloat16; 4 inputs rounded to 8 bits too.
+        symmetric: without zero points.
+
+    Raises:
+        ConfigError: a value out of range, or an option of quantized weights with others.
+    """
+    given = {
+        "quantization": method,
+        "block_size": block_size,
+        "accuracy_level": accuracy_level,
+        "symmetric": symmetric,
+    }
+    if weights not in BITS:
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for weights int8 and int4, not for {weights}")
+        return None
+    chosen = DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    if chosen["quantization"] not in QUANTIZATION_METHODS:
+        raise ConfigError(f"quantization {chosen['quantization']!r} is none of {', '.join(QUANTIZATION_METHODS)}")
+    if chosen["block_size"] not in BLOCK_SIZES:
+        raise ConfigError(f"block size {chosen['block_size']} is none of {', '.join(map(str, BLOCK_SIZES))}")
+    if chosen["accuracy_level"] not in range(5):
+        raise ConfigError(f"accuracy level {chosen['accuracy_level']} is none of 0, 1, 2, 3, 4")
+    return Quantization(
+        method=chosen["quantization"],
+        bits=BITS[weights],
+        block_size=chosen["block_size"],
+        symmetric=chosen["symmetric"],
+        accuracy_level=chosen["accuracy_level"],
+    )
