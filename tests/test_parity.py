@@ -35,7 +35,7 @@ class OracleEngine:
 
     def __init__(self, source: SourceModel, routers: RouterSet, spoil: Callable[[Step], Step] = lambda step: step):
         self.source, self.routers, self.spoil = source, routers, spoil
-        self.manifest = SimpleNamespace(checkpoints=CHECKPOINTS, segment_sizes=(3, 3, 3, 3))
+        self.manifest = SimpleNamespace(checkpoints=CHECKPOINTS, segment_sizes=(3, 3, 3, 3), kv_cache_strategy="exact")
 
     def start(self, thresholds, max_pending):
         ids: list[int] = []
