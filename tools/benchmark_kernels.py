@@ -271,7 +271,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", type=Path, help="libtide_kernels.so")
+    parser.add_argument("kernels", type=Path, metavar="library", help="libtide_kernels.so")
     parser.add_argument("--tide", type=Path, help="TIDE's source distribution, unpacked")
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 512])
     parser.add_argument("--hidden", type=int, default=4096)
@@ -287,13 +287,13 @@ def main(words: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmark_kernels: there is no GPU that PyTorch can use here, and times need one", file=sys.stderr)
         return 2
-    if not options.library.is_file():
+    if not options.kernels.is_file():
         print(
-            f"benchmark_kernels: there is no library {options.library}; build it with the preset `plugins`",
+            f"benchmark_kernels: there is no library {options.kernels}; build it with the preset `plugins`",
             file=sys.stderr,
         )
         return 2
-    kernels = tk.Kernels(options.library)
+    kernels = tk.Kernels(options.kernels)
     if options.tide:
         build_tide(options.tide)
     rate = bandwidth()

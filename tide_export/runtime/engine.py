@@ -21,14 +21,22 @@ from tide_export.runtime.batch.generate import generate_batch
 from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
 from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.generation import FinishReason, Generation, ending
-from tide_export.runtime.lookup import PromptLookup
-from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS, LosslessDecoder, Token
+from tide_export.runtime.lossless import LosslessDecoder, Token
 from tide_export.runtime.options import real_number, whole_number
 from tide_export.runtime.providers import open_provider
+from tide_export.runtime.request import (
+    check_lookup,
+    is_list_of_prompts,
+    lookup_of,
+    prompt_of,
+    seeds_of,
+    stops_of,
+    thresholds_of,
+    waiting_limit,
+)
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState, State
 from tide_export.runtime.stats import ExitStats
-from tide_export.thresholds import resolve_thresholds
 
 
 def load(
@@ -157,7 +165,7 @@ class Engine:
                 Runtime on the CPU, or the bundle holds no networks for batches.
         """
         options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
-        if _is_list_of_prompts(ids):
+        if is_list_of_prompts(ids):
             return self._generate_batch(ids, *options, seed, stop_token_ids, compaction_threshold)
         if compaction_threshold is not None:
             raise GenerationError(
@@ -198,20 +206,20 @@ class Engine:
         compaction_threshold: float | None,
     ) -> list[Generation]:
         manifest = self.manifest
-        checked = [_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
+        checked = [prompt_of(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
         limit = whole_number("max_new_tokens", max_new_tokens, least=1)
-        thresholds = _thresholds(manifest, mode, threshold, min_layers)
+        thresholds = thresholds_of(manifest, mode, threshold, min_layers)
         if mode == "lossless":
             raise GenerationError("mode 'lossless' takes one prompt at a time: use mode 'exit' or 'full' for a list")
-        _check_lookup(mode, prompt_lookup)
-        waiting = _max_pending(manifest, mode, max_pending)
+        check_lookup(mode, prompt_lookup)
+        waiting = waiting_limit(manifest, mode, max_pending)
         share = manifest.compaction_threshold
         if compaction_threshold is not None:
             share = real_number("compaction_threshold", compaction_threshold)
         if not 0 <= share <= 1:
             raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
-        samplers = [Sampler(temperature, top_k, top_p, own) for own in _seeds(seed, len(checked))]
-        stops = _stops(manifest, stop_token_ids)
+        samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
+        stops = stops_of(manifest, stop_token_ids)
         if manifest.kv_cache_strategy == PROPAGATE:
             raise GenerationError(
                 f"a list of prompts needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
@@ -264,22 +272,22 @@ class Engine:
                 context; or an option is out of range.
         """
         manifest = self.manifest
-        prompt = _prompt(manifest, ids)
+        prompt = prompt_of(manifest, ids)
         limit = whole_number("max_new_tokens", max_new_tokens, least=1)
-        thresholds = _thresholds(manifest, mode, threshold, min_layers)
-        waiting = _max_pending(manifest, mode, max_pending)
+        thresholds = thresholds_of(manifest, mode, threshold, min_layers)
+        waiting = waiting_limit(manifest, mode, max_pending)
         sampler = Sampler(temperature, top_k, top_p, seed)
-        stops = _stops(manifest, stop_token_ids)
+        stops = stops_of(manifest, stop_token_ids)
         if mode == "lossless" and manifest.kv_cache_strategy == PROPAGATE:
             raise GenerationError(
                 f"mode 'lossless' needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
                 "kv_cache_strategy exact"
             )
-        _check_lookup(mode, prompt_lookup)
+        check_lookup(mode, prompt_lookup)
         if mode == "lossless":
             state = self.start(thresholds, NO_LIMIT)  # the decoder itself says when to verify
             context = manifest.model.context_length
-            lookup = _lookup(manifest, prompt_lookup)
+            lookup = lookup_of(manifest, prompt_lookup)
             lossless = LosslessDecoder(state, sampler, manifest.segment_sizes, waiting, lookup, stops, context)
             return TokenStream(state, manifest, prompt, limit, sampler, stops, lossless)
         return TokenStream(self.start(thresholds, waiting), manifest, prompt, limit, sampler, stops)
@@ -377,87 +385,3 @@ class TokenStream(Iterator[int]):
         kept = sum(n * size for n, size in zip(self._state.computed, self._segment_sizes, strict=True))
         self.stats.layer_tokens_run = kept + undone
         self.stats.layer_tokens_total = self.stats.num_layers * self._state.length
-
-
-def _max_pending(manifest: Manifest, mode: str, max_pending: int | None) -> int:
-    if max_pending is not None:
-        return whole_number("max_pending", max_pending, least=0)
-    if mode != "lossless":
-        return manifest.max_pending
-    return MAX_DRAFTS if manifest.drafting is None else manifest.drafting.max_drafts
-
-
-def _check_lookup(mode: str, prompt_lookup: int | None) -> None:
-    if prompt_lookup is not None and mode != "lossless":
-        raise GenerationError(f"prompt_lookup is for mode 'lossless', not {mode!r}: elsewhere nothing is drafted")
-
-
-def _lookup(manifest: Manifest, most: int | None) -> PromptLookup:
-    drafting = manifest.drafting
-    least_match = LEAST_MATCH if drafting is None else drafting.least_match
-    if most is not None:
-        return PromptLookup(whole_number("prompt_lookup", most, least=0), least_match)
-    return PromptLookup(LOOKUP if drafting is None else drafting.lookup, least_match)
-
-
-def _thresholds(
-    manifest: Manifest, mode: str, threshold: float | Sequence[float] | None, min_layers: int | None
-) -> list[float]:
-    drafting = manifest.drafting if mode == "lossless" else None
-    own = manifest.thresholds if drafting is None else drafting.thresholds
-    given: float | Sequence[float] = own if threshold is None else threshold
-    if isinstance(given, np.generic | np.ndarray):
-        given = given.tolist()
-    if not isinstance(given, int | float | list | tuple):
-        raise GenerationError(f"threshold must be a number or a list of numbers, not {given!r}")
-    # What min_layers guards is the quality of exits; drafts are verified.
-    default = 0 if mode == "lossless" else manifest.min_layers
-    least = default if min_layers is None else whole_number("min_layers", min_layers, least=0)
-    return resolve_thresholds(manifest.checkpoints, given, least, mode)
-
-
-def _is_list_of_prompts(ids: Any) -> bool:
-    """Whether `ids` is several prompts: a list whose entries are lists or arrays, or an array of two dimensions."""
-    if isinstance(ids, np.ndarray):
-        return ids.ndim == 2
-    return isinstance(ids, list | tuple) and any(isinstance(entry, list | tuple | np.ndarray) for entry in ids)
-
-
-def _seeds(seed: Any, count: int) -> list[Any]:
-    """One seed per prompt; `Sampler` checks them."""
-    if not isinstance(seed, list | tuple | np.ndarray):
-        return [seed] * count
-    if len(seed) != count:
-        raise GenerationError(f"there are {len(seed)} seeds for {count} prompts: give one for each, or one for all")
-    return list(seed)
-
-
-def _stops(manifest: Manifest, stop_token_ids: Sequence[int] | None) -> frozenset[int]:
-    stop = manifest.model.eos_token_ids if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids)
-    return frozenset(int(token) for token in stop)
-
-
-def _prompt(manifest: Manifest, ids: Sequence[int] | np.ndarray, what: str = "the prompt") -> np.ndarray:
-    """The prompt as int64 [S], every id inside the vocabulary."""
-    prompt = _token_ids(what, ids)
-    if len(prompt) == 0:
-        raise GenerationError(f"{what} is empty: give at least one token")
-    vocabulary, context = manifest.model.vocab_size, manifest.model.context_length
-    outside = prompt[(prompt < 0) | (prompt >= vocabulary)]
-    if len(outside):
-        raise GenerationError(f"{what} holds token id {outside[0]}, outside the vocabulary 0..{vocabulary - 1}")
-    if context is not None and len(prompt) > context:
-        raise GenerationError(f"{what} has {len(prompt)} tokens but the model's context holds {context}")
-    return prompt.astype(np.int64)
-
-
-def _token_ids(what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    try:
-        array = np.asarray(ids)
-    except (ValueError, TypeError, OverflowError):
-        array = None
-    if array is not None and array.shape == (0,):
-        return np.zeros(0, np.int64)
-    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
-        raise GenerationError(f"{what} must be a flat list of whole numbers (token ids)")
-    return array
