@@ -124,8 +124,10 @@ class SequenceState:
         if thresholds:
             self._exit_thresholds = self._bind_input(names.THRESHOLDS, self._thresholds.copy())
             self._skip_thresholds = self._bind_input(names.SKIP_THRESHOLDS, self._thresholds.copy())
-        self._forced_from = len(thresholds)  # checkpoints from this one on have a forced skip threshold
+        self._forced_from = -1  # checkpoints from this one on have a forced skip threshold; -1: none bound yet
         self._all_forced = False
+        self._may_wait = True  # whether a score could pass what is bound as skip thresholds
+        self._left_nothing = False  # whether the output for what waits is bound to one without tokens
         self._max_pending = max_pending
         self._one_id = np.zeros((1, 1), np.int64)
         self._one_id_bound = False
@@ -161,8 +163,10 @@ class SequenceState:
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         """Uses other thresholds, one per checkpoint, from the next step on; what waits goes on waiting."""
-        self._thresholds[:] = thresholds
-        self._forced_from = -1  # what is bound is of the old ones
+        given = np.array(thresholds, np.float32)
+        if not np.array_equal(given, self._thresholds):
+            self._thresholds[:] = given
+            self._forced_from = -1  # what is bound is of the old ones
 
     def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:
         """Runs S new tokens; the result is about the last of them.
@@ -194,8 +198,9 @@ class SequenceState:
         binding = self._binding
         if logits_to_keep != self._kept or logits_to_keep > 1:
             self._keep_logits(logits_to_keep)
-        if self._pending_names:
-            binding.bind_output(names.NEW_PENDING)  # again each time: a filled slot would pin last step's shape
+        if self._pending_names and (self._may_wait or not self._left_nothing):
+            binding.bind_output(names.NEW_PENDING)  # a filled slot would pin last step's shape
+            self._left_nothing = False
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
@@ -243,6 +248,7 @@ class SequenceState:
             self._skip_thresholds[:] = self._exit_thresholds
             self._skip_thresholds[forced:] = FORCED
             self._forced_from, self._all_forced = forced, full
+            self._may_wait = bool((self._skip_thresholds < 1).any())  # if not, nothing new waits after the step
 
     def _keep_logits(self, count: int) -> None:
         """One row goes to memory of our own; how many more there will be is known only when the last segment runs."""
@@ -268,6 +274,8 @@ class SequenceState:
                 self._set_pending(k, self._nothing)
         if segments_run < len(self.lengths):
             self._set_pending(segments_run - 1, self._outputs()[0])
+        else:
+            self._left_nothing = True
 
     def _set_pending(self, k: int, value: Any) -> None:
         self._pending[k] = value
