@@ -2,9 +2,10 @@
 
     python tools/calibration_table.py MODEL... --dataset SPEC [--out FOLDER]
 
-For each model four calibrations on the same text and the same split: TIDE's (cosine label, its own router, the state as
-it is), TIDE's router taught with `agreement`, ours (`agreement`, shortlist), and ours with a lens. Each is measured on
-its test documents: thresholds are chosen on one half of them and applied to the other, and the layers per token are
+For each model six calibrations on the same text and the same split: TIDE's (cosine label, its own router, the state as
+it is), TIDE's router taught with `agreement`, ours (`agreement`, a shortlist of the default 256 head rows), with 1,024
+rows and with all of them, which bounds what any shortlist can tell, and ours with a lens. Each is measured on its test
+documents: thresholds are chosen on one half of them and applied to the other, and the layers per token are
 read off where that other half keeps 99, 98 and 95 % of the full model's tokens. Router efficiency is layers saved over
 what a perfect router saves at the same checkpoints, those included that a label gave up because no token may leave
 there. Writes `table.json`, `table.md` and `table.png` into the folder.
@@ -41,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cosine / identity (TIDE)": {"label": "cosine", "router_shortlist": 0},
     "agreement / identity, TIDE's router": {"label": "agreement", "router_shortlist": 0},
     "agreement / identity": {"label": "agreement"},
+    "agreement / identity, 1,024 rows": {"label": "agreement", "router_shortlist": 1024},
+    "agreement / identity, the whole head": {"label": "agreement", "router_shortlist": 1 << 20},
     "agreement / lens": {"label": "agreement", "exit_strategy": "lens"},
 }
 
