@@ -13,7 +13,8 @@ from families import SIZES, engine_of
 import tide_export
 from tide_export.errors import UnsupportedModelError
 from tide_export.model import SourceModel, wrap_model
-from tide_export.parity import check_exit, check_full, spread_routers
+from tide_export.parity import check_exit, check_full
+from tide_export.spread import spread_routers
 
 NAME = "LoudForCausalLM"
 PROMPT = [(i * 37) % 500 + 3 for i in range(12)]

@@ -19,7 +19,8 @@ from tide_export.config import TideConfig
 from tide_export.lower import networks_for_tensorrt
 from tide_export.model import load_model
 from tide_export.names import GRAPH_FILE
-from tide_export.parity import check_full, spread_routers
+from tide_export.parity import check_full
+from tide_export.spread import spread_routers
 from tide_export.trace.absent import LARGE, absent_weights
 
 CONFIG = TideConfig(checkpoints=(1,), min_layers=1)

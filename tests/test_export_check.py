@@ -18,8 +18,8 @@ from tide_export.export_check import LONG_PROMPT, ask_model, check_export, divid
 from tide_export.model import load_model
 from tide_export.names import GRAPH_FILE
 from tide_export.oracle import oracle
-from tide_export.parity import spread_routers
 from tide_export.routers import RouterSet
+from tide_export.spread import spread_routers
 from tide_export.thresholds import OFF
 from tide_export.trace import tracer
 

@@ -18,9 +18,10 @@ from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, GraphError, ModelError, RouterFileError, UnsupportedModelError
 from tide_export.model import load_model
 from tide_export.oracle import oracle
-from tide_export.parity import check_exit, spread_routers
+from tide_export.parity import check_exit
 from tide_export.routers import Router, RouterSet
 from tide_export.runtime.engine import load
+from tide_export.spread import spread_routers
 
 CONFIG = TideConfig(checkpoints=(3, 6, 9), min_layers=3)
 

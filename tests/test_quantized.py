@@ -17,9 +17,9 @@ from tide_export.cli import main
 from tide_export.config import TideConfig
 from tide_export.errors import ModelError, UnsupportedModelError
 from tide_export.model import auto_class, load_model
-from tide_export.parity import spread_routers
 from tide_export.pipeline import export
 from tide_export.runtime.engine import load
+from tide_export.spread import spread_routers
 
 LLAMA = LlamaConfig(
     vocab_size=96,

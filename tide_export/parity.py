@@ -23,7 +23,7 @@ import torch
 from tide_export.manifest import PROPAGATE
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
-from tide_export.routers import Lens, Router, RouterSet
+from tide_export.routers import RouterSet
 from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds import OFF
@@ -77,7 +77,8 @@ class Check:
         the same prefix. max_error: largest |logit - reference logit| over positions that left at the same layer.
         largest_logit: largest |reference logit|, what `max_error` is measured against. exits: layers -> positions that
         left there (the model's depth: never left). layers_executed: see `Written`; divided by `tokens` it is what a
-        token cost. differences: the first few wrong positions, one sentence each. tolerance: what is forgiven.
+        token cost. differences: the first few wrong positions, one sentence each. tolerance: what is forgiven. drafted,
+        accepted: in lossless mode, drafts made and drafts that stood.
     """
 
     name: str
@@ -92,6 +93,8 @@ class Check:
     layers_executed: int = 0
     differences: list[str] = field(default_factory=list)
     tolerance: Tolerance = TOLERANCES["fp32"]
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def holds(self) -> bool:
@@ -120,6 +123,8 @@ class Check:
             "exits_per_layer": {str(layers): count for layers, count in sorted(self.exits.items())},
             "layers_per_token": self.layers_executed / self.tokens if self.tokens else None,
             "differences": self.differences,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
         }
 
 
@@ -252,52 +257,46 @@ def check_exit(
     return check
 
 
-def spread_routers(
+def check_lossless(
+    engine: Engine,
     source: SourceModel,
-    checkpoints: Sequence[int],
-    ids: Sequence[int],
-    bottleneck: int = 64,
-    shortlist: int = 16,
-    lens_rank: int = 0,
-    seed: int = 0,
-) -> RouterSet:
-    """Seeded random routers whose logits on `ids` have mean 0 and deviation 2, so that scores spread over [0, 1].
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    threshold: float | None = None,
+    max_pending: int | None = None,
+    advance: Callable[[float], object] = lambda amount: None,
+    tolerance: Tolerance = TOLERANCES["fp32"],
+    name: str = "lossless",
+) -> Check:
+    """What lossless mode hands out against the HuggingFace model: tokens alone, verified ones have no logits of theirs.
 
-    Calibrated routers of a good model rarely use every checkpoint; with these every path of the graph is walked.
+    In the tally an exit is a draft that stood, by the layer it was drafted after (0: found in earlier text).
 
     Args:
-        shortlist: head rows the routers read; 0: routers of TIDE's form.
-        lens_rank: rank of a random lens at every checkpoint that moves states by a third of their size; 0: none.
+        threshold, max_pending: when drafts are made and how many; None: as the bundle was tuned.
+        advance: called with 1 after every prompt.
+        tolerance: of the engine's precision.
+        name: what the report calls this setting.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.randn(tensor.shape, generator=generator)
-
-    rows = source.head_rows() if shortlist else None
-    routers, lenses = {}, {}
-    for layers, raw in source.run(torch.tensor([list(ids)]), checkpoints).raw.items():
-        if lens_rank:
-            lens = lenses[layers] = Lens(raw.shape[-1], lens_rank).requires_grad_(False)
-            lens.down.weight.copy_(draw(lens.down.weight))
-            lens.up.weight.copy_(draw(lens.up.weight))
-            lens.up.bias.copy_(0.1 * raw.std() * draw(lens.up.bias))
-            lens.up.weight *= 0.3 * raw.std() / lens.up(lens.down(raw)).std()
-        normed = source.normed(lenses[layers](raw) if lens_rank else raw)
-        router = Router(normed.shape[-1], bottleneck, rows[:shortlist] if rows is not None else None)
-        router.requires_grad_(False)
-        router.down.weight.copy_(draw(router.down.weight))
-        router.down.weight /= (normed @ router.down.weight.T).std()
-        hidden = router.down(normed)
-        if router.shortlist is not None:
-            router.confidence.weight.copy_(draw(router.confidence.weight))
-            router.confidence.weight /= router.confidence(router.summary(normed)).std()
-            hidden = hidden + router.confidence(router.summary(normed))
-        up = draw(router.up.weight)
-        router.up.weight.copy_(2.0 * up / (torch.nn.functional.silu(hidden) @ up.T).std())
-        router.up.bias.copy_(-router.logit(normed).mean())
-        routers[layers] = router
-    return RouterSet(routers, {}, lenses)
+    thresholds = [] if threshold is None else [threshold] * len(engine.manifest.checkpoints)
+    check = Check(name, thresholds, tolerance=tolerance)
+    for prompt in prompts:
+        out = engine.generate(
+            prompt, new_tokens, mode="lossless", threshold=threshold, max_pending=max_pending, stop_token_ids=[]
+        )
+        full = _full_logits(source, [*prompt, *out.tokens[:-1]], len(prompt) - 1)
+        for i, (token, expected) in enumerate(zip(out.tokens, full.argmax(-1).tolist(), strict=True)):
+            check.tokens += 1
+            check.same_as_full += token == expected
+            if token != expected:
+                gap = float(full[i, expected] - full[i, token])
+                _count_difference(check, gap, f"new token {i + 1} is {token} instead of {expected}")
+        check.exits.update(out.stats.exit_layer)
+        check.layers_executed += sum(out.stats.layers_run)
+        check.drafted += out.stats.drafted
+        check.accepted += out.stats.accepted
+        advance(1)
+    return check
 
 
 def write_greedily(

@@ -1,7 +1,8 @@
 """`tide-export validate`: does the bundle say what HuggingFace and TIDE's rule say, token for token, on real text?
 
 Loads the bundle and the model it was made from, cuts prompts of many lengths from a dataset, and lets `parity` compare
-full depth with HuggingFace and every threshold with the oracle. The report's `holds` is the command's exit code.
+full depth and lossless mode with HuggingFace and every threshold with the oracle. The report's `holds` is the command's
+exit code.
 """
 
 import logging
@@ -15,15 +16,17 @@ import numpy as np
 from tide_export.bundle import Bundle, open_bundle
 from tide_export.calibrate.sequences import load_tokenizer, read_sequences
 from tide_export.errors import BundleError, ConfigError, ProviderError
+from tide_export.manifest import EXACT
 from tide_export.model import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
-from tide_export.parity import TOLERANCES, Check, Tolerance, check_exit, check_full
+from tide_export.parity import TOLERANCES, Check, Tolerance, check_exit, check_full, check_lossless
 from tide_export.progress import stage
 from tide_export.quantize.stored import graph_engines, restore
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
+from tide_export.runtime.stats import LOOKED_UP
 from tide_export.tables import percent, table
 from tide_export.thresholds import resolve_thresholds
 
@@ -67,7 +70,8 @@ class ValidationReport:
         layers = sorted({layer for check in self.checks for layer in check.exits})
         headers = ["threshold", "tokens", "wrong", "forgiven", "max error", "= full model", "layers/token"]
         rows = [
-            [c.name, c.tokens, c.wrong, c.forgiven, f"{c.max_error:.1e}", percent(c.same_as_full, c.tokens)]
+            [c.name, c.tokens, c.wrong, c.forgiven, f"{c.max_error:.1e}" if c.largest_logit else "-"]
+            + [percent(c.same_as_full, c.tokens)]
             + [f"{c.layers_executed / max(c.tokens, 1):.2f}"]
             + [percent(c.exits[layer], c.tokens) for layer in layers]
             for c in self.checks
@@ -79,8 +83,9 @@ class ValidationReport:
             f"each, max pending {self.max_pending}",
             *self._of_quantized_weights(),
             "full: HuggingFace eager; a threshold: TIDE's rule applied afterwards to all layers (token and exit layer)",
+            *self._of_drafts(),
             "",
-            table([*headers, *(f"exit@{layer}" for layer in layers)], rows),
+            table([*headers, *("looked up" if layer == LOOKED_UP else f"exit@{layer}" for layer in layers)], rows),
             "",
             *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
             *(f"  {c.name}: the logits are off by {c.max_error:.2g}" for c in self.checks if not c.logits_equal),
@@ -90,6 +95,11 @@ class ValidationReport:
         gap = max(check.tolerance.forgiven_gap for check in self.checks)
         note = f" ({forgiven} forgiven: reference undecided by less than {gap:g})" if forgiven else ""
         return "\n".join([*lines, verdict + note])
+
+    def _of_drafts(self) -> list[str]:
+        drafted, accepted = sum(c.drafted for c in self.checks), sum(c.accepted for c in self.checks)
+        stood = f"{accepted} of {drafted} drafts stood, which are its exits"
+        return [f"lossless: HuggingFace eager, tokens alone; {stood}"] if drafted else []
 
     def _of_quantized_weights(self) -> list[str]:
         if self.weight_error is None:
@@ -114,7 +124,8 @@ def validate(
     provider: str | None = None,
     plugins: str | os.PathLike[str] | None = None,
 ) -> ValidationReport:
-    """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds.
+    """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds,
+    lossless mode as it was tuned.
 
     Args:
         dataset: SPEC of the text prompts are cut from; None: the one the bundle's routers were calibrated on.
@@ -148,7 +159,8 @@ def validate(
     routers = _routers(opened, source)
     engines = _engines(opened, provider, threads, plugins)
     checks = []
-    with stage("validate", total=len(texts) * (1 + len(settings)) * len(engines)) as advance:
+    drafts = routers is not None and manifest.kv_cache_strategy == EXACT  # lossless mode needs both
+    with stage("validate", total=len(texts) * (1 + len(settings) + drafts) * len(engines)) as advance:
         for prefix, engine, tolerance in engines:
             full = check_full(engine, source, texts, new_tokens, pending, f"{prefix}full", advance, tolerance)
             checks.append(full)
@@ -160,6 +172,11 @@ def validate(
                             engine, source, routers, texts, new_tokens, values, pending, called, advance, tolerance
                         )
                     )
+            if drafts:
+                called = f"{prefix}lossless"
+                checks.append(
+                    check_lossless(engine, source, texts, new_tokens, advance=advance, tolerance=tolerance, name=called)
+                )
     lengths = [len(ids) for ids in texts]
     return ValidationReport(str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, weight_error)
 

@@ -20,11 +20,12 @@ import torch
 from tide_export.calibrate import load_tokenizer, read_sequences
 from tide_export.config import TideConfig
 from tide_export.model import SourceModel, load_model
-from tide_export.parity import Check, check_exit, check_full, spread_routers
+from tide_export.parity import Check, check_exit, check_full
 from tide_export.pipeline import export
 from tide_export.progress import stage
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine, load
+from tide_export.spread import spread_routers
 
 THRESHOLDS = (0.3, 0.5, 0.7, 0.85, 0.95)
 PENDING = (1, 4, 16)

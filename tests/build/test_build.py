@@ -81,7 +81,7 @@ def half_precision():
     from tide_export.graph import compose, cut
     from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt
     from tide_export.package import make_manifest
-    from tide_export.parity import spread_routers
+    from tide_export.spread import spread_routers
     from tide_export.trace import trace
 
     source = make_model("llama")

@@ -10,7 +10,7 @@ from tide_export.calibrate.evaluation import Costs, Evaluation
 from tide_export.config import TideConfig
 from tide_export.frontier import OFF
 from tide_export.oracle import oracle
-from tide_export.parity import spread_routers
+from tide_export.spread import spread_routers
 
 CHECKPOINTS = (3, 9)
 

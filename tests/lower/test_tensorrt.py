@@ -18,7 +18,7 @@ from tide_export.graph import cut
 from tide_export.lower import check_operators, networks_for_tensorrt
 from tide_export.lower import tensorrt as lowering
 from tide_export.lower.passes.half_precision import HalfPrecisionPass
-from tide_export.parity import spread_routers
+from tide_export.spread import spread_routers
 from tide_export.trace import trace
 
 CAPACITY, CHECKPOINT, WIDTH = 48, 2, 64

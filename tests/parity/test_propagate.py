@@ -10,7 +10,8 @@ from families import CHECKPOINTS, LAYERS, build, engine_of
 from tide_export.export_check import dividing_thresholds
 from tide_export.manifest import PROPAGATE
 from tide_export.oracle import oracle
-from tide_export.parity import check_exit, check_full, spread_routers
+from tide_export.parity import check_exit, check_full
+from tide_export.spread import spread_routers
 from tide_export.thresholds import OFF
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(20)]]

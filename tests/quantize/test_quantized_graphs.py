@@ -11,10 +11,11 @@ from families import CHECKPOINTS, LAYERS, build, engine_of, pieces_of
 from tide_export.errors import BundleError
 from tide_export.export_check import dividing_thresholds
 from tide_export.manifest import Quantization
-from tide_export.parity import TOLERANCES, check_exit, check_full, spread_routers
+from tide_export.parity import TOLERANCES, check_exit, check_full
 from tide_export.quantize import quantize_model
 from tide_export.quantize.stored import float32_session, restore
 from tide_export.runtime.engine import Engine
+from tide_export.spread import spread_routers
 from tide_export.thresholds import OFF
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
