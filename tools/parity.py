@@ -20,7 +20,7 @@ import torch
 from tide_export.calibrate import load_tokenizer, read_sequences
 from tide_export.config import TideConfig
 from tide_export.model import SourceModel, load_model
-from tide_export.parity import Check, check_exit, check_full
+from tide_export.parity import Check, check_exit, check_full, check_lossless
 from tide_export.pipeline import export
 from tide_export.progress import stage
 from tide_export.routers import RouterSet
@@ -44,10 +44,11 @@ def prompts_from(sequences: list[list[int]], count: int, longest: int) -> list[l
 def compare(
     engine: Engine, source: SourceModel, routers: RouterSet, prompts: list[list[int]], new_tokens: int
 ) -> list[Check]:
-    """Full depth, every threshold, and every max_pending on every fourth prompt."""
+    """Full depth, lossless mode, every threshold, and every max_pending on every fourth prompt."""
     checks = []
-    with stage("comparing", total=len(prompts) * (1 + len(THRESHOLDS) + len(PENDING))) as advance:
+    with stage("comparing", total=len(prompts) * (2 + len(THRESHOLDS)) + len(prompts[::4]) * len(PENDING)) as advance:
         checks.append(check_full(engine, source, prompts, new_tokens, advance=advance))
+        checks.append(check_lossless(engine, source, prompts, new_tokens, advance=advance))
         for threshold in THRESHOLDS:
             thresholds = [threshold] * len(routers.checkpoints)
             checks.append(
