@@ -4,8 +4,8 @@
 
 Exports MODEL twice: with calibrated routers (or `--routers`) and with seeded random ones whose scores spread over [0,
 1]. Both run 64 prompts x 64 tokens at full depth, in lossless mode and at thresholds .3 .5 .7 .85 .95, a part of them
-again with other `max_pending`. Prompts have 1 to 600 tokens. Exit code 1 when a token or an exit layer differs, or a checkpoint never
-took part.
+again with other `max_pending`. Prompts have 1 to 600 tokens. Exit code 1 when a token or an exit layer differs, or a
+checkpoint never took part.
 """
 
 import argparse
