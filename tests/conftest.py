@@ -1,8 +1,11 @@
-"""Fixtures of the whole suite: the demo model, one exported demo bundle for all workers, tiny models of many
-families."""
+"""Fixtures of the whole suite: the demo model, one exported demo bundle and one trace of a kind for all workers, tiny
+models of many families."""
 
+import copy
 import fcntl
+import functools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,18 +27,35 @@ def demo_source(demo_model: Path):
     return load_model(str(demo_model))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: begun last, one would leave the other workers idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
-def demo_bundle(demo_model: Path, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder for what is made once for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
+
+
+@pytest.fixture(scope="session")
+def traces(shared: Path):
+    """`tide_export.trace.trace`, with one trace of a kind for all workers."""
+    from traces import Traces
+
+    return Traces(shared / "traces")
+
+
+@pytest.fixture(scope="session")
+def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
     """The demo model exported with checkpoints 3, 6, 9 and briefly calibrated routers; made once for all workers.
 
     It has the networks for TensorRT too, and no engines.
     """
+    from tide_export import pipeline
     from tide_export.config import TideConfig
-    from tide_export.pipeline import export
 
-    shared = tmp_path_factory.getbasetemp()
-    if worker_id != "master":
-        shared = shared.parent
     bundle = shared / "demo-bundle"
     with (shared / "demo-bundle.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -48,8 +68,10 @@ def demo_bundle(demo_model: Path, tmp_path_factory: pytest.TempPathFactory, work
                 calibration_length=256,
                 router_epochs=8,
             )
-            # With segment networks, as a machine without TensorRT makes them.
-            export(str(demo_model), bundle, config=config, targets=("tensorrt",), engines=False)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pipeline, "trace", traces)
+                # With segment networks, as a machine without TensorRT makes them.
+                pipeline.export(str(demo_model), bundle, config=config, targets=("tensorrt",), engines=False)
     return bundle
 
 
@@ -72,3 +94,20 @@ def _offline() -> None:
     """No test may depend on the network: a hub lookup fails at once instead of waiting for a time-out."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_registry() -> None:
+    """torch.onnx.export reads the sources of all its translations anew for each model, for a second; once is enough."""
+    if "torch" not in sys.modules:  # no test that was collected traces anything
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    read = functools.cache(ONNXRegistry.from_torchlib)
+
+    def from_torchlib(opset_version: int) -> ONNXRegistry:
+        registry = copy.copy(read(opset_version=opset_version))
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry
+
+    ONNXRegistry.from_torchlib = staticmethod(from_torchlib)

@@ -98,7 +98,7 @@ def test_routers_of_another_model_are_refused(tmp_path: Path, demo_model: Path, 
 
 
 def test_a_graph_that_differs_from_the_model_is_not_put_in_place(
-    tmp_path: Path, demo_model: Path, routers: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, demo_model: Path, routers: Path, traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = pipeline.compose
 
@@ -110,28 +110,33 @@ def test_a_graph_that_differs_from_the_model_is_not_put_in_place(
         norm.const_value = ir.tensor(norm.const_value.numpy() * np.float32(1.5), name=norm.name)
         return model
 
+    monkeypatch.setattr(pipeline, "trace", traces)
     monkeypatch.setattr(pipeline, "compose", wrong)
     with pytest.raises(GraphError, match="does not equal the model"):
         pipeline.export(str(demo_model), tmp_path / "out", routers=routers, config=CONFIG)
     assert not (tmp_path / "out").exists()
 
 
-def test_tides_own_router_file_exports_and_follows_the_oracle(tmp_path: Path, demo_model: Path, demo_text_ids) -> None:
-    """TIDE's routers read neither a shortlist nor have they a bias."""
+def test_tides_own_router_file_exports_and_follows_the_oracle(
+    tmp_path: Path, demo_model: Path, demo_text_ids, traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TIDE's routers read neither a shortlist nor have they a bias; where they stand is what is exported."""
+    monkeypatch.setattr(pipeline, "trace", traces)
     source = load_model(str(demo_model))
-    spread = spread_routers(source, (4, 8), demo_text_ids[:64], shortlist=0)
+    spread = spread_routers(source, (3, 6, 9), demo_text_ids[:64], shortlist=0)
     for router in spread.routers.values():
         router.up.bias.zero_()
     layers = {c - 1: {"down.weight": r.down.weight, "up.weight": r.up.weight} for c, r in spread.routers.items()}
     torch.save({"hidden_dim": 128, "bottleneck_dim": 64, "router_layers": layers}, tmp_path / "router.pt")
-    bundle = pipeline.export(str(demo_model), tmp_path / "out", routers=tmp_path / "router.pt", config=CONFIG)
+    elsewhere = TideConfig(checkpoints=(4, 8), min_layers=3)
+    bundle = pipeline.export(str(demo_model), tmp_path / "out", routers=tmp_path / "router.pt", config=elsewhere)
     manifest = open_bundle(bundle).manifest
-    assert manifest.checkpoints == (4, 8)
+    assert manifest.checkpoints == (3, 6, 9)
     assert manifest.calibration is None
-    thresholds = oracle(source, spread, demo_text_ids[:90], [1.0, 1.0]).scores.quantile(0.6, dim=0).tolist()
+    thresholds = oracle(source, spread, demo_text_ids[:90], [1.0] * 3).scores.quantile(0.6, dim=0).tolist()
     check = check_exit(load(bundle), source, spread, [demo_text_ids[:50]], 40, thresholds)
     assert check.holds, check.differences
-    assert set(check.exits) == {4, 8, 12}
+    assert set(check.exits) == {3, 6, 9, 12}
 
 
 def test_an_export_killed_in_the_middle_leaves_the_old_bundle_and_no_half_of_a_new_one(

@@ -5,15 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from native_builds import Builds, cuda_headers, need, tensorrt_root
+from native_builds import KERNELS_EMULATED, Builds, cuda_headers, need, tensorrt_root
 
 
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Builds:
+def builds(shared: Path) -> Builds:
     kept = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, for whoever runs the tests often
-    shared = tmp_path_factory.getbasetemp()
-    if worker_id != "master":
-        shared = shared.parent
     folder = Path(kept) if kept else shared / "native"
     folder.mkdir(parents=True, exist_ok=True)
     return Builds(folder)
@@ -24,7 +21,7 @@ def emulated_library(builds: Builds) -> Path:
     """libtide_kernels_emulated.so."""
     need(shutil.which("cmake") is not None, "there is no cmake")
     need(cuda_headers() is not None, "there are no CUDA headers")
-    build = builds.make("emulated", "tide_kernels_emulated", f"-DCUDA_HEADERS={cuda_headers()}")
+    build = builds.emulated(KERNELS_EMULATED)
     return build / "plugins" / "emulated" / "libtide_kernels_emulated.so"
 
 
@@ -33,7 +30,7 @@ def emulated_plugins(builds: Builds, emulated_library: Path) -> Path:
     """libtide_plugins_emulated.so."""
     if tensorrt_root() is None:
         pytest.skip("TENSORRT_ROOT has no TensorRT headers")
-    builds.make("emulated", "tide_plugins_emulated", f"-DCUDA_HEADERS={cuda_headers()}")
+    builds.emulated("tide_plugins_emulated")
     return emulated_library.with_name("libtide_plugins_emulated.so")
 
 
@@ -42,4 +39,4 @@ def kernel_build(builds: Builds) -> Path:
     """The folder with libtide_kernels.so, and libtide_plugins.so where there are TensorRT headers."""
     need(shutil.which("cmake") is not None, "there is no cmake")
     need(shutil.which("nvcc") is not None, "there is no nvcc")
-    return builds.make("plugins", "all") / "plugins"
+    return builds.kernels() / "plugins"

@@ -1,17 +1,25 @@
-"""Builds of the native parts, and what it takes to have them; what cannot be built here skips with a reason."""
+"""Builds of the native parts, and what it takes to have them; what cannot be built here skips with a reason.
+
+    python native_builds.py FOLDER
+
+makes all of them ahead of the tests that ask for them, with nothing installed: CI does it while pip works. What fails
+is left to the test that needs it, which builds again and says why.
+"""
 
 import fcntl
 import os
 import subprocess
+import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # in CI nothing is skipped for want of a compiler
+KERNELS_EMULATED = "tide_kernels_emulated"
 
 
 def need(condition: bool, reason: str) -> None:
+    import pytest  # which is not there yet when this is a program
+
     if not condition:
         if REQUIRED:
             pytest.fail(f"TIDE_REQUIRE_NVCC is set, but {reason}")
@@ -46,8 +54,23 @@ class Builds:
             run(["cmake", "--build", str(build), "--target", target, "--parallel", "2"])
         return build
 
+    def kernels(self) -> Path:
+        """What nvcc compiles, and the plugins where there are TensorRT headers."""
+        return self.make("plugins", "all")
+
+    def emulated(self, target: str, preset: str = "emulated") -> Path:
+        """`target` for the CPU; with `preset` "sanitized", under an address sanitizer."""
+        return self.make(preset, target, f"-DCUDA_HEADERS={cuda_headers()}")
+
 
 def run(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+if __name__ == "__main__":
+    ahead = Builds(Path(sys.argv[1]))
+    ahead.kernels()
+    ahead.emulated(KERNELS_EMULATED)
+    ahead.emulated(KERNELS_EMULATED, "sanitized")

@@ -24,7 +24,7 @@ from kernel_checks import (
     run_route,
 )
 from kernel_runner import Runner, poison, tk
-from native_builds import ROOT, cuda_headers, need
+from native_builds import KERNELS_EMULATED, ROOT, cuda_headers, need
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_the_guards_see_a_write_that_goes_too_far(runner):
 def test_under_an_address_sanitizer(builds):
     """Every buffer is an allocation of its own."""
     need(cuda_headers() is not None, "there are no CUDA headers")
-    build = builds.make("sanitized", "tide_kernels_emulated", f"-DCUDA_HEADERS={cuda_headers()}")
+    build = builds.emulated(KERNELS_EMULATED, "sanitized")
     command = ["g++", "-print-file-name=libasan.so"]
     library = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     need(Path(library).is_absolute(), "g++ has no address sanitizer")

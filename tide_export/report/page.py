@@ -191,7 +191,7 @@ def _panels(panels: list[tuple[plots.Panel, str]]) -> str:
 
 
 def _picture(panel: plots.Panel, name: str) -> str:
-    light, dark = (base64.b64encode(plots.png(panel, theme)).decode("ascii") for theme in (LIGHT, DARK))
+    light, dark = (base64.b64encode(picture).decode("ascii") for picture in plots.pngs(panel, LIGHT, DARK))
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
         f'<img alt="{escaped(name)}" src="data:image/png;base64,{light}"></picture>'
