@@ -25,11 +25,13 @@ class OracleOutput:
         logits: [S, V] float32, of the state each position exited with.
         exit_layers: [S] int64, layers run at the exit (the model's depth where no router fired).
         scores: [S, K-1] float32, every router's score, also behind the exit.
+        full_logits: [S, V], the model's own, of the same pass; None where states stood still in it.
     """
 
     logits: torch.Tensor
     exit_layers: torch.Tensor
     scores: torch.Tensor
+    full_logits: torch.Tensor | None
 
 
 @torch.no_grad()
@@ -54,11 +56,13 @@ def oracle(
         states = source.run(ids, [*checkpoints, depth])
         for layers in checkpoints:
             rule.ask(layers, states.raw[layers])
-        last = states.raw[depth]
+        last, full_logits = states.raw[depth], states.logits[0]
     else:
+        full_logits = None
         last = _run_standing_still(source, rule, ids, propagate_from)
     chosen = torch.where(rule.exited[..., None], rule.chosen, source.normed(last))
-    return OracleOutput(source.head(chosen)[0], rule.exit_layers[0], torch.stack(rule.scores, dim=-1)[0])
+    scores = torch.stack(rule.scores, dim=-1)[0]
+    return OracleOutput(source.head(chosen)[0], rule.exit_layers[0], scores, full_logits)
 
 
 class _Rule:

@@ -159,9 +159,8 @@ def ask(
     kv_cache_strategy: str,
 ) -> Answers:
     """The references' answers after `prompt` and after each of the `forced` tokens behind it; needs no engine."""
-    full = _full_logits(source, [*prompt, *forced], len(prompt) - 1)
     propagated = _propagated(kv_cache_strategy, prompt)
-    judged = _judge(source, routers, [*prompt, *forced], len(prompt) - 1, thresholds, propagated)
+    full, judged = _judge(source, routers, [*prompt, *forced], len(prompt) - 1, thresholds, propagated)
     return Answers(list(prompt), list(forced), list(thresholds), full, *judged)
 
 
@@ -250,8 +249,8 @@ def check_exit(
         written = write_greedily(engine, prompt, new_tokens, thresholds, max_pending)
         text, first = [*prompt, *written.tokens[:-1]], len(prompt) - 1
         propagated = _propagated(engine.manifest.kv_cache_strategy, prompt)
-        _tally(check, written, *_judge(source, routers, text, first, thresholds, propagated))
-        full = _full_logits(source, text, first)
+        full, judged = _judge(source, routers, text, first, thresholds, propagated)
+        _tally(check, written, *judged)
         check.same_as_full += int((full.argmax(-1) == np.array(written.tokens)).sum())
         advance(1)
     return check
@@ -346,12 +345,17 @@ def _judge(
     first: int,
     thresholds: Sequence[float],
     propagated: int | None,
-) -> tuple[np.ndarray, list[int], dict[int, np.ndarray]]:
-    """The oracle's logits [N, V], exit layers and margins at the N positions of `text` from `first` on."""
+) -> tuple[np.ndarray, tuple[np.ndarray, list[int], dict[int, np.ndarray]]]:
+    """At the N positions of `text` from `first` on: the HuggingFace model's logits [N, V]; and the oracle's, with its
+    exit layers and margins."""
     judged = oracle(source, routers, text, thresholds, propagated)
+    if judged.full_logits is None:
+        full = _full_logits(source, text, first)
+    else:
+        full = judged.full_logits[first:].float().cpu().numpy().copy()  # or all positions would stay in memory
     distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
     margins = {layers: distance[:, k] for k, layers in enumerate(routers.checkpoints)}
-    return judged.logits[first:].float().cpu().numpy().copy(), judged.exit_layers[first:].tolist(), margins
+    return full, (judged.logits[first:].float().cpu().numpy().copy(), judged.exit_layers[first:].tolist(), margins)
 
 
 def _tally(

@@ -70,7 +70,7 @@ def test_an_old_report_is_replaced(tmp_path, quick):
 
 def test_a_failure_while_drawing_leaves_the_old_one(tmp_path, monkeypatch):
     (tmp_path / "r.html").write_text("old")
-    monkeypatch.setattr(plots, "png", lambda *_: 1 / 0)
+    monkeypatch.setattr(plots, "pngs", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report(report_data.make(n=300), tmp_path / "r.html")
     assert [file.name for file in tmp_path.iterdir()] == ["r.html"]

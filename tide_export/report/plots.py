@@ -32,7 +32,7 @@ Panel = Callable[[Axes, Theme], None]
 
 
 def pngs(panel: Panel, *themes: Theme) -> list[bytes]:
-    """One panel as a PNG in each theme. It is laid out once, which is half of the work: themes differ in colours only."""
+    """One panel as a PNG in each theme, laid out once: themes differ in colours alone."""
     pictures: list[bytes] = []
     sides: dict[str, float] = {}
     for theme in themes:

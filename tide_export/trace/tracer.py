@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 import torch
 from torch import nn
+from torch.fx import config as fx_config
 from transformers import PreTrainedModel
 
 from tide_export.anatomy import first_tensor, with_states
@@ -227,15 +228,21 @@ def _root(error: BaseException) -> str:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """The exporter prints advice about packages we do not use; errors still come as exceptions."""
+    """The exporter prints advice about packages we do not use; errors still come as exceptions.
+
+    It would also keep a Python stack trace with every node of every pass, a tenth of its work, which no one reads.
+    """
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
+    emitted = fx_config.do_not_emit_stack_traces
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
+        fx_config.do_not_emit_stack_traces = True
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         try:
             yield
         finally:
+            fx_config.do_not_emit_stack_traces = emitted
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
