@@ -37,7 +37,7 @@ def pngs(panel: Panel, *themes: Theme) -> list[bytes]:
     sides: dict[str, float] = {}
     for theme in themes:
         with rc_context(_style(theme)):
-            figure = Figure(figsize=SIZE, dpi=DPI, layout="none" if sides else "tight")
+            figure = Figure(figsize=SIZE, dpi=DPI, layout=None if sides else "tight")
             panel(figure.add_subplot(), theme)
             figure.subplots_adjust(**sides)
             pictures.append(_bytes(figure))
