@@ -1,16 +1,11 @@
-"""Builds of the native parts, and what it takes to have them; what cannot be built here skips with a reason.
-
-    python native_builds.py FOLDER
-
-makes all of them ahead of the tests that ask for them, with nothing installed: CI does it while pip works. What fails
-is left to the test that needs it, which builds again and says why.
-"""
+"""Builds of the native parts, and what it takes to have them; what cannot be built here skips with a reason."""
 
 import fcntl
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # in CI nothing is skipped for want of a compiler
@@ -18,8 +13,6 @@ KERNELS_EMULATED = "tide_kernels_emulated"
 
 
 def need(condition: bool, reason: str) -> None:
-    import pytest  # which is not there yet when this is a program
-
     if not condition:
         if REQUIRED:
             pytest.fail(f"TIDE_REQUIRE_NVCC is set, but {reason}")
@@ -67,10 +60,3 @@ def run(command: list[str]) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
-
-
-if __name__ == "__main__":
-    ahead = Builds(Path(sys.argv[1]))
-    ahead.kernels()
-    ahead.emulated(KERNELS_EMULATED)
-    ahead.emulated(KERNELS_EMULATED, "sanitized")
