@@ -214,7 +214,7 @@ class SequenceState:
             self._take_pending(segments_run)
             for k in range(segments_run):
                 self.lengths[k] = total
-        rows = self._logits[0] if logits_to_keep == 1 else self._outputs()[-1].numpy()[0]
+        rows = self._logits[0] if logits_to_keep == 1 else self._output(bool(self._pending_names)).numpy()[0]
         return StepResult(rows[-1], rows, self._exit_layer.item(), segments_run, self._scores[0])
 
     def rewind(self, length: int) -> None:
@@ -259,10 +259,9 @@ class SequenceState:
             self._bind_output(names.LOGITS, self._logits)
         self._kept = count
 
-    def _outputs(self) -> Any:
-        """OrtValues of the new pending states, where there are checkpoints, and of the logits."""
-        vector = self._binding.get_outputs_as_ortvaluevector()
-        return [self._ort.OrtValue(vector[index]) for index in range(1 + bool(self._pending_names))]
+    def _output(self, index: int) -> Any:
+        """An OrtValue of unknown size: first the new pending states, where there are checkpoints, then the logits."""
+        return self._ort.OrtValue(self._binding.get_outputs_as_ortvaluevector()[index])
 
     def _take_pending(self, segments_run: int) -> None:
         """What waits after this step is what waits before the next: the memory changes hands, nothing is copied.
@@ -273,7 +272,7 @@ class SequenceState:
             if self._pending[k] is not self._nothing:
                 self._set_pending(k, self._nothing)
         if segments_run < len(self.lengths):
-            self._set_pending(segments_run - 1, self._outputs()[0])
+            self._set_pending(segments_run - 1, self._output(0))
         else:
             self._left_nothing = True
 
