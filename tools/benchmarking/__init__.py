@@ -1,0 +1,1 @@
+"""What the speed tools share: graphs to compare (`graphs`), turns and tables (`turns`), peers (`genai`, `peers`)."""
