@@ -142,7 +142,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     decode, prefill = lengths(arguments.decode), lengths(arguments.prefill)
     if not decode and not prefill:
         raise SystemExit("give lengths to measure: --decode 128,2048 or --prefill 128,1000")
-    recipe = recipe_of(arguments, stretch=arguments.stretch)
+    recipe = recipe_of(arguments)
     graphs = Graphs(recipe, folder)
     peer = [GENAI, *([GENAI_LAST] if prefill else [])] if genai_installed() else []
     graphs.make([PLAIN, BRANCHED, *peer])
@@ -225,9 +225,10 @@ def plot(result: dict, path: Path) -> None:
     stages = [stage for stage in ("decode", "prefill") if result[stage]]
     figure = Figure(figsize=(6 * len(stages), 4), layout="constrained")
     for axes, stage in zip(np.atleast_1d(figure.subplots(1, len(stages))), stages, strict=True):
-        for case in DECODE if stage == "decode" else PREFILL:
+        for number, case in enumerate(dict.fromkeys(DECODE + PREFILL)):
             points = [(n, result["median_ms"].get(named(case, stage, n))) for n in result[stage]]
-            axes.plot(*zip(*[point for point in points if point[1]], strict=True) or ([], []), marker="o", label=case)
+            if measured := [point for point in points if point[1]]:
+                axes.plot(*zip(*measured, strict=True), marker="o", label=case, color=f"C{number}")
         axes.set_xlabel("tokens in the cache" if stage == "decode" else "tokens of the prompt")
         axes.set_ylabel("ms per decode step" if stage == "decode" else "ms to the first token")
         axes.set_ylim(bottom=0)
@@ -241,7 +242,6 @@ def main() -> int:
     add_recipe_options(parser)
     parser.add_argument("--decode", default="", metavar="N,...", help="tokens in the cache before a decode step")
     parser.add_argument("--prefill", default="", metavar="N,...", help="tokens of a prompt")
-    parser.add_argument("--stretch", type=int, metavar="N", help="context length to give the model")
     parser.add_argument("--loads", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=20, help="turns of each case per load")
     parser.add_argument("--threads", type=int, default=2)

@@ -17,11 +17,13 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import numpy as np
 import onnxruntime
 from benchmarking import genai
 from benchmarking.graphs import BRANCHED, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
@@ -30,7 +32,9 @@ from benchmarking.stepper import Stepper, logits_after, room_behind, tokens
 from benchmarking.turns import Goal, Seconds, Turn, plot, rendered, summary, take_turns, write_json
 
 from tide_export.progress import stage
-from tide_export.runtime.engine import load
+from tide_export.runtime.engine import Engine, load
+
+Said = tuple[list[int], np.ndarray]  # tokens, and the logits [V] that follow the last
 
 OURS, MAY_EXIT, GENAI_TITLE = "tide-export, full depth", "tide-export, may exit but does not", "ORT-GenAI's graph"
 TITLES = {spec.name: spec.title for spec in PEERS}
@@ -57,37 +61,43 @@ class Run:
         self.apart: dict[str, float] = {}
 
     def load(self, order: random.Random, open_peers: ExitStack) -> dict[str, Turn]:
-        """Fresh sessions and processes, started in random order."""
-        engine = load(self.graphs.folder / PLAIN, "cpu", self.threads)
+        """Fresh sessions and processes, started in random order; then all that are not ours are checked."""
+        engine: Engine | None = None
         cases: dict[str, Turn] = {}
+        said: dict[str, Callable[[], Said]] = {}
         for title in order.sample(CASES, len(CASES)):
-            if title in self.left_out:
-                continue
+            if title == OURS:
+                engine = load(self.graphs.folder / PLAIN, "cpu", self.threads)
+                cases[title] = Stepper(engine, self.context).full
+            elif title == MAY_EXIT:
+                branched = load(self.graphs.folder / BRANCHED, "cpu", self.threads)
+                cases[title] = Stepper(branched, self.context).full
+            elif title not in self.left_out:
+                try:
+                    cases[title], said[title] = self._genai() if title == GENAI_TITLE else self._peer(title, open_peers)
+                except PeerError as error:
+                    self._leave_out(title, str(error))
+        assert engine is not None
+        for title, last in said.items():
             try:
-                cases[title] = self._case(title, engine, open_peers)
+                ids, logits = last()
+                self.apart[title] = check_logits(logits, logits_after(engine, ids))
             except PeerError as error:
-                self.leave_out(title, str(error))
+                del cases[title]
+                self._leave_out(title, str(error))
         return cases
 
-    def leave_out(self, title: str, why: str) -> None:
+    def _leave_out(self, title: str, why: str) -> None:
         self.left_out[title] = why
         print(f"LEFT OUT {title}: {why}", file=sys.stderr, flush=True)
 
-    def _case(self, title: str, engine, open_peers: ExitStack) -> Turn:
-        if title == OURS:
-            return Stepper(engine, self.context).full
-        if title == MAY_EXIT:
-            return Stepper(load(self.graphs.folder / BRANCHED, "cpu", self.threads), self.context).full
-        if title == GENAI_TITLE:
-            return self._genai(engine)
+    def _peer(self, title: str, open_peers: ExitStack) -> tuple[Turn, Callable[[], Said]]:
         spec = next(spec for spec in PEERS if spec.title == title)
         peer = self._start(spec)
         open_peers.callback(peer.close)
-        peer.step()
-        ids, logits = peer.logits()
-        self.apart[title] = check_logits(logits, logits_after(engine, ids))
         self.versions[title] = peer.version
-        return peer.step
+        peer.step()
+        return peer.step, peer.logits
 
     def _start(self, spec: PeerSpec) -> PeerProcess:
         python, folder = self.pythons.get(spec.name, sys.executable), self.graphs.folder / f"peer-{spec.name}"
@@ -102,19 +112,21 @@ class Run:
                 f"--peer {spec.name}=ENVIRONMENT/bin/python"
             ) from error
 
-    def _genai(self, engine) -> Turn:
+    def _genai(self) -> tuple[Turn, Callable[[], Said]]:
         folder = self.graphs.folder / GENAI
         if not folder.exists():
             raise PeerError("onnxruntime-genai is not installed: pip install 'tide_export[bench]'")
-        graph = genai.GenaiGraph(folder, self.threads)
-        room = room_behind(len(self.context), engine.manifest.model.context_length)
-        sequence = genai.GenaiSequence(graph, len(self.context) + 1)
-        sequence.read(self.context)
-        sequence.run(self.context[-1:])
-        ours = logits_after(engine, [*self.context, self.context[-1]])
-        self.apart[GENAI_TITLE] = check_logits(sequence.logits(), ours)
         self.versions[GENAI_TITLE] = f"onnxruntime {onnxruntime.__version__}"
-        return genai.decode_turn(graph, self.context, room)
+        graph = genai.GenaiGraph(folder, self.threads)
+        room = room_behind(len(self.context), self.graphs.manifest.model.context_length)
+
+        def said() -> Said:
+            sequence = genai.GenaiSequence(graph, len(self.context) + 1)
+            sequence.read(self.context)
+            sequence.run(self.context[-1:])
+            return [*self.context, self.context[-1]], sequence.logits()
+
+        return genai.decode_turn(graph, self.context, room), said
 
 
 def measure(arguments: argparse.Namespace, folder: Path, pythons: dict[str, str]) -> dict:

@@ -56,12 +56,19 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--checkpoints", help="layers run, comma separated; every 4 layers by default")
     parser.add_argument("--shortlist", type=int, help="head rows a router reads; as many as by default")
+    parser.add_argument("--stretch", type=int, metavar="N", help="context length to give the model")
     parser.add_argument("--graphs", type=Path, help="keep the exported graphs in this folder, and use those in it")
 
 
 def recipe_of(arguments: argparse.Namespace, **others) -> Recipe:
     points = tuple(int(c) for c in arguments.checkpoints.split(",")) if arguments.checkpoints else None
-    return Recipe(str(arguments.model.resolve()), checkpoints=points, shortlist=arguments.shortlist, **others)
+    return Recipe(
+        str(arguments.model.resolve()),
+        checkpoints=points,
+        shortlist=arguments.shortlist,
+        stretch=arguments.stretch,
+        **others,
+    )
 
 
 class Graphs:
