@@ -43,6 +43,13 @@ class Peer(Protocol):
     def step(self) -> float: ...
 
 
+def set_up_torch(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+
+
 def torch_model(job: Job) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -229,10 +236,7 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
 
     def make() -> Peer:
-        import torch
-
-        torch.set_num_threads(job.threads)
-        torch.set_grad_enabled(False)
+        set_up_torch(job.threads)
         Path(job.folder).mkdir(parents=True, exist_ok=True)
         return PEERS[job.peer](job)
 
