@@ -12,6 +12,7 @@ from tide_export import names
 from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import BundleError, ConfigError, ProviderError
 from tide_export.manifest import EXACT
+from tide_export.runtime.huge_pages import on_huge_pages
 
 logger = logging.getLogger("tide_export")
 
@@ -33,7 +34,8 @@ def open_session(bundle: Bundle, threads: int | None = None) -> Any:
     options = session_options(ort, threads)
     graph = bundle.file(names.GRAPH_FILE)
     try:
-        session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        with on_huge_pages():
+            session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
         raise BundleError(f"ONNX Runtime cannot load '{graph}': {first_line(error)}") from error
     check_contract(session, graph_inputs(bundle.manifest), graph_outputs(bundle.manifest), str(graph))

@@ -1,0 +1,78 @@
+"""Which memory is moved to huge pages, and that what is moved stays what it was."""
+
+import mmap
+import sys
+
+import numpy as np
+import pytest
+
+from tide_export.runtime import huge_pages
+from tide_export.runtime.huge_pages import HUGE, anonymous_ranges, new_ranges, on_huge_pages
+
+MAPS = """\
+00400000-00600000 r-xp 00000000 fe:00 77                                 /usr/bin/python 3
+00800000-00a00000 rw-p 00000000 fe:00 77                                 /usr/bin/python 3
+01000000-01800000 rw-p 00000000 00:00 0                                  [heap]
+7f0000000000-7f0000600000 rw-p 00000000 00:00 0
+7f0000600000-7f0000800000 ---p 00000000 00:00 0
+7f0000800000-7f0000a00000 rw-s 00000000 00:01 9                          /dev/zero (deleted)
+7ffc00000000-7ffc00800000 rw-p 00000000 00:00 0                          [stack]
+"""
+
+
+def test_only_the_programs_own_writable_memory_is_looked_at() -> None:
+    assert anonymous_ranges(MAPS) == [(0x1000000, 0x1800000), (0x7F0000000000, 0x7F0000600000)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "found"),
+    [
+        ([], [(0, 4 * HUGE)], [(0, 4 * HUGE)]),
+        ([], [(1, 4 * HUGE - 1)], [(HUGE, 3 * HUGE)]),  # whole huge pages alone
+        ([], [(1, 2 * HUGE - 1)], []),
+        ([(0, HUGE)], [(0, 4 * HUGE)], [(HUGE, 4 * HUGE)]),  # grown upwards, downwards, around, both ways
+        ([(3 * HUGE, 4 * HUGE)], [(0, 4 * HUGE)], [(0, 3 * HUGE)]),
+        ([(HUGE, 2 * HUGE)], [(0, 4 * HUGE)], [(0, HUGE), (2 * HUGE, 4 * HUGE)]),
+        ([(0, HUGE), (2 * HUGE, 3 * HUGE)], [(0, 5 * HUGE)], [(HUGE, 2 * HUGE), (3 * HUGE, 5 * HUGE)]),
+        ([(0, 9 * HUGE)], [(HUGE, 4 * HUGE)], []),  # shrunk
+        ([(8 * HUGE, 9 * HUGE)], [(0, 2 * HUGE), (8 * HUGE, 9 * HUGE)], [(0, 2 * HUGE)]),
+    ],
+)
+def test_only_what_is_new_is_moved(before, after, found) -> None:
+    assert new_ranges(before, after) == found
+
+
+def huge_kib() -> int:
+    with open("/proc/self/smaps_rollup") as lines:  # noqa: PTH123 # one line of a file that is not on a disk
+        return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
+def test_memory_moved_keeps_its_contents_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = []
+    collapse = huge_pages.collapse
+    monkeypatch.setattr(huge_pages, "collapse", lambda each: ranges.append(each) or collapse(each))
+    had = huge_kib()
+    with on_huge_pages():
+        memory = mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        array = np.frombuffer(memory, np.int64)
+        array[:] = np.arange(len(array))
+        address = array.ctypes.data
+    inside = [(a, b) for a, b in ranges if a < address + 8 * HUGE and b > address]
+    assert sum(min(b, address + 8 * HUGE) - max(a, address) for a, b in inside) >= 7 * HUGE
+    assert array.ctypes.data == address
+    np.testing.assert_array_equal(array, np.arange(len(array)))
+    if collapse(inside[0]):  # this kernel can, and has huge pages left
+        assert huge_kib() > had
+    del array
+    memory.close()
+
+
+def test_it_can_be_turned_off_and_does_not_hide_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError), on_huge_pages():
+        raise ZeroDivisionError
+    monkeypatch.setenv("TIDE_HUGE_PAGES", "0")
+    monkeypatch.setattr(huge_pages, "collapse", lambda each: pytest.fail("asked for"))
+    with on_huge_pages():
+        memory = mmap.mmap(-1, 4 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.close()
