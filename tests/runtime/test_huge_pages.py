@@ -49,6 +49,7 @@ def huge_kib() -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
 def test_memory_moved_keeps_its_contents_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDE_HUGE_PAGES", "1")
     ranges = []
     collapse = huge_pages.collapse
     monkeypatch.setattr(huge_pages, "collapse", lambda each: ranges.append(each) or collapse(each))
@@ -68,11 +69,30 @@ def test_memory_moved_keeps_its_contents_and_address(monkeypatch: pytest.MonkeyP
     memory.close()
 
 
-def test_it_can_be_turned_off_and_does_not_hide_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "collapse", lambda each: pytest.fail("asked for"))
+    for value in ("0", ""):
+        monkeypatch.setenv("TIDE_HUGE_PAGES", value)
+        with on_huge_pages():
+            memory = mmap.mmap(-1, 4 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.close()
+
+
+def test_errors_of_loading_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDE_HUGE_PAGES", "1")
     with pytest.raises(ZeroDivisionError), on_huge_pages():
         raise ZeroDivisionError
-    monkeypatch.setenv("TIDE_HUGE_PAGES", "0")
-    monkeypatch.setattr(huge_pages, "collapse", lambda each: pytest.fail("asked for"))
-    with on_huge_pages():
-        memory = mmap.mmap(-1, 4 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
+def test_an_engine_says_the_same_on_huge_pages(demo_bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tide_export.runtime.engine import load
+
+    prompt = list(range(1, 30))
+    expected = load(demo_bundle, "cpu", 1).generate(prompt, 12, mode="full").tokens
+    asked = []
+    collapse = huge_pages.collapse
+    monkeypatch.setattr(huge_pages, "collapse", lambda each: asked.append(each) or collapse(each))
+    monkeypatch.setenv("TIDE_HUGE_PAGES", "1")
+    assert load(demo_bundle, "cpu", 1).generate(prompt, 12, mode="full").tokens == expected
+    assert asked

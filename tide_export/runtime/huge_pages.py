@@ -1,10 +1,11 @@
 """Weights on huge pages: what a session maps while it loads is moved to pages of 2 MiB before its first step.
 
-A decode step reads every weight once, so on pages of 4 KiB it also waits for hundreds of address translations a
-megabyte, more of them the less neatly a session's many buffers lie beside each other. ONNX Runtime asks the system for
-no huge pages, and its buffers are mostly smaller than one; where they follow each other in memory the kernel can still
-merge them (`MADV_COLLAPSE`, Linux 6.1, see madvise(2)). `session` wraps the loading of a session in `on_huge_pages`.
-It is about speed alone: where it cannot be done, all stays as it is. TIDE_HUGE_PAGES=0 turns it off.
+A decode step reads every weight once, so on pages of 4 KiB it also waits for 256 address translations a megabyte, and
+for longer the less neatly a session's buffers lie beside each other. ONNX Runtime asks the system for no huge pages;
+where its buffers are large, or follow each other in memory, the kernel can still merge them afterwards
+(`MADV_COLLAPSE`, Linux 6.1, see madvise(2)). `session` wraps the loading of a session in `on_huge_pages`. It is asked
+for with TIDE_HUGE_PAGES=1, because loading takes longer by it (docs/performance.md): it pays for programs that stay.
+It is about speed alone: memory that the kernel cannot move stays where it is.
 """
 
 import ctypes
@@ -29,10 +30,11 @@ Range = tuple[int, int]  # addresses, the end exclusive
 def on_huge_pages() -> Iterator[None]:
     """Moves the memory that the body maps, and still holds when it ends, to huge pages.
 
-    Takes about as long as copying that memory once, and no more than a huge page beside it. What other threads map
+    Does nothing unless it was asked for. Takes at least as long as copying that memory once, and no more than a huge
+    page beside it. What other threads map
     meanwhile is moved too, which does no harm: contents and addresses stay.
     """
-    if not sys.platform.startswith("linux") or os.environ.get(SWITCH) == "0":
+    if not sys.platform.startswith("linux") or os.environ.get(SWITCH) != "1":
         yield
         return
     before = anonymous_ranges(MAPS.read_text())
