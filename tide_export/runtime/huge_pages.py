@@ -11,7 +11,6 @@ It is about speed alone: memory that the kernel cannot move stays where it is.
 import ctypes
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +30,12 @@ def on_huge_pages() -> Iterator[None]:
     """Moves the memory that the body maps, and still holds when it ends, to huge pages.
 
     Does nothing unless it was asked for. Takes at least as long as copying that memory once, and no more than a huge
-    page beside it. What other threads map
-    meanwhile is moved too, which does no harm: contents and addresses stay.
+    page beside it. What other threads map meanwhile is moved too, which does no harm: contents and addresses stay.
     """
-    if not sys.platform.startswith("linux") or os.environ.get(SWITCH) != "1":
+    asked = os.environ.get(SWITCH) == "1"
+    if asked and not MAPS.exists():
+        logger.warning("%s=1 is ignored: it needs Linux and its %s", SWITCH, MAPS)
+    if not asked or not MAPS.exists():
         yield
         return
     before = anonymous_ranges(MAPS.read_text())
