@@ -53,7 +53,7 @@ def test_two_processes_give_what_one_gives(expected, tmp_path):
         env=environment(tmp_path / "tmp"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
@@ -88,7 +88,7 @@ def test_two_processes_calibrate_to_the_file_that_one_writes(tmp_path):
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'two' / 'r.safetensors'}\n"  # of the main process alone
@@ -114,7 +114,7 @@ def test_one_dies_the_other_ends_and_the_rest_is_resumed(expected, demo, tmp_pat
         for rank in (0, 1)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in started]
+        errors = [process.communicate(timeout=300)[1] for process in started]
     finally:
         for process in started:
             process.kill()

@@ -57,12 +57,13 @@ def test_export_quantizes_calibrates_and_validate_rebuilds_the_reference(
     assert report.holds, report.render()
     assert report.weight_error is not None
     assert 0.03 < report.weight_error < 0.2
-    assert [check.name for check in report.checks[:3]] == [
+    assert [check.name for check in report.checks[:4]] == [
         "float32 products full",
         "float32 products 0.5",
         "float32 products bundle",
+        "float32 products lossless",
     ]
-    exact, own = report.checks[0], report.checks[3]
+    exact, own = report.checks[0], report.checks[4]
     assert own.name == "full"
     assert exact.max_error < 1e-4 * exact.largest_logit < own.max_error
     assert "what the bundle's integers stand for" in report.render()
