@@ -124,6 +124,23 @@ def test_several_new_tokens_at_once_in_the_middle(tiny: TinyModel, tiny_engine: 
     assert stop == len(ids)
 
 
+@pytest.mark.parametrize("full_steps", [1, 3])
+def test_exits_are_turned_off_and_on_along_a_sequence(tiny: TinyModel, tiny_engine: Engine, full_steps: int) -> None:
+    """What waits takes another shape with every change, and where nothing can wait its binding is left alone."""
+    ids = random_ids(40, seed=5)
+    references = {values: tiny.reference(ids, list(values)) for values in ((0.0, 0.0), (OFF, OFF), (0.5, 0.65))}
+    state = tiny_engine.start([OFF, OFF], max_pending=100)
+    turns = [(OFF, OFF)] * full_steps + [(0.0, 0.0)] * 2 + [(OFF, OFF)] * full_steps + [(0.5, 0.65)] * 3
+    for t, token in enumerate(ids):
+        values = turns[t % len(turns)]
+        state.set_thresholds(values)
+        result = state.step([token])
+        logits, exit_layers, _ = references[values]
+        np.testing.assert_allclose(result.logits, logits[t], atol=2e-5)
+        assert result.exit_layer == exit_layers[t]
+        check_bookkeeping(state, result.segments_run, t + 1, 100)
+
+
 def test_two_states_do_not_touch_each_other(tiny: TinyModel, tiny_engine: Engine) -> None:
     thresholds = [0.5, 0.7]
     sequences = [random_ids(30, seed=1), random_ids(30, seed=2)]
