@@ -69,9 +69,10 @@ def rows(kind: str, checks: list[Check], depth: int) -> list[str]:
     lines = []
     for check in checks:
         exits = " ".join(f"{layers or 'looked up'}:{count}" for layers, count in sorted(check.exits.items()))
+        error = f"{check.max_error:.1e}" if check.largest_logit else "-"
         same = 100 * check.same_as_full / max(check.tokens, 1)
         lines.append(
-            f"| {kind} | {check.name} | {check.tokens} | {check.wrong} | {check.forgiven} | {check.max_error:.1e} "
+            f"| {kind} | {check.name} | {check.tokens} | {check.wrong} | {check.forgiven} | {error} "
             f"| {same:.1f} % | {check.layers_executed / max(check.tokens, 1):.2f} of {depth} | {exits} |"
         )
     return lines
