@@ -2,6 +2,7 @@
 
 import mmap
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,8 +44,8 @@ def test_only_what_is_new_is_moved(before, after, found) -> None:
 
 
 def huge_kib() -> int:
-    with open("/proc/self/smaps_rollup") as lines:  # noqa: PTH123 # one line of a file that is not on a disk
-        return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the Linux kernel")
@@ -76,6 +77,14 @@ def test_only_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         with on_huge_pages():
             memory = mmap.mmap(-1, 4 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.close()
+
+
+def test_asked_for_where_there_are_none_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(huge_pages, "MAPS", tmp_path / "maps")
+    monkeypatch.setenv("TIDE_HUGE_PAGES", "1")
+    with on_huge_pages():
+        pass
+    assert "TIDE_HUGE_PAGES=1 is ignored" in caplog.text
 
 
 def test_errors_of_loading_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
