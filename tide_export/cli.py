@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tide_export.cli_options import CALIBRATION_FIELDS, CONFIG_OPTIONS, PROGRAM, QUANTIZATION_FIELDS, build_parser
+from tide_export.environment import prepare
 from tide_export.errors import ConfigError, TideError
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ RELEASED = {"weights": ("fp32", "fp16", "bf16", "int8", "int4")}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code (usage errors leave through SystemExit with code 2)."""
     options = build_parser().parse_args(arguments)
-    # Before PyTorch is loaded: its threads wait by spinning, which on a busy machine makes calibration 10 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prepare()  # before PyTorch is loaded
     with _log_to_stderr(options.verbose - options.quiet):
         return _run(options)
 

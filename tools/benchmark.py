@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads would spin into the turn of the next case
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # some 20 us; by default threads spin into the next case's turn
 
 import onnxruntime
 import torch
@@ -30,6 +30,7 @@ from benchmarking.stepper import RESTART_AFTER, Stepper, room_behind, tokens
 from benchmarking.turns import Goal, Seconds, Turn, plot, rendered, summary, take_turns, write_json
 
 from tide_export.model import SourceModel
+from tide_export.runtime import session
 from tide_export.runtime.engine import load
 
 
@@ -96,6 +97,7 @@ GOALS = [
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     torch.set_num_threads(arguments.threads)
+    session.SPIN_MICROSECONDS = arguments.spin
     recipe = recipe_of(
         arguments,
         weights=arguments.weights,
@@ -122,6 +124,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
         "checkpoints": list(manifest.checkpoints),
         "shortlist": "default" if recipe.shortlist is None else recipe.shortlist,
         "threads": arguments.threads,
+        "spin_microseconds": arguments.spin,
         "context": arguments.context,
         "loads": arguments.loads,
         "rounds": arguments.rounds,
@@ -133,9 +136,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
 def render(result: dict) -> str:
     return (
         f"{result['model']}: {result['weights']}, {result['layers']} layers, checkpoints {result['checkpoints']}, "
-        f"{result['shortlist']} shortlist rows a router, {result['threads']} threads, one decode step after "
-        f"{result['context']} tokens, medians of {result['loads']} loads x {result['rounds']} interleaved turns\n"
-        + rendered(result, "no branches")
+        f"{result['shortlist']} shortlist rows a router, {result['threads']} threads that "
+        f"spin {result['spin_microseconds']} us, one decode step after {result['context']} tokens, "
+        f"medians of {result['loads']} loads x {result['rounds']} interleaved turns\n" + rendered(result, "no branches")
     )
 
 
@@ -145,6 +148,9 @@ def main() -> int:
     parser.add_argument("--weights", choices=["fp32", "int8", "int4"], default="fp32")
     parser.add_argument("--block-size", type=int, help="of int8 and int4")
     parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
+    parser.add_argument(
+        "--spin", type=int, default=session.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
+    )
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the PyTorch model out")
     parser.add_argument("--loads", type=int, default=6)

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import matplotlib
 

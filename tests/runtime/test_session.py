@@ -31,7 +31,7 @@ def test_the_provider_chosen_is_logged_once(tiny_bundle: Path, provider: str, ca
 def test_session_options_reach_onnxruntime(tiny_bundle: Path) -> None:
     options = load(tiny_bundle, threads=2)._session.get_session_options()
     assert options.intra_op_num_threads == 2
-    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "20"
 
 
 def test_a_graph_that_is_not_onnx_is_one_sentence(tmp_path: Path, tiny: TinyModel) -> None:

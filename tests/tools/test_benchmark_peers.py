@@ -25,7 +25,7 @@ class StandIn:
             print("last words", file=sys.stderr)
             sys.stderr.flush()
             os._exit(3)
-        self.version = f"stand-in of {{job.threads}} threads, {{os.environ['OMP_WAIT_POLICY']}}"
+        self.version = f"stand-in of {{job.threads}} threads, {{os.environ['GOMP_SPINCOUNT']}}"
         self.ids = [*job.context, 7]
         self.logits = np.load({logits!r})
         if job.peer == "tide":
@@ -68,7 +68,7 @@ def start(name: str, folder: Path, python: str = sys.executable):
 
 def test_a_peer_answers_steps_and_logits_whatever_libraries_print(stand_in: Path, tmp_path: Path) -> None:
     peer = start("eager", tmp_path / "kept")
-    assert peer.version == "stand-in of 2 threads, PASSIVE"
+    assert peer.version == "stand-in of 2 threads, 1000"
     assert peer.step() == peer.step() == 0.5
     ids, logits = peer.logits()
     assert ids == [1, 2, 3, 7]

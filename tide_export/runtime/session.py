@@ -16,6 +16,10 @@ from tide_export.runtime.huge_pages import on_huge_pages
 
 logger = logging.getLogger("tide_export")
 
+# A worker thread waits so long for the next operator before it sleeps. If it slept at once, waking it would take longer
+# than its half of a small product: two threads are then no faster than one. ONNX Runtime's own default is milliseconds,
+# which starves whatever else runs on the cores, another engine first of all (tools/benchmark_waiting.py).
+SPIN_MICROSECONDS = 20
 FATAL = 4  # ONNX Runtime's log level: its errors reach the user as exceptions, not a second time on stderr
 
 
@@ -61,8 +65,7 @@ def session_options(ort: ModuleType, threads: int | None) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
     options.intra_op_num_threads = threads or 0
-    # Spinning threads starve each other when several sequences (or other programs) share the cores: up to 10x slower.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     return options
 
 
