@@ -1,0 +1,83 @@
+"""Small bundles of names and bytes, for the tests of what becomes of bundles on disk."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tide_export.bundle import Manifest, ModelInfo, TensorInfo, write_manifest, writing_bundle
+
+
+def make_manifest(name: str = "model") -> Manifest:
+    return Manifest(
+        model=ModelInfo(
+            name=name,
+            architecture="LlamaForCausalLM",
+            weights_sha256="ab" * 32,
+            num_layers=3,
+            hidden_size=16,
+            vocab_size=32,
+            context_length=None,
+            eos_token_ids=(0, 2),
+            kv_shapes=((1, 8), (1, 8), (2, 4)),
+        ),
+        checkpoints=(1, 2),
+        thresholds=(0.5, 1.0),
+        min_layers=2,
+        max_pending=16,
+        kv_cache_strategy="exact",
+        weights="fp32",
+        targets=("onnxruntime",),
+        opset=23,
+        inputs=(TensorInfo("input_ids", "int64", (1, "S")),),
+        outputs=(TensorInfo("logits", "float32", (1, 1, 32)),),
+        calibration={"dataset": "wikitext", "loss": [0.5, None]},
+        versions={"torch": "2.13.0"},
+        created="2026-01-01T00:00:00+00:00",
+    )
+
+
+def write(
+    path: Path,
+    content: bytes = b"graph",
+    overwrite: bool = False,
+    manifest: Manifest | None = None,
+    then: Callable[[], object] = lambda: None,
+) -> Path:
+    """A small bundle at `path`; `then` is called last, just before it is put in place."""
+    with writing_bundle(path, overwrite=overwrite) as folder:
+        (folder / "model.onnx").write_bytes(content)
+        (folder / "engines").mkdir()
+        (folder / "engines" / "head.engine").write_bytes(b"engine" * 1000)
+        write_manifest(folder, manifest or make_manifest())
+        then()
+    return path
+
+
+def fail_with(error: type[BaseException]) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def names_in(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()}
+
+
+def edit(path: Path, *keys: str | int, value: object) -> None:
+    """Sets one field of a bundle's tide.json; the value `...` deletes it."""
+    file = path / "tide.json"
+    data = json.loads(file.read_text())
+    inner = data
+    for key in keys[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    file.write_text(json.dumps(data))
+
+
+def tuned(manifest: Manifest) -> Manifest:
+    return replace(manifest, thresholds=(0.25, 0.75), tuning={"epsilon": 0.05, "path": [{"risk": 0.5, "p": None}]})
