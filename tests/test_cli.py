@@ -1,6 +1,5 @@
 """The command line: its options, its exit codes, and one clear line for everything a user can get wrong."""
 
-import json
 import logging
 import shutil
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import refused
 
 import tide_export
 from tide_export.cli import COMMANDS, main
@@ -16,23 +16,6 @@ from tide_export.config import TideConfig
 
 ROOT = Path(__file__).parents[1]
 MODEL = str(ROOT / "demo" / "demo-llama")
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line on stderr of a command that must exit with 2 and print nothing else."""
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as usage:
-        code = usage.code
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if not line.startswith(("running", "reading", "loading"))]
-    assert code == 2, err
-    assert out == ""
-    assert len(lines) == 1, err
-    assert lines[0].startswith("tide-export")
-    assert "error: " in lines[0]
-    assert "Traceback" not in err
-    return lines[0]
 
 
 # --- options -----------------------------------------------------------------------------------------------------
@@ -215,109 +198,6 @@ def test_debug_shows_the_traceback(tmp_path):
         main(["inspect", str(tmp_path / "none"), "--debug"])
 
 
-# --- generate ------------------------------------------------------------------------------------------------------
-
-PROMPT = "def read_lines(path):\n"
-
-
-def generated(capsys: pytest.CaptureFixture[str], bundle: Path, *arguments: object) -> dict:
-    line = ["generate", str(bundle), "--prompt", PROMPT, "--json", "-q", *map(str, arguments)]
-    assert main(line) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_generate_streams_the_text_that_json_holds(demo_bundle: Path, capsys):
-    answer = generated(capsys, demo_bundle, "--max-new-tokens", 12)
-    assert main(["generate", str(demo_bundle), "--prompt", PROMPT, "--max-new-tokens", "12"]) == 0
-    out, err = capsys.readouterr()
-    assert out == answer["text"] + "\n"
-    assert "layer passes per token" in err
-    assert answer["finish_reason"] == "length"
-    assert len(answer["tokens"]) == answer["stats"]["total_tokens"] == 12
-    assert sum(answer["stats"]["exits_per_layer"].values()) + answer["stats"]["remaining_tokens"] == 12
-
-
-def test_echo_puts_the_prompt_first(demo_bundle: Path, capsys):
-    answer = generated(capsys, demo_bundle, "--max-new-tokens", 4)
-    assert main(["generate", str(demo_bundle), "--prompt", PROMPT, "--max-new-tokens", "4", "--echo", "-q"]) == 0
-    assert capsys.readouterr().out == PROMPT + answer["text"] + "\n"
-
-
-def test_generate_equals_the_python_interface(demo_bundle: Path, capsys):
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_file(str(demo_bundle / "tokenizer.json")).encode(PROMPT).ids
-    options = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 4}
-    expected = tide_export.load(demo_bundle).generate(ids, 10, mode="full", **options)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    assert generated(capsys, demo_bundle, "--max-new-tokens", 10, "--mode", "full", *flags)["tokens"] == expected.tokens
-
-
-def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
-    shallow = generated(capsys, demo_bundle, "--threshold", 0, "--min-layers", 0, "--max-new-tokens", 6)
-    assert shallow["stats"]["exits_per_layer"] == {"3": 6, "6": 0, "9": 0}
-    second = generated(capsys, demo_bundle, "--threshold", "1,0,1", "--min-layers", 0, "--max-new-tokens", 6)
-    assert second["stats"]["exits_per_layer"] == {"3": 0, "6": 6, "9": 0}
-    full = generated(capsys, demo_bundle, "--mode", "full", "--max-new-tokens", 6)
-    assert full["stats"]["exit_rate"] == 0
-    assert full["stats"]["layers_run_per_token"] == 12
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--threshold", "1.5"], "[0, 1]"),
-        (["--threshold", "0.5,0.5"], "3 checkpoints"),
-        (["--min-layers", "-1"], "min_layers"),
-        (["--max-pending", "-1"], "max_pending"),
-        (["--max-new-tokens", "0"], "max_new_tokens"),
-        (["--temperature", "-1"], "temperature"),
-        (["--top-k", "-1"], "top_k"),
-        (["--top-p", "0"], "top_p"),
-        (["--prompt", ""], "empty"),
-        (["--prompt", "word " * 3000], "context"),
-        (["--threads", "0"], "threads"),
-        (["--provider", "abacus"], "provider"),
-        (["--provider", "tensorrt"], "holds no TensorRT engines"),
-    ],
-)
-def test_bad_generation_options_are_one_line(demo_bundle: Path, capsys, options, says):
-    assert says in refused(capsys, "generate", demo_bundle, "-q", "--prompt", PROMPT, *options)
-
-
-def test_several_prompts_are_generated_together(demo_bundle: Path, tmp_path: Path, capsys):
-    prompts = [PROMPT, "import os"]
-    line = ["generate", str(demo_bundle), "--max-new-tokens", "6", "--mode", "full", "--threads", "1"]
-    single = []
-    for prompt in prompts:
-        assert main([*line, "--prompt", prompt, "--json", "-q"]) == 0
-        single.append(json.loads(capsys.readouterr().out))
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    assert main([*line, "--prompts", str(file), "--json", "-q", "--compaction-threshold", "0.5"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    for one, other in zip(answer["sequences"], single, strict=True):
-        assert [one[name] for name in ("prompt", "text", "tokens", "finish_reason")] == [
-            other[name] for name in ("prompt", "text", "tokens", "finish_reason")
-        ]
-        assert one["stats"]["total_tokens"] == 6
-    assert answer["total_tokens"] == 12
-    assert answer["tokens_per_second"] > 0
-    assert main([*line, "--prompt", prompts[0], "--prompt", prompts[1], "--echo"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "".join(f"--- {n} of 2\n{one['prompt']}{one['text']}\n" for n, one in enumerate(single, 1))
-    assert "12 tokens of 2 prompts" in err
-
-
-def test_what_a_batch_refuses_is_one_line(demo_bundle: Path, tmp_path: Path, capsys):
-    two = ["--prompt", "a", "--prompt", "b"]
-    assert "one prompt at a time" in refused(capsys, "generate", demo_bundle, "-q", *two, "--mode", "lossless")
-    one = ["--prompt", "a", "--compaction-threshold", "1"]
-    assert "several prompts" in refused(capsys, "generate", demo_bundle, "-q", *one)
-    gone = str(tmp_path / "gone.txt")
-    assert "gone.txt" in refused(capsys, "generate", demo_bundle, "-q", "--prompts", gone)
-
-
 # --- bundles that are not right ------------------------------------------------------------------------------------
 
 
@@ -443,7 +323,7 @@ def without_export_extra(*arguments: object) -> "subprocess.CompletedProcess[str
     ("command", "options"),
     [
         ("inspect", []),
-        ("generate", ["--prompt", PROMPT, "--max-new-tokens", 3]),
+        ("generate", ["--prompt", "import os", "--max-new-tokens", 3]),
         ("bench", ["--repeat", 1, "--new-tokens", 2]),
     ],
 )

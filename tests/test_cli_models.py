@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import refused
 from safetensors.torch import load_file, save_file
 
 from tide_export.cli import main
@@ -13,15 +14,6 @@ from tide_export.routers import Router, RouterSet
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "demo" / "demo-llama"
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line of a command that must exit with 2."""
-    assert main([*map(str, arguments), "-q"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    return err
 
 
 @pytest.fixture

@@ -1,0 +1,22 @@
+"""What the tests of the command line share."""
+
+import pytest
+
+from tide_export.cli import main
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line on stderr of a command that must exit with 2 and print nothing else."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as usage:
+        code = usage.code
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if not line.startswith(("running", "reading", "loading"))]
+    assert code == 2, err
+    assert out == ""
+    assert len(lines) == 1, err
+    assert lines[0].startswith("tide-export")
+    assert "error: " in lines[0]
+    assert "Traceback" not in err
+    return lines[0]
