@@ -5,28 +5,13 @@ cannot be exported stays, with `refused` holding a part of the sentence that say
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers as tf
 
-from tide_export.bundle import open_bundle, write_manifest, writing_bundle
-from tide_export.config import TideConfig
-from tide_export.graph import compose, compose_propagating, cut
-from tide_export.graph.cut import Pieces
-from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt, save_batch_networks
-from tide_export.manifest import EXACT, PROPAGATE, NetworksInfo
 from tide_export.model import SourceModel, auto_class, reference_attention, wrap_model
-from tide_export.names import BATCH_SIZES
-from tide_export.package import context_length, make_manifest, save_graph
-from tide_export.routers import RouterSet
-from tide_export.runtime.engine import Engine
-from tide_export.runtime.segmented.onnxruntime import open_segments
-from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.runtime.session import open_session
-from tide_export.trace import trace
 
 LAYERS = 3
 CHECKPOINTS = (1, 2)
@@ -399,50 +384,3 @@ def build(name: str) -> SourceModel:
             if key in stored and buffer.is_floating_point():
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
     return wrap_model(model, name)
-
-
-def bound(source: SourceModel) -> int:
-    """Tokens of the family's sequences; CONTEXT where the model sets no bound of its own."""
-    return context_length(source, None if source.context_length else CONTEXT)
-
-
-def pieces_of(source: SourceModel, checkpoints: tuple[int, ...], every_layer: bool = False) -> Pieces:
-    """`source` traced and cut: what takes the time, and does not depend on routers."""
-    return cut(trace(source, checkpoints, bound(source), every_layer), bound(source))
-
-
-def engine_of(
-    source: SourceModel,
-    routers: RouterSet,
-    folder: Path,
-    pieces: Pieces | None = None,
-    strategy: str = EXACT,
-    batch: bool = False,
-) -> Engine:
-    """`source` with `routers` as an engine on one thread, through the stages of `pipeline.export`; its networks for
-    the smallest batches too, if `batch`."""
-    pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
-    composing = compose_propagating if strategy == PROPAGATE else compose
-    graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()), source.quantized)
-    with writing_bundle(folder) as temporary:
-        save_graph(graph, temporary)
-        if batch:
-            save_batch_networks(temporary, pieces, routers.arrays(), routers.lens_arrays(), BATCH_SIZES[:1])
-        routers.save(temporary / "routers.safetensors")
-        config = TideConfig(kv_cache_strategy=strategy)
-        write_manifest(temporary, make_manifest(source, routers, config, graph, bound(source)))
-    bundle = open_bundle(folder)
-    return Engine(bundle, open_session(bundle, 1), threads=1)
-
-
-MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
-
-
-def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces) -> Engine:
-    """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`."""
-    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
-    networks.save(folder)
-    info = NetworksInfo("fp32", bound(source), MOST_TOKENS, MOST_LOGITS, networks.exit_size)
-    write_manifest(folder, replace(open_bundle(folder).manifest, networks=info))
-    bundle = open_bundle(folder)
-    return Engine(bundle, open_segments(bundle, threads=1), SegmentedState)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from families import SIZES, engine_of
+from families import SIZES
+from tiny_engines import engine_of
 
 import tide_export
 from tide_export.errors import UnsupportedModelError

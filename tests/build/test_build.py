@@ -74,8 +74,8 @@ def test_half_precision_networks_become_engines(weights: str, half_precision, tm
 @pytest.fixture(scope="module")
 def half_precision():
     """Networks of a tiny model in a precision, and a manifest they fit."""
-    from families import bound
     from families import build as make_model
+    from tiny_engines import bound
 
     from tide_export.config import TideConfig
     from tide_export.graph import compose, cut

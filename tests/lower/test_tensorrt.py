@@ -9,7 +9,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from families import bound, build
+from families import build
+from tiny_engines import bound
 
 from tide_export import names
 from tide_export.bundle import open_bundle

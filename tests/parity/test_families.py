@@ -7,7 +7,8 @@ One trace a family, which is what takes the time. That the features of the rows 
 from pathlib import Path
 
 import pytest
-from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build, engine_of, pieces_of, segments_of
+from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build
+from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.export_check import dividing_thresholds

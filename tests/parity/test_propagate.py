@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import CHECKPOINTS, LAYERS, build, engine_of
+from families import CHECKPOINTS, LAYERS, build
+from tiny_engines import engine_of
 
 from tide_export.export_check import dividing_thresholds
 from tide_export.manifest import PROPAGATE

@@ -6,7 +6,8 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 import torch
-from families import CHECKPOINTS, LAYERS, build, engine_of, pieces_of
+from families import CHECKPOINTS, LAYERS, build
+from tiny_engines import engine_of, pieces_of
 
 from tide_export.errors import BundleError
 from tide_export.export_check import dividing_thresholds
