@@ -5,11 +5,12 @@
 Cases take turns in a new random order each round, one decode step each, so that a busy moment of the machine, and the
 caches the case before left behind, hit all of them alike. Where a session's weights happen to lie in memory moves it by
 some percent, so all sessions are loaded again, in another order, `--loads` times. Only ratios within one run mean
-anything. Threads wait as they do in the product, GenAI's too; with `--spin 0` they sleep at once, as the goals are set. MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned)
-and without any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager
-PyTorch unless `--no-eager` (for models of which memory holds three copies and not four); with `--weights int4` both
-graphs are quantized alike. Goals are those of the project; a missed one, or one that could not be measured, makes the
-exit code 1 with `--check`. Other peers: tools/benchmark_peers.py; contexts and prompts: tools/benchmark_length.py.
+anything. Threads wait as they do in the product, GenAI's too; with `--spin 0` they sleep at once, as the goals are set.
+MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned) and without
+any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager PyTorch
+unless `--no-eager` (for models of which memory holds three copies and not four); with `--weights int4` both graphs are
+quantized alike. Goals are those of the project; a missed one, or one that could not be measured, makes the exit code 1
+with `--check`. Other peers: tools/benchmark_peers.py; contexts and prompts: tools/benchmark_length.py.
 """
 
 import argparse
