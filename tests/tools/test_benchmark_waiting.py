@@ -26,7 +26,7 @@ def test_what_is_held_against_it(tool, alone: float, elsewhere: float, holds: bo
 def test_every_scene_is_measured_on_a_real_engine(
     tool, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tool, "WAYS", {tool.ASLEEP: 0, tool.OURS: 20})
+    monkeypatch.setattr(tool, "WAYS", {tool.OURS: 20})  # one will do: every figure is a process
     monkeypatch.setattr(
         sys, "argv", ["x", str(demo_bundle), "--rounds", "1", "--seconds", "0.1", "--plot", str(tmp_path / "plot.png")]
     )
@@ -34,7 +34,7 @@ def test_every_scene_is_measured_on_a_real_engine(
     shown = capsys.readouterr().out
     for scene in tool.SCENES:
         [line] = [line for line in shown.splitlines() if line.strip().startswith(f"{scene}  ")]
-        assert all(float(rate) > 0 for rate in line.split()[-2:])
+        assert float(line.split()[-1]) > 0
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
