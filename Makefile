@@ -34,14 +34,17 @@ clean:
 
 # The stamps are younger than pyproject.toml, so a changed dependency installs again and nothing else does.
 # torch goes first and exactly pinned: a looser pin would fetch several GB of CUDA libraries.
-$(VENV)/.runs: pyproject.toml
+$(VENV)/.torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "tide_export needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
+	touch $@
+
+$(VENV)/.runs: $(VENV)/.torch
 	$(PIP) -e '.[export,cpu]'
 	touch $@
 
-$(VENV)/.tests: $(VENV)/.runs
+$(VENV)/.tests: $(VENV)/.torch
 	$(PIP) -e '.[export,cpu,test]'
 	touch $@
