@@ -1,7 +1,7 @@
 """How PyTorch's threads wait and where its memory lies: variables that must be set before it is loaded.
 
-`cli.main` calls `prepare` first, and so do the tools; a program that calibrates or validates from Python may do the
-same. It is about speed alone. ONNX Runtime's threads are told how to wait in `runtime.session`.
+`cli.main` calls `prepare` first; a program that calibrates or validates from Python may do the same. It is about speed
+alone. ONNX Runtime's threads are told how to wait in `runtime.session`.
 """
 
 import os
