@@ -45,6 +45,7 @@ $(VENV)/.runs: $(VENV)/.torch
 	$(PIP) -e '.[export,cpu]'
 	touch $@
 
-$(VENV)/.tests: $(VENV)/.torch
+# After the demo's, where both are asked for: two pips at once would spoil the environment.
+$(VENV)/.tests: $(VENV)/.torch | $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.runs)
 	$(PIP) -e '.[export,cpu,test]'
 	touch $@

@@ -18,9 +18,8 @@ HERE = [str(Path(__file__).parent), str(Path(tide_export.__file__).parents[1])]
 EXPORT = f"""
 import sys
 sys.path[:0] = {HERE!r}
-from bundles import make_manifest, names_in, tuned, write
-from tide_export.bundle import *
-from tide_export.errors import BundleError
+from bundles import make_manifest
+from tide_export.bundle import write_manifest, writing_bundle
 with writing_bundle(sys.argv[1], overwrite=True) as folder:
     (folder / "model.onnx").write_bytes(b"half")
     print("writing", flush=True)
@@ -121,7 +120,7 @@ def test_killed_between_the_two_renames_the_old_bundle_comes_back(tmp_path: Path
 def test_a_full_disk_is_one_sentence(tmp_path: Path, wrapped: bool) -> None:
     def fill() -> None:
         try:
-            with open("/dev/full", "wb", buffering=0) as device:  # noqa: PTH123
+            with Path("/dev/full").open("wb", buffering=0) as device:
                 device.write(b"x")
         except OSError as error:
             if wrapped:
@@ -148,8 +147,7 @@ def test_a_file_size_limit_is_a_full_disk_whoever_writes(tmp_path: Path, writer:
     code = f"""
 import sys, resource
 sys.path[:0] = {HERE!r}
-from bundles import make_manifest, names_in, tuned, write
-from tide_export.bundle import *
+from tide_export.bundle import writing_bundle
 from tide_export.errors import BundleError
 def export():
   with writing_bundle(sys.argv[1]) as folder:

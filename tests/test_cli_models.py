@@ -61,7 +61,7 @@ def truncate(model: Path) -> None:
 )
 def test_unusable_models_are_refused_and_nothing_is_written(capsys, tmp_path, model, command, spoil, says):
     spoil(model)
-    assert says in refused(capsys, command, model, "-o", tmp_path / "result", "--dataset", ROOT / "LICENSE")
+    assert says in refused(capsys, command, "-q", model, "-o", tmp_path / "result", "--dataset", ROOT / "LICENSE")
     assert list(tmp_path.iterdir()) == [model]
 
 
@@ -97,17 +97,17 @@ def our_file(path: Path, checkpoints=(3, 6, 9), width: int = 128, **provenance) 
 )
 def test_routers_of_another_model_are_refused(capsys, tmp_path, make, says):
     path = make(tmp_path)
-    assert says in refused(capsys, "export", MODEL, "-o", tmp_path / "x", "--routers", path)
+    assert says in refused(capsys, "export", "-q", MODEL, "-o", tmp_path / "x", "--routers", path)
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("name", ["r.safetensors", "r.pt"])
 def test_damaged_router_files_are_refused(capsys, tmp_path, name):
     path = tmp_path / name
-    assert "no router file" in refused(capsys, "export", MODEL, "-o", tmp_path / "x", "--routers", path)
+    assert "no router file" in refused(capsys, "export", "-q", MODEL, "-o", tmp_path / "x", "--routers", path)
     (our_file if name.endswith("s") else tide_file)(path)
     path.write_bytes(path.read_bytes()[:-200])
-    assert str(path) in refused(capsys, "export", MODEL, "-o", tmp_path / "x", "--routers", path)
+    assert str(path) in refused(capsys, "export", "-q", MODEL, "-o", tmp_path / "x", "--routers", path)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -122,16 +122,16 @@ def test_tide_s_file_is_converted_and_bound_to_the_model(tmp_path, capsys):
         torch.testing.assert_close(after.routers[layers].up.weight, before.routers[layers].up.weight)
     assert after.provenance["num_layers"] == 12
     assert len(after.provenance["weights_sha256"]) == 64
-    line = refused(capsys, "calibrate", MODEL, "-o", tmp_path / "again", "--from-tide", output)
+    line = refused(capsys, "calibrate", "-q", MODEL, "-o", tmp_path / "again", "--from-tide", output)
     assert "is not TIDE's router.pt" in line
 
 
 def test_tide_s_file_for_another_model_is_refused(capsys, tmp_path):
     path = tide_file(tmp_path / "router.pt", layers=(11,))
-    assert "deeper" in refused(capsys, "calibrate", MODEL, "-o", tmp_path / "x", "--from-tide", path)
+    assert "deeper" in refused(capsys, "calibrate", "-q", MODEL, "-o", tmp_path / "x", "--from-tide", path)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_is_not_there_is_found_before_the_work(capsys, tmp_path):
-    line = refused(capsys, "calibrate", MODEL, "-o", tmp_path / "none" / "x", "--dataset", "./none.txt")
+    line = refused(capsys, "calibrate", "-q", MODEL, "-o", tmp_path / "none" / "x", "--dataset", "./none.txt")
     assert "does not exist" in line

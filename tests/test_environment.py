@@ -1,9 +1,12 @@
+"""What must be set before PyTorch is loaded: by the command line for itself, never against the user."""
+
 import os
 from pathlib import Path
 
 import pytest
 
 from tide_export import environment
+from tide_export.cli import main
 from tide_export.environment import prepare
 
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
@@ -35,3 +38,8 @@ def test_a_kernel_without_huge_pages_is_not_asked_for_them(monkeypatch: pytest.M
     monkeypatch.setattr(environment, "HUGE_PAGES", tmp_path / "none")
     prepare()
     assert "THP_MEM_ALLOC_ENABLE" not in os.environ
+
+
+def test_the_command_line_prepares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"

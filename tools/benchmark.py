@@ -5,7 +5,8 @@
 Cases take turns in a new random order each round, one decode step each, so that a busy moment of the machine, and the
 caches the case before left behind, hit all of them alike. Where a session's weights happen to lie in memory moves it by
 some percent, so all sessions are loaded again, in another order, `--loads` times. Only ratios within one run mean
-anything. Threads wait as they do in the product, GenAI's too; with `--spin 0` they sleep at once, as the goals are set.
+anything. Threads wait as they do in the product, GenAI's too; with `--spin 0` they sleep at
+once, as the goals are set (PyTorch's wait some 20 microseconds either way).
 MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned) and without
 any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager PyTorch
 unless `--no-eager` (for models of which memory holds three copies and not four); with `--weights int4` both graphs are
@@ -21,7 +22,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # some 20 us; by default threads spin into the next case's turn
+from tide_export.environment import SPIN_ROUNDS
+
+os.environ.setdefault(
+    "GOMP_SPINCOUNT", str(SPIN_ROUNDS)
+)  # some 20 us; by default threads spin into the next case's turn
 
 import onnxruntime
 import torch

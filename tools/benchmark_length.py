@@ -20,7 +20,9 @@ import random
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from tide_export.environment import SPIN_ROUNDS
+
+os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 
 import numpy as np
 import onnxruntime

@@ -25,7 +25,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from tide_export.environment import SPIN_ROUNDS
+
+os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 
 import matplotlib
 

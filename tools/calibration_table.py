@@ -22,7 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from tide_export.environment import SPIN_ROUNDS
+
+os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 
 import matplotlib
 

@@ -133,7 +133,7 @@ def test_the_hugging_face_peer_says_what_we_say(demo_model: Path, demo_bundle: P
     from tide_export.runtime.engine import load
 
     with torch.no_grad():
-        peer = Eager(Job("eager", str(demo_model), [5, 6, 7, 8], 1, str(tmp_path)))
+        peer = Eager(Job("eager", str(demo_model), [5, 6, 7, 8], 1, 20, str(tmp_path)))
         for _ in range(2):  # the second step must be behind the same context
             assert peer.step() > 0
             assert check_logits(peer.logits, logits_after(load(demo_bundle, "cpu", 1), [5, 6, 7, 8, 8])) < 1e-5

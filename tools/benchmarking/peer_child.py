@@ -1,6 +1,6 @@
 """One peer in a process of its own, which may be another Python environment: only the peer's packages are imported.
 
-    python -P peer_child.py '{"peer": "optimum", "model": ..., "context": [ids], "threads": 2, "folder": ...}'
+    python -P peer_child.py '{"peer": "optimum", "model": ..., "context": [ids], "threads": 2, "spin": 20, ...}'
 
 It reads requests, one JSON object a line, and answers each with one line: first, unasked, `{"version": ...}` when it is
 ready; then to `{"do": "step"}` the `{"seconds": ...}` of one greedy decode step behind the context, and to `{"do":
@@ -27,6 +27,7 @@ class Job(NamedTuple):
     model: str
     context: list[int]
     threads: int
+    spin: int  # microseconds that ONNX Runtime's threads wait before they sleep
     folder: str
 
 
@@ -62,7 +63,7 @@ def session_options(job: Job) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = job.threads
-    options.add_session_config_entry("session.intra_op.spin_duration_us", "20")  # as ours
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(job.spin))
     return options
 
 

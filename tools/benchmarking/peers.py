@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tide_export.environment import SPIN_ROUNDS
+from tide_export.runtime.session import SPIN_MICROSECONDS
+
 CHILD = Path(__file__).with_name("peer_child.py")
 START_LIMIT, STEP_LIMIT = 3600.0, 300.0  # seconds: of a start that exports, and of a step
 TOLERANCE = 2e-3  # of the largest logit
@@ -52,7 +55,8 @@ class PeerProcess:
     ) -> None:
         self.spec = spec
         job = {"peer": spec.name, "model": str(model), "context": list(context), "threads": threads}
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000"}
+        job["spin"] = SPIN_MICROSECONDS
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
         environment.pop("PYTHONPATH", None)  # ours may hold modules that the peer's environment has of its own
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by `close`
         try:
