@@ -21,18 +21,21 @@ PLUGIN_VERSION = "1"
 # Graph inputs.
 INPUT_IDS = "input_ids"  # int64 [1, S]
 TOTAL_LENGTH = "total_sequence_length"  # int32 [], tokens of the sequence including the S new ones
-LOGITS_TO_KEEP = "logits_to_keep"  # int64 [1], how many of the last segment's last positions get logits, 1 or more
+# int64 [m, 2], tokens that get logits where the last segment runs, as [0, place from the end]: [[0, -1]] is the last.
+KEPT_TOKENS = "kept_tokens"
 THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
-# float32 [K-1], the same, or 2.0 where the segment behind must run because more tokens than max pending would wait.
-SKIP_THRESHOLDS = "skip_thresholds"
 
 # Graph outputs.
-LOGITS = "logits"  # float32 [1, m, V], of the last m positions: m = logits to keep, 1 where the token left early
-EXIT_LAYERS = "exit_layers"  # int64 [1], layers the logits' hidden state went through
-SEGMENTS_RUN = "segments_run"  # int64 [1], segments 0 .. this-1 ran
+LOGITS = "logits"  # float32 [m, V], of the kept tokens, or of the last one alone where it left early
 SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reached
-# float32 [1, n, D], what waits before segment `segments_run` after the step; empty where every segment ran.
+# float32 [1, n, D], what waits before the first segment that did not run; empty where every segment ran.
 NEW_PENDING = "new_pending_states"
+
+
+def skip_threshold(k: int) -> str:
+    """Input: segment k >= 1 is skipped where the score before it is above this, float32 [1]: the exit threshold, or 2.0
+    where the segment must run because more tokens than max pending would wait."""
+    return f"skip_threshold.{k}"
 
 
 def pending(k: int) -> str:

@@ -5,7 +5,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export.lower.passes import ExpertMatMulPass, PackedProjectionsPass, SkipNormsPass, TransposedWeightsPass
+from tide_export.lower.passes import (
+    ExpertMatMulPass,
+    FlatProductsPass,
+    PackedProjectionsPass,
+    SkipNormsPass,
+    TransposedWeightsPass,
+)
 
 FLOAT = ir.DataType.FLOAT
 RNG = np.random.default_rng(0)
@@ -128,6 +134,43 @@ def test_a_head_tied_to_the_embedding_multiplies_by_the_stored_embedding() -> No
     assert [name for name, value in model.graph.initializers.items() if value.const_value.nbytes >= 24 * 16 * 4] == [
         "embedding"
     ]
+
+
+def axis(sketch: Sketch, number: int) -> ir.Value:
+    array = np.array([number])
+    value = ir.Value(
+        name=f"axis_{number}",
+        type=ir.TensorType(ir.DataType.INT64),
+        shape=ir.Shape([1]),
+        const_value=ir.tensor(array, name=f"axis_{number}"),
+    )
+    sketch.weights.append(value)
+    return value
+
+
+@pytest.mark.parametrize(("scaled", "left"), [(False, ["MatMul"]), (True, ["MatMul", "Mul", "Squeeze", "Unsqueeze"])])
+def test_a_product_alone_between_two_changes_of_shape_needs_neither(scaled: bool, left: list[str]) -> None:
+    sketch = Sketch()
+    first, weight = axis(sketch, 0), sketch.weight("w", 16, 24)
+    tokens = sketch.op("Unsqueeze", [sketch.input("x", ["m", 16]), first], shape=[1, "m", 16])
+    product = sketch.op("MatMul", [tokens, weight], shape=[1, "m", 24])
+    if scaled:
+        product = sketch.op("Mul", [product, product], shape=[1, "m", 24])
+    logits = sketch.op("Squeeze", [product, first], shape=["m", 24])
+    modified, ops = apply(FlatProductsPass(), sketch.model(logits))
+    assert (modified, ops) == (not scaled, left)
+
+
+def test_a_tied_head_on_a_matrix_is_one_product() -> None:
+    sketch = Sketch()
+    first, table = axis(sketch, 0), sketch.weight("embedding", 24, 16)
+    rows = sketch.op("Gather", [table, first], {"axis": 0}, shape=[1, 16])
+    tokens = sketch.op("Unsqueeze", [sketch.input("x", ["m", 16]), first], shape=[1, "m", 16])
+    turned = sketch.op("Transpose", [table], {"perm": [1, 0]}, shape=[16, 24])
+    product = sketch.op("MatMul", [tokens, turned], shape=[1, "m", 24])
+    model = sketch.model(sketch.op("Squeeze", [product, first], shape=["m", 24]), rows)
+    assert apply(FlatProductsPass(), model)[0]
+    assert apply(TransposedWeightsPass(), model) == (True, ["Gather", "Gemm"])
 
 
 def attention(sketch: Sketch, biased: int, shared: bool = True) -> ir.Model:

@@ -264,6 +264,12 @@ def test_a_full_step_lets_nothing_exit_and_catches_up_with_logits_of_all_that_wa
     assert state.step([1]).exit_layer == 2  # the thresholds are what they were
 
 
+def test_no_more_logits_come_than_the_last_segment_had_tokens(tiny: TinyModel, tiny_engine: Engine) -> None:
+    state = tiny_engine.start([OFF, OFF])
+    np.testing.assert_allclose(state.step([5, 6, 7], 9).rows, tiny.reference([5, 6, 7], [OFF, OFF])[0], atol=2e-5)
+    assert state.step([8], 9).rows.shape == state.step([9]).rows.shape == (1, 48)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 4, 9, 14, 15])
 @pytest.mark.parametrize("thresholds", [[OFF, OFF], [0.0, 0.0], [0.5, 0.65], [OFF, 0.5]])
 def test_a_rewound_sequence_goes_on_as_if_nothing_had_been(

@@ -91,11 +91,11 @@ class TinyModel:
 
     def graph(self) -> onnx.ModelProto:
         segments = len(self.checkpoints) + 1
-        inputs = [f"int64[1,S] {names.INPUT_IDS}", f"int32 {names.TOTAL_LENGTH}", f"int64[1] {names.LOGITS_TO_KEEP}"]
-        outputs = [f"float[1,M,{self.vocabulary}] {names.LOGITS}", f"int64[1] {names.EXIT_LAYERS}"]
-        outputs.append(f"int64[1] {names.SEGMENTS_RUN}")
+        inputs = [f"int64[1,S] {names.INPUT_IDS}", f"int32 {names.TOTAL_LENGTH}", f"int64[M,2] {names.KEPT_TOKENS}"]
+        outputs = [f"float[M,{self.vocabulary}] {names.LOGITS}"]
         if self.checkpoints:
-            inputs += [f"float[{segments - 1}] {names.THRESHOLDS}", f"float[{segments - 1}] {names.SKIP_THRESHOLDS}"]
+            inputs.append(f"float[{segments - 1}] {names.THRESHOLDS}")
+            inputs += [f'float[1] "{names.skip_threshold(k)}"' for k in range(1, segments)]
             outputs.append(f"float[1,{segments - 1}] {names.SCORES}")
             outputs.append(f"float[1,W,{WIDTH}] {names.NEW_PENDING}")
         for k in range(1, segments):
@@ -112,8 +112,6 @@ class TinyModel:
             "axis0 = Constant<value_ints=[0]>()",
             "axis1 = Constant<value_ints=[1]>()",
             "minus1 = Constant<value_ints=[-1]>()",
-            f"minus_kept = Neg({names.LOGITS_TO_KEEP})",
-            f"end = Constant<value_ints=[{2**62}]>()",
             "one32 = Cast<to=6>(one)",
             f"before = Sub({names.TOTAL_LENGTH}, one32)",
             "seqlens = Unsqueeze(before, axis0)",
@@ -130,8 +128,7 @@ class TinyModel:
                 f"threshold{k} = Gather({names.THRESHOLDS}, index{k})",
                 f"fires{k}_11 = Greater(score{k}, threshold{k})",
                 f"fires{k} = Squeeze(fires{k}_11)",
-                f"skip_threshold{k} = Gather({names.SKIP_THRESHOLDS}, index{k})",
-                f"stop{k}_11 = Greater(score{k}, skip_threshold{k})",
+                f'stop{k}_11 = Greater(score{k}, "{names.skip_threshold(k)}")',
                 f"stop{k} = Squeeze(stop{k}_11)",
                 f"go{k} = Not(stop{k})",
                 f"run{k} = And(run{k - 1}, go{k})",
@@ -166,7 +163,7 @@ class TinyModel:
         """The last position, of the last segment as many as are asked for."""
         if k < len(self.checkpoints):
             return f"{name} = Gather<axis=1>({y}, minus1)"
-        return f"{name} = Slice({y}, minus_kept, end, axis1)"
+        return f"{name}_rows = GatherND({y}, {names.KEPT_TOKENS})\n{name} = Unsqueeze({name}_rows, axis0)"
 
     def _score(self, k: int, last: str, lines: list[str]) -> str:
         lines.append(f"raw{k} = MatMul({last}, router{k})")
@@ -206,26 +203,17 @@ class TinyModel:
         return (prelude if k == 1 else "") + call
 
     def _finish(self, segments: int) -> list[str]:
-        lines = [f"exit = Constant<value_ints=[{self.layers}]>()", "one_row = Constant<value_ints=[1]>()"]
-        state, exit_layers = f"last{segments - 1}", "exit"
+        lines = ["one_row = Constant<value_ints=[1]>()"]
+        state = f"last{segments - 1}"
         for k in range(segments - 1, 0, -1):
             lines += [
                 f"rows{k} = Shape<start=1, end=2>({state})",
                 f"size{k} = Where(fires{k}, one_row, rows{k})",
                 f"cut{k} = Slice({state}, axis0, size{k}, axis1)",
                 f"state{k} = Where(fires{k}, last{k - 1}, cut{k})",
-                f"at{k} = Constant<value_ints=[{self.checkpoints[k - 1]}]>()",
-                f"exit{k} = Where(fires{k}, at{k}, {exit_layers})",
-                f"ran{k} = Cast<to=7>(run{k})",
             ]
-            state, exit_layers = f"state{k}", f"exit{k}"
-        lines.append("runs1 = Constant<value_ints=[1]>()")
-        lines += [f"runs{k + 1} = Add(runs{k}, ran{k})" for k in range(1, segments)]
-        lines += [
-            f"{names.EXIT_LAYERS} = Identity({exit_layers})",
-            f"{names.SEGMENTS_RUN} = Identity(runs{segments})",
-            f"{names.LOGITS} = MatMul({state}, head)",
-        ]
+            state = f"state{k}"
+        lines += [f"rows = Squeeze({state}, axis0)", f"{names.LOGITS} = MatMul(rows, head)"]
         if self.checkpoints:
             scores = ", ".join(f"score{k}" for k in range(1, segments))
             lines.append(f"joined = Concat<axis=2>({scores})")

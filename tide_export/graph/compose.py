@@ -6,7 +6,7 @@ The state machine of one step (S new tokens, K segments), all of it in the graph
     waiting = concat(pending_1, y)
     for k = 1 .. K-1:
         score_{k-1} = router_{k-1}(candidate_{k-1})
-        if score_{k-1} > skip_threshold_{k-1}, or segment k-1 was skipped:
+        if score_{k-1} > skip_threshold_k, or segment k-1 was skipped:
             leave waiting as it is
         else:
             y = segment_k(waiting);  candidate_k = tail(lens_k(last position of y))
@@ -14,8 +14,8 @@ The state machine of one step (S new tokens, K segments), all of it in the graph
     logits = head(candidate of the first checkpoint whose score is above its exit threshold, else the last)
 
 What waits in the end belongs in front of the first segment that did not run; what already waited in front of deeper
-ones goes on waiting, so the caller keeps it. The last segment's candidate is its last `logits_to_keep` positions: one
-to generate, more to verify drafts.
+ones goes on waiting, so the caller keeps it. The last segment's candidates are the `kept_tokens`: the last token
+alone to generate, more to verify drafts.
 
 The caller sets a skip threshold to the exit threshold, or to 2.0 where more than max pending tokens would wait. That is
 enough for a token that has left while a segment was forced to run behind it: deeper segments have at least as many
@@ -24,6 +24,10 @@ waiting before them, so they are forced too, and the first score that passed sti
 The lens is the identity where there is none, and behind the last segment. A token that left keeps the state it left
 with, also when a segment runs behind it: its output depends on its prefix alone. The result is portable but for
 `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
+
+Operators beside the layers are kept few: in a small model one takes as long as reading a hundred kilobytes of weights,
+whatever it does. So candidates are matrices [rows, D'], which lets ONNX Runtime fuse products, biases and sigmoids
+around them, and what follows from the scores alone (which segments ran, where the token left) is the caller's to say.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +54,7 @@ FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.IN
 KEPT = "kept"  # how the dimension of the positions that get logits is called
 END = np.iinfo(np.int64).max
 
-INTERNAL = ("candidate", "segments_run", "waiting", "score", "skip")  # what an `If` gives the next, not the caller
+INTERNAL = ("candidate", "waiting", "score", "skip")  # what an `If` gives the next, not the caller
 
 RouterWeights = Mapping[int, RouterArrays]  # by layers run
 LensWeights = Mapping[int, LensArrays]
@@ -90,13 +94,12 @@ def check_routers(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | 
 class Step:
     """The values that flow from one segment to the next."""
 
-    candidate: ir.Value  # [1, 1, D'], what the head sees if the token leaves here
-    segments_run: ir.Value  # [1]
+    candidate: ir.Value  # [1, D'], what the head sees if the token leaves here; [m, D'] behind the last segment
     # Where there are checkpoints:
     waiting: ir.Value | None = None  # [1, n, D], all that waits in front of the next segment that has not run
     # Where there is a next segment:
-    score: ir.Value | None = None  # [1, 1, 1], the router's, NaN where it was not reached
-    skip: ir.Value | None = None  # bool [1, 1, 1], whether to skip it
+    score: ir.Value | None = None  # [1, 1], the router's, NaN where it was not reached
+    skip: ir.Value | None = None  # bool [1, 1], whether to skip it
 
 
 class Composer:
@@ -113,78 +116,68 @@ class Composer:
         width = pieces.hidden_size
         self.token_ids = _input(names.INPUT_IDS, INT64, [1, "sequence"])
         self.total = _input(names.TOTAL_LENGTH, INT32, [])
-        self.keep = _input(names.LOGITS_TO_KEEP, INT64, [1])
+        self.kept = _input(names.KEPT_TOKENS, INT64, [KEPT, 2])
         self.thresholds = _input(names.THRESHOLDS, FLOAT, [self.segments - 1])
-        self.skip_thresholds = _input(names.SKIP_THRESHOLDS, FLOAT, [self.segments - 1])
+        self.skip_thresholds = {k: _input(names.skip_threshold(k), FLOAT, [1]) for k in range(1, self.segments)}
         self.pending = {k: _input(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in range(1, self.segments)}
         self.past = {
             (layer, kind): _input(names.past(layer, kind), FLOAT, [1, kv_heads, "capacity", head_dim])
             for layer, (kv_heads, head_dim) in enumerate(pieces.kv_shapes)
             for kind in ("key", "value")
         }
-        self.skip_threshold: list[ir.Value] = []
         self.biases: dict[str, ir.Value] = {}
         self.outputs: dict[str, ir.Value] = {}
 
     def compose(self) -> ir.Model:
         main = self.main
-        self.skip_threshold = self._split_thresholds()
         self.biases = relative_biases(main, self.pieces, self.total)
         step = self._first_segment()
         steps = [step]
         for k in range(1, self.segments):
             step = self._segment_or_skip(k, step)
             steps.append(step)
-        first: dict[str, ir.Value] = {}
         chosen = step.candidate
-        depth = self.weights.constant("depth", np.array([self.bounds[-1]], dtype=np.int64))
-        first[names.EXIT_LAYERS] = depth
+        routing: dict[str, ir.Value] = {}
         if self.segments > 1:
-            first[names.SCORES] = self._scores(steps)
-            chosen, first[names.EXIT_LAYERS] = self._first_exit(steps, first[names.SCORES])
-        (logits,) = main.inline(self.pieces.head, [chosen], token_dims(self.pieces.head, 1, KEPT))
-        logits.shape = ir.Shape([1, KEPT, self.pieces.vocab_size])
-        head = {names.LOGITS: logits, names.EXIT_LAYERS: first.pop(names.EXIT_LAYERS)}
+            routing[names.SCORES] = self._scores(steps)
+            chosen = self._first_exit(steps, routing[names.SCORES])
         if step.waiting is not None:
-            first[names.NEW_PENDING] = step.waiting
-        return self._model({**head, names.SEGMENTS_RUN: step.segments_run, **first, **self.outputs})
+            routing[names.NEW_PENDING] = step.waiting
+        return self._model({names.LOGITS: self._logits(chosen), **routing, **self.outputs})
 
-    def _split_thresholds(self) -> list[ir.Value]:
-        """One float32 [1] per checkpoint."""
-        count = self.segments - 1
-        if count <= 1:
-            return [self.skip_thresholds] * count
-        return self.main.ops(
-            "Split", [self.skip_thresholds], {"axis": 0, "num_outputs": count}, types=[(FLOAT, [1])] * count
-        )
+    def _logits(self, chosen: ir.Value) -> ir.Value:
+        """[m, V] of the states [m, D'] that the head is to see."""
+        main, width = self.main, normed_size(self.pieces)
+        axis = self.weights.constant("axis_0", np.array([0], dtype=np.int64))
+        tokens = main.op("Unsqueeze", [chosen, axis], dtype=FLOAT, shape=[1, KEPT, width])
+        (logits,) = main.inline(self.pieces.head, [tokens], token_dims(self.pieces.head, 1, KEPT))
+        logits.shape = ir.Shape([1, KEPT, self.pieces.vocab_size])
+        return main.op("Squeeze", [logits, axis], dtype=FLOAT, shape=[KEPT, self.pieces.vocab_size])
 
     def _scores(self, steps: Sequence[Step]) -> ir.Value:
         """All routers' scores, [1, K-1]."""
         found = [step.score for step in steps if step.score is not None]
-        joined = self.main.op("Concat", found, {"axis": -1}, dtype=FLOAT, shape=[1, 1, len(found)])
-        shape = self.weights.constant("score_shape", np.array([1, len(found)], dtype=np.int64))
-        return self.main.op("Reshape", [joined, shape], dtype=FLOAT, shape=[1, len(found)])
+        return self.main.op("Concat", found, {"axis": 1}, dtype=FLOAT, shape=[1, len(found)])
 
-    def _first_exit(self, steps: Sequence[Step], scores: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The candidate of the first checkpoint whose score passed, [1, 1, D'], else those of the last segment,
-        [1, m, D'], and the layers they went through, int64 [1]; a score that was not reached is NaN and does not pass.
+    def _first_exit(self, steps: Sequence[Step], scores: ir.Value) -> ir.Value:
+        """The candidate of the first checkpoint whose score passed, [1, D'], else those of the last segment, [m, D'];
+        a score that was not reached is NaN and does not pass.
         """
         main, count = self.main, self.segments - 1
         numbers = self.weights.constant("checkpoint_numbers", np.arange(count, dtype=np.int64)[None])
         none = self.weights.constant("no_checkpoint", np.array([count], dtype=np.int64))
-        layers = self.weights.constant("exit_depths", np.array(self.bounds[1:], dtype=np.int64))
         axis = self.weights.constant("axis_1", np.array([1], dtype=np.int64))
         passed = main.op("Greater", [scores, self.thresholds], dtype=BOOL, shape=[1, count])
         where = main.op("Where", [passed, numbers, none], dtype=INT64, shape=[1, count])
         first = main.op("ReduceMin", [where, axis], {"keepdims": 0}, dtype=INT64, shape=[1])
         width = normed_size(self.pieces)
         candidates = main.op(
-            "Concat", [step.candidate for step in steps], {"axis": 1}, dtype=FLOAT, shape=[1, "candidates", width]
+            "Concat", [step.candidate for step in steps], {"axis": 0}, dtype=FLOAT, shape=["candidates", width]
         )
         stops = self.weights.constant("candidate_stops", np.array([*range(1, count + 1), END], dtype=np.int64))
         stop = main.op("Gather", [stops, first], {"axis": 0}, dtype=INT64, shape=[1])
-        chosen = main.op("Slice", [candidates, first, stop, axis], dtype=FLOAT, shape=[1, KEPT, width])
-        return chosen, main.op("Gather", [layers, first], {"axis": 0}, dtype=INT64, shape=[1])
+        rows = self.weights.constant("axis_0", np.array([0], dtype=np.int64))
+        return main.op("Slice", [candidates, first, stop, rows], dtype=FLOAT, shape=[KEPT, width])
 
     def _first_segment(self) -> Step:
         main = self.main
@@ -192,8 +185,7 @@ class Composer:
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], token_dims(self.pieces.embed, 1, "sequence"))
         y, presents = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(presents)
-        ran = self.weights.constant("ran_1", np.array([1], dtype=np.int64))
-        step = Step(candidate=self._candidate(main, 0, y, "sequence"), segments_run=ran)
+        step = Step(candidate=self._candidate(main, 0, y, "sequence"))
         if self.segments > 1:
             step.score, step.skip = self._route(main, 0, step.candidate)
             step.waiting = self._waiting(main, 1, y)
@@ -210,11 +202,10 @@ class Composer:
         }
         width = self.pieces.hidden_size
         shapes: dict[str, tuple[ir.DataType, list]] = {
-            "candidate": (FLOAT, [1, KEPT if k == self.segments - 1 else 1, normed_size(self.pieces)]),
-            "segments_run": (INT64, [1]),
+            "candidate": (FLOAT, [KEPT if k == self.segments - 1 else 1, normed_size(self.pieces)]),
             "waiting": (FLOAT, [1, f"waiting_{k + 1}", width]),
-            "score": (FLOAT, [1, 1, 1]),
-            "skip": (BOOL, [1, 1, 1]),
+            "score": (FLOAT, [1, 1]),
+            "skip": (BOOL, [1, 1]),
         }
         types: list = []
         for name, value in run_values.items():
@@ -238,10 +229,7 @@ class Composer:
         block = Block(f"segment_{k}", self.weights)
         tokens = f"waiting_{k}"
         y, presents = self._run(block, k, step.waiting, tokens, self._positions_of(block, step.waiting, tokens))
-        values = {
-            "candidate": self._candidate(block, k, y, tokens),
-            "segments_run": self._copy(block, self.weights.constant(f"ran_{k + 1}", np.array([k + 1], dtype=np.int64))),
-        }
+        values = {"candidate": self._candidate(block, k, y, tokens)}
         if k < self.segments - 1:
             values["score"], values["skip"] = self._route(block, k, values["candidate"])
             values["waiting"] = self._waiting(block, k + 1, y)
@@ -254,14 +242,11 @@ class Composer:
         assert step.waiting is not None
         assert step.skip is not None
         block = Block(f"skip_{k}", self.weights)
-        values = {
-            "candidate": self._copy(block, step.candidate),
-            "segments_run": self._copy(block, step.segments_run),
-        }
+        values = {"candidate": self._copy(block, step.candidate)}
         if k < self.segments - 1 or self.pending:
             values["waiting"] = self._copy(block, step.waiting)
         if k < self.segments - 1:
-            nan = self.weights.constant("not_scored", np.full((1, 1, 1), np.nan, dtype=np.float32))
+            nan = self.weights.constant("not_scored", np.full((1, 1), np.nan, dtype=np.float32))
             values["score"] = self._copy(block, nan)
             values["skip"] = self._copy(block, step.skip)
         for layer in range(self.bounds[k], self.bounds[k + 1]):
@@ -299,35 +284,33 @@ class Composer:
         return block.op("Unsqueeze", [flat, axis], dtype=INT64, shape=[1, tokens])
 
     def _route(self, block: Block, index: int, leaving: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Router number `index` on a candidate [1, 1, D']: its score and whether to skip what is behind, [1, 1, 1]."""
+        """Router number `index` on a candidate [1, D']: its score and whether to skip what is behind, both [1, 1]."""
         layers = self.bounds[index + 1]
-        return route(block, layers, self.routers[layers], leaving, self.skip_threshold[index])
+        return route(block, layers, self.routers[layers], leaving, self.skip_thresholds[index + 1])
 
     def _candidate(self, block: Block, k: int, y: ir.Value, tokens: str) -> ir.Value:
-        """What the head sees if the token leaves behind segment k: y's last position, through lens and tail; behind
-        the last segment, as many positions as are asked for.
+        """What the head sees if the token leaves behind segment k, [1, D']: y's last position, through lens and tail;
+        behind the last segment, the positions that are asked for, [m, D'].
 
         Without a lens, a tail that is a norm alone is taken of all of y and then its last position: behind the residual
         addition that made y, norm and addition are one operator.
         """
         tail, layers = self.pieces.tail, self.bounds[k + 1]
         lens = self.lenses.get(layers)
-        if lens is None and norm_kind(self.pieces) is not None:
+        if lens is None and (norm_kind(self.pieces) is not None or k == self.segments - 1):
             (normed,) = block.inline(tail, [y], token_dims(tail, 1, tokens))
             return self._last(block, k, normed)
-        return leaving_state(block, self.pieces, layers, lens, self._last(block, k, y))
+        last = self.weights.constant("last", np.array([-1], dtype=np.int64))
+        state = block.op("Gather", [y, last], {"axis": 1}, dtype=FLOAT, shape=[1, 1, self.pieces.hidden_size])
+        return self._last(block, k, leaving_state(block, self.pieces, layers, lens, state))
 
     def _last(self, block: Block, k: int, states: ir.Value) -> ir.Value:
-        """The last position of what segment k gave, of the last segment the last `logits_to_keep`."""
-        assert states.shape is not None
-        width = states.shape[-1]
+        """The last position [1, D'] of states [1, n, D'], behind the last segment those of `kept_tokens`, [m, D']."""
+        width = normed_size(self.pieces)
         if k < self.segments - 1:
-            last = self.weights.constant("last", np.array([-1], dtype=np.int64))
-            return block.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, 1, width])
-        start = block.op("Neg", [self.keep], dtype=INT64, shape=[1])
-        end = self.weights.constant("end", np.array([END], dtype=np.int64))
-        axis = self.weights.constant("axis_1", np.array([1], dtype=np.int64))
-        return block.op("Slice", [states, start, end, axis], dtype=FLOAT, shape=[1, KEPT, width])
+            last = self.weights.constant("last_row", np.array(-1, dtype=np.int64))
+            return block.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, width])
+        return block.op("GatherND", [states, self.kept], dtype=FLOAT, shape=[KEPT, width])
 
     def _copy(self, block: Block, value: ir.Value) -> ir.Value:
         """A branch may not give out an outer value itself; a copy into the same buffer costs nothing."""
@@ -337,9 +320,9 @@ class Composer:
         return self.weights.constant("no_tokens", np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32))
 
     def _model(self, outputs: dict[str, ir.Value]) -> ir.Model:
-        inputs = [self.token_ids, self.total, self.keep]
+        inputs = [self.token_ids, self.total, self.kept]
         if self.segments > 1:
-            inputs += [self.thresholds, self.skip_thresholds, *self.pending.values()]
+            inputs += [self.thresholds, *self.skip_thresholds.values(), *self.pending.values()]
         inputs += self.past.values()
         values = []
         for name, value in outputs.items():

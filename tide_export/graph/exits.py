@@ -19,15 +19,15 @@ FLOAT, BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
 def route(
     block: Block, layers: int, router: RouterArrays, candidate: ir.Value, threshold: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """The router of the checkpoint after `layers` on a candidate [B, 1, D']: its score and whether that is above
-    `threshold` [1], both [B, 1, 1]."""
+    """The router of the checkpoint after `layers` on a candidate [B, 1, D'] or [B, D']: its score and whether that is
+    above `threshold` [1], both [B, 1, 1] or [B, 1]."""
     parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
     weights = [float_weight(block.weights, f"routers.{layers}.{name}", array) for name, array in parts.items()]
     if router.shortlist is not None and router.confidence is not None:
         weights.append(float_weight(block.weights, "shortlist", router.shortlist))  # one for all routers
         weights.append(float_weight(block.weights, f"routers.{layers}.confidence", router.confidence))
     assert candidate.shape is not None
-    shape = [candidate.shape[0], 1, 1]
+    shape = [*candidate.shape[:-1], 1]
     score, leaves = block.ops(
         names.OP_ROUTE,
         [candidate, threshold, *weights],

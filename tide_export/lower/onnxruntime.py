@@ -13,6 +13,7 @@ from onnx_ir.passes import common as common_passes
 from tide_export.errors import GraphError
 from tide_export.lower.passes import (
     ExpertMatMulPass,
+    FlatProductsPass,
     GroupQueryAttentionPass,
     PackedProjectionsPass,
     QuantizedProductsPass,
@@ -37,6 +38,7 @@ def lower_for_onnxruntime(model: ir.Model, quantized: QuantizedWeights | None = 
     """
     blocks, settings = ({}, None) if quantized is None else (quantized.blocks, quantized.settings)
     ir.passes.Sequential(
+        FlatProductsPass(),  # first: the others keep the shapes they find
         TransposedWeightsPass(),
         ExpertMatMulPass(),
         GroupQueryAttentionPass(),

@@ -85,10 +85,11 @@ def import_onnxruntime() -> ModuleType:
 def graph_inputs(manifest: Manifest) -> set[str]:
     """Names of the inputs that a graph of this manifest must have."""
     doors = range(1, len(manifest.checkpoints) + 1) if manifest.kv_cache_strategy == EXACT else ()
-    routing = {names.THRESHOLDS, names.SKIP_THRESHOLDS} if manifest.checkpoints else set()
+    routing = {names.THRESHOLDS} if manifest.checkpoints else set()
+    routing |= {names.skip_threshold(k + 1) for k in range(len(manifest.checkpoints))}
     waiting = {names.pending(k) for k in doors}
     cache = {names.past(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
-    return {names.INPUT_IDS, names.TOTAL_LENGTH, names.LOGITS_TO_KEEP} | routing | waiting | cache
+    return {names.INPUT_IDS, names.TOTAL_LENGTH, names.KEPT_TOKENS} | routing | waiting | cache
 
 
 def graph_outputs(manifest: Manifest) -> set[str]:
@@ -97,7 +98,7 @@ def graph_outputs(manifest: Manifest) -> set[str]:
     if manifest.checkpoints and manifest.kv_cache_strategy == EXACT:
         routing.add(names.NEW_PENDING)
     cache = {names.present(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
-    return {names.LOGITS, names.EXIT_LAYERS, names.SEGMENTS_RUN} | routing | cache
+    return {names.LOGITS} | routing | cache
 
 
 def check_contract(session: Any, inputs: set[str], outputs: set[str], graph: str) -> None:

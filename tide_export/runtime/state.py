@@ -52,6 +52,14 @@ def check_rewind(tokens: int, length: int) -> None:
         raise GenerationError(f"a sequence of {tokens} tokens cannot be rewound to {length}")
 
 
+def _first_above(scores: Sequence[float], thresholds: Sequence[float]) -> int:
+    """Number of the first checkpoint whose score is above its threshold (NaN is not), else how many there are."""
+    for number, (score, threshold) in enumerate(zip(scores, thresholds, strict=True)):
+        if score > threshold:
+            return number
+    return len(scores)
+
+
 class State(Protocol):
     """One sequence on any engine: what `Engine.start` gives. `SequenceState` and `segmented.state.SegmentedState` are
     such."""
@@ -115,17 +123,20 @@ class SequenceState:
         # Outputs of unknown size first: `get_outputs` follows the order of the first binding.
         if self._pending_names:
             self._binding.bind_output(names.NEW_PENDING)
-        self._logits = np.zeros((1, 1, manifest.model.vocab_size), np.float32)
+        self._logits = np.zeros((1, manifest.model.vocab_size), np.float32)
         self._kept = 0  # rows of logits that the binding is set up for
-        self._keep = self._bind_input(names.LOGITS_TO_KEEP, np.ones(1, np.int64))
         self._keep_logits(1)
 
         self._thresholds = np.array(thresholds, np.float32)
         if thresholds:
             self._exit_thresholds = self._bind_input(names.THRESHOLDS, self._thresholds.copy())
-            self._skip_thresholds = self._bind_input(names.SKIP_THRESHOLDS, self._thresholds.copy())
+            self._skip_thresholds = self._thresholds.copy()
+            for k in range(len(thresholds)):  # each a view of one of them
+                self._bind_input(names.skip_threshold(k + 1), self._skip_thresholds[k : k + 1])
         self._forced_from = -1  # checkpoints from this one on have a forced skip threshold; -1: none bound yet
         self._all_forced = False
+        self._bound_exits = list[float]()  # what the graph compares scores with, as float32 rounds it
+        self._bound_skips = list[float]()
         self._may_wait = True  # whether a score could pass what is bound as skip thresholds
         self._left_nothing = False  # whether the output for what waits is bound to one without tokens
         self._max_pending = max_pending
@@ -136,8 +147,7 @@ class SequenceState:
         self._scores = np.full((1, len(thresholds)), np.nan, np.float32)
         if thresholds:
             self._bind_output(names.SCORES, self._scores)
-        self._exit_layer = self._bind_output(names.EXIT_LAYERS, np.zeros(1, np.int64))
-        self._segments_run = self._bind_output(names.SEGMENTS_RUN, np.zeros(1, np.int64))
+        self._depths = (*manifest.checkpoints, manifest.model.num_layers)
         self._kv_shapes = manifest.model.kv_shapes
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
 
@@ -196,8 +206,9 @@ class SequenceState:
         self._total[()] = total
         self._force(total, full or (self._propagates and (count > 1 or total == 1)))
         binding = self._binding
-        if logits_to_keep != self._kept or logits_to_keep > 1:
-            self._keep_logits(logits_to_keep)
+        keep = min(logits_to_keep, total - self.lengths[-1])  # all that the last segment may run over
+        if keep != self._kept or keep > 1:
+            self._keep_logits(keep)
         if self._pending_names and (self._may_wait or not self._left_nothing):
             binding.bind_output(names.NEW_PENDING)  # a filled slot would pin last step's shape
             self._left_nothing = False
@@ -205,7 +216,8 @@ class SequenceState:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
             raise GenerationError(f"ONNX Runtime failed at token {total}: {first_line(error)}") from error
-        segments_run = self._segments_run.item()
+        scores = self._scores[0].tolist()
+        segments_run = 1 + _first_above(scores, self._bound_skips)
         if self._propagates:
             self.lengths = [total] * len(self.lengths)
             for k in range(segments_run):
@@ -214,8 +226,9 @@ class SequenceState:
             self._take_pending(segments_run)
             for k in range(segments_run):
                 self.lengths[k] = total
-        rows = self._logits[0] if logits_to_keep == 1 else self._output(bool(self._pending_names)).numpy()[0]
-        return StepResult(rows[-1], rows, self._exit_layer.item(), segments_run, self._scores[0])
+        rows = self._logits if keep == 1 else self._output(bool(self._pending_names)).numpy()
+        exit_layer = self._depths[_first_above(scores, self._bound_exits)]
+        return StepResult(rows[-1], rows, exit_layer, segments_run, self._scores[0])
 
     def rewind(self, length: int) -> None:
         """Forgets all tokens but the first `length`, as if they had never been stepped.
@@ -247,12 +260,15 @@ class SequenceState:
             self._exit_thresholds[:] = FORCED if full else self._thresholds
             self._skip_thresholds[:] = self._exit_thresholds
             self._skip_thresholds[forced:] = FORCED
+            self._bound_exits, self._bound_skips = self._exit_thresholds.tolist(), self._skip_thresholds.tolist()
             self._forced_from, self._all_forced = forced, full
             self._may_wait = bool((self._skip_thresholds < 1).any())  # if not, nothing new waits after the step
 
     def _keep_logits(self, count: int) -> None:
         """One row goes to memory of our own; how many more there will be is known only when the last segment runs."""
-        self._keep[0] = count
+        if count != self._kept:
+            places = np.arange(-count, 0, dtype=np.int64)
+            self._bind_input(names.KEPT_TOKENS, np.stack([np.zeros_like(places), places], axis=1))
         if count > 1:
             self._binding.bind_output(names.LOGITS)
         elif self._kept != 1:

@@ -2,6 +2,7 @@
 main graph. Contrib operators: docs/ContribOperators.md of microsoft/onnxruntime."""
 
 from tide_export.lower.passes.expert_matmul import ExpertMatMulPass
+from tide_export.lower.passes.flat_products import FlatProductsPass
 from tide_export.lower.passes.group_query_attention import GroupQueryAttentionPass
 from tide_export.lower.passes.packed_projections import PackedProjectionsPass
 from tide_export.lower.passes.quantized_products import QuantizedProductsPass
@@ -10,6 +11,7 @@ from tide_export.lower.passes.transposed_weights import TransposedWeightsPass
 
 __all__ = [
     "ExpertMatMulPass",
+    "FlatProductsPass",
     "GroupQueryAttentionPass",
     "PackedProjectionsPass",
     "QuantizedProductsPass",

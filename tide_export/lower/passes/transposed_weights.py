@@ -58,17 +58,27 @@ def _turned(weight: ir.Value) -> Callable[[], np.ndarray]:
 
 
 def _multiply_by_transposed(model: ir.Model, matmul: ir.Node, weight: ir.Value) -> None:
-    """MatMul(x, Transpose(w)) -> Reshape, Gemm(transB=1), Reshape; x [.., D], w [V, D]."""
+    """MatMul(x, Transpose(w)) -> Reshape, Gemm(transB=1), Reshape; x [.., D], w [V, D]. A matrix x needs no Reshape."""
     x, output = matmul.inputs[0], matmul.outputs[0]
     width, columns = last_dim(x), int(weight.shape[0])  # type: ignore[index, arg-type]
     dtype = weight.dtype
+    if x is not None and x.shape is not None and len(x.shape) == 2:
+        gemm = add_before(matmul, "Gemm", [x, weight], {"transB": 1}, outputs=[(dtype, output.shape)])
+        _take_over(matmul, gemm.outputs[0])
+        return
     rows = constant(model, f"rows_of_{width}", np.array([-1, width], dtype=np.int64))
     flat = add_before(matmul, "Reshape", [x, rows], outputs=[(dtype, [None, width])], suffix="_rows").outputs[0]
     gemm = add_before(matmul, "Gemm", [flat, weight], {"transB": 1}, outputs=[(dtype, [None, columns])])
     dims = list(output.shape) if output.shape is not None else [1, None, columns]
     target = constant(model, f"tokens_of_{columns}", np.array([1, -1, columns], dtype=np.int64))
     back = add_before(matmul, "Reshape", [gemm.outputs[0], target], outputs=[(dtype, dims)], suffix="_tokens")
-    name = output.name
-    output.replace_all_uses_with(back.outputs[0], replace_graph_outputs=True)
+    _take_over(matmul, back.outputs[0])
+
+
+def _take_over(matmul: ir.Node, new: ir.Value) -> None:
+    """`new` stands where the product stood, under its name."""
+    old = matmul.outputs[0]
+    name = old.name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
     drop_unused([matmul])
-    back.outputs[0].name = name
+    new.name = name
