@@ -17,9 +17,8 @@ import numpy as np
 from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
 from tide_export.manifest import PROPAGATE, Drafting
-from tide_export.runtime.batch.generate import generate_batch
+from tide_export.runtime.batch.generate import empty_batch, generate_batch
 from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
-from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.generation import FinishReason, Generation, ending
 from tide_export.runtime.lossless import LosslessDecoder, Token
 from tide_export.runtime.options import real_number, whole_number
@@ -158,7 +157,7 @@ class Engine:
             seed: of a list of prompts, one for each of them, or one that each of them starts from.
             compaction_threshold: of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs
                 a segment, only those run it; else all that wait before it catch up along. Changes speed, never tokens.
-                None: the bundle's.
+                None: the bundle's. Not where K/V are propagated: nothing waits there.
 
         Raises:
             GenerationError: as `stream`; for a list of prompts also where mode is "lossless", the engine is not ONNX
@@ -215,23 +214,23 @@ class Engine:
         waiting = waiting_limit(manifest, mode, max_pending)
         share = manifest.compaction_threshold
         if compaction_threshold is not None:
+            if manifest.kv_cache_strategy == PROPAGATE:
+                raise GenerationError(
+                    f"compaction_threshold is for an exact K/V cache: bundle {self.bundle.path} propagates, so nothing "
+                    "waits that could come along"
+                )
             share = real_number("compaction_threshold", compaction_threshold)
         if not 0 <= share <= 1:
             raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
         stops = stops_of(manifest, stop_token_ids)
-        if manifest.kv_cache_strategy == PROPAGATE:
-            raise GenerationError(
-                f"a list of prompts needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
-                "kv_cache_strategy exact, or give one prompt at a time"
-            )
         if self._batch_networks is None:
             raise GenerationError(
                 "a list of prompts runs on ONNX Runtime on the CPU alone in this release: load the bundle with "
                 "provider 'cpu', or give one prompt at a time"
             )
         sessions = self._batch_networks.sessions(min(len(checked), MOST_ROWS))
-        batch = Batch(sessions, manifest, thresholds, waiting, share)
+        batch = empty_batch(sessions, manifest, thresholds, waiting, share)
         return generate_batch(batch, manifest, checked, samplers, limit, stops)
 
     def stream(

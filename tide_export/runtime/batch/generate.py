@@ -11,12 +11,29 @@ from collections.abc import Sequence
 import numpy as np
 
 from tide_export.bundle import Manifest
+from tide_export.manifest import PROPAGATE
+from tide_export.runtime.batch.networks import BatchSessions
+from tide_export.runtime.batch.propagate import PropagatingBatch
 from tide_export.runtime.batch.step import Batch, RowResult
 from tide_export.runtime.generation import FinishReason, Generation, ending
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.stats import ExitStats
 
 PROMPT_TOKENS = 2048  # new tokens a step takes at most, but for a single longer prompt: bounds memory and waiting
+
+
+def empty_batch(
+    sessions: BatchSessions,
+    manifest: Manifest,
+    thresholds: Sequence[float],
+    max_pending: int,
+    compaction_threshold: float,
+) -> Batch:
+    """A batch of the bundle's kind of K/V cache; see `Batch`. Where K/V are propagated nothing waits, so the last two
+    say nothing."""
+    if manifest.kv_cache_strategy == PROPAGATE:
+        return PropagatingBatch(sessions, manifest, thresholds)
+    return Batch(sessions, manifest, thresholds, max_pending, compaction_threshold)
 
 
 class _Sequence:
@@ -30,20 +47,24 @@ class _Sequence:
         self._sizes, self._context = manifest.segment_sizes, manifest.model.context_length
         self._sampler, self._most, self._stop = sampler, most, stop
 
-    def take(self, result: RowResult, lengths: Sequence[int], seconds: float) -> None:
-        """Draws the next token from a step that took `seconds`, and sees whether it is the last."""
+    def take(self, result: RowResult, computed: Sequence[int], seconds: float) -> None:
+        """Draws the next token from a step that took `seconds`, and sees whether it is the last.
+
+        Args:
+            computed: tokens that each segment has run over by now.
+        """
         stats, token = self.stats, self._sampler(result.logits)
         if stats.total_tokens:
             stats.decode_seconds += seconds
         else:
             stats.prefill_seconds += seconds
         stats.record(result.exit_layer, sum(self._sizes[: result.segments_run]))
-        stats.layer_tokens_run = sum(n * size for n, size in zip(lengths, self._sizes, strict=True))
-        stats.layer_tokens_total = stats.num_layers * lengths[0]
+        stats.layer_tokens_run = sum(n * size for n, size in zip(computed, self._sizes, strict=True))
+        stats.layer_tokens_total = stats.num_layers * computed[0]
         self.tokens.append(token)
         self.next_ids = [token]
         self.reason = ending(token, self._stop, len(self.tokens), self._most)
-        if self.reason is None and lengths[0] == self._context:
+        if self.reason is None and computed[0] == self._context:
             self.reason = "context"  # the token has no place left to be read from
 
 
@@ -79,7 +100,7 @@ def generate_batch(
         seconds = time.perf_counter() - started
         for place, result in results.items():
             sequence = running[place]
-            sequence.take(result, batch.rows[place].lengths, seconds)
+            sequence.take(result, batch.rows[place].computed, seconds)
             if sequence.reason is not None:
                 del running[place]
                 batch.leave(place)

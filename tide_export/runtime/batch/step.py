@@ -102,12 +102,7 @@ class Batch:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
                 Runtime failed. The sequences are as they were before the step.
         """
-        everyone = sorted(new)
-        totals = {place: self.rows[place].lengths[0] + len(new[place]) for place in everyone}
-        for place in everyone:
-            if self.rows[place].reserve(len(new[place])):
-                self._bind(place, self.rows[place])
-        flat = np.concatenate([np.asarray(new[place], np.int64) for place in everyone])[None]
+        everyone, totals, flat = self._take(new)
         arrived = {place: len(new[place]) for place in everyone}  # tokens each brings to the segment
         entry, ran = flat, [list[int]() for _ in self._segments]
         left: dict[int, tuple[int, np.ndarray]] = {}  # the first checkpoint each could leave at, and its state there
@@ -135,6 +130,16 @@ class Batch:
             place: RowResult(logits[index], self._depths[left[place][0]], sum(place in places for places in ran))
             for index, place in enumerate(everyone)
         }
+
+    def _take(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> tuple[list[int], dict[int, int], np.ndarray]:
+        """Makes room for new tokens. Gives the places in the step, how many tokens each has behind it, and the new ids
+        of all, int64 [1, N]."""
+        everyone = sorted(new)
+        totals = {place: self.rows[place].lengths[0] + len(new[place]) for place in everyone}
+        for place in everyone:
+            if self.rows[place].reserve(len(new[place])):
+                self._bind(place, self.rows[place])
+        return everyone, totals, np.concatenate([np.asarray(new[place], np.int64) for place in everyone])[None]
 
     def _at_door(self, k: int, came: list[int], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
         """All that waits before segment k of those that ran the segment before: what waited, and what is new. Where
