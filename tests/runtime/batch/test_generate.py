@@ -227,9 +227,3 @@ def test_segment_networks_do_not_take_batches(demo_bundle: Path) -> None:
     engine = Engine(bundle, open_segments(bundle, threads=1), SegmentedState)
     with pytest.raises(GenerationError, match="provider 'cpu'"):
         engine.generate([[5], [6]], 2)
-
-
-def test_a_propagating_bundle_does_not_take_batches(engine: Engine) -> None:
-    bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
-    with pytest.raises(GenerationError, match="propagates"):
-        Engine(bundle, engine._session).generate([[5], [6]], 2)
