@@ -37,6 +37,29 @@ def test_rows_and_files(benchmark_modes, demo_bundle: Path, tmp_path: Path, monk
     assert "4 prompts of 48 tokens" in capsys.readouterr().out
 
 
+def test_several_together(
+    benchmark_modes, demo_bundle: Path, propagating_bundle: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """A batch keeps the tokens that one by one keeps, of both kinds of K/V cache, and the same passes where nothing
+    waits."""
+    options = ["--prompts", "5", "--new-tokens", "8", "--threads", "1", "--together", "2", "--thresholds", "0.5"]
+    bundles = [str(demo_bundle), str(propagating_bundle)]
+    arguments = ["benchmark_modes", *bundles, "--dataset", str(TEXT), "--modes", "exit", *options]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--out", str(tmp_path)])
+    assert benchmark_modes.main() == 0
+    rows = json.loads((tmp_path / "modes.json").read_text())
+    assert len(rows) == 11
+    alone = {(r["bundle"], r["setting"]): r for r in rows if r["mode"] == "exit" and r["together"] == 1}
+    for row in rows:
+        if row["mode"] == "full":
+            assert (row["agreement"], row["layers"]) == (1.0, 12.0)
+        elif row["together"] == 2:
+            one = alone[row["bundle"], row["setting"]]
+            assert (row["agreement"], row["layers"]) == (one["agreement"], one["layers"])
+            assert row["speedup"] != one["speedup"]
+    assert "4 prompts of 48 tokens" in (tmp_path / "modes.md").read_text()
+
+
 def test_another_token_in_lossless_mode_is_a_failure(benchmark_modes, demo_bundle: Path, tmp_path, monkeypatch) -> None:
     seen = benchmark_modes.Seen(0.9, 1.0, 1.0)
     monkeypatch.setattr(benchmark_modes, "generate", lambda engine, mode, prompt, said: seen)
