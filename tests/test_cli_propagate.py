@@ -65,6 +65,20 @@ def test_it_keeps_its_cache_when_the_buffers_grow(propagating_bundle: Path, demo
     assert tight.capacity < roomy.capacity
 
 
+def test_several_prompts(capsys, propagating_bundle: Path) -> None:
+    line = ["generate", str(propagating_bundle), "--max-new-tokens", "8", "--threshold", "0.4", "--json", "-q"]
+    prompts = ["def read(", "import numpy as np\n\nclass "]
+    alone = []
+    for prompt in prompts:
+        assert main([*line, "--prompt", prompt]) == 0
+        alone.append(json.loads(capsys.readouterr().out)["tokens"])
+    two = [*line, "--prompt", prompts[0], "--prompt", prompts[1]]
+    assert main(two) == 0
+    assert [one["tokens"] for one in json.loads(capsys.readouterr().out)["sequences"]] == alone
+    assert main([*two, "--compaction-threshold", "1"]) == 2
+    assert "nothing waits that could come along" in capsys.readouterr().err
+
+
 def test_inspect_says_so(capsys, propagating_bundle: Path) -> None:
     assert main(["inspect", str(propagating_bundle)]) == 0
     assert "K/V of skipped layers are made from the exit state (propagate)" in capsys.readouterr().out
