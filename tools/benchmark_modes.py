@@ -7,8 +7,8 @@ each bundle is asked with the same threshold at every checkpoint (`exit`), with 
 every token leaving at one checkpoint whatever the router says (`static`, the naive baseline). Agreement is the share
 of positions at which the greedy token is full depth's; speed is full depth's time over that of the same steps, medians
 over prompts, the cases in random turns. Lossless mode generates the continuation by itself and must give the same.
-With `--together B` full depth and `exit` are also stepped through B prompts at once, on the networks for batches; their
-speed too is against full depth of one prompt after the other, and medians are over groups of B prompts.
+With `--together B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
+too is against full depth of one prompt after the other, and medians are over groups of B prompts.
 Bundles of one model with different `kv_cache_strategy`, weights or routers can be given side by side. Writes
 `modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token.
 """
@@ -47,7 +47,6 @@ from tide_export.text import BundleTokenizer
 from tide_export.thresholds import OFF, resolve_thresholds
 from tide_export.tune.prompts import draw_prompts
 
-MODES = ("exit", "static", "lossless")
 THRESHOLDS = "0.3,0.5,0.7,0.85,0.95"
 ALWAYS = -1.0
 
@@ -140,19 +139,22 @@ def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> S
 
 
 def cases_of(name: str, engine: Engine, thresholds: Sequence[float], together: int, threads: int) -> list[Case]:
-    """All but full depth of one prompt."""
+    """Of one prompt at a time all but full depth, or those of several `together`."""
     manifest = engine.manifest
     count = len(manifest.checkpoints)
     own = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
     settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": own}
-    found = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
     if together > 1:
         networks = BatchNetworks(engine.bundle, threads)
-        for mode, setting, values in (("full", "", [OFF] * count), *(("exit", *one) for one in settings.items())):
-            found.append(Case(name, mode, setting, partial(read_together, engine, networks, values), together))
+        wanted = [("full", "", [OFF] * count), *(("exit", *one) for one in settings.items())]
+        return [
+            Case(name, mode, setting, partial(read_together, engine, networks, values), together)
+            for mode, setting, values in wanted
+        ]
+    found = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
     for c, layers in enumerate(manifest.checkpoints):
-        thresholds = [ALWAYS if k == c else OFF for k in range(count)]
-        found.append(Case(name, "static", f"layer {layers}", partial(read, engine, thresholds)))
+        always = [ALWAYS if k == c else OFF for k in range(count)]
+        found.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
     if manifest.kv_cache_strategy == EXACT:
         found.append(
             Case(name, "lossless", "tuned" if manifest.drafting else "", partial(generate, engine, "lossless"))
@@ -168,8 +170,7 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
     generated = Case(name, "full", "", partial(generate, first, "full"))
     cases = [stepped]
     for called, engine in engines.items():
-        found = cases_of(called, engine, thresholds, together, options.threads)
-        cases += [case for case in found if case.mode in ("full", *options.modes.split(","))]
+        cases += cases_of(called, engine, thresholds, together, options.threads)
     if any(case.mode == "lossless" for case in cases):
         cases.append(generated)
     order = random.Random(0)
@@ -225,13 +226,10 @@ def main() -> int:
     parser.add_argument("--prompt-length", type=int, default=48, metavar="N", help="(48)")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(64)")
     parser.add_argument("--thresholds", default=THRESHOLDS, metavar="T,T", help=f"({THRESHOLDS})")
-    parser.add_argument("--modes", default=",".join(MODES), metavar="M,M", help="beside full depth (all)")
     parser.add_argument("--together", type=int, default=1, metavar="B", help="prompts in one step (1)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = parser.parse_args()
-    if not set(options.modes.split(",")) <= set(MODES):
-        parser.error(f"--modes takes {', '.join(MODES)}")
     if not 1 <= options.together <= options.prompts:
         parser.error("--together takes 1 to as many as there are prompts")
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
