@@ -6,7 +6,8 @@ The first bundle's full depth continues prompts cut from the text, greedily. Alo
 each bundle is asked with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, and with
 every token leaving at one checkpoint whatever the router says (`static`, the naive baseline). Agreement is the share
 of positions at which the greedy token is full depth's; speed is full depth's time over that of the same steps, medians
-over prompts, the cases in random turns. Lossless mode generates the continuation by itself and must give the same.
+over prompts. Every case takes one step in turn, in an order drawn anew, so that a machine that slows down slows all.
+Lossless mode generates the continuation by itself, in one go, and must give the same.
 With `--together B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
 too is against full depth of one prompt after the other, and medians are over groups of B prompts.
 Bundles of one model with different `kv_cache_strategy`, weights or routers can be given side by side. Writes
@@ -19,7 +20,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -52,29 +53,30 @@ ALWAYS = -1.0
 
 
 class Seen(NamedTuple):
-    """One case on one prompt, or a group of them."""
+    """One case in one step or in all of a prompt's; alone or of several prompts."""
 
     agrees: float  # share of positions
     layers: float  # passes a token
-    seconds: float  # of all steps but the prompts'
+    seconds: float  # not of the step over the prompt
 
 
 @dataclass
 class Case:
-    """A way to run a bundle; `run` continues a prompt as full depth did, or `together` of them at once."""
+    """A way to run a bundle; `run` continues a prompt as full depth did, or `together` of them at once, step by
+    step."""
 
     bundle: str
     mode: str
     setting: str
-    run: Callable[[Any, Any], Seen]
+    run: Callable[[Any, Any], Iterator[Seen]]
     together: int = 1
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)  # of each prompt or group
 
-    def on(self, prompts: Sequence[list[int]], said: Sequence[list[int]]) -> Seen:
+    def on(self, prompts: Sequence[list[int]], said: Sequence[list[int]]) -> Iterator[Seen]:
+        """Step by step over a group of prompts."""
         if self.together > 1:
             return self.run(prompts, said)
-        seen = [self.run(*one) for one in zip(prompts, said, strict=True)]
-        return Seen(fmean(s.agrees for s in seen), fmean(s.layers for s in seen), sum(s.seconds for s in seen))
+        return map(joined, zip(*(self.run(*one) for one in zip(prompts, said, strict=True)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -91,19 +93,20 @@ class Row:
     speedup: float
 
 
-def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], said: list[int]) -> Seen:
-    """Steps along a continuation; the prompt is not timed."""
+def joined(seen: Sequence[Seen]) -> Seen:
+    return Seen(fmean(s.agrees for s in seen), fmean(s.layers for s in seen), sum(s.seconds for s in seen))
+
+
+def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], said: list[int]) -> Iterator[Seen]:
+    """Steps along a continuation."""
     sizes = np.cumsum(engine.manifest.segment_sizes)
     state = engine.start(thresholds, room=len(said) + 1)
     state.step(prompt)
-    agrees, layers, seconds = [], [], 0.0
     for token, following in pairwise(said):
         started = time.perf_counter()
         result = state.step([token])
-        seconds += time.perf_counter() - started
-        agrees.append(int(result.logits.argmax()) == following)
-        layers.append(sizes[result.segments_run - 1])
-    return Seen(fmean(agrees), fmean(layers), seconds)
+        seconds = time.perf_counter() - started
+        yield Seen(int(result.logits.argmax()) == following, sizes[result.segments_run - 1], seconds)
 
 
 def read_together(
@@ -112,7 +115,7 @@ def read_together(
     thresholds: Sequence[float],
     prompts: list[list[int]],
     said: list[list[int]],
-) -> Seen:
+) -> Iterator[Seen]:
     """Steps along several continuations at once."""
     manifest = engine.manifest
     sizes = np.cumsum(manifest.segment_sizes)
@@ -120,22 +123,20 @@ def read_together(
     batch = empty_batch(sessions, manifest, thresholds, manifest.max_pending, manifest.compaction_threshold)
     places = [batch.join() for _ in prompts]
     batch.step(dict(zip(places, prompts, strict=True)))
-    agrees, layers, seconds = [], [], 0.0
     for tokens, following in pairwise(zip(*said, strict=True)):
         new = {place: [token] for place, token in zip(places, tokens, strict=True)}
         started = time.perf_counter()
         results = batch.step(new)
-        seconds += time.perf_counter() - started
-        agrees += [int(results[p].logits.argmax()) == token for p, token in zip(places, following, strict=True)]
-        layers += [sizes[result.segments_run - 1] for result in results.values()]
-    return Seen(fmean(agrees), fmean(layers), seconds)
+        seconds = time.perf_counter() - started
+        agrees = [int(results[p].logits.argmax()) == token for p, token in zip(places, following, strict=True)]
+        yield Seen(fmean(agrees), fmean(sizes[result.segments_run - 1] for result in results.values()), seconds)
 
 
-def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> Seen:
+def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> Iterator[Seen]:
     """The same continuation by a generation of its own."""
     out = engine.generate(prompt, len(said), mode=mode, stop_token_ids=[])
     same = np.equal(out.tokens[1:], said[1:])
-    return Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
+    yield Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
 
 
 def cases_of(name: str, engine: Engine, thresholds: Sequence[float], together: int, threads: int) -> list[Case]:
@@ -162,6 +163,21 @@ def cases_of(name: str, engine: Engine, thresholds: Sequence[float], together: i
     return found
 
 
+def in_turns(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[list[Seen]]:
+    """All that `runs` give, one step of each after one of every other."""
+    seen: list[list[Seen]] = [[] for _ in runs]
+    going = list(range(len(runs)))
+    while going:
+        order.shuffle(going)
+        for number in list(going):
+            step = next(runs[number], None)
+            if step is None:
+                going.remove(number)
+            else:
+                seen[number].append(step)
+    return seen
+
+
 def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Row]:
     name, first = next(iter(engines.items()))
     off = [OFF] * len(first.manifest.checkpoints)
@@ -178,8 +194,8 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
         for start in range(0, len(prompts) - together + 1, together):
             group = prompts[start : start + together]
             said = [first.generate(p, options.new_tokens, mode="full", stop_token_ids=[]).tokens for p in group]
-            for case in order.sample(cases, len(cases)):
-                case.seen.append(case.on(group, said))
+            for case, seen in zip(cases, in_turns([case.on(group, said) for case in cases], order), strict=True):
+                case.seen.append(joined(seen))
             advance(1)
     rows = []
     for case in cases:

@@ -41,7 +41,7 @@ def test_several_together(
     benchmark_modes, demo_bundle: Path, propagating_bundle: Path, tmp_path: Path, monkeypatch
 ) -> None:
     """Together the tokens and passes are those of one by one, of both kinds of K/V cache."""
-    options = ["--prompts", "4", "--new-tokens", "8", "--threads", "1", "--thresholds", "0.5", "--out", str(tmp_path)]
+    options = ["--prompts", "2", "--new-tokens", "8", "--threads", "1", "--thresholds", "0.5", "--out", str(tmp_path)]
     line = ["benchmark_modes", str(demo_bundle), str(propagating_bundle), "--dataset", str(TEXT), *options]
     tables = []
     for more in ([], ["--together", "2"]):
@@ -64,7 +64,7 @@ def test_several_together(
 
 def test_another_token_in_lossless_mode_is_a_failure(benchmark_modes, demo_bundle: Path, tmp_path, monkeypatch) -> None:
     seen = benchmark_modes.Seen(0.9, 1.0, 1.0)
-    monkeypatch.setattr(benchmark_modes, "generate", lambda engine, mode, prompt, said: seen)
+    monkeypatch.setattr(benchmark_modes, "generate", lambda engine, mode, prompt, said: iter([seen]))
     options = ["--prompts", "2", "--new-tokens", "3", "--threads", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["benchmark_modes", str(demo_bundle), "--dataset", str(TEXT), *options])
     assert benchmark_modes.main() == 1
