@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from tide_export.manifest import EXACT
 from tide_export.progress import stage
 from tide_export.runtime.batch.generate import empty_batch
-from tide_export.runtime.batch.networks import BatchNetworks
+from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
 from tide_export.runtime.engine import Engine, load
 from tide_export.tables import table
 from tide_export.text import BundleTokenizer
@@ -246,8 +246,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = parser.parse_args()
-    if not 1 <= options.together <= options.prompts:
-        parser.error("--together takes 1 to as many as there are prompts")
+    if not 1 <= options.together <= min(options.prompts, MOST_ROWS):
+        parser.error(f"--together takes 1 to {MOST_ROWS}, and no more than there are prompts")
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
     first = next(iter(engines.values()))
     drawn = draw_prompts(
