@@ -41,7 +41,8 @@ def test_segment_sizes_add_up_to_the_depth() -> None:
 
 
 NETWORKS = {"weights": "fp16", "capacity": 64, "most_tokens": 32, "most_logits": 8, "exit_size": 16}
-PROFILE = {"name": "decode", "least": 1, "best": 1, "most": 1}
+NETWORKS |= {"most_rows": 2, "row_tokens": 8}
+PROFILE = {"name": "decode", "least": 1, "best": 1, "most": 1, "rows": 2}
 ENGINES = {
     "flavour": "tensorrt-rtx",
     "version": "1.7",
@@ -99,6 +100,9 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
         (None, ENGINES, "field 'engines' needs the field 'networks'"),
         (NETWORKS | {"weights": "int3"}, None, "field 'networks.weights' must be one of fp32, fp16, bf16"),
         (NETWORKS | {"most_tokens": 0}, None, "field 'networks.most_tokens' must be 1 or more"),
+        (NETWORKS | {"most_rows": 0}, None, "field 'networks.most_rows' must be 1 or more"),
+        (NETWORKS | {"most_rows": 5}, None, "field 'networks.row_tokens' must fit most_rows times into most_tokens"),
+        (NETWORKS, ENGINES | {"profiles": [PROFILE | {"rows": 1}]}, "must take as many rows as networks.most_rows"),
         (NETWORKS | {"capacity": "64"}, None, "field 'networks.capacity' must be a whole number"),
         (
             NETWORKS,

@@ -57,13 +57,14 @@ def engine_of(
 
 
 MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
+MOST_ROWS, ROW_TOKENS = 3, 4
 
 
 def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces) -> Engine:
     """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`."""
     networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
     networks.save(folder)
-    info = NetworksInfo("fp32", bound(source), MOST_TOKENS, MOST_LOGITS, networks.exit_size)
+    info = NetworksInfo("fp32", bound(source), MOST_TOKENS, MOST_LOGITS, networks.exit_size, MOST_ROWS, ROW_TOKENS)
     write_manifest(folder, replace(open_bundle(folder).manifest, networks=info))
     bundle = open_bundle(folder)
     return Engine(bundle, open_segments(bundle, threads=1), SegmentedState)

@@ -109,6 +109,7 @@ def _export(options: Namespace) -> int:
         overwrite=options.overwrite,
         validate=not options.no_check,
         max_length=options.max_length,
+        batch_size=options.batch_size,
         device_map=options.device_map,
     )
     print(bundle)
@@ -118,7 +119,7 @@ def _export(options: Namespace) -> int:
 def _build(options: Namespace) -> int:
     from tide_export.build.rebuild import rebuild
 
-    print(rebuild(options.bundle, options.target, options.plugins).path)
+    print(rebuild(options.bundle, options.target, options.plugins, options.batch_size).path)
     return 0
 
 

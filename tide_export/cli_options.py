@@ -187,6 +187,7 @@ def _add_export(commands) -> None:
         "--device-map", choices=["auto"], help="spread a model larger than the memory over devices and disk"
     )
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
+    _add_batch_size(parser, "8")
     parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
     parser.add_argument(
         "--no-validate",
@@ -204,6 +205,7 @@ def _add_build(commands) -> None:
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="exported for tensorrt or tensorrt-rtx")
     parser.add_argument("--target", choices=["tensorrt", "tensorrt-rtx"], help="(what the bundle was exported for)")
+    _add_batch_size(parser, "as before")
     _add_plugins(parser)
 
 
@@ -336,6 +338,15 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
     parser.add_argument("--no-verify", action="store_true", help="do not hash the bundle's files before running it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _add_batch_size(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help=f"tensorrt(-rtx): prompts decoded together, at most ({default})",
+    )
 
 
 def _add_plugins(parser: argparse.ArgumentParser) -> None:

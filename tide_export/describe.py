@@ -142,17 +142,17 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
     lines = [
         "",
         f"networks   {networks['weights']}, K/V buffers of {networks['capacity']} tokens, runs over at most "
-        f"{networks['most_tokens']}",
+        f"{networks['most_tokens']}, {networks['most_rows']} sequences together",
     ]
     if engines is None:
         return [*lines, "engines    none: tide-export build makes them"]
     gpus = ", ".join(engines["compute_capabilities"]) or "8.0 and later"
-    profiles = ", ".join(f"{p['name']} {p['least']}-{p['most']}" for p in engines["profiles"])
+    profiles = ", ".join(f"{p['name']} {p['rows']} x {p['least']}-{p['most']}" for p in engines["profiles"])
     return [
         *lines,
         f"engines    {engines['flavour']} {engines['version']}, compute capability {gpus}, built in "
         f"{engines['seconds']:g} s",
-        f"profiles   tokens of a run: {profiles}",
+        f"profiles   sequences x tokens of a run: {profiles}",
         f"plugins    {_plugins(engines['plugins'])}",
     ]
 

@@ -75,16 +75,19 @@ class NetworksInfo:
     most_tokens: int  # tokens one run may take; longer prompts are run in parts
     most_logits: int  # tokens one run of the head may take
     exit_size: int  # width of the states the head takes
+    most_rows: int  # sequences one run may take, and a batch may have; 1: no batches
+    row_tokens: int  # tokens of each sequence in a run over several
 
 
 @dataclass(frozen=True)
 class Profile:
-    """An optimization profile: fewest, most usual and most tokens of a run."""
+    """An optimization profile: fewest, most usual and most tokens of each sequence in a run, and most sequences."""
 
     name: str
     least: int
     best: int
     most: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -308,8 +311,10 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
     parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), HEAD]
     if networks is not None:
         require(networks.weights in NETWORK_WEIGHTS, "networks.weights", f"must be one of {', '.join(NETWORK_WEIGHTS)}")
-        for name in ("capacity", "most_tokens", "most_logits", "exit_size"):
+        for name in ("capacity", "most_tokens", "most_logits", "exit_size", "most_rows", "row_tokens"):
             require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
+        together = networks.most_rows * networks.row_tokens if networks.most_rows > 1 else 1
+        require(together <= networks.most_tokens, "networks.row_tokens", "must fit most_rows times into most_tokens")
         for file in map(network_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")
     if engines is not None:
@@ -319,6 +324,9 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         for profile in engines.profiles:
             ordered = 1 <= profile.least <= profile.best <= profile.most
             require(ordered, "engines.profiles", "must have least <= best <= most, all 1 or more")
+        rows = max((profile.rows for profile in engines.profiles), default=0)
+        if networks is not None:
+            require(rows == networks.most_rows, "engines.profiles", "must take as many rows as networks.most_rows")
         if engines.plugins is not None:
             holders = engines.plugins.engines
             require(

@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from tide_export.build import build_engines, require_builder
+from tide_export.build.profiles import BATCH_SIZE, check_batch_size
 from tide_export.bundle import write_manifest, writing_bundle
 from tide_export.calibrate import calibrate, load_tokenizer, read_sequences
 from tide_export.config import TideConfig
@@ -99,6 +100,7 @@ def export(
     overwrite: bool = False,
     validate: bool = True,
     max_length: int | None = None,
+    batch_size: int | None = None,
     device_map: str | dict[str, Any] | None = None,
 ) -> Path:
     """Turns `model` (folder or hub id) into a bundle at `output` and gives its path.
@@ -118,6 +120,7 @@ def export(
         overwrite: replace a bundle already there. It stays untouched until the new one is complete.
         validate: compare the finished graph with the source model (`export_check`) before it is put in place.
         max_length: longest sequence the bundle can hold, in tokens; the model's own context by default.
+        batch_size: for TensorRT: sequences that may be decoded together; None: `build.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
             devices or on disk, and each weight is read when it is written.
 
@@ -130,6 +133,9 @@ def export(
     propagates = config.kv_cache_strategy == PROPAGATE
     if flavour is not None and propagates:
         raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {flavour.name}")
+    if batch_size is not None and flavour is None:
+        raise ConfigError("batch_size is for targets tensorrt and tensorrt-rtx: onnxruntime takes batches as they come")
+    rows = check_batch_size(BATCH_SIZE if batch_size is None else batch_size)
     library = None
     if flavour is not None and engines:
         library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before the work
@@ -138,7 +144,7 @@ def export(
             "--plugins is for building engines of target tensorrt, and none are built here: leave it away"
         )
     with writing_bundle(output, overwrite=overwrite) as folder:
-        request = _Request(model, routers, config, flavour, weights, settings, validate, max_length, device_map)
+        request = _Request(model, routers, config, flavour, weights, settings, validate, max_length, rows, device_map)
         manifest, answers = _write_graphs(folder, request)
         gc.collect()  # of the model nothing is left now: engines are built and checked in the room it had
         if flavour is not None and engines:
@@ -162,6 +168,7 @@ class _Request:
     quantization: Quantization | None
     validate: bool
     max_length: int | None
+    rows: int
     device_map: str | dict[str, Any] | None
 
     @property
@@ -211,7 +218,7 @@ def _write_graphs(folder: Path, request: _Request) -> tuple[Manifest, list[Answe
         if request.flavour is not None:
             networks = networks_for_tensorrt(pieces, fitted.arrays(), fitted.lens_arrays(), length, request.weights)
             networks.save(folder)
-            info = networks.info(manifest)
+            info = networks.info(manifest, request.rows)
             manifest = replace(manifest, targets=("onnxruntime", request.flavour.name), networks=info)
     source.let_go()
     return manifest, answers

@@ -9,7 +9,7 @@ import pytest
 
 from tide_export import names
 from tide_export.errors import GraphError, UnsupportedModelError
-from tide_export.lower.batch import INLINE_BYTES, _check_positions, _point_to
+from tide_export.lower.batch import INLINE_BYTES, check_positions, _point_to
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_positions_counted_from_the_first_are_refused(as_data: bool) -> None:
     node = ir.node("Gather", [positions, other] if as_data else [other, positions])
     piece = ir.Graph([states, positions, other], node.outputs, nodes=[node], opset_imports={"": 23})
     if not as_data:
-        _check_positions(piece)
+        check_positions(piece)
         return
     with pytest.raises(UnsupportedModelError, match="one token's position"):
-        _check_positions(piece)
+        check_positions(piece)

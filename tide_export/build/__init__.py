@@ -69,7 +69,7 @@ def build_engines(
     if info is None:
         raise BuildError("the bundle holds no segment networks to build engines from: export it for that target")
     expected = specs(manifest, info)
-    profiles = profiles_for(info.capacity, manifest.max_pending, info.most_tokens)
+    profiles = profiles_for(info)
     (folder / names.ENGINES_FOLDER).mkdir()
     job = {
         "networks": [
@@ -90,7 +90,7 @@ def build_engines(
     with stage(f"building {len(expected)} engines with {flavour.title} {version}", total=len(expected)) as advance:
         built = run_worker(job, flavour, version, advance)
     for name, spec in expected.items():
-        _check_built(name, spec, built[name])
+        _check_built(name, spec, built[name], len(of_network(name, profiles, info)))
     seconds = time.perf_counter() - started
     capabilities = built_for(flavour, compute_capability())
     weights = manifest.model.weights_sha256
@@ -114,10 +114,11 @@ def _plugins_used(
 
 
 def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
-    """Least, best and most shape of every input under a profile; one sequence a run."""
+    """Least, best and most shape of every input under a profile. Several sequences are built for as many as there may
+    be: with fewer, whichever kernel is chosen, a run waits for the weights."""
+    sizes = ((profile.least, 1), (profile.best, profile.rows), (profile.most, profile.rows))
     return {
-        name: [list(tensor.dims(tokens)) for tokens in (profile.least, profile.best, profile.most)]
-        for name, tensor in spec.inputs.items()
+        name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes] for name, tensor in spec.inputs.items()
     }
 
 
@@ -200,8 +201,8 @@ def run_worker(
     return built
 
 
-def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any]) -> None:
-    """What TensorRT made of a network must be what the runtime binds, K/V updated in place included.
+def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any], profiles: int) -> None:
+    """What TensorRT made of a network must be what the runtime binds, K/V updated in place included, in all profiles.
 
     Raises:
         BuildError: saying what differs.
@@ -210,3 +211,5 @@ def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any]) -> None
     spec.check(from_tensorrt(spec, built["inputs"]), from_tensorrt(spec, built["outputs"]), name)
     if kv_aliases(spec) != built["aliases"]:
         raise BuildError(f"TensorRT does not update the K/V cache of {name} in place: it found {built['aliases']}")
+    if built["profiles"] != profiles:
+        raise BuildError(f"TensorRT took {built['profiles']} of the {profiles} optimization profiles of {name}")

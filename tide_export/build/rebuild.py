@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tide_export import names
 from tide_export.build import build_engines, require_builder
+from tide_export.build.profiles import check_batch_size, with_rows
 from tide_export.bundle import Bundle, open_bundle, write_manifest, writing_bundle
 from tide_export.errors import BuildError
 from tide_export.runtime.flavours import FLAVOURS
@@ -18,19 +19,24 @@ from tide_export.runtime.plugins import plugins_to_build_with
 
 
 def rebuild(
-    bundle: str | os.PathLike[str], target: str | None = None, plugins: str | os.PathLike[str] | None = None
+    bundle: str | os.PathLike[str],
+    target: str | None = None,
+    plugins: str | os.PathLike[str] | None = None,
+    batch_size: int | None = None,
 ) -> Bundle:
     """Builds engines into `bundle`, in place of those it has.
 
     Args:
         target: tensorrt or tensorrt-rtx; None: what the bundle was exported for.
         plugins: a library of plugins for tensorrt, or "none"; None: the one that `runtime.plugins` finds, if any.
+        batch_size: sequences that may be decoded together; None: as many as before.
 
     Raises:
         BundleError: not a bundle, damaged, or being written by something else.
-        BuildError: the bundle holds no segment networks, or they could not be built; it stays as it was.
+        BuildError: the bundle holds no segment networks, or such as take one sequence at a time where a batch is asked
+            for, or they could not be built; it stays as it was.
         ProviderError: the library is not installed, or the plugin library is missing or does not fit.
-        ConfigError: plugins for tensorrt-rtx, which has none.
+        ConfigError: plugins for tensorrt-rtx, which has none; or a batch size that is none.
     """
     opened = open_bundle(bundle)
     manifest = opened.manifest
@@ -39,6 +45,13 @@ def rebuild(
             f"bundle '{opened.path}' holds no segment networks to build from: export it with --target tensorrt or "
             "tensorrt-rtx"
         )
+    if batch_size is not None:
+        if batch_size != 1 == manifest.networks.most_rows:
+            raise BuildError(
+                f"the networks of bundle '{opened.path}' take one sequence at a time (exported with --batch-size 1, or "
+                "the export said why): export it again with --batch-size"
+            )
+        manifest = replace(manifest, networks=with_rows(manifest.networks, check_batch_size(batch_size)))
     name = target or next(entry for entry in manifest.targets if entry in FLAVOURS)
     if name not in FLAVOURS:
         raise BuildError(f"target must be one of {', '.join(FLAVOURS)}, not {name!r}")

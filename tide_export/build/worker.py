@@ -72,6 +72,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     def exact(builder: Any, network: Any, config: Any) -> None:
         # Float32 networks are asked for where tokens must be equal: TensorFloat-32 would round every product.
         config.clear_flag(trt.BuilderFlag.TF32)
+        described["profiles"] = config.num_optimization_profiles
 
     profiles = []
     for shapes in network["profiles"]:

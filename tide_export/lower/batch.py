@@ -45,7 +45,7 @@ def save_batch_networks(
         GraphError: the graph in `folder` does not hold a weight that the networks read.
     """
     for piece in (pieces.embed, *pieces.segments):
-        _check_positions(piece)
+        check_positions(piece)
     model, parts = compose_batch(pieces, routers, lenses)
     lower(model)
     stored = ir.load(folder / names.GRAPH_FILE).graph.initializers
@@ -60,7 +60,7 @@ def save_batch_networks(
             ir.save(network, folder / names.batch_file(part.name, rows))
 
 
-def _check_positions(piece: ir.Graph) -> None:
+def check_positions(piece: ir.Graph) -> None:
     """Every token's position must be read, not one token's: behind the last of a sequence comes the first of another.
 
     Raises:

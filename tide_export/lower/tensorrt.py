@@ -12,6 +12,8 @@ length. Rows with fewer new tokens are padded on the right: what padding writes 
 before it is seen.
 """
 
+import logging
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,17 +24,20 @@ from onnx_ir.external_data import convert_tensors_to_external
 from onnx_ir.passes import common as common_passes
 
 from tide_export import names
-from tide_export.build.profiles import profiles_for
+from tide_export.build.profiles import BATCH_SIZE, run_sizes
 from tide_export.errors import UnsupportedModelError
 from tide_export.graph.builder import Block, Weights
 from tide_export.graph.compose import LensWeights, RouterWeights, check_routers
 from tide_export.graph.cut import Pieces, is_attention
 from tide_export.graph.exits import leaving_state, route, token_dims
 from tide_export.graph.route import normed_size, route_function
+from tide_export.lower.batch import check_positions
 from tide_export.lower.passes.expert_gather import ExpertGatherPass, most_gathering
 from tide_export.lower.passes.half_precision import HalfPrecisionPass
 from tide_export.lower.passes.scatter_attention import ScatterAttentionPass
 from tide_export.manifest import Manifest, NetworksInfo
+
+logger = logging.getLogger("tide_export")
 
 OPSET, IR_VERSION = 24, 11
 BATCH, TOKENS = "batch", "tokens"
@@ -47,6 +52,7 @@ NOT_TAKEN = {
     *("SequenceMap", "SplitToSequence", "SwiGLU", "Unique"),
 }
 EXTERNAL_BYTES = 1024  # smaller tensors stay in the .onnx
+ALIGNMENT = 256  # bytes; of every address a network is given (see `runtime.segmented.device`)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Networks:
         capacity: tokens the K/V buffers hold, the longest sequence.
         exit_size: width D' of the states the head takes.
         most_tokens: tokens a run may take where that is fewer than anywhere else, because experts are gathered.
+        apart: why sequences cannot be run together, if they cannot.
     """
 
     models: dict[str, ir.Model]
@@ -65,11 +72,40 @@ class Networks:
     capacity: int
     exit_size: int
     most_tokens: int | None = None
+    apart: str | None = None
 
-    def info(self, manifest: Manifest) -> NetworksInfo:
-        """What the manifest says of them; `manifest` is that of their bundle so far."""
-        _, catch_up, prefill = profiles_for(self.capacity, manifest.max_pending, self.most_tokens)
-        return NetworksInfo(self.weights, self.capacity, prefill.most, catch_up.most, self.exit_size)
+    def info(self, manifest: Manifest, rows: int = BATCH_SIZE) -> NetworksInfo:
+        """What the manifest says of them, a warning where they will not take `rows` sequences at once.
+
+        Args:
+            manifest: of their bundle so far.
+            rows: sequences that should be run together, at most.
+        """
+        apart = self.apart or self._unaligned(manifest)
+        if apart is not None and rows > 1:
+            logger.warning("the networks for TensorRT will take one prompt at a time: %s", apart)
+        sizes = run_sizes(self.capacity, manifest.max_pending, 1 if apart else rows, self.most_tokens)
+        return NetworksInfo(
+            self.weights,
+            self.capacity,
+            sizes.most_tokens,
+            sizes.most_logits,
+            self.exit_size,
+            sizes.most_rows,
+            sizes.row_tokens,
+        )
+
+    def _unaligned(self, manifest: Manifest) -> str | None:
+        """Why a run cannot begin at any sequence of a batch, if it cannot: it is given the address of that one's K/V."""
+        item = 4 if self.weights == "fp32" else 2
+        for heads, width in manifest.model.kv_shapes:
+            size = heads * self.capacity * width * item
+            if size % ALIGNMENT:
+                return (
+                    f"the K/V of one, {size} bytes a layer, is no multiple of {ALIGNMENT}: make --max-length one of "
+                    f"{ALIGNMENT // math.gcd(ALIGNMENT, heads * width * item)}"
+                )
+        return None
 
     def save(self, folder: Path) -> None:
         """Writes every network to `folder`/segments, with one file of weights that they share."""
@@ -109,7 +145,12 @@ def networks_for_tensorrt(
     check_routers(pieces, routers, lenses)
     check_operators(pieces)
     narrow = HalfPrecisionPass(weights) if weights != "fp32" else None
-    models = {}
+    apart, models = None, {}
+    try:
+        for piece in (pieces.embed, *pieces.segments):
+            check_positions(piece)
+    except UnsupportedModelError as error:
+        apart = str(error)
     for k in range(len(pieces.segments)):
         models[names.segment(k)] = _Segment(pieces, k, routers, lenses or {}, capacity).model()
     models[names.HEAD] = _head(pieces)
@@ -126,7 +167,7 @@ def networks_for_tensorrt(
             common_passes.RemoveUnusedOpsetsPass(),
         )(model)
     most_tokens = min((bound for bound in bounds if bound is not None), default=None)
-    return Networks(models, weights, capacity, normed_size(pieces), most_tokens)
+    return Networks(models, weights, capacity, normed_size(pieces), most_tokens, apart)
 
 
 def check_operators(pieces: Pieces) -> None:

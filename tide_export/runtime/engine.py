@@ -19,6 +19,7 @@ from tide_export.errors import GenerationError
 from tide_export.manifest import PROPAGATE, Drafting
 from tide_export.runtime.batch.generate import empty_batch, generate_batch
 from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
+from tide_export.runtime.batch.rule import AnyBatch
 from tide_export.runtime.generation import FinishReason, Generation, ending
 from tide_export.runtime.lossless import LosslessDecoder, Token
 from tide_export.runtime.options import real_number, whole_number
@@ -34,6 +35,7 @@ from tide_export.runtime.request import (
     waiting_limit,
 )
 from tide_export.runtime.sampling import Sampler
+from tide_export.runtime.segmented.batch import SegmentedBatch
 from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState, State
 from tide_export.runtime.stats import ExitStats
 
@@ -149,7 +151,8 @@ class Engine:
     ) -> Generation | list[Generation]:
         """`stream` run to its end: same arguments, same errors. Of a list of prompts, a generation of each.
 
-        Several prompts, of any lengths, are decoded together, up to 32 at a time; as one ends the next takes its place.
+        Several prompts, of any lengths, are decoded together, up to 32 at a time (on TensorRT and CUDA as many as the
+        bundle's networks take); as one ends the next takes its place.
         Each gets the tokens it would get alone, with the same options, up to rounding (docs/batch.md).
 
         Args:
@@ -160,8 +163,8 @@ class Engine:
                 None: the bundle's. Not where K/V are propagated: nothing waits there.
 
         Raises:
-            GenerationError: as `stream`; for a list of prompts also where mode is "lossless", the engine is not ONNX
-                Runtime on the CPU, or the bundle holds no networks for batches.
+            GenerationError: as `stream`; for a list of prompts also where mode is "lossless", or the bundle holds no
+                networks for batches.
         """
         options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
         if is_list_of_prompts(ids):
@@ -224,14 +227,24 @@ class Engine:
             raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
         stops = stops_of(manifest, stop_token_ids)
-        if self._batch_networks is None:
-            raise GenerationError(
-                "a list of prompts runs on ONNX Runtime on the CPU alone in this release: load the bundle with "
-                "provider 'cpu', or give one prompt at a time"
-            )
-        sessions = self._batch_networks.sessions(min(len(checked), MOST_ROWS))
-        batch = empty_batch(sessions, manifest, thresholds, waiting, share)
+        batch = self.start_batch(thresholds, waiting, share, len(checked))
         return generate_batch(batch, manifest, checked, samplers, limit, stops)
+
+    def start_batch(
+        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, places: int
+    ) -> AnyBatch:
+        """An empty batch to `step` by hand, with as many of `places` as the engine can hold at once.
+
+        Args:
+            thresholds: one per checkpoint, as `resolve_thresholds` gives them; 2.0 turns one off.
+
+        Raises:
+            GenerationError: the bundle holds no networks for batches, or there is no memory.
+        """
+        options = (self.manifest, thresholds, max_pending, compaction_threshold)
+        if self._batch_networks is None:
+            return SegmentedBatch(self._session, *options, places)
+        return empty_batch(self._batch_networks.sessions(min(places, MOST_ROWS)), *options)
 
     def stream(
         self,

@@ -35,9 +35,9 @@ class QueuedNetwork:
     def __init__(self, network, fake: FakeCudart) -> None:
         self.network, self.fake = network, fake
 
-    def run(self, addresses, tokens: int) -> None:
+    def run(self, addresses, tokens: int, rows: int = 1) -> None:
         addresses = dict(addresses)
-        self.fake.enqueue(lambda: self.network.run(addresses, tokens))
+        self.fake.enqueue(lambda: self.network.run(addresses, tokens, rows))
 
 
 @pytest.fixture
@@ -57,5 +57,6 @@ def on_fake_gpu(opened: Bundle, backend: SegmentBackend, fake: FakeCudart) -> En
 
     info = opened.manifest.networks
     assert info is not None
-    short = replace(info, most_tokens=16, most_logits=8)  # so that longer steps are run in parts
+    # So that longer steps are run in parts, and the head over a batch too.
+    short = replace(info, most_tokens=16, most_logits=3, most_rows=4, row_tokens=4)
     return Engine(opened, SegmentBackend(opened.manifest, short, backend.specs, open_lane), SegmentedState)

@@ -10,7 +10,8 @@ from fake_cudart import FakeCudart
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.segmented.lane import grown, padded
+from tide_export.runtime.segmented.lane import grown
+from tide_export.runtime.segmented.ranges import padded
 
 LENGTH = 200
 

@@ -14,7 +14,8 @@ from tide_export.bundle import Manifest
 from tide_export.manifest import PROPAGATE
 from tide_export.runtime.batch.networks import BatchSessions
 from tide_export.runtime.batch.propagate import PropagatingBatch
-from tide_export.runtime.batch.step import Batch, RowResult
+from tide_export.runtime.batch.rule import AnyBatch, RowResult
+from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.generation import FinishReason, Generation, ending
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.stats import ExitStats
@@ -69,7 +70,7 @@ class _Sequence:
 
 
 def generate_batch(
-    batch: Batch,
+    batch: AnyBatch,
     manifest: Manifest,
     prompts: Sequence[np.ndarray],
     samplers: Sequence[Sampler],

@@ -1,13 +1,6 @@
-"""The state machine of a step over several sequences: after every segment, which of them go on.
-
-Each sequence follows the rule of `runtime.segmented.state` by itself, so its tokens are those it would have alone. What
-the batch adds is a choice that changes speed alone. A segment reads its weights once however many sequences it runs, so
-when one needs it, sequences that could wait may catch up along with it nearly for free, while weights are what a run
-waits for; where arithmetic is, only those that need it should go. `compaction_threshold` draws the line.
-"""
+"""The state machine of a step over several sequences: after every segment, which of them go on, as `rule` says."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,16 +9,9 @@ from tide_export.bundle import Manifest
 from tide_export.errors import GenerationError
 from tide_export.runtime.batch.networks import BatchSessions, layers_of
 from tide_export.runtime.batch.row import Row
+from tide_export.runtime.batch.rule import RowResult, runners, still_needing
 from tide_export.runtime.batch.segment import SegmentRun
 from tide_export.runtime.session import first_line, import_onnxruntime
-
-
-class RowResult(NamedTuple):
-    """What a step says about one sequence's last token."""
-
-    logits: np.ndarray  # float32 [V]
-    exit_layer: int  # layers the logits' hidden state went through
-    segments_run: int  # segments 0 .. this-1 ran over this sequence, also those it only caught up in
 
 
 class Batch:
@@ -111,12 +97,11 @@ class Batch:
         for k, segment in enumerate(self._segments):
             if k > 0:
                 doors |= {(k, place): states for place, states in self._at_door(k, ran[k - 1], arrived).items()}
-                forced = {p for p in needed if totals[p] - self.rows[p].lengths[k] > self._max_pending}
-                needed = [place for place in needed if place in forced or place not in left]
+                waits = {place: totals[place] - self.rows[place].lengths[k] for place in needed}
+                needed = still_needing(needed, left, waits, self._max_pending)
                 if not needed:
                     break
-            together = len(needed) >= self._compaction * len(everyone) and (k == 0 or ran[k - 1] == everyone)
-            ran[k] = everyone if together else needed
+            ran[k] = runners(needed, everyone, ran[k - 1] if k else None, self._compaction)
             if k > 0:
                 arrived, entry = self._enter(k, ran[k], ran[k - 1], doors)
             segment.run(ran[k], [arrived[p] for p in ran[k]], [totals[p] for p in ran[k]], entry)

@@ -18,19 +18,11 @@ from tide_export import names
 from tide_export.manifest import NetworksInfo
 from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
 from tide_export.runtime.segmented.network import Network, NetworkSpec
+from tide_export.runtime.segmented.ranges import padded
 
 # A segment's small inputs, and its verdict, each at an aligned place of one block that crosses in one copy.
 LENGTH, LAST, THRESHOLD = (place * ALIGNMENT for place in range(3))
 SCORE, FLAG = (place * ALIGNMENT for place in range(2))
-
-
-def padded(count: int, length: int, most: int, capacity: int) -> int:
-    """Tokens to run for `count` of them behind `length` in the cache: the next power of two, where it fits.
-
-    It must fit a run (`most` tokens, the largest optimization profile) and the K/V buffers (`capacity` tokens).
-    """
-    rounded = 1 << (count - 1).bit_length()
-    return rounded if rounded <= most and length + rounded <= capacity else count
 
 
 def grown(rows: int, needed: int) -> int:

@@ -1,4 +1,4 @@
-"""The networks of a bundle as `lane` runs them: tensors by name, at addresses, for a number of tokens.
+"""The networks of a bundle as lanes run them: tensors by name, at addresses, for a number of tokens and of rows.
 
 `NetworkSpec` says what tensors a network has, from the manifest alone; every backend checks its networks against it
 before anything is bound, because what is bound are bare addresses.
@@ -12,7 +12,7 @@ from tide_export import names
 from tide_export.errors import BundleError
 from tide_export.manifest import Manifest, NetworksInfo, Profile
 
-TOKENS = "tokens"  # the free dimension; the batch is 1 here
+TOKENS, ROWS = "tokens", "rows"  # the free dimensions: tokens of each sequence in a run, and sequences
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 TENSORRT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
@@ -20,19 +20,20 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a network: element type by name and shape, TOKENS where it varies."""
+    """One tensor of a network: element type by name and shape, TOKENS and ROWS where it varies."""
 
     dtype: str
     shape: tuple[int | str, ...]
 
-    def dims(self, tokens: int) -> tuple[int, ...]:
-        """The shape in a run of so many tokens."""
-        return tuple(tokens if isinstance(dim, str) else dim for dim in self.shape)
+    def dims(self, tokens: int, rows: int = 1) -> tuple[int, ...]:
+        """The shape in a run of so many tokens of so many sequences."""
+        sizes = {TOKENS: tokens, ROWS: rows}
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
-    def size(self, tokens: int = 1) -> int:
-        """Bytes in a run of so many tokens."""
+    def size(self, tokens: int = 1, rows: int = 1) -> int:
+        """Bytes in a run of so many tokens of so many sequences."""
         size = ITEM_SIZES[self.dtype]
-        for dim in self.dims(tokens):
+        for dim in self.dims(tokens, rows):
             size *= dim
         return size
 
@@ -49,7 +50,7 @@ class NetworkSpec:
         """Refuses a network that was found with other tensors.
 
         Args:
-            inputs, outputs: as found, the batch given as 1 and any other free dimension as TOKENS.
+            inputs, outputs: as found, free dimensions by their names here.
             where: the file, for the message.
 
         Raises:
@@ -69,8 +70,11 @@ class NetworkSpec:
 
 
 def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tuple[Profile, ...]:
-    """The profiles of one network: the head takes fewer tokens than the segments."""
-    return tuple(profile for profile in profiles if name != names.HEAD or profile.most <= info.most_logits)
+    """The profiles of one network: the head takes fewer tokens than the segments, those of several sequences as tokens
+    of one."""
+    if name != names.HEAD:
+        return tuple(profiles)
+    return tuple(profile for profile in profiles if profile.rows == 1 and profile.most <= info.most_logits)
 
 
 def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
@@ -96,8 +100,9 @@ def from_tensorrt(spec: NetworkSpec, found: Mapping[str, tuple[str, Sequence[int
 class Network(Protocol):
     """A network that can be run on one lane's device."""
 
-    def run(self, addresses: Mapping[str, int], tokens: int) -> None:
-        """Queues a run over `tokens` tokens; `addresses` holds every input and output, K/V outputs their inputs'."""
+    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
+        """Queues a run over `tokens` tokens of each of `rows` sequences; `addresses` holds every input and output, K/V
+        outputs their inputs'."""
         ...
 
 
@@ -109,24 +114,24 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     layer = 0
     for k, size in enumerate(sizes):
         last = k == len(sizes) - 1
-        inputs = {names.INPUT_IDS: Tensor("int64", (1, TOKENS))} if k == 0 else {}
-        inputs |= {names.HIDDEN_STATES: Tensor(state, (1, TOKENS, width))} if k else {}
-        inputs |= {name: Tensor("int64", (1,)) for name in (names.PAST_LENGTHS, names.LAST_TOKENS)}
-        outputs = {names.EXIT_STATES: Tensor(state, (1, 1, info.exit_size))}
+        inputs = {names.INPUT_IDS: Tensor("int64", (ROWS, TOKENS))} if k == 0 else {}
+        inputs |= {names.HIDDEN_STATES: Tensor(state, (ROWS, TOKENS, width))} if k else {}
+        inputs |= {name: Tensor("int64", (ROWS,)) for name in (names.PAST_LENGTHS, names.LAST_TOKENS)}
+        outputs = {names.EXIT_STATES: Tensor(state, (ROWS, 1, info.exit_size))}
         if last:
-            outputs[names.FINAL_STATES] = Tensor(state, (1, TOKENS, info.exit_size))
+            outputs[names.FINAL_STATES] = Tensor(state, (ROWS, TOKENS, info.exit_size))
         else:
             inputs[names.EXIT_THRESHOLD] = Tensor("float32", (1,))
-            outputs[names.NEW_HIDDEN_STATES] = Tensor(state, (1, TOKENS, width))
-            outputs[names.ROUTER_SCORE] = Tensor("float32", (1, 1, 1))
-            outputs[names.EXIT_FLAG] = Tensor("bool", (1, 1, 1))
+            outputs[names.NEW_HIDDEN_STATES] = Tensor(state, (ROWS, TOKENS, width))
+            outputs[names.ROUTER_SCORE] = Tensor("float32", (ROWS, 1, 1))
+            outputs[names.EXIT_FLAG] = Tensor("bool", (ROWS, 1, 1))
         for heads, head_dim in manifest.model.kv_shapes[layer : layer + size]:
             for kind in ("key", "value"):
-                inputs[names.past(layer, kind)] = Tensor(state, (1, heads, info.capacity, head_dim))
-                outputs[names.present(layer, kind)] = Tensor(state, (1, heads, info.capacity, head_dim))
+                inputs[names.past(layer, kind)] = Tensor(state, (ROWS, heads, info.capacity, head_dim))
+                outputs[names.present(layer, kind)] = Tensor(state, (ROWS, heads, info.capacity, head_dim))
             layer += 1
         found[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
-    head_in = {names.EXIT_STATES: Tensor(state, (1, TOKENS, info.exit_size))}
-    head_out = {names.LOGITS: Tensor("float32", (1, TOKENS, manifest.model.vocab_size))}
+    head_in = {names.EXIT_STATES: Tensor(state, (ROWS, TOKENS, info.exit_size))}
+    head_out = {names.LOGITS: Tensor("float32", (ROWS, TOKENS, manifest.model.vocab_size))}
     found[names.HEAD] = NetworkSpec(names.HEAD, head_in, head_out)
     return found

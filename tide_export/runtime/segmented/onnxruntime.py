@@ -13,7 +13,7 @@ from tide_export.bundle import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.device import Device, HostDevice
-from tide_export.runtime.segmented.network import TOKENS, NetworkSpec, Tensor, specs
+from tide_export.runtime.segmented.network import ROWS, TOKENS, NetworkSpec, Tensor, specs
 from tide_export.runtime.session import first_line, import_onnxruntime, session_options
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which numpy has no type for
@@ -77,7 +77,7 @@ class _OrtNetwork:
         self._session, self._spec, self._device, self._queue = session, spec, device, queue
         self._binding = session.io_binding()
 
-    def run(self, addresses: Mapping[str, int], tokens: int) -> None:
+    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
         """Runs at once. On CUDA what was queued before is waited for, because ONNX Runtime has its own stream.
 
         Raises:
@@ -90,7 +90,7 @@ class _OrtNetwork:
         ):
             for name, tensor in tensors.items():
                 kind = BFLOAT16 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).type
-                bind(name, self._device, 0, kind, tensor.dims(tokens), addresses[name])
+                bind(name, self._device, 0, kind, tensor.dims(tokens, rows), addresses[name])
         if self._queue is not None:
             self._queue.synchronize()
         try:
@@ -100,11 +100,11 @@ class _OrtNetwork:
 
 
 def _tensors(entries: Any) -> dict[str, Tensor]:
-    """A session's inputs or outputs, the batch as 1."""
+    """A session's inputs or outputs."""
     types = {"float": "float32", "double": "float64"}
     found = {}
     for entry in entries:
         dtype = entry.type.removeprefix("tensor(").removesuffix(")")
-        dims = [1 if dim == "batch" else dim if isinstance(dim, int) else TOKENS for dim in entry.shape]
+        dims = [ROWS if dim == "batch" else dim if isinstance(dim, int) else TOKENS for dim in entry.shape]
         found[entry.name] = Tensor(types.get(dtype, dtype), tuple(dims))
     return found

@@ -171,19 +171,28 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
             f"engine '{path}' has {engine.num_optimization_profiles} optimization profiles, not the {len(profiles)} of "
             "its manifest"
         )
+    entry = names.EXIT_STATES if spec.name == names.HEAD else names.PAST_LENGTHS
+    for number, profile in enumerate(profiles):
+        most = list(engine.get_tensor_profile_shape(entry, number)[-1])
+        if most != list(spec.inputs[entry].dims(profile.most, profile.rows)):
+            raise BundleError(f"engine '{path}' takes {entry} of {most} at most in profile {profile.name}, unlike its manifest")
 
 
-def pick_profile(profiles: tuple[Profile, ...], tokens: int) -> int:
-    """Index of the first profile that takes so many tokens: the narrowest, as they are listed.
+def pick_profile(profiles: tuple[Profile, ...], tokens: int, rows: int = 1) -> int:
+    """Index of the first profile that takes so many tokens of so many sequences: the narrowest, as they are listed.
 
     Raises:
         GenerationError: none does.
     """
     for index, profile in enumerate(profiles):
-        if profile.least <= tokens <= profile.most:
+        if profile.least <= tokens <= profile.most and rows <= profile.rows:
             return index
-    most = max(profile.most for profile in profiles)
-    raise GenerationError(f"a run over {tokens} tokens exceeds the engine's profiles, which take {most} at most")
+    most = max((profile.most for profile in profiles if rows <= profile.rows), default=0)
+    if not most:
+        most_rows = max(profile.rows for profile in profiles)
+        raise GenerationError(f"a run over {rows} sequences exceeds the engine's profiles, which take {most_rows} at most")
+    of_each = f" of each of {rows} sequences" if rows > 1 else ""
+    raise GenerationError(f"a run over {tokens} tokens{of_each} exceeds the engine's profiles, which take {most} at most")
 
 
 class _TrtNetwork:
@@ -203,15 +212,15 @@ class _TrtNetwork:
         self._profiles, self._device, self._memory = profiles, device, memory
         self._contexts: dict[int, Any] = {}
 
-    def run(self, addresses: Mapping[str, int], tokens: int) -> None:
+    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
         """Queues a run on the lane's stream.
 
         Raises:
-            GenerationError: no profile takes so many tokens, or TensorRT failed.
+            GenerationError: no profile takes so many tokens of so many sequences, or TensorRT failed.
         """
-        context = self._context(pick_profile(self._profiles, tokens))
+        context = self._context(pick_profile(self._profiles, tokens, rows))
         for name, tensor in self._spec.inputs.items():
-            self._require(context.set_input_shape(name, tensor.dims(tokens)), f"the shape of {name}")
+            self._require(context.set_input_shape(name, tensor.dims(tokens, rows)), f"the shape of {name}")
         for name in (*self._spec.inputs, *self._spec.outputs):
             self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
         self._require(context.execute_async_v3(self._device.stream), f"a run over {tokens} tokens")

@@ -1,0 +1,59 @@
+"""Which places of a batch a segment is run over together, and how far its runs are padded.
+
+A network takes neighbouring places of a batch, because their K/V buffers lie side by side, and the same number of
+tokens of each. A run reads its weights once however many places it takes, so places in between that have nothing to run
+go along as padding: what that writes lies behind their last token, where it is overwritten before anything reads it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tide_export.manifest import NetworksInfo
+
+
+class Run(NamedTuple):
+    """Places start .. stop-1, `tokens` of each: from token number `first` of what a place brings on."""
+
+    start: int
+    stop: int
+    tokens: int
+    first: int = 0
+
+
+def padded(count: int, length: int, most: int, capacity: int) -> int:
+    """Tokens to run for `count` of them behind `length` in the cache: the next power of two, where it fits.
+
+    It must fit a run (`most` tokens, the largest optimization profile) and the K/V buffers (`capacity` tokens).
+    """
+    rounded = 1 << (count - 1).bit_length()
+    return rounded if rounded <= most and length + rounded <= capacity else count
+
+
+def runs_over(counts: Mapping[int, int], lengths: Sequence[int], info: NetworksInfo) -> list[Run]:
+    """The runs of one segment over some places of a batch, each place in one of them (in several, if it brings more
+    tokens than a run takes).
+
+    Places with few tokens go together, in as few runs as there is room for padding: at a sequence whose buffers are
+    nearly full the others are parted. One that brings more than `info.row_tokens`, a prompt, goes by itself, after
+    those, so that what their padding wrote behind its last token is written over.
+
+    Args:
+        counts: tokens by place, 1 or more.
+        lengths: tokens in the segment's K/V buffers, of every place there is.
+    """
+    runs, start = list[Run](), None
+    short = sorted(place for place, count in counts.items() if count <= info.row_tokens)
+    for place in short:
+        begin = place if start is None else start
+        among = [counts[one] for one in short if begin <= one <= place]
+        tokens = padded(max(among), max(lengths[begin : place + 1]), info.row_tokens, info.capacity)
+        if start is not None and max(lengths[start : place + 1]) + tokens <= info.capacity:
+            runs[-1] = Run(start, place + 1, tokens)
+        else:
+            start = place
+            runs.append(Run(place, place + 1, padded(counts[place], lengths[place], info.row_tokens, info.capacity)))
+    for place in sorted(counts.keys() - set(short)):
+        for first in range(0, counts[place], info.most_tokens):
+            chunk = min(counts[place] - first, info.most_tokens)
+            runs.append(Run(place, place + 1, padded(chunk, lengths[place] + first, info.most_tokens, info.capacity), first))
+    return runs
