@@ -216,14 +216,3 @@ def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
     with pytest.raises(BundleError, match="batch_4_segment_0"):
         load(folder, threads=1).generate([[5], [6]], 2)
-
-
-def test_segment_networks_do_not_take_batches(demo_bundle: Path) -> None:
-    from tide_export.bundle import open_bundle
-    from tide_export.runtime.segmented.onnxruntime import open_segments
-    from tide_export.runtime.segmented.state import SegmentedState
-
-    bundle = open_bundle(demo_bundle)
-    engine = Engine(bundle, open_segments(bundle, threads=1), SegmentedState)
-    with pytest.raises(GenerationError, match="provider 'cpu'"):
-        engine.generate([[5], [6]], 2)

@@ -7,6 +7,7 @@ import pytest
 from fake_cudart import FakeCudart
 
 from tide_export.bundle import Bundle, open_bundle
+from tide_export.manifest import Manifest
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented import cuda
 from tide_export.runtime.segmented.backend import SegmentBackend
@@ -40,6 +41,22 @@ class QueuedNetwork:
         self.fake.enqueue(lambda: self.network.run(addresses, tokens, rows))
 
 
+class FakeGpu:
+    """A backend's networks on lanes that live on `CudaDevice`, graphs recorded and all."""
+
+    def __init__(self, backend: SegmentBackend, fake: FakeCudart) -> None:
+        self.real, self.fake = backend, fake
+
+    def open_lane(self):
+        _, networks = self.real._open_lane()
+        return cuda.CudaDevice(), {name: QueuedNetwork(network, self.fake) for name, network in networks.items()}
+
+    def backend(self, manifest: Manifest) -> SegmentBackend:
+        # So that longer steps are run in parts, and the head over a batch too.
+        short = replace(self.real._info, most_tokens=16, most_logits=2, most_rows=3, row_tokens=5)
+        return SegmentBackend(manifest, short, self.real.specs, self.open_lane)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     fake = FakeCudart()
@@ -49,14 +66,4 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
 
 @pytest.fixture
 def on_fake_gpu(opened: Bundle, backend: SegmentBackend, fake: FakeCudart) -> Engine:
-    """An engine whose lanes live on `CudaDevice`, graphs recorded and all."""
-
-    def open_lane():
-        _, networks = backend._open_lane()
-        return cuda.CudaDevice(), {name: QueuedNetwork(network, fake) for name, network in networks.items()}
-
-    info = opened.manifest.networks
-    assert info is not None
-    # So that longer steps are run in parts, and the head over a batch too.
-    short = replace(info, most_tokens=16, most_logits=3, most_rows=4, row_tokens=4)
-    return Engine(opened, SegmentBackend(opened.manifest, short, backend.specs, open_lane), SegmentedState)
+    return Engine(opened, FakeGpu(backend, fake).backend(opened.manifest), SegmentedState)

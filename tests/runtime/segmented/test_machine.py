@@ -11,7 +11,6 @@ from fake_cudart import FakeCudart
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.segmented.lane import grown
-from tide_export.runtime.segmented.ranges import padded
 
 LENGTH = 200
 
@@ -171,14 +170,6 @@ def test_too_little_memory_is_one_sentence(on_fake_gpu: Engine, fake: FakeCudart
     fake.limit = 1 << 20
     with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
         on_fake_gpu.start([0.5] * 3)
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "tokens"),
-    [(1, 0, 1), (2, 0, 2), (3, 0, 4), (17, 5, 32), (33, 0, 33), (48, 0, 48), (3, 97, 3), (3, 96, 4), (1, 99, 1)],
-)
-def test_runs_are_padded_to_a_power_of_two_that_fits(count: int, length: int, tokens: int) -> None:
-    assert padded(count, length, most=48, capacity=100) == tokens
 
 
 @pytest.mark.parametrize(("rows", "needed", "wanted"), [(32, 1, 32), (32, 32, 32), (32, 33, 64), (32, 200, 200)])

@@ -59,7 +59,7 @@ class SegmentedBatch:
             max_pending: a sequence is run through a segment when more tokens of it than this would wait before it.
             compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
                 run it; else all that wait before it do.
-            places: sequences it shall hold at once; no more than the networks take.
+            places: sequences it shall hold at once; as many of them as the networks take.
 
         Raises:
             GenerationError: the networks take one sequence at a time, or no memory for the sequences' buffers.
@@ -71,7 +71,7 @@ class SegmentedBatch:
         self._max_pending, self._compaction = max_pending, compaction_threshold
         self._limit = min(manifest.model.context_length or backend.capacity, backend.capacity)
         self._lane = backend.batch_lane(self, places)
-        self._free = list(range(self._lane.rows))
+        self._free = list(range(min(places, backend.most_rows)))
 
     @property
     def free(self) -> int:

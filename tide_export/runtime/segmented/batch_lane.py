@@ -160,31 +160,30 @@ class BatchLane:
         """
         plan = runs_over(counts, lengths, self._info)
         row = self._row[k + 1] if k + 1 < self._count else self._final_row
-        result = self._reserve_out(k, sum(aligned((run.stop - run.start) * run.tokens * row) for run in plan))
+        result = self._reserve_out(k, sum(aligned(run.rows * run.tokens * row) for run in plan))
         found, ran, index = dict[int, _Place](), dict[tuple[int, int, int], int](), -1
         for run in plan:
             index += run.first == 0  # the parts of a prompt share a slot
             slot = self._slot(index)
-            active = [place for place in range(run.start, run.stop) if place in counts]
-            chunks = {place: min(counts[place] - run.first, run.tokens) for place in active}
-            slot.told.host(LENGTHS, np.int64)[: run.stop - run.start] = lengths[run.start : run.stop]
+            chunks = {place: min(counts[place] - run.first, run.tokens) for place in run.places}
+            slot.told.host(LENGTHS, np.int64)[: run.rows] = lengths[run.start : run.stop]
             slot.told.host(LENGTHS, np.int64)[0] += run.first
             last = slot.told.host(LAST, np.int64)
             last[:] = 0
-            last[np.array(active) - run.start] = np.array([chunks[place] for place in active]) - 1
+            last[np.array(run.places) - run.start] = np.array(list(chunks.values())) - 1
             slot.told.host(THRESHOLD, np.float32)[0] = threshold
             source = self._enter_ids(slot, run, chunks, ids) if k == 0 else self._enter(k, run, chunks, waited)
             self._launch(k, run, slot, source, result)
-            for place in active:
+            for place in run.places:
                 at = found.setdefault(place, _Place(slot, place - run.start))
                 at.states.append((result + (place - run.start) * run.tokens * row, chunks[place]))
             if run.first == 0:
-                ran[run.start, run.stop, run.tokens] = result
-            result += aligned((run.stop - run.start) * run.tokens * row)
+                ran[run.start, run.rows, run.tokens] = result
+            result += aligned(run.rows * run.tokens * row)
         self._places, self._last_runs = found, ran
 
     def _enter_ids(self, slot: _Slot, run: Run, chunks: Mapping[int, int], ids: Mapping[int, np.ndarray]) -> int:
-        block = slot.told.host(IDS, np.int64)[: (run.stop - run.start) * run.tokens].reshape(-1, run.tokens)
+        block = slot.told.host(IDS, np.int64)[: run.rows * run.tokens].reshape(-1, run.tokens)
         block[:] = 0
         for place, chunk in chunks.items():
             block[place - run.start, :chunk] = ids[place][run.first : run.first + chunk]
@@ -192,7 +191,7 @@ class BatchLane:
 
     def _enter(self, k: int, run: Run, chunks: Mapping[int, int], waited: Mapping[int, int]) -> int:
         """Where the hidden states of a run lie, [rows, tokens, D]; of those that have nothing to run, anything."""
-        whole = self._last_runs.get((run.start, run.stop, run.tokens))
+        whole = self._last_runs.get((run.start, run.rows, run.tokens))
         if whole is not None and run.first == 0 and not any(waited[place] for place in chunks):
             return whole
         copies, row = list[Copy](), self._row[k]
@@ -207,7 +206,7 @@ class BatchLane:
         return self._entry.address
 
     def _launch(self, k: int, run: Run, slot: _Slot, source: int, result: int) -> None:
-        rows, last = run.stop - run.start, k + 1 == self._count
+        rows, last = run.rows, k + 1 == self._count
         addresses = {
             names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: source,
             names.FINAL_STATES if last else names.NEW_HIDDEN_STATES: result,

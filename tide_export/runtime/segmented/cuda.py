@@ -18,6 +18,7 @@ from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.segmented.device import Buffer
 
 MOST_GRAPHS = 256  # recorded per lane; the longest unused goes first
+MOST_SEEN = 4096  # kinds of work that came once
 
 
 def import_cudart() -> ModuleType:
@@ -104,9 +105,12 @@ class CudaDevice:
         graph = self._graphs.get(key)
         if graph is None:
             if key not in self._seen:
+                if len(self._seen) == MOST_SEEN:
+                    self._seen.clear()
                 self._seen.add(key)
                 work()
                 return
+            self._seen.remove(key)  # should it be thrown away, it must come twice again
             graph = self._record(work)
             self._graphs[key] = graph
             self._make_room()
@@ -128,11 +132,10 @@ class CudaDevice:
         return executable
 
     def _make_room(self) -> None:
-        if len(self._graphs) <= MOST_GRAPHS:
-            return
-        self.synchronize()
-        _, oldest = self._graphs.popitem(last=False)
-        self._call("cudaGraphExecDestroy", oldest)
+        while len(self._graphs) > MOST_GRAPHS:
+            self.synchronize()
+            _, oldest = self._graphs.popitem(last=False)
+            self._call("cudaGraphExecDestroy", oldest)
 
 
 class _Owner:

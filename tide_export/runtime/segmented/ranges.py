@@ -12,12 +12,28 @@ from tide_export.manifest import NetworksInfo
 
 
 class Run(NamedTuple):
-    """Places start .. stop-1, `tokens` of each: from token number `first` of what a place brings on."""
+    """A run over places start .. stop-1, `tokens` of each.
 
-    start: int
-    stop: int
+    Attributes:
+        places: those that have something to run, ascending; the others are padding.
+        first: the first that it takes of the tokens a place brings.
+    """
+
+    places: tuple[int, ...]
     tokens: int
     first: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.places[0]
+
+    @property
+    def stop(self) -> int:
+        return self.places[-1] + 1
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
 
 
 def padded(count: int, length: int, most: int, capacity: int) -> int:
@@ -41,19 +57,28 @@ def runs_over(counts: Mapping[int, int], lengths: Sequence[int], info: NetworksI
         counts: tokens by place, 1 or more.
         lengths: tokens in the segment's K/V buffers, of every place there is.
     """
-    runs, start = list[Run](), None
+    runs = list[Run]()
     short = sorted(place for place, count in counts.items() if count <= info.row_tokens)
     for place in short:
-        begin = place if start is None else start
-        among = [counts[one] for one in short if begin <= one <= place]
-        tokens = padded(max(among), max(lengths[begin : place + 1]), info.row_tokens, info.capacity)
-        if start is not None and max(lengths[start : place + 1]) + tokens <= info.capacity:
-            runs[-1] = Run(start, place + 1, tokens)
+        together = _together((*runs[-1].places, place), counts, lengths, info) if runs else None
+        if together is None:
+            together = _together((place,), counts, lengths, info)
+            assert together is not None  # its own tokens fit its own buffers
+            runs.append(together)
         else:
-            start = place
-            runs.append(Run(place, place + 1, padded(counts[place], lengths[place], info.row_tokens, info.capacity)))
+            runs[-1] = together
     for place in sorted(counts.keys() - set(short)):
         for first in range(0, counts[place], info.most_tokens):
             chunk = min(counts[place] - first, info.most_tokens)
-            runs.append(Run(place, place + 1, padded(chunk, lengths[place] + first, info.most_tokens, info.capacity), first))
+            tokens = padded(chunk, lengths[place] + first, info.most_tokens, info.capacity)
+            runs.append(Run((place,), tokens, first))
     return runs
+
+
+def _together(
+    places: tuple[int, ...], counts: Mapping[int, int], lengths: Sequence[int], info: NetworksInfo
+) -> Run | None:
+    """One run over all that some places bring; None where there is no room for its padding."""
+    longest = max(lengths[places[0] : places[-1] + 1])
+    tokens = padded(max(counts[place] for place in places), longest, info.row_tokens, info.capacity)
+    return Run(places, tokens) if longest + tokens <= info.capacity else None

@@ -1,0 +1,241 @@
+"""Several sequences on segment networks: each gets, step by step, what it gets alone, on the host and on a fake GPU."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import FakeGpu
+from families import CHECKPOINTS, LAYERS, build
+from fake_cudart import FakeCudart
+from tiny_engines import engine_of, pieces_of, segments_of
+
+from tide_export.errors import GenerationError
+from tide_export.export_check import dividing_thresholds
+from tide_export.runtime.batch import generate as batch_generate
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.sampling import Sampler
+from tide_export.runtime.segmented import batch_lane
+from tide_export.runtime.segmented.batch import SegmentedBatch
+from tide_export.runtime.segmented.state import SegmentedState
+from tide_export.spread import spread_routers
+from tide_export.thresholds import OFF
+
+TEXT = [(i * 37) % 500 + 3 for i in range(40)]
+PROMPTS = [[7], [5, 9], TEXT, TEXT[3:20], [11] * 9]
+NEW_TOKENS = 24
+PLACES = 3
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[float]]:
+    """A tiny Llama with routers that spread over [0, 1], as a graph and as networks; thresholds that divide its tokens."""
+    source = build("llama")
+    routers = spread_routers(source, CHECKPOINTS, TEXT, bottleneck=16, lens_rank=4)
+    pieces, folder = pieces_of(source, CHECKPOINTS), tmp_path_factory.mktemp("batch") / "bundle"
+    graph = engine_of(source, routers, folder, pieces)
+    return graph, segments_of(source, routers, folder, pieces), dividing_thresholds(source, routers, TEXT)
+
+
+@pytest.fixture
+def fake_gpu(engines, fake: FakeCudart) -> Engine:
+    _, networks, _ = engines
+    return Engine(networks.bundle, FakeGpu(networks._session, fake).backend(networks.manifest), SegmentedState)
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]], **options) -> list:
+    return [engine.generate(prompt, NEW_TOKENS, stop_token_ids=[], min_layers=0, **options) for prompt in prompts]
+
+
+def assert_same(together: list, alone: list, passes: bool = True) -> None:
+    for one, other in zip(together, alone, strict=True):
+        assert (one.tokens, one.finish_reason, one.stats.exit_layer) == (
+            other.tokens,
+            other.finish_reason,
+            other.stats.exit_layer,
+        )
+        if passes:
+            assert one.stats.layers_run == other.stats.layers_run
+            assert one.stats.layer_tokens_run == other.stats.layer_tokens_run
+
+
+@pytest.mark.parametrize("max_pending", [0, 1, 4, 1000])
+def test_tokens_exits_and_passes_are_those_of_one_by_one(engines, max_pending: int) -> None:
+    """Five prompts on three places: as one ends the next takes its place, with K/V of another left in it."""
+    graph, networks, thresholds = engines
+    options = {"threshold": thresholds, "max_pending": max_pending}
+    alone = one_by_one(graph, PROMPTS, **options)
+    assert {layers for one in alone for layers in one.stats.exit_layer} == {*CHECKPOINTS, LAYERS}
+    for share in (1.0, 0.5, 0.0):
+        together = networks.generate(
+            PROMPTS, NEW_TOKENS, stop_token_ids=[], min_layers=0, compaction_threshold=share, **options
+        )
+        assert_same(together, alone, passes=share == 1.0)
+    if 0 < max_pending < 1000:  # whoever could wait came along, so more passes were run
+        assert sum(sum(one.stats.layers_run) for one in together) > sum(sum(one.stats.layers_run) for one in alone)
+
+
+def test_full_depth_and_every_sequence_s_own_random_numbers(engines) -> None:
+    graph, networks, thresholds = engines
+    full = {"mode": "full", "stop_token_ids": []}
+    alone = [graph.generate(prompt, NEW_TOKENS, **full) for prompt in PROMPTS]
+    assert_same(networks.generate(PROMPTS, NEW_TOKENS, **full), alone)
+    options = {"threshold": thresholds, "min_layers": 0, "temperature": 0.9, "stop_token_ids": []}
+    seeds = [3, 1, 4, 1, 5]
+    alone = [graph.generate(prompt, NEW_TOKENS, seed=n, **options) for prompt, n in zip(PROMPTS, seeds, strict=True)]
+    assert_same(networks.generate(PROMPTS, NEW_TOKENS, seed=seeds, **options), alone)
+
+
+def test_a_recording_device_gives_the_same(engines, fake_gpu: Engine, fake: FakeCudart, monkeypatch) -> None:
+    """Memory that is NaN until it is set, work done late, graphs replayed with the addresses they were made with; and
+    room for few graphs, so that they are thrown away and made again."""
+    graph, _, thresholds = engines
+    for most, max_pending in ((5, 4), (256, 1)):
+        monkeypatch.setattr("tide_export.runtime.segmented.cuda.MOST_GRAPHS", most)
+        options = {"threshold": thresholds, "max_pending": max_pending}
+        before = fake.launches
+        together = fake_gpu.generate(PROMPTS, NEW_TOKENS, stop_token_ids=[], min_layers=0, **options)
+        assert_same(together, one_by_one(graph, PROMPTS, **options))
+        assert fake.launches - before > 2 * NEW_TOKENS
+        (lane,) = fake_gpu._session._free_batches
+        assert len(lane._device._graphs) <= most
+        gc.collect()
+
+
+class Alone:
+    """Every sequence by itself, on the graph, beside the batch that is tested."""
+
+    def __init__(self, engine: Engine, thresholds: list[float], max_pending: int) -> None:
+        self.start: Callable = lambda: engine.start(thresholds, max_pending)
+        self.states: dict[int, object] = {}
+
+    def check(self, batch: SegmentedBatch, new: dict[int, list[int]], own: bool) -> None:
+        results = batch.step(new)
+        assert set(results) == set(new)
+        for place, result in results.items():
+            expected = self.states[place].step(new[place])
+            np.testing.assert_allclose(result.logits, expected.logits, atol=1e-4)
+            assert result.exit_layer == expected.exit_layer
+            if own:  # nobody came along who could have waited
+                assert result.segments_run == expected.segments_run
+                assert batch.rows[place].lengths == self.states[place].lengths
+
+
+@pytest.mark.parametrize("device", ["host", "fake GPU"])
+@pytest.mark.parametrize("max_pending", [0, 1, 4, 1000])
+def test_steps_of_any_sequences_and_any_sizes(request, engines, device: str, max_pending: int) -> None:
+    """Some sequences of the batch, 1 to 30 tokens each; they join late, end at their context, and others take their
+    place. What idle places had must be there when they go on."""
+    graph, networks, thresholds = engines
+    engine = networks if device == "host" else request.getfixturevalue("fake_gpu")
+    context = networks.manifest.model.context_length
+    assert context == 256
+    random, share = np.random.default_rng(max_pending), float(max_pending % 2)
+    batch = SegmentedBatch(engine._session, engine.manifest, thresholds, max_pending, share, PLACES)
+    alone, ended = Alone(graph, thresholds, max_pending), 0
+    for number in range(60):
+        if batch.free and (number % 4 == 0 or not batch.rows):
+            place = batch.join()
+            alone.states[place] = alone.start()
+            ids = random.integers(3, 500, int(random.choice([1, 20, 150, 250]))).tolist()
+            alone.check(batch, {place: ids}, own=True)
+        new = {}
+        for place in batch.rows:
+            room = context - alone.states[place].length
+            if room and random.random() < 0.7:
+                size = 1 if random.random() < 0.6 else int(random.integers(1, 31))
+                new[place] = random.integers(3, 500, min(size, room)).tolist()
+        if new:
+            alone.check(batch, new, own=share == 1)
+        full = [place for place in batch.rows if alone.states[place].length == context]
+        for place in full if number % 3 == 0 else ():  # for a while they are idle, without room for padding
+            batch.leave(place)
+            ended += 1
+    assert ended > 2
+
+
+def test_the_context_is_the_end_of_one_and_a_failed_step_changes_nothing(engines) -> None:
+    graph, networks, thresholds = engines
+    context = networks.manifest.model.context_length
+    long = [TEXT[i % 40] for i in range(context - 3)]
+    prompts = [[5, 6], long, [8]]
+    alone = one_by_one(graph, prompts, threshold=thresholds)
+    assert [one.finish_reason for one in alone] == ["length", "context", "length"]
+    options = {"stop_token_ids": [], "min_layers": 0, "threshold": thresholds}
+    assert_same(networks.generate(prompts, NEW_TOKENS, **options), alone, passes=False)
+    batch = networks.start_batch(thresholds, 4, 1.0, 2)
+    first, second = batch.join(), batch.join()
+    batch.step({first: [5], second: long})
+    before = [list(batch.rows[place].lengths) for place in (first, second)]
+    with pytest.raises(GenerationError, match="the sequence would have 257 tokens but the model's context holds 256"):
+        batch.step({first: [6], second: [1, 2, 3, 4]})
+    with pytest.raises(GenerationError, match="at least one token"):
+        batch.step({first: [6], second: []})
+    assert [batch.rows[place].lengths for place in (first, second)] == before
+
+
+def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(engines, monkeypatch) -> None:
+    _, networks, _ = engines
+    runs: list[tuple[int, tuple[int, ...]]] = []
+    launch = batch_lane.BatchLane._launch
+    monkeypatch.setattr(
+        batch_lane.BatchLane,
+        "_launch",
+        lambda lane, k, run, *rest: (runs.append((k, run.places)), launch(lane, k, run, *rest)),
+    )
+    batch = SegmentedBatch(networks._session, networks.manifest, [OFF, OFF], 4, 1.0, PLACES)
+    places = [batch.join() for _ in range(PLACES)]
+    batch.step({place: [5] for place in places})
+    assert runs == [(0, (0, 1, 2)), (1, (0, 1, 2)), (2, (0, 1, 2))]
+    batch._thresholds[0] = -1.0  # everyone leaves at the first checkpoint ...
+    batch.step({0: [6], 2: [6]})
+    batch._max_pending = 1  # ... but for those of whom two would wait
+    for new, deep in (({0: [7], 1: [7]}, (0,)), ({0: [8], 1: [8], 2: [8]}, (1, 2)), ({0: [8], 2: [8]}, (0,))):
+        runs.clear()
+        batch.step(new)
+        assert runs == [(0, tuple(new)), (1, deep), (2, deep)]
+
+
+def test_more_prompts_than_places_and_long_ones_by_themselves(engines, monkeypatch) -> None:
+    graph, networks, thresholds = engines
+    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 20)
+    batch = networks.start_batch(thresholds, 4, 1.0, 2)
+    wanted = [*PROMPTS, *PROMPTS[::-1]]
+    many, stop = [np.array(prompt) for prompt in wanted], frozenset()
+    found = batch_generate.generate_batch(batch, networks.manifest, many, [Sampler()] * 10, NEW_TOKENS, stop)
+    assert_same(found, one_by_one(graph, wanted, threshold=thresholds, max_pending=4))
+    assert batch.free == 2
+    assert not batch.rows
+
+
+def test_a_lane_serves_the_next_batch_and_a_larger_one_takes_its_place(engines) -> None:
+    _, networks, thresholds = engines
+    backend = networks._session
+    backend._free_batches.clear()
+    options = {"threshold": thresholds, "min_layers": 0}
+    networks.generate([[5], [6]], 4, **options)
+    gc.collect()
+    (small,) = backend._free_batches
+    assert small.rows == 2
+    networks.generate([[5], [6], [7]], 4, **options)
+    gc.collect()
+    (large,) = backend._free_batches
+    assert large.rows == 3
+    networks.generate([[5], [6]], 4, **options)
+    gc.collect()
+    assert backend._free_batches == [large]
+
+
+def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCudart) -> None:
+    _, networks, _ = engines
+    with pytest.raises(GenerationError, match="'lossless' takes one prompt at a time"):
+        networks.generate([[5], [6]], 4, mode="lossless")
+    fake.limit = 1 << 18
+    with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
+        fake_gpu.generate([[5], [6]], 4)
+    backend = networks._session
+    alone = type(backend)(networks.manifest, replace(backend._info, most_rows=1), backend.specs, backend._open_lane)
+    with pytest.raises(GenerationError, match="take one sequence at a time .* or use provider 'cpu'"):
+        Engine(networks.bundle, alone, SegmentedState).generate([[5], [6]], 4)
