@@ -10,7 +10,7 @@ from tide_export.config import TideConfig
 from tide_export.graph import compose, compose_propagating, cut
 from tide_export.graph.cut import Pieces
 from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt, save_batch_networks
-from tide_export.manifest import EXACT, PROPAGATE, NetworksInfo
+from tide_export.manifest import EXACT, PROPAGATE
 from tide_export.model import SourceModel
 from tide_export.names import BATCH_SIZES
 from tide_export.package import context_length, make_manifest, save_graph
@@ -57,14 +57,15 @@ def engine_of(
 
 
 MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
-MOST_ROWS, ROW_TOKENS = 3, 4
+MOST_ROWS, ROW_TOKENS = 3, 4  # of a run over several sequences
 
 
 def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces) -> Engine:
     """The same as networks of one segment each, into the bundle that `engine_of` wrote at `folder`."""
     networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
     networks.save(folder)
-    info = NetworksInfo("fp32", bound(source), MOST_TOKENS, MOST_LOGITS, networks.exit_size, MOST_ROWS, ROW_TOKENS)
-    write_manifest(folder, replace(open_bundle(folder).manifest, networks=info))
+    manifest = open_bundle(folder).manifest
+    info = replace(networks.info(manifest, MOST_ROWS), most_tokens=MOST_TOKENS, most_logits=MOST_LOGITS)
+    write_manifest(folder, replace(manifest, networks=replace(info, row_tokens=ROW_TOKENS)))
     bundle = open_bundle(folder)
     return Engine(bundle, open_segments(bundle, threads=1), SegmentedState)

@@ -5,8 +5,8 @@ not: the model and ONNX Runtime's copy of its weights are never in memory at the
 `onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the HuggingFace model (full depth)
 and the oracle (exits, tokens that wait and catch up) on two prompts and the tokens after them, one by one from the K/V
 cache: a long prompt that reaches behind the model's sliding windows where a large model makes that affordable, and a
-short one. Segment networks go through the same, and the networks for batches take both prompts together. `validate`
-does the same at length and on real text.
+short one. Segment networks go through the same, and they and the networks for batches take both prompts together.
+`validate` does the same at length and on real text.
 """
 
 import logging
@@ -27,6 +27,7 @@ from tide_export.quantize.stored import computes_in_float32, graph_engines
 from tide_export.routers import RouterSet
 from tide_export.runtime.batch.generate import empty_batch
 from tide_export.runtime.batch.networks import BatchNetworks
+from tide_export.runtime.batch.rule import AnyBatch
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
@@ -82,10 +83,20 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
     del engine
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = Engine(bundle, open_segments(bundle), SegmentedState)
-        _compare("networks", networks, answers, TOLERANCES[manifest.networks.weights])
+        tolerance = TOLERANCES[manifest.networks.weights]
+        _compare("networks", networks, answers, tolerance)
+        if manifest.networks.most_rows > 1:
+            options = (answers[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
+            batch = networks.start_batch(*options, len(answers))
+            _compare_together("networks with several sequences", batch, manifest, answers, tolerance)
+            del batch
         del networks
     if names.batch_file(names.HEAD) in manifest.files:
-        _compare_together(bundle, answers, TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 products"])
+        sessions = BatchNetworks(bundle, None).sessions(len(answers))
+        tolerance = TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 products"]
+        options = (answers[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
+        together = empty_batch(sessions, manifest, *options)
+        _compare_together("networks for batches", together, manifest, answers, tolerance)
 
 
 def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: Tolerance) -> None:
@@ -98,13 +109,12 @@ def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: T
         _require(check, what, engine.manifest)
 
 
-def _compare_together(bundle: Bundle, answers: Sequence[Answers], tolerance: Tolerance) -> None:
-    manifest, thresholds = bundle.manifest, answers[0].thresholds
-    sessions = BatchNetworks(bundle, None).sessions(len(answers))
-    batch = empty_batch(sessions, manifest, thresholds, MAX_PENDING, manifest.compaction_threshold)
-    check = Check("exit", thresholds, tolerance=tolerance)
+def _compare_together(
+    what: str, batch: AnyBatch, manifest: Manifest, answers: Sequence[Answers], tolerance: Tolerance
+) -> None:
+    check = Check("exit", answers[0].thresholds, tolerance=tolerance)
     compare_together(batch, answers, manifest.segment_sizes, check)
-    _require(check, "networks for batches", manifest)
+    _require(check, what, manifest)
 
 
 def _require(check: Check, what: str, manifest: Manifest) -> None:

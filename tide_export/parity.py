@@ -24,7 +24,7 @@ from tide_export.manifest import PROPAGATE
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
 from tide_export.routers import RouterSet
-from tide_export.runtime.batch.step import Batch
+from tide_export.runtime.batch.rule import AnyBatch
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds import OFF
 
@@ -177,7 +177,7 @@ def compare(engine: Engine, answers: Answers, exits: bool, max_pending: int, che
     check.same_as_full += int((answers.full.argmax(-1) == np.array(written.tokens)).sum())
 
 
-def compare_together(batch: Batch, answers: Sequence[Answers], segment_sizes: Sequence[int], check: Check) -> None:
+def compare_together(batch: AnyBatch, answers: Sequence[Answers], segment_sizes: Sequence[int], check: Check) -> None:
     """Adds to `check` what an empty batch at the thresholds of `answers` says of all their texts at once.
 
     Args:

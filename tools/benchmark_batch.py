@@ -57,8 +57,7 @@ class Measured:
 def main() -> None:
     options = _options()
     sizes = [int(size) for size in options.sizes.split(",")]
-    # An engine each, because one keeps the networks of the largest batch it has seen, and idle places are not free.
-    engines = {size: load(options.bundle, provider="cpu", threads=options.threads) for size in sizes}
+    engines = _engines(options, sizes)
     prompts = _prompts(options, max(sizes))
     cases = [Case("full", None, None)]
     for threshold in map(float, options.thresholds.split(",")):
@@ -97,6 +96,14 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     if options.plot:
         _plot(rows, options.plot)
+
+
+def _engines(options: argparse.Namespace, sizes: Sequence[int]) -> dict[int, Engine]:
+    """On the CPU an engine for each size: one keeps the networks of the largest batch it has seen, and idle places are
+    not free. On a GPU places that nobody is at are not run, and the weights are there once."""
+    if options.provider == "cpu":
+        return {size: load(options.bundle, provider="cpu", threads=options.threads) for size in sizes}
+    return dict.fromkeys(sizes, load(options.bundle, provider=options.provider, plugins=options.plugins))
 
 
 def _run(
@@ -170,6 +177,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="(32)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(5)")
     parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--provider", default="cpu", help="cpu, cuda, tensorrt, tensorrt-rtx (cpu)")
+    parser.add_argument("--plugins", metavar="LIBRARY", help="for tensorrt engines that hold plugins")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     return parser.parse_args()

@@ -25,18 +25,19 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}  # of the largest value of an output
 
 
 def feeds(spec: NetworkSpec, profile: Profile, info: NetworksInfo) -> Iterator[dict[str, np.ndarray]]:
-    """Random inputs for the fewest, usual and most tokens of a profile, behind caches of several lengths."""
-    random = np.random.default_rng(0)
+    """Random inputs for the fewest, usual and most tokens of a profile and as many sequences as it takes, behind caches
+    of several lengths."""
+    random, rows = np.random.default_rng(0), profile.rows
     for tokens in sorted({profile.least, profile.best, profile.most}):
         lengths = {0, (info.capacity - tokens) // 2, info.capacity - tokens} if spec.name != names.HEAD else {0}
         for length in sorted(lengths):
             found = {}
             for name, tensor in spec.inputs.items():
-                shape = tensor.dims(tokens)
+                shape = tensor.dims(tokens, rows)
                 if name == names.PAST_LENGTHS:
-                    found[name] = np.array([length])
+                    found[name] = np.maximum(length - 3 * np.arange(rows), 0)
                 elif name == names.LAST_TOKENS:
-                    found[name] = np.array([tokens - 1])
+                    found[name] = (tokens - 1) * (1 + np.arange(rows)) // rows
                 elif name == names.INPUT_IDS:
                     found[name] = random.integers(0, 100, shape)
                 elif name == names.EXIT_THRESHOLD:

@@ -238,6 +238,8 @@ def _engine_steps(
     given = plugins if plugins[1] != "none" else ()  # to run engines that hold none, none may be named
     run = ("--provider", flavour, *given)
     prompt = ("--prompt", "def main(", "--max-new-tokens", "32", "--json")
+    batch = ("--dataset", "calibration/text/python-stdlib-validation.jsonl", "--sizes", "1,2,4,8")
+    batch = (*batch, "--thresholds", "0.5", "--compactions", "0,1", "--new-tokens", "64")
     return [
         Step(copied[0], "", (sys.executable, "-c", copy, str(source), str(bundle)), 120, after, lacks),
         Step(built[0], "engines build here", cli("build", bundle, "--target", flavour, *plugins), 900, copied, lacks),
@@ -253,6 +255,14 @@ def _engine_steps(
             (gpu, package("onnxruntime")),
         ),
         Step(f"bench-{name}", "decode times", cli("bench", bundle, *run, "--json"), 300, (f"load-{name}",), (gpu,)),
+        Step(
+            f"batch-{name}",
+            "tokens a second over the number of sequences, and that each gets its own",
+            tool("benchmark_batch", bundle, *run, *batch, "--json", bundle.parent / f"batch-{name}.json"),
+            300,
+            (f"load-{name}",),
+            (gpu, package("tokenizers")),
+        ),
     ]
 
 

@@ -10,16 +10,16 @@ import pytest
 
 from tide_export import build, names
 from tide_export.build import _check_built, build_engines, require_builder, run_worker
-from tide_export.build.profiles import profiles_for
+from tide_export.build.profiles import profiles_for, run_sizes, with_rows
 from tide_export.build.rebuild import rebuild
 from tide_export.bundle import open_bundle, write_manifest
 from tide_export.cli import main
-from tide_export.errors import BuildError, BundleError, ProviderError
-from tide_export.manifest import Manifest
+from tide_export.errors import BuildError, BundleError, ConfigError, GenerationError, ProviderError
+from tide_export.manifest import Manifest, NetworksInfo
 from tide_export.runtime import flavours
 from tide_export.runtime.flavours import TENSORRT, TENSORRT_RTX
-from tide_export.runtime.segmented.network import specs
-from tide_export.runtime.segmented.tensorrt import pick_profile
+from tide_export.runtime.segmented.network import kv_aliases, of_network, specs
+from tide_export.runtime.segmented.tensorrt import _check_engine, pick_profile
 
 PARTS = [*(names.segment(k) for k in range(4)), names.HEAD]
 
@@ -41,7 +41,16 @@ def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bun
     assert manifest.engines.flavour == "tensorrt-rtx"
     assert manifest.engines.version == require_builder(TENSORRT_RTX)
     assert manifest.engines.weights_sha256 == manifest.model.weights_sha256
-    assert [profile.name for profile in manifest.engines.profiles] == ["decode", "catch-up", "prefill"]
+    assert manifest.networks is not None
+    profiles = [(profile.name, profile.most, profile.rows) for profile in manifest.engines.profiles]
+    assert profiles == [
+        ("decode", 1, 1),
+        ("catch-up", 32, 1),
+        ("prefill", 1024, 1),
+        ("batch-decode", 1, 8),
+        ("batch-catch-up", 32, 8),
+    ]
+    assert (manifest.networks.most_rows, manifest.networks.row_tokens) == (8, 32)
     for part in PARTS:
         assert manifest.files[names.engine_file(part)].size > 100_000
     assert {file: info for file, info in manifest.files.items() if not file.startswith("engines/")} == (
@@ -57,7 +66,9 @@ def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
         plan = opened.file(names.engine_file(part)).read_bytes()
         for tensor in (*spec.inputs, *spec.outputs):
             assert tensor.encode() in plan, (part, tensor)
-        assert (b"[profile 2]" in plan) == (part != names.HEAD)
+        assert (b"[profile 4]" in plan) == (part != names.HEAD)
+        assert b"[profile 1]" in plan
+        assert b"[profile 5]" not in plan
 
 
 @pytest.mark.parametrize("weights", ["fp16", "bf16"])
@@ -98,7 +109,12 @@ def half_precision():
         (lambda found: found["inputs"].pop(names.PAST_LENGTHS), "'segment_1' has no input past_lengths"),
         (lambda found: found["outputs"].update(more=["FLOAT", [1]]), "'segment_1' has the output more"),
         (lambda found: found["inputs"].update(hidden_states=["HALF", [-1, -1, 128]]), "hidden_states is float16"),
-        (lambda found: found["inputs"].update(hidden_states=["FLOAT", [-1, -1, 64]]), r"hidden_states is float32 \[1"),
+        (
+            lambda found: found["inputs"].update(hidden_states=["FLOAT", [-1, -1, 64]]),
+            r"float32 \['rows', 'tokens', 64",
+        ),
+        (lambda found: found["inputs"].update(hidden_states=["FLOAT", [1, -1, 128]]), r"hidden_states is float32 \[1,"),
+        (lambda found: found.update(profiles=3), "took 3 of the 5 optimization profiles of segment_1"),
         (lambda found: found["aliases"].popitem(), "does not update the K/V cache of segment_1 in place"),
     ],
 )
@@ -114,10 +130,11 @@ def test_an_engine_unlike_its_network_is_refused(demo_bundle: Path, change, says
 
     aliases = {name.replace("past_key_values", "present"): name for name in spec.inputs if name.startswith("past_key")}
     found = {"inputs": as_found(spec.inputs), "outputs": as_found(spec.outputs), "aliases": aliases}
-    _check_built("segment_1", spec, found)
+    found["profiles"] = 5
+    _check_built("segment_1", spec, found, 5)
     change(found)
     with pytest.raises((BuildError, BundleError), match=says):
-        _check_built("segment_1", spec, found)
+        _check_built("segment_1", spec, found, 5)
 
 
 JOB = {"networks": [{"name": "segment_0"}], "timing_cache": None}
@@ -199,26 +216,115 @@ def test_progress_adds_up_to_the_networks(demo_bundle: Path, tmp_path: Path) -> 
     assert len(amounts) == 4
 
 
+def info_of(capacity: int, max_pending: int, rows: int = 1, bound: int | None = None) -> NetworksInfo:
+    sizes = run_sizes(capacity, max_pending, rows, bound)
+    return NetworksInfo("fp32", capacity, sizes[0], sizes[1], 16, sizes[2], sizes[3])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 100])
 @pytest.mark.parametrize(
     ("capacity", "max_pending"), [(1024, 16), (1000, 15), (4096, 0), (8, 16), (1, 1), (131072, 40)]
 )
-def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_pending: int) -> None:
-    profiles = profiles_for(capacity, max_pending)
+def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_pending: int, rows: int) -> None:
+    info = info_of(capacity, max_pending, rows)
+    profiles = profiles_for(info)
     assert all(1 <= p.least <= p.best <= p.most <= capacity for p in profiles)
-    assert profiles[-1].most == min(1024, capacity)
+    prefill = profiles[2]
+    assert prefill.most == min(1024, capacity)
     assert pick_profile(profiles, 1) == 0
-    for tokens in {2, max_pending + 1, profiles[-1].most} & set(range(2, profiles[-1].most + 1)):
+    for tokens in {2, max_pending + 1, prefill.most} & set(range(2, prefill.most + 1)):
         assert profiles[pick_profile(profiles, tokens)].most >= tokens
     if 1 < max_pending + 1 <= min(1024, capacity):
         assert profiles[pick_profile(profiles, max_pending + 1)].name == "catch-up"
+    assert info.most_rows == min(rows, info.most_tokens)
+    assert info.most_logits >= info.most_rows, "the head runs once over a batch"
+    for several in range(2, info.most_rows + 1):
+        assert profiles[pick_profile(profiles, 1, several)].name == "batch-decode"
+        if info.row_tokens > 1:
+            assert profiles[pick_profile(profiles, info.row_tokens, several)].name == "batch-catch-up"
+    with pytest.raises(GenerationError, match=f"{info.most_rows + 1} sequences exceeds the engine's profiles"):
+        pick_profile(profiles, 1, info.most_rows + 1)
+    if info.most_rows > 1:
+        with pytest.raises(GenerationError, match="of each of 2 sequences exceeds the engine's profiles, which take"):
+            pick_profile(profiles, info.row_tokens + 1, 2)
 
 
 def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
     """Of a model whose experts are gathered; any number of tokens up to there is still taken."""
     for most in (1, 5):
-        profiles = profiles_for(1024, 16, most)
-        assert [p.most for p in profiles] == [1, most, most]
+        info = info_of(1024, 16, 8, most)
+        profiles = profiles_for(info)
+        assert [p.most * p.rows for p in profiles] == ([1, 1, 1] if most == 1 else [1, 5, 5, 5, 5])
         assert all(1 <= p.least <= p.best <= p.most for p in profiles)
+
+
+def test_more_sequences_are_asked_for_when_engines_are_built(demo_bundle: Path, tmp_path: Path, monkeypatch) -> None:
+    info = open_bundle(demo_bundle, verify=False).manifest.networks
+    assert info is not None
+    assert with_rows(info, 8) == info
+    assert (with_rows(info, 64).most_rows, with_rows(info, 64).row_tokens) == (64, 16)
+    assert with_rows(info, 1).most_rows == 1
+    bundle = tmp_path / "bundle"
+    shutil.copytree(demo_bundle, bundle)
+    with pytest.raises(ConfigError, match="batch_size must be a whole number from 1 to 256, not 0"):
+        rebuild(bundle, "tensorrt-rtx", batch_size=0)
+    manifest = open_bundle(bundle, verify=False).manifest
+    write_manifest(bundle, replace(manifest, networks=with_rows(info, 1)))
+    with pytest.raises(BuildError, match="take one sequence at a time .* export it again with --batch-size"):
+        rebuild(bundle, "tensorrt-rtx", batch_size=4)
+
+
+class FoundEngine:
+    """What the runtime asks an engine it has loaded, from a bundle's own manifest."""
+
+    def __init__(self, spec, profiles) -> None:
+        self.spec, self.profiles = spec, profiles
+        self.tensors = [*((name, "INPUT") for name in spec.inputs), *((name, "OUTPUT") for name in spec.outputs)]
+        self.num_io_tensors, self.num_optimization_profiles = len(self.tensors), len(profiles)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.tensors[index][0]
+
+    def get_tensor_mode(self, name: str):
+        return types.SimpleNamespace(name=dict(self.tensors)[name])
+
+    def _of(self, name: str):
+        return self.spec.inputs.get(name) or self.spec.outputs[name]
+
+    def get_tensor_dtype(self, name: str):
+        types_of = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
+        return types.SimpleNamespace(name=types_of[self._of(name).dtype])
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return [-1 if isinstance(dim, str) else dim for dim in self._of(name).shape]
+
+    def get_aliased_input_tensor(self, name: str) -> str:
+        return kv_aliases(self.spec)[name]
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        return [tuple(self._of(name).dims(self.profiles[profile].most, self.profiles[profile].rows))] * 3
+
+
+def test_an_engine_for_fewer_sequences_than_its_manifest_says_is_refused(demo_bundle: Path) -> None:
+    manifest = open_bundle(demo_bundle, verify=False).manifest
+    assert manifest.networks is not None
+    for name, spec in specs(manifest, manifest.networks).items():
+        profiles = of_network(name, profiles_for(manifest.networks), manifest.networks)
+        _check_engine(FoundEngine(spec, profiles), spec, profiles, "x.engine")
+        fewer = tuple(replace(profile, rows=min(profile.rows, 4)) for profile in profiles)
+        if fewer != profiles:
+            with pytest.raises(BundleError, match=r"takes past_lengths of \[4\] at most in profile batch-decode"):
+                _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")
+        else:
+            assert name == names.HEAD
+            with pytest.raises(BundleError, match="has 1 optimization profiles, not the 2"):
+                _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
+
+
+def test_the_library_knows_the_questions_an_engine_is_asked() -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    asked = [name for name in vars(FoundEngine) if name.startswith("get_")]
+    assert [name for name in [*asked, "num_optimization_profiles"] if not hasattr(trt.ICudaEngine, name)] == []
 
 
 def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,20 @@ def test_tokens_and_exits_equal_the_branched_graph(engines: Bundle, on_gpu: Engi
         assert other.lengths == one.lengths
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_several_prompts_get_what_each_gets_alone(engines: Bundle, on_gpu: Engine, demo_text_ids, share: float) -> None:
+    """More than there are places, of many lengths; often enough that runs over several sequences are replayed."""
+    on_cpu = load(engines.path, provider="cpu", verify=False)
+    prompts = [
+        demo_text_ids[70 * number : 70 * number + length] for number, length in enumerate([1, 37, 2, 150, 18] * 2)
+    ]
+    for options in ({"mode": "full"}, {"threshold": [0.6, 0.7, 0.8], "min_layers": 0, "max_pending": 4}):
+        alone = [on_cpu.generate(prompt, 48, stop_token_ids=[], **options) for prompt in prompts]
+        together = on_gpu.generate(prompts, 48, stop_token_ids=[], compaction_threshold=share, **options)
+        for one, other in zip(together, alone, strict=True):
+            assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
+
+
 def test_generation_is_that_of_the_cpu(engines: Bundle, on_gpu: Engine, demo_text_ids) -> None:
     on_cpu = load(engines.path, provider="cpu", verify=False)
     for mode in ("full", "exit"):

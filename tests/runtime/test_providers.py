@@ -22,7 +22,7 @@ from tide_export.runtime.segmented import tensorrt as on_tensorrt
 from tide_export.runtime.segmented.tensorrt import pick_profile
 from tide_export.runtime.state import SequenceState
 
-PROFILES = (Profile("decode", 1, 1, 1), Profile("catch-up", 1, 16, 32), Profile("prefill", 1, 512, 1024))
+PROFILES = (Profile("decode", 1, 1, 1, 8), Profile("catch-up", 1, 16, 32, 8), Profile("prefill", 1, 512, 1024, 1))
 
 
 @pytest.fixture(scope="module")

@@ -117,9 +117,7 @@ def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
     """Least, best and most shape of every input under a profile. Several sequences are built for as many as there may
     be: with fewer, whichever kernel is chosen, a run waits for the weights."""
     sizes = ((profile.least, 1), (profile.best, profile.rows), (profile.most, profile.rows))
-    return {
-        name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes] for name, tensor in spec.inputs.items()
-    }
+    return {name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes] for name, tensor in spec.inputs.items()}
 
 
 def _timing_cache(flavour: Flavour, version: str) -> Path:

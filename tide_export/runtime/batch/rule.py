@@ -50,9 +50,7 @@ class AnyBatch(Protocol):
     def step(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, RowResult]: ...
 
 
-def still_needing(
-    needed: Sequence[int], left: Container[int], waits: Mapping[int, int], max_pending: int
-) -> list[int]:
+def still_needing(needed: Sequence[int], left: Container[int], waits: Mapping[int, int], max_pending: int) -> list[int]:
     """Of those that needed the segment before, who needs the next.
 
     Args:

@@ -175,7 +175,9 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
     for number, profile in enumerate(profiles):
         most = list(engine.get_tensor_profile_shape(entry, number)[-1])
         if most != list(spec.inputs[entry].dims(profile.most, profile.rows)):
-            raise BundleError(f"engine '{path}' takes {entry} of {most} at most in profile {profile.name}, unlike its manifest")
+            raise BundleError(
+                f"engine '{path}' takes {entry} of {most} at most in profile {profile.name}, unlike its manifest"
+            )
 
 
 def pick_profile(profiles: tuple[Profile, ...], tokens: int, rows: int = 1) -> int:
@@ -190,9 +192,13 @@ def pick_profile(profiles: tuple[Profile, ...], tokens: int, rows: int = 1) -> i
     most = max((profile.most for profile in profiles if rows <= profile.rows), default=0)
     if not most:
         most_rows = max(profile.rows for profile in profiles)
-        raise GenerationError(f"a run over {rows} sequences exceeds the engine's profiles, which take {most_rows} at most")
+        raise GenerationError(
+            f"a run over {rows} sequences exceeds the engine's profiles, which take {most_rows} at most"
+        )
     of_each = f" of each of {rows} sequences" if rows > 1 else ""
-    raise GenerationError(f"a run over {tokens} tokens{of_each} exceeds the engine's profiles, which take {most} at most")
+    raise GenerationError(
+        f"a run over {tokens} tokens{of_each} exceeds the engine's profiles, which take {most} at most"
+    )
 
 
 class _TrtNetwork:
