@@ -270,7 +270,7 @@ def test_more_sequences_are_asked_for_when_engines_are_built(demo_bundle: Path, 
         rebuild(bundle, "tensorrt-rtx", batch_size=0)
     manifest = open_bundle(bundle, verify=False).manifest
     write_manifest(bundle, replace(manifest, networks=with_rows(info, 1)))
-    with pytest.raises(BuildError, match="take one sequence at a time .* export it again with --batch-size"):
+    with pytest.raises(BuildError, match=r"take one sequence at a time .* export it again with --batch-size"):
         rebuild(bundle, "tensorrt-rtx", batch_size=4)
 
 

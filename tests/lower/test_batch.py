@@ -9,7 +9,7 @@ import pytest
 
 from tide_export import names
 from tide_export.errors import GraphError, UnsupportedModelError
-from tide_export.lower.batch import INLINE_BYTES, check_positions, _point_to
+from tide_export.lower.batch import INLINE_BYTES, _point_to, check_positions
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class Networks:
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
-        """Why a run cannot begin at any sequence of a batch, if it cannot: it is given the address of that one's K/V."""
+        """Why a run cannot begin at any sequence of a batch, if it cannot: it is given the address of its K/V."""
         item = 4 if self.weights == "fp32" else 2
         for heads, width in manifest.model.kv_shapes:
             size = heads * self.capacity * width * item

@@ -3,13 +3,12 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import FakeGpu
-from families import CHECKPOINTS, LAYERS, build
 from fake_cudart import FakeCudart
+from families import CHECKPOINTS, LAYERS, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.errors import GenerationError
@@ -31,7 +30,7 @@ PLACES = 3
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[float]]:
-    """A tiny Llama with routers that spread over [0, 1], as a graph and as networks; thresholds that divide its tokens."""
+    """A tiny Llama with routers that spread over [0, 1], as a graph and as networks; thresholds that divide tokens."""
     source = build("llama")
     routers = spread_routers(source, CHECKPOINTS, TEXT, bottleneck=16, lens_rank=4)
     pieces, folder = pieces_of(source, CHECKPOINTS), tmp_path_factory.mktemp("batch") / "bundle"
@@ -237,5 +236,5 @@ def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCu
         fake_gpu.generate([[5], [6]], 4)
     backend = networks._session
     alone = type(backend)(networks.manifest, replace(backend._info, most_rows=1), backend.specs, backend._open_lane)
-    with pytest.raises(GenerationError, match="take one sequence at a time .* or use provider 'cpu'"):
+    with pytest.raises(GenerationError, match=r"take one sequence at a time .* or use provider 'cpu'"):
         Engine(networks.bundle, alone, SegmentedState).generate([[5], [6]], 4)

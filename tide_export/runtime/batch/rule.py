@@ -35,7 +35,7 @@ class BatchRow(Protocol):
 
 
 class AnyBatch(Protocol):
-    """A batch on any engine: what `generate_batch` drives. `step.Batch` and `segmented.batch.SegmentedBatch` are such."""
+    """A batch on any engine, that `generate_batch` drives: `step.Batch` and `segmented.batch.SegmentedBatch`."""
 
     @property
     def rows(self) -> Mapping[int, BatchRow]: ...

@@ -14,8 +14,8 @@ from tide_export.manifest import Manifest, NetworksInfo
 from tide_export.runtime.segmented.batch_lane import BatchLane
 from tide_export.runtime.segmented.device import Device
 from tide_export.runtime.segmented.lane import Lane
-from tide_export.runtime.segmented.ranges import padded
 from tide_export.runtime.segmented.network import Network, NetworkSpec
+from tide_export.runtime.segmented.ranges import padded
 
 OpenLane = Callable[[], tuple[Device, Mapping[str, Network]]]
 

@@ -1,7 +1,7 @@
 """Several sequences over networks of one segment each: after every segment, which of them go on, as `batch.rule` says.
 
-`Engine.generate` of a list of prompts uses a `SegmentedBatch` where the engine is TensorRT or ONNX Runtime on CUDA, as
-it uses a `runtime.batch.step.Batch` on the CPU. Where the memory is and what runs the networks is `batch_lane`'s affair.
+`Engine.generate` of a list of prompts uses a `SegmentedBatch` where the engine is TensorRT or ONNX Runtime on CUDA, and
+a `runtime.batch.step.Batch` on the CPU. Where the memory is and what runs the networks is `batch_lane`'s affair.
 """
 
 import heapq
