@@ -238,8 +238,8 @@ def _engine_steps(
     given = plugins if plugins[1] != "none" else ()  # to run engines that hold none, none may be named
     run = ("--provider", flavour, *given)
     prompt = ("--prompt", "def main(", "--max-new-tokens", "32", "--json")
-    batch = ("--dataset", "calibration/text/python-stdlib-validation.jsonl", "--sizes", "1,2,4,8")
-    batch = (*batch, "--thresholds", "0.5", "--compactions", "0,1", "--new-tokens", "64")
+    text = "calibration/text/python-stdlib-validation.jsonl"
+    cases = ("--sizes", "1,2,4,8", "--thresholds", "0.5", "--compactions", "0,1", "--new-tokens", "64")
     return [
         Step(copied[0], "", (sys.executable, "-c", copy, str(source), str(bundle)), 120, after, lacks),
         Step(built[0], "engines build here", cli("build", bundle, "--target", flavour, *plugins), 900, copied, lacks),
@@ -258,7 +258,16 @@ def _engine_steps(
         Step(
             f"batch-{name}",
             "tokens a second over the number of sequences, and that each gets its own",
-            tool("benchmark_batch", bundle, *run, *batch, "--json", bundle.parent / f"batch-{name}.json"),
+            tool(
+                "benchmark_batch",
+                bundle,
+                *run,
+                "--dataset",
+                text,
+                *cases,
+                "--json",
+                bundle.parent / f"batch-{name}.json",
+            ),
             300,
             (f"load-{name}",),
             (gpu, package("tokenizers")),
