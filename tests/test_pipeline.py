@@ -182,3 +182,12 @@ def test_what_tensorrt_does_not_take_is_refused_before_anything_is_calibrated(
         with pytest.raises(UnsupportedModelError, match="abacus"):
             pipeline.export(str(demo_model), tmp_path / "out", config=config, targets=("tensorrt",), engines=False)
     assert asked == [(3, 6, 9), (6,)], "the checkpoints that will be, or one in the middle"
+
+
+def test_a_batch_size_is_for_tensorrt_and_a_number(tmp_path: Path, demo_model: Path) -> None:
+    for targets, size, says in (
+        (("onnxruntime",), 4, "batch_size is for targets tensorrt and tensorrt-rtx"),
+        (("tensorrt",), 0, "batch_size must be a whole number from 1 to 256, not 0"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            pipeline.export(str(demo_model), tmp_path / "out", targets=targets, engines=False, batch_size=size)

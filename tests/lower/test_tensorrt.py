@@ -222,4 +222,28 @@ def test_a_run_takes_as_many_tokens_as_experts_can_be_gathered_for(make, demo_bu
     manifest = open_bundle(demo_bundle, verify=False).manifest
     assert networks.info(manifest).most_tokens == CAPACITY
     few = replace(networks, most_tokens=5).info(manifest)
-    assert (few.most_tokens, few.most_logits) == (5, 5)
+    assert (few.most_tokens, few.most_logits, few.most_rows, few.row_tokens) == (5, 5, 5, 1)
+
+
+def test_sequences_that_cannot_run_together_run_alone_and_a_warning_says_why(
+    make, pieces, demo_bundle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks, manifest = make(), open_bundle(demo_bundle, verify=False).manifest
+    shapes = ((2, 8),) * manifest.model.num_layers
+    manifest = replace(manifest, model=replace(manifest.model, kv_shapes=shapes))
+    assert (networks.info(manifest).most_rows, networks.info(manifest, 3).most_rows) == (8, 3)
+    assert not caplog.records
+    unaligned = replace(networks, capacity=50)
+    assert unaligned.info(manifest).most_rows == 1
+    assert "3200 bytes a layer, is no multiple of 256: make --max-length one of 4" in caplog.text
+    assert replace(networks, capacity=52).info(manifest).most_rows == 8
+    caplog.clear()
+    assert unaligned.info(manifest, 1).most_rows == 1
+    assert not caplog.records, "nothing else was asked for"
+
+    def counting(piece) -> None:
+        raise UnsupportedModelError("it counts on")
+
+    monkeypatch.setattr(lowering, "check_positions", counting)
+    assert make().info(manifest).most_rows == 1
+    assert "take one prompt at a time: it counts on" in caplog.text

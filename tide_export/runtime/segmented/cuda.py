@@ -1,8 +1,8 @@
 """A lane's device on a GPU: one CUDA stream, its memory, and the CUDA graphs recorded on it.
 
-Work that comes with the same key is the same work on the same addresses: the first time it is queued as it is (engines
-set themselves up in their first run), the second time it is recorded while it is queued, and from then on one launch
-replays it. Uses NVIDIA's own bindings (package cuda-bindings); no PyTorch. Device 0.
+Work that comes with the same key is the same work on the same addresses: the first time it is queued as it is, the
+second time it is queued and then recorded (TensorRT asks for a run between a change of shape and the recording), and
+from then on one launch replays it. Uses NVIDIA's own bindings (package cuda-bindings); no PyTorch. Device 0.
 """
 
 import ctypes
@@ -111,9 +111,10 @@ class CudaDevice:
                 work()
                 return
             self._seen.remove(key)  # should it be thrown away, it must come twice again
-            graph = self._record(work)
-            self._graphs[key] = graph
+            work()  # an engine that last ran another shape takes up this one in a run that is not recorded
+            self._graphs[key] = self._record(work)
             self._make_room()
+            return
         self._graphs.move_to_end(key)
         self._call("cudaGraphLaunch", graph, self.stream)
 

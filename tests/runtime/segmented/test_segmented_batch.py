@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import FakeGpu
 from fake_cudart import FakeCudart
+from fake_gpu import FakeGpu
 from families import CHECKPOINTS, LAYERS, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
