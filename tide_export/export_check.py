@@ -81,12 +81,12 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
     for prefix, engine, tolerance in graph_engines(bundle, None):
         _compare(prefix.strip() or "graph", engine, answers, tolerance)
     del engine
+    options = (answers[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = Engine(bundle, open_segments(bundle), SegmentedState)
         tolerance = TOLERANCES[manifest.networks.weights]
         _compare("networks", networks, answers, tolerance)
         if manifest.networks.most_rows > 1:
-            options = (answers[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
             batch = networks.start_batch(*options, len(answers))
             _compare_together("networks with several sequences", batch, manifest, answers, tolerance)
             del batch
@@ -94,7 +94,6 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
     if names.batch_file(names.HEAD) in manifest.files:
         sessions = BatchNetworks(bundle, None).sessions(len(answers))
         tolerance = TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 products"]
-        options = (answers[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
         together = empty_batch(sessions, manifest, *options)
         _compare_together("networks for batches", together, manifest, answers, tolerance)
 
