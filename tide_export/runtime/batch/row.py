@@ -9,7 +9,7 @@ import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.errors import GenerationError
-from tide_export.runtime.state import ROOM, check_step
+from tide_export.runtime.state import ROOM, check_rewind, check_step
 
 
 class Row:
@@ -29,6 +29,25 @@ class Row:
         self.lengths = [0] * len(manifest.segment_sizes)
         self.waiting = [np.zeros((0, manifest.model.hidden_size), np.float32)] * len(self.lengths)
         self.capacity = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence so far."""
+        return self.lengths[0]
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens but the first `length`, as if they had never been stepped.
+
+        Raises:
+            GenerationError: `length` is negative or more than the sequence has.
+        """
+        check_rewind(self.length, length)
+        for k in range(1, len(self.lengths)):
+            left = max(length - self.lengths[k], 0)
+            if left < len(self.waiting[k]):
+                self.waiting[k] = self.waiting[k][:left].copy()
+        # What the buffers hold beyond is written over before it is read.
+        self.lengths = [min(own, length) for own in self.lengths]
 
     def reserve(self, new: int) -> bool:
         """Makes room for `new` more tokens; says whether the buffers are others now.

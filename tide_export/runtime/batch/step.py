@@ -6,7 +6,8 @@ when one needs it, sequences that could wait may catch up along with it nearly f
 waits for; where arithmetic is, only those that need it should go. `compaction_threshold` draws the line.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class RowResult(NamedTuple):
     """What a step says about one sequence's last token."""
 
     logits: np.ndarray  # float32 [V]
+    rows: np.ndarray  # float32 [m, V], of the last m positions; one unless more were asked for and the last segment ran
     exit_layer: int  # layers the logits' hidden state went through
     segments_run: int  # segments 0 .. this-1 ran over this sequence, also those it only caught up in
 
@@ -92,17 +94,26 @@ class Batch:
         self._free.append(place)
         self._bind(place, self._nobody)
 
-    def step(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, RowResult]:
+    def step(
+        self,
+        new: Mapping[int, Sequence[int] | np.ndarray],
+        logits_to_keep: Mapping[int, int] | None = None,
+        full: Collection[int] = (),
+    ) -> dict[int, RowResult]:
         """Runs each sequence's S >= 1 new token ids; the result is about the last of them.
 
         Args:
             new: token ids by place, not necessarily of all sequences.
+            logits_to_keep: by place, how many of the last positions get logits where the last segment runs, at least 1;
+                no more than the tokens it runs over come. The result is then that of full depth, also where the token
+                could have left and only came along. A sequence without an entry leaves at its own exit whatever runs.
+            full: places of sequences that are run through every segment and of which nothing exits.
 
         Raises:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
                 Runtime failed. The sequences are as they were before the step.
         """
-        everyone = sorted(new)
+        everyone, keep = sorted(new), logits_to_keep or {}
         totals = {place: self.rows[place].lengths[0] + len(new[place]) for place in everyone}
         for place in everyone:
             if self.rows[place].reserve(len(new[place])):
@@ -110,13 +121,13 @@ class Batch:
         flat = np.concatenate([np.asarray(new[place], np.int64) for place in everyone])[None]
         arrived = {place: len(new[place]) for place in everyone}  # tokens each brings to the segment
         entry, ran = flat, [list[int]() for _ in self._segments]
-        left: dict[int, tuple[int, np.ndarray]] = {}  # the first checkpoint each could leave at, and its state there
+        left: dict[int, tuple[int, np.ndarray]] = {}  # the first checkpoint each could leave at, and its states there
         doors: dict[tuple[int, int], np.ndarray] = {}  # what waits before a segment now, by segment and place
         needed = everyone
         for k, segment in enumerate(self._segments):
             if k > 0:
                 doors |= {(k, place): states for place, states in self._at_door(k, ran[k - 1], arrived).items()}
-                forced = {p for p in needed if totals[p] - self.rows[p].lengths[k] > self._max_pending}
+                forced = {p for p in needed if p in full or totals[p] - self.rows[p].lengths[k] > self._max_pending}
                 needed = [place for place in needed if place in forced or place not in left]
                 if not needed:
                     break
@@ -124,16 +135,24 @@ class Batch:
             ran[k] = everyone if together else needed
             if k > 0:
                 arrived, entry = self._enter(k, ran[k], ran[k - 1], doors)
-            segment.run(ran[k], [arrived[p] for p in ran[k]], [totals[p] for p in ran[k]], entry)
-            leaves = segment.scores > self._thresholds[k] if k + 1 < len(self._segments) else [True] * len(ran[k])
-            for index, (place, leaving) in enumerate(zip(ran[k], leaves, strict=True)):
-                if leaving and place not in left:
-                    left[place] = (k, segment.states[0, index].copy())
-        logits = self._logits(np.stack([left[place][1] for place in everyone])[None])
+            deepest = k + 1 == len(self._segments)
+            asked = [keep.get(place, 1) if deepest else 1 for place in ran[k]]
+            segment.run(ran[k], [arrived[p] for p in ran[k]], [totals[p] for p in ran[k]], asked, entry)
+            for index, (place, stop) in enumerate(zip(ran[k], accumulate(asked), strict=True)):
+                leaves = deepest or (segment.scores[index] > self._thresholds[k] and place not in full)
+                if leaves and (place not in left or (deepest and place in keep)):
+                    left[place] = (k, segment.states[0, stop - asked[index] : stop].copy())
+        counts = [len(left[place][1]) for place in everyone]
+        logits = self._logits(np.concatenate([left[place][1] for place in everyone])[None])
         self._commit(ran, totals, doors)
         return {
-            place: RowResult(logits[index], self._depths[left[place][0]], sum(place in places for places in ran))
-            for index, place in enumerate(everyone)
+            place: RowResult(
+                logits[stop - 1],
+                logits[stop - count : stop],
+                self._depths[left[place][0]],
+                sum(place in places for places in ran),
+            )
+            for place, count, stop in zip(everyone, counts, accumulate(counts), strict=True)
         }
 
     def _at_door(self, k: int, came: list[int], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
