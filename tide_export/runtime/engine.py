@@ -159,11 +159,12 @@ class Engine:
             seed: of a list of prompts, one for each of them, or one that each of them starts from.
             compaction_threshold: of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs
                 a segment, only those run it; else all that wait before it catch up along. Changes speed, never tokens.
-                None: the bundle's.
+                None: the bundle's; in lossless mode 0, and with a temperature always 1, because when a sequence is
+                verified decides what it draws.
 
         Raises:
-            GenerationError: as `stream`; for a list of prompts also where mode is "lossless", the engine is not ONNX
-                Runtime on the CPU, or the bundle holds no networks for batches.
+            GenerationError: as `stream`; for a list of prompts also where the engine is not ONNX Runtime on the CPU, or
+                the bundle holds no networks for batches.
         """
         options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
         if is_list_of_prompts(ids):
@@ -210,7 +211,7 @@ class Engine:
         checked = [prompt_of(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
         limit = whole_number("max_new_tokens", max_new_tokens, least=1)
         thresholds = thresholds_of(manifest, mode, threshold, min_layers)
-        drafts = draft_limits(manifest, mode, max_pending, prompt_lookup)
+        drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # a decoder itself says when to verify
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
         share = share_of(manifest, compaction_threshold, drafts is not None, samplers[0].greedy)
@@ -271,18 +272,22 @@ class Engine:
         prompt = prompt_of(manifest, ids)
         limit = whole_number("max_new_tokens", max_new_tokens, least=1)
         thresholds = thresholds_of(manifest, mode, threshold, min_layers)
-        drafts = draft_limits(manifest, mode, max_pending, prompt_lookup)
+        drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # the decoder itself says when to verify
         sampler = Sampler(temperature, top_k, top_p, seed)
         stops = stops_of(manifest, stop_token_ids)
-        if drafts and manifest.kv_cache_strategy == PROPAGATE:
+        state = self.start(thresholds, waiting)
+        decoder = decoder_of(manifest, sampler, stops, drafts, state)
+        return TokenStream(state, decoder, Progress(manifest, prompt, limit, stops))
+
+    def _drafts(self, mode: str, max_pending: int | None, prompt_lookup: int | None) -> DraftLimits | None:
+        drafts = draft_limits(self.manifest, mode, max_pending, prompt_lookup)
+        if drafts and self.manifest.kv_cache_strategy == PROPAGATE:
             raise GenerationError(
                 f"mode 'lossless' needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
                 "kv_cache_strategy exact"
             )
-        state = self.start(thresholds, waiting)
-        decoder = decoder_of(manifest, sampler, stops, drafts, state)
-        return TokenStream(state, decoder, Progress(manifest, prompt, limit, stops))
+        return drafts
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> State:
         """An empty sequence to `step` by hand.

@@ -60,7 +60,7 @@ def share_of(manifest: Manifest, given: float | None, lossless: bool, greedy: bo
     """The compaction threshold of a list of prompts.
 
     In lossless mode what waits are drafts, all of which have to go through every layer: None means 0 there, not the
-    bundle's. But where tokens are drawn, when a sequence is verified decides what is drawn, so that each goes by itself.
+    bundle's. But where tokens are drawn, when a sequence is verified decides what is drawn: each goes by itself.
     """
     share = manifest.compaction_threshold if given is None else real_number("compaction_threshold", given)
     if not 0 <= share <= 1:

@@ -240,5 +240,6 @@ def test_segment_networks_do_not_take_batches(demo_bundle: Path) -> None:
 
 def test_a_propagating_bundle_does_not_take_batches(engine: Engine) -> None:
     bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
-    with pytest.raises(GenerationError, match="propagates"):
-        Engine(bundle, engine._session).generate([[5], [6]], 2)
+    for mode in ("exit", "lossless"):
+        with pytest.raises(GenerationError, match="propagates"):
+            Engine(bundle, engine._session).generate([[5], [6]], 2, mode=mode)

@@ -1,4 +1,4 @@
-"""Lossless mode for a list of prompts: the full model's tokens, whoever else drafts, verifies and is rewound meanwhile."""
+"""Lossless mode for a list of prompts: the full model's tokens, whoever else drafts, verifies, is rewound meanwhile."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def full(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def mixed(engine: Engine, demo_text_ids: list[int]) -> list[float]:
-    """Thresholds that about two thirds of what reaches each checkpoint pass: far too many for all of them to be right."""
+    """Thresholds that about two thirds of what reaches each checkpoint pass: too many for all of them to be right."""
     state = engine.start([OFF] * len(engine.manifest.checkpoints))
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
     return np.clip(np.quantile(scores, 0.33, axis=0), 0.0, 1.0).tolist()
