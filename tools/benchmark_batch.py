@@ -3,12 +3,12 @@
     python tools/benchmark_batch.py BUNDLE --dataset SPEC [--sizes 1,2,4,8,16,32] [--lossless 0,1] [--plot FILE.png]
 
 Prompts are cut from documents of SPEC at lengths from half to one and a half times `--prompt-tokens`. A round gives
-every case its turn, in an order drawn anew: B sequences, decoded for `--new-tokens` steps behind their prompts, of
-which the first token is not counted. B = 1 is the one-sequence graph, so that what a batch gains is against the best
-there is for one. Of each case the median over the rounds is told, the ratio to one sequence at full depth and the ratio
-to as many at full depth; only ratios within one run mean anything. Tokens of every batch are compared with those one by
-one, in lossless mode with those at full depth (a difference is rounding: they are counted, and how far apart the two
-best logits were is not known here).
+every case its turn, in an order drawn anew: B sequences, `--new-tokens` behind their prompts, of which the first is not
+counted; the next round takes the next B prompts, of as many as the largest B. B = 1 is the one-sequence graph, so that
+what a batch gains is against the best there is for one. Of each case the median over the rounds is told, the ratio to
+one sequence at full depth and the ratio to as many at full depth; only ratios within one run mean anything. Tokens of
+every batch are compared with those one by one, in lossless mode with those at full depth (a difference is rounding:
+they are counted, and how far apart the two best logits were is not known here).
 """
 
 import argparse
@@ -74,29 +74,25 @@ def main() -> None:
         if case.threshold not in alone:  # None: full depth, whose tokens are those of lossless mode
             alone[case.threshold], _ = _run(engines[sizes[0]], case, prompts, options.new_tokens, together=False)
     seconds: dict[tuple[Case, int], list[float]] = {turn: [] for turn in turns}
-    outcome = {}
+    outcome: dict[tuple[Case, int], list[tuple[Generation, Generation]]] = {turn: [] for turn in turns}
     for size, engine in engines.items():
         engine.generate(prompts[:size], 2)  # opens the networks
     order = random.Random(0)
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         order.shuffle(turns)
         for case, size in turns:
-            outcome[case, size], spent = _run(
-                engines[size], case, prompts[:size], options.new_tokens, together=size > 1
-            )
+            places = [(number * size + place) % len(prompts) for place in range(size)]
+            chosen = [prompts[place] for place in places]
+            done, spent = _run(engines[size], case, chosen, options.new_tokens, together=size > 1)
             seconds[case, size].append(spent)
+            outcome[case, size] += zip(done, (alone[case.threshold][place] for place in places), strict=True)
     rows = []
     full = {size: size * (options.new_tokens - 1) / median(seconds[cases[0], size]) for size in sizes}
     base = full.get(1, float("nan"))
     for case, size in sorted(turns, key=lambda turn: (cases.index(turn[0]), turn[1])):
-        results = outcome[case, size]
         speed = size * (options.new_tokens - 1) / median(seconds[case, size])
-        pairs = [
-            (a, b)
-            for x, y in zip(results, alone[case.threshold], strict=False)
-            for a, b in zip(x.tokens, y.tokens, strict=True)
-        ]
-        layers = float(np.mean([one.stats.layers_run_per_token for one in results]))
+        pairs = [pair for one, other in outcome[case, size] for pair in zip(one.tokens, other.tokens, strict=True)]
+        layers = float(np.mean([one.stats.layers_run_per_token for one, _ in outcome[case, size]]))
         wrong = sum(a != b for a, b in pairs)
         rows.append(Measured(case.title, size, speed, speed / base, speed / full[size], layers, wrong, len(pairs)))
     print(_table(rows))
