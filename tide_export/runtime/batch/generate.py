@@ -78,8 +78,8 @@ def generate_batch(
         started = time.perf_counter()
         results = batch.step(
             {place: one.request.ids for place, one in running.items()},
-            {place: one.request.logits_to_keep for place, one in running.items() if one.verifies},
-            {place for place, one in running.items() if one.request.full},
+            logits_to_keep={place: one.request.logits_to_keep for place, one in running.items() if one.verifies},
+            full={place for place, one in running.items() if one.request.full},
         )
         seconds = time.perf_counter() - started
         for place, result in results.items():

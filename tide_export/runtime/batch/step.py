@@ -127,7 +127,7 @@ class Batch:
         for k, segment in enumerate(self._segments):
             if k > 0:
                 doors |= {(k, place): states for place, states in self._at_door(k, ran[k - 1], arrived).items()}
-                forced = {p for p in needed if p in full or totals[p] - self.rows[p].lengths[k] > self._max_pending}
+                forced = {p for p in needed if totals[p] - self.rows[p].lengths[k] > self._max_pending}
                 needed = [place for place in needed if place in forced or place not in left]
                 if not needed:
                     break
