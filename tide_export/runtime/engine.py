@@ -214,7 +214,7 @@ class Engine:
         drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # a decoder itself says when to verify
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
-        share = share_of(manifest, compaction_threshold, drafts is not None, samplers[0].greedy)
+        share = share_of(manifest, compaction_threshold, drafts is not None, all(one.greedy for one in samplers))
         stops = stops_of(manifest, stop_token_ids)
         if manifest.kv_cache_strategy == PROPAGATE:
             raise GenerationError(

@@ -184,6 +184,7 @@ def test_not_one_token_more_than_asked_for(
 ) -> None:
     found = engine.generate(prompts, most, mode="lossless", threshold=ALWAYS, stop_token_ids=[])
     assert tokens_of(found) == [tokens[:most] for tokens in full]
+    assert engine.generate(np.zeros((0, 3), int), most, mode="lossless") == []
 
 
 @pytest.mark.parametrize("lookup", [0, 6])
