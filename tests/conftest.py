@@ -81,6 +81,22 @@ def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
 
 
 @pytest.fixture(scope="session")
+def propagating_bundle(demo_model: Path, demo_bundle: Path, shared: Path) -> Path:
+    """The demo model with the routers of the demo bundle and `--kv-cache-strategy propagate`, from the command line;
+    made once for all workers."""
+    from tide_export.cli import main
+
+    bundle = shared / "propagating-bundle"
+    with (shared / "propagating-bundle.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not bundle.exists():
+            options = ["--kv-cache-strategy", "propagate", "--min-layers", "3", "-q"]
+            routers = ["--routers", str(demo_bundle / "routers.safetensors")]
+            assert main(["export", str(demo_model), "-o", str(bundle), *routers, *options]) == 0
+    return bundle
+
+
+@pytest.fixture(scope="session")
 def demo_text_ids(demo_model: Path) -> list[int]:
     """1000 tokens of source code that the routers were not calibrated on."""
     import json

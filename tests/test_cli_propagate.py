@@ -14,30 +14,35 @@ from tide_export.tune.lossless import tune_lossless
 
 ROOT = Path(__file__).parents[1]
 TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
-OPTIONS = ["--kv-cache-strategy", "propagate", "--min-layers", "3", "-q"]
+OPTIONS = ["--kv-cache-strategy", "propagate", "-q"]
 
 
-@pytest.fixture(scope="module")
-def bundle(demo_model: Path, demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with the routers of the demo bundle."""
-    made = tmp_path_factory.mktemp("propagate") / "b"
-    routers = ["--routers", str(demo_bundle / "routers.safetensors")]
-    assert main(["export", str(demo_model), "-o", str(made), *routers, *OPTIONS]) == 0
-    return made
-
-
-def test_it_says_what_the_rule_says(capsys, bundle: Path, demo_model: Path) -> None:
+def test_it_says_what_the_rule_says(capsys, propagating_bundle: Path, demo_model: Path) -> None:
     options = ["--dataset", str(TEXT), "--prompts", "4", "--longest-prompt", "24", "--new-tokens", "16"]
     assert (
-        main(["validate", str(bundle), "--model", str(demo_model), *options, "--threshold", "0.3,0.7", "--json"]) == 0
+        main(
+            [
+                "validate",
+                str(propagating_bundle),
+                "--model",
+                str(demo_model),
+                *options,
+                "--threshold",
+                "0.3,0.7",
+                "--json",
+            ]
+        )
+        == 0
     )
     said = json.loads(capsys.readouterr().out)
     assert said["holds"] is True
     assert sum(check["exits_per_layer"].get("3", 0) for check in said["checks"]) > 0
 
 
-def test_nothing_waits_and_what_is_skipped_is_never_computed(bundle: Path, demo_text_ids: list[int]) -> None:
-    engine = tide_export.load(bundle, threads=1)
+def test_nothing_waits_and_what_is_skipped_is_never_computed(
+    propagating_bundle: Path, demo_text_ids: list[int]
+) -> None:
+    engine = tide_export.load(propagating_bundle, threads=1)
     stats = engine.generate(demo_text_ids[:20], 24, threshold=0.0, stop_token_ids=[]).stats
     assert stats.exits_per_layer == {3: 23, 6: 0, 9: 0}  # the first token is the prompt's, which runs every layer
     assert stats.layers_run == [12, *[3] * 23]
@@ -49,8 +54,8 @@ def test_nothing_waits_and_what_is_skipped_is_never_computed(bundle: Path, demo_
     assert state.waiting == [0, 0, 0]
 
 
-def test_it_keeps_its_cache_when_the_buffers_grow(bundle: Path, demo_text_ids: list[int]) -> None:
-    engine = tide_export.load(bundle, threads=1)
+def test_it_keeps_its_cache_when_the_buffers_grow(propagating_bundle: Path, demo_text_ids: list[int]) -> None:
+    engine = tide_export.load(propagating_bundle, threads=1)
     roomy, tight = (engine.start([0.4, 0.5, 0.5], room=room) for room in (200, 1))
     for state in (roomy, tight):
         state.step(demo_text_ids[:9])
@@ -60,19 +65,38 @@ def test_it_keeps_its_cache_when_the_buffers_grow(bundle: Path, demo_text_ids: l
     assert tight.capacity < roomy.capacity
 
 
-def test_inspect_says_so(capsys, bundle: Path) -> None:
-    assert main(["inspect", str(bundle)]) == 0
+def test_several_prompts(capsys, propagating_bundle: Path) -> None:
+    line = ["generate", str(propagating_bundle), "--max-new-tokens", "8", "--threshold", "0.4", "--json", "-q"]
+    prompts = ["def read(", "import numpy as np\n\nclass "]
+    alone = []
+    for prompt in prompts:
+        assert main([*line, "--prompt", prompt]) == 0
+        alone.append(json.loads(capsys.readouterr().out)["tokens"])
+    two = [*line, "--prompt", prompts[0], "--prompt", prompts[1]]
+    assert main(two) == 0
+    assert [one["tokens"] for one in json.loads(capsys.readouterr().out)["sequences"]] == alone
+    assert main([*two, "--compaction-threshold", "1"]) == 2
+    assert "nothing waits that could come along" in capsys.readouterr().err
+
+
+def test_inspect_says_so(capsys, propagating_bundle: Path) -> None:
+    assert main(["inspect", str(propagating_bundle)]) == 0
     assert "K/V of skipped layers are made from the exit state (propagate)" in capsys.readouterr().out
-    assert open_bundle(bundle).manifest.kv_cache_strategy == "propagate"
+    assert open_bundle(propagating_bundle).manifest.kv_cache_strategy == "propagate"
 
 
-def test_bench_leaves_out_the_mode_it_has_not(capsys, bundle: Path) -> None:
-    assert main(["bench", str(bundle), "--prompt-tokens", "4", "--new-tokens", "2", "--repeat", "1", "--json"]) == 0
+def test_bench_leaves_out_the_mode_it_has_not(capsys, propagating_bundle: Path) -> None:
+    assert (
+        main(["bench", str(propagating_bundle), "--prompt-tokens", "4", "--new-tokens", "2", "--repeat", "1", "--json"])
+        == 0
+    )
     assert [mode["name"] for mode in json.loads(capsys.readouterr().out)["modes"]] == ["full", "exit", "first"]
 
 
-def test_what_needs_an_exact_cache_is_refused(capsys, bundle: Path, demo_model: Path, tmp_path: Path) -> None:
-    engine = tide_export.load(bundle, threads=1)
+def test_what_needs_an_exact_cache_is_refused(
+    capsys, propagating_bundle: Path, demo_model: Path, tmp_path: Path
+) -> None:
+    engine = tide_export.load(propagating_bundle, threads=1)
     with pytest.raises(GenerationError, match="mode 'lossless' needs an exact K/V cache"):
         engine.generate([1, 2], mode="lossless")
     state = engine.start([1.0] * 3)
@@ -80,8 +104,8 @@ def test_what_needs_an_exact_cache_is_refused(capsys, bundle: Path, demo_model: 
     with pytest.raises(GenerationError, match="cannot be rewound"):
         state.rewind(1)
     with pytest.raises(TuneError, match="propagates K/V"):
-        tune_lossless(bundle, str(TEXT))
-    assert main(["tune", str(bundle), "--dataset", str(TEXT), "--epsilon", "0.1", "--delta", "0.1"]) == 2
+        tune_lossless(propagating_bundle, str(TEXT))
+    assert main(["tune", str(propagating_bundle), "--dataset", str(TEXT), "--epsilon", "0.1", "--delta", "0.1"]) == 2
     assert "single positions certify nothing" in capsys.readouterr().err
     target = ["--target", "tensorrt", "--no-engines"]
     assert main(["export", str(demo_model), "-o", str(tmp_path / "b"), *target, *OPTIONS]) == 2

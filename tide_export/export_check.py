@@ -25,8 +25,8 @@ from tide_export.oracle import oracle
 from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare, compare_together
 from tide_export.quantize.stored import computes_in_float32, graph_engines
 from tide_export.routers import RouterSet
+from tide_export.runtime.batch.generate import empty_batch
 from tide_export.runtime.batch.networks import BatchNetworks
-from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
@@ -101,7 +101,7 @@ def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: T
 def _compare_together(bundle: Bundle, answers: Sequence[Answers], tolerance: Tolerance) -> None:
     manifest, thresholds = bundle.manifest, answers[0].thresholds
     sessions = BatchNetworks(bundle, None).sessions(len(answers))
-    batch = Batch(sessions, manifest, thresholds, MAX_PENDING, manifest.compaction_threshold)
+    batch = empty_batch(sessions, manifest, thresholds, MAX_PENDING, manifest.compaction_threshold)
     check = Check("exit", thresholds, tolerance=tolerance)
     compare_together(batch, answers, manifest.segment_sizes, check)
     _require(check, "networks for batches", manifest)

@@ -71,6 +71,8 @@ EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
 # m rows asked about. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D], LAST_TOKENS [m] (places among the N) and
 # the K/V buffers `row(past(..), r)` of each row; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m, D'],
 # ROUTER_SCORE [m, 1, 1] and `row(present(..), r)`. The head takes EXIT_STATES and gives LOGITS [1, m, V]. All float32.
+# Where K/V are propagated, each segment behind the first has one more network, `skipped(k)`, from the HIDDEN_STATES
+# [1, m, D] that m tokens left with before it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
 POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's place in its own sequence
 ROW_TOKENS = "row_tokens"  # input: int64 [R], how many of the N are each row's; 0: the row is left alone
 ROW_LENGTHS = "row_lengths"  # input: int32 [R], tokens in each row's K/V cache after the run; 1 where it is left alone
@@ -80,6 +82,12 @@ BATCH_SIZES = (4, 8, 16, 32)  # R; there is a set of networks for each
 def row(name: str, number: int) -> str:
     """A K/V buffer of one row of a batch."""
     return f"{name}.row_{number}"
+
+
+def new(layer: int, kind: str) -> str:
+    """Output: keys or values of m tokens that skip the layer, float32 [1, kv_heads, m, head_dim], for the host to put
+    into their K/V buffers."""
+    return f"new.{layer}.{kind}"
 
 
 # Files of a bundle.
@@ -100,6 +108,11 @@ def segment(k: int) -> str:
     return f"segment_{k}"
 
 
+def skipped(k: int) -> str:
+    """Name of the network of a batch for tokens that skip segment k >= 1, where K/V are propagated."""
+    return f"skipped_{k}"
+
+
 def network_file(name: str) -> str:
     """Where a bundle keeps the network `segment(k)` or HEAD."""
     return f"{NETWORKS_FOLDER}/{name}.onnx"
@@ -111,5 +124,6 @@ def engine_file(name: str) -> str:
 
 
 def batch_file(name: str, rows: int | None = None) -> str:
-    """Where a bundle keeps the network `segment(k)` of a batch of up to `rows`, or HEAD, which serves any number."""
+    """Where a bundle keeps the network `segment(k)` of a batch of up to `rows`; HEAD and `skipped(k)`, which hold no
+    K/V buffers, serve any number."""
     return f"batch_{name}.onnx" if rows is None else f"batch_{rows}_{name}.onnx"

@@ -205,8 +205,7 @@ def _write_graphs(folder: Path, request: _Request) -> tuple[Manifest, list[Answe
             answers = ask_model(source, fitted, manifest, graph)
     with stage("writing the weights"):
         save_graph(graph, folder)
-        if not request.propagates:  # what skipped layers get instead of waiting is made for one sequence alone
-            _save_batch_networks(folder, pieces, fitted, lower)
+        _save_batch_networks(folder, pieces, fitted, lower)
         save_tokenizer(request.model, folder)
         fitted.save(folder / ROUTERS_FILE)
         if request.flavour is not None:

@@ -12,13 +12,21 @@ from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.lower.batch import INLINE_BYTES, _check_positions, _point_to
 
 
-def test_every_network_reads_the_weights_of_the_graph(demo_bundle: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("demo_bundle", [names.HEAD]), ("propagating_bundle", [names.HEAD, *(names.skipped(k) for k in (1, 2, 3))])],
+)
+def test_every_network_reads_the_weights_of_the_graph(
+    kind: str, more: list[str], request: pytest.FixtureRequest
+) -> None:
+    bundle: Path = request.getfixturevalue(kind)
     parts = [names.segment(k) for k in range(4)]
     files = [names.batch_file(name, rows) for name in parts for rows in names.BATCH_SIZES]
-    assert {file.name for file in demo_bundle.glob("batch_*")} == {*files, names.batch_file(names.HEAD)}
-    for file in [*files, names.batch_file(names.HEAD)]:
-        assert (demo_bundle / file).stat().st_size < 500_000
-        model = onnx.load(demo_bundle / file, load_external_data=False)
+    files += map(names.batch_file, more)
+    assert {file.name for file in bundle.glob("batch_*")} == set(files)
+    for file in files:
+        assert (bundle / file).stat().st_size < 500_000
+        model = onnx.load(bundle / file, load_external_data=False)
         outside = [weight for weight in model.graph.initializer if weight.external_data]
         assert {entry.value for weight in outside for entry in weight.external_data if entry.key == "location"} == {
             names.WEIGHTS_FILE

@@ -1,8 +1,10 @@
 """`kv_cache_strategy = "propagate"` against its own oracle, family by family: skipped layers get keys and values from
 the state a token left with, and every later token sees them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from families import CHECKPOINTS, LAYERS, build
@@ -11,12 +13,17 @@ from tiny_engines import engine_of
 from tide_export.export_check import dividing_thresholds
 from tide_export.manifest import PROPAGATE
 from tide_export.oracle import oracle
-from tide_export.parity import check_exit, check_full
+from tide_export.parity import FORGIVEN_GAP, check_exit, check_full
+from tide_export.runtime.batch.propagate import PropagatingBatch
+from tide_export.runtime.batch.step import RowResult
 from tide_export.spread import spread_routers
 from tide_export.thresholds import OFF
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(20)]]
+TOGETHER = [PROMPTS[2], PROMPTS[0], [(i * 53) % 400 + 9 for i in range(33)], PROMPTS[1], [11, 4, 8]]
 NEW_TOKENS = 24
+JOINS = (0, 0, 2, 5, 9)  # the step in which each of TOGETHER begins
+MOST = (NEW_TOKENS, 8, NEW_TOKENS, NEW_TOKENS, NEW_TOKENS)  # and how many tokens it writes
 
 # Rotary, packed projections and learned positions, windows with softcaps, partial rotary with biases, latent attention
 # with experts, ALiBi.
@@ -27,7 +34,7 @@ FAMILIES = ("llama", "gpt2", "gemma2", "phi", "deepseek_v3", "mpt")
 def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path: Path) -> None:
     source = build(family)
     routers = spread_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
-    engine = engine_of(source, routers, tmp_path / "bundle", strategy=PROPAGATE)
+    engine = engine_of(source, routers, tmp_path / "bundle", strategy=PROPAGATE, batch=True)
     assert not [tensor for tensor in engine.manifest.inputs if tensor.name.startswith("pending")]
 
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
@@ -41,11 +48,45 @@ def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path:
         exits |= set(check.exits)
     assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
 
+    for thresholds in ([0.3] * 2, [0.5] * 2, [0.85] * 2, middle):
+        check_together(engine, source, routers, thresholds)
+
     # The judge must tell the two rules apart, or the above says nothing about the cache.
     ids = [*PROMPTS[2], *range(40, 60)]
     exact = oracle(source, routers, ids, middle)
     still = oracle(source, routers, ids, middle, propagate_from=len(PROMPTS[2]))
     assert (exact.logits - still.logits)[len(PROMPTS[2]) :].abs().max() > 1e-3
+
+
+def check_together(engine, source, routers, thresholds: Sequence[float]) -> None:
+    """Five sequences in four places, some joining beside others that are under way: each is what the judge says."""
+    assert engine._batch_networks is not None
+    batch = PropagatingBatch(engine._batch_networks.sessions(4), engine.manifest, thresholds)
+    written = [list[RowResult]() for _ in TOGETHER]
+    texts, places = [list(prompt) for prompt in TOGETHER], dict[int, int]()
+    for step in range(max(JOINS) + NEW_TOKENS):
+        for number, (joins, most) in enumerate(zip(JOINS, MOST, strict=True)):
+            if joins == step:
+                places[number] = batch.join()
+            elif joins + most == step:
+                batch.leave(places.pop(number))
+        results = batch.step({place: texts[n] if not written[n] else texts[n][-1:] for n, place in places.items()})
+        for number, place in places.items():
+            result = results[place]
+            written[number].append(result._replace(logits=result.logits.copy()))
+            texts[number].append(int(result.logits.argmax()))
+    for prompt, text, said, most in zip(TOGETHER, texts, written, MOST, strict=True):
+        assert len(said) == most
+        first = len(prompt) - 1
+        judged = oracle(source, routers, text[:-1], thresholds, propagate_from=len(prompt))
+        undecided = ((judged.scores - torch.tensor(thresholds)).abs() < FORGIVEN_GAP).any(-1)[first:]
+        left = torch.tensor([result.exit_layer for result in said])
+        assert ((left == judged.exit_layers[first:]) | undecided).all(), (thresholds, prompt)
+        same = left == judged.exit_layers[first:]
+        logits, expected = torch.tensor(np.stack([result.logits for result in said])), judged.logits[first:]
+        assert (logits - expected)[same].abs().max() < 1e-3 * expected.abs().max()
+        chosen = expected.gather(-1, logits.argmax(-1, keepdim=True))[:, 0]
+        assert (expected.max(-1).values - chosen)[same].max() < FORGIVEN_GAP
 
 
 def test_the_judge_by_hand(demo_source) -> None:

@@ -37,9 +37,34 @@ def test_rows_and_files(benchmark_modes, demo_bundle: Path, tmp_path: Path, monk
     assert "4 prompts of 48 tokens" in capsys.readouterr().out
 
 
+def test_several_together(
+    benchmark_modes, demo_bundle: Path, propagating_bundle: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Together the tokens and passes are those of one by one, of both kinds of K/V cache."""
+    options = ["--prompts", "2", "--new-tokens", "8", "--threads", "1", "--thresholds", "0.5", "--out", str(tmp_path)]
+    line = ["benchmark_modes", str(demo_bundle), str(propagating_bundle), "--dataset", str(TEXT), *options]
+    tables = []
+    for more in ([], ["--together", "2"]):
+        monkeypatch.setattr(sys, "argv", [*line, *more])
+        assert benchmark_modes.main() == 0
+        rows = json.loads((tmp_path / "modes.json").read_text())
+        tables.append({(r["bundle"], r["mode"], r["setting"], r["together"]): r for r in rows})
+    alone, together = tables
+    assert {row["together"] for row in alone.values()} == {1}
+    assert len(together) == 7
+    assert (together.pop((demo_bundle.name, "full", "", 1))["speedup"]) == 1.0
+    for (bundle, mode, setting, count), row in together.items():
+        assert count == 2
+        if mode == "full":
+            assert (row["agreement"], row["layers"]) == (1.0, 12.0)
+        else:
+            one = alone[bundle, mode, setting, 1]
+            assert (row["agreement"], row["layers"]) == pytest.approx((one["agreement"], one["layers"]), abs=1e-9)
+
+
 def test_another_token_in_lossless_mode_is_a_failure(benchmark_modes, demo_bundle: Path, tmp_path, monkeypatch) -> None:
     seen = benchmark_modes.Seen(0.9, 1.0, 1.0)
-    monkeypatch.setattr(benchmark_modes, "generate", lambda engine, mode, prompt, said: seen)
+    monkeypatch.setattr(benchmark_modes, "generate", lambda engine, mode, prompt, said: iter([seen]))
     options = ["--prompts", "2", "--new-tokens", "3", "--threads", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["benchmark_modes", str(demo_bundle), "--dataset", str(TEXT), *options])
     assert benchmark_modes.main() == 1

@@ -6,6 +6,10 @@ parts: what one gives, the host hands to the next (`runtime.batch.step`).
 
 All sequences' tokens lie behind one another on one axis, [1, N, ..], so that everything but attention reads each weight
 once for all of them and no token is padding.
+
+Where keys and values are propagated (`graph.propagate` has the rule) a segment that some sequences skip has a part of
+its own for these: from the states they left with to its layers' keys and values. It holds no K/V buffers: an attention
+to write them by, as in the one graph, would read them whole, for each sequence and layer. The host writes them.
 """
 
 from dataclasses import dataclass
@@ -31,9 +35,14 @@ TOKENS, ASKED = "tokens", "asked"  # N, all tokens of a run; m, those that may l
 class Part:
     """One part of the step: names in the model of all parts, by the names in a network of its own."""
 
-    name: str  # names.segment(k) or names.HEAD
+    name: str  # names.segment(k), names.skipped(k) or names.HEAD
     inputs: dict[str, str]
     outputs: dict[str, str]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it holds K/V buffers, so that each size of batch needs a network of its own."""
+        return names.TOTAL_LENGTH in self.inputs
 
 
 def compose_batch(
@@ -41,7 +50,8 @@ def compose_batch(
 ) -> tuple[ir.Model, list[Part]]:
     """The parts of `pieces`, shallowest first and the head last, in one model that holds every weight once.
 
-    K/V buffers and lengths are those of one sequence yet: `lower.passes.PackedRowsPass` replaces them.
+    K/V buffers and lengths are those of one sequence yet: `lower.passes.PackedRowsPass` replaces them. Pieces with the
+    layers' keys and values, which only a model that propagates them is cut into, give the parts for that too.
 
     Raises:
         GraphError: a router or lens is missing or of another width.
@@ -66,7 +76,10 @@ class _Batch:
         }
 
     def compose(self) -> tuple[ir.Model, list[Part]]:
-        parts = [self._segment(k) for k in range(len(self.pieces.segments))]
+        pieces = self.pieces
+        parts = [self._segment(k) for k in range(len(pieces.segments))]
+        if pieces.keys_values:
+            parts += [self._skipped(k) for k in range(1, len(pieces.segments))]
         parts.append(self._head())
         values = []
         for name, value in self.outputs.items():
@@ -82,7 +95,7 @@ class _Batch:
             opset_imports={"": OPSET, names.DOMAIN: 1, "com.microsoft": 1},
             name="tide_batch_step",
         )
-        functions = [route_function(next(iter(self.routers.values())))] if len(parts) > 2 else []
+        functions = [route_function(next(iter(self.routers.values())))] if len(pieces.segments) > 1 else []
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="tide_export", functions=functions), parts
 
     def _segment(self, k: int) -> Part:
@@ -137,6 +150,23 @@ class _Batch:
         )
         score, _ = route(self.block, layers, self.routers[layers], turned, off)
         return score
+
+    def _skipped(self, k: int) -> Part:
+        """States [1, m, D] that tokens left with before segment k, and their places -> its layers' keys and values."""
+        pieces, name = self.pieces, names.skipped(k)
+        states = _input(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, ASKED, pieces.hidden_size])
+        positions = _input(f"{name}/{names.POSITION_IDS}", INT64, [1, ASKED])
+        self.inputs += [states, positions]
+        outputs = {}
+        for layer in range(pieces.boundaries[k], pieces.boundaries[k + 1]):
+            piece, (kv_heads, head_dim) = pieces.keys_values[layer], pieces.kv_shapes[layer]
+            made = self.block.inline(piece, [states, positions], token_dims(piece, 1, ASKED))
+            for kind, value in zip(("key", "value"), made, strict=True):
+                value.type, value.shape = ir.TensorType(FLOAT), ir.Shape([1, kv_heads, ASKED, head_dim])
+                outputs[names.new(layer, kind)] = f"{name}/{names.new(layer, kind)}"
+                self.outputs[outputs[names.new(layer, kind)]] = value
+        inputs = {names.HIDDEN_STATES: str(states.name), names.POSITION_IDS: str(positions.name)}
+        return Part(name, inputs, outputs)
 
     def _head(self) -> Part:
         """Exit states [1, m, D'] -> logits [1, m, V]."""

@@ -1,4 +1,5 @@
 """The networks of a batch: one per segment and size of batch, and one for the head, on the weights of `model.onnx`.
+Where K/V are propagated, one more per segment behind the first, for the sequences that skip it.
 
 What `graph.batch` puts side by side goes through the very passes of the one-sequence graph, so every weight is stored
 in the same form under the same name; then each part becomes a file of its own that points into `model.onnx.data`. They
@@ -51,7 +52,7 @@ def save_batch_networks(
     for value in model.graph.initializers.values():
         _point_to(value, stored.get(str(value.name)))
     for part in parts:
-        for rows in sizes if part.name != names.HEAD else (None,):
+        for rows in sizes if part.has_rows else (None,):
             network = _network(model, part)
             if rows is not None:
                 PackedRowsPass(rows)(network)

@@ -18,9 +18,8 @@ import numpy as np
 from tide_export.bundle import Bundle, Manifest, open_bundle
 from tide_export.errors import GenerationError
 from tide_export.manifest import PROPAGATE, Drafting
-from tide_export.runtime.batch.generate import generate_batch
+from tide_export.runtime.batch.generate import empty_batch, generate_batch
 from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
-from tide_export.runtime.batch.step import Batch
 from tide_export.runtime.decoding import Decoder, OneByOne, run_block
 from tide_export.runtime.generation import FinishReason, Generation, Progress
 from tide_export.runtime.lossless import DraftLimits, LosslessDecoder, Rewindable
@@ -160,7 +159,7 @@ class Engine:
             compaction_threshold: of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs
                 a segment, only those run it; else all that wait before it catch up along. Changes speed, never tokens.
                 None: the bundle's; in lossless mode 0, and with a temperature always 1, because when a sequence is
-                verified decides what it draws.
+                verified decides what it draws. Not where K/V are propagated: nothing waits there.
 
         Raises:
             GenerationError: as `stream`; for a list of prompts also where the engine is not ONNX Runtime on the CPU, or
@@ -213,21 +212,21 @@ class Engine:
         thresholds = thresholds_of(manifest, mode, threshold, min_layers)
         drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # a decoder itself says when to verify
+        if compaction_threshold is not None and manifest.kv_cache_strategy == PROPAGATE:
+            raise GenerationError(
+                f"compaction_threshold is for an exact K/V cache: bundle {self.bundle.path} propagates, so nothing "
+                "waits that could come along"
+            )
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
         share = share_of(manifest, compaction_threshold, drafts is not None, all(one.greedy for one in samplers))
         stops = stops_of(manifest, stop_token_ids)
-        if manifest.kv_cache_strategy == PROPAGATE:
-            raise GenerationError(
-                f"a list of prompts needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
-                "kv_cache_strategy exact, or give one prompt at a time"
-            )
         if self._batch_networks is None:
             raise GenerationError(
                 "a list of prompts runs on ONNX Runtime on the CPU alone in this release: load the bundle with "
                 "provider 'cpu', or give one prompt at a time"
             )
         sessions = self._batch_networks.sessions(min(len(checked), MOST_ROWS))
-        batch = Batch(sessions, manifest, thresholds, waiting, share)
+        batch = empty_batch(sessions, manifest, thresholds, waiting, share)
         decoders = [partial(decoder_of, manifest, sampler, stops, drafts) for sampler in samplers]
         return generate_batch(batch, manifest, checked, decoders, limit, stops)
 

@@ -238,8 +238,7 @@ def test_segment_networks_do_not_take_batches(demo_bundle: Path) -> None:
         engine.generate([[5], [6]], 2)
 
 
-def test_a_propagating_bundle_does_not_take_batches(engine: Engine) -> None:
+def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
     bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
-    for mode in ("exit", "lossless"):
-        with pytest.raises(GenerationError, match="propagates"):
-            Engine(bundle, engine._session).generate([[5], [6]], 2, mode=mode)
+    with pytest.raises(GenerationError, match="propagates"):
+        Engine(bundle, engine._session).generate([[5], [6]], 2, mode="lossless")

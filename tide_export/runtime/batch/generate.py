@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tide_export.bundle import Manifest
+from tide_export.manifest import PROPAGATE
+from tide_export.runtime.batch.networks import BatchSessions
+from tide_export.runtime.batch.propagate import PropagatingBatch
 from tide_export.runtime.batch.row import Row
 from tide_export.runtime.batch.step import Batch, RowResult
 from tide_export.runtime.decoding import Decoder
@@ -19,6 +22,20 @@ from tide_export.runtime.generation import Generation, Progress
 from tide_export.runtime.lossless import Rewindable
 
 PROMPT_TOKENS = 2048  # new tokens a step takes at most, but for a single longer prompt: bounds memory and waiting
+
+
+def empty_batch(
+    sessions: BatchSessions,
+    manifest: Manifest,
+    thresholds: Sequence[float],
+    max_pending: int,
+    compaction_threshold: float,
+) -> Batch:
+    """A batch of the bundle's kind of K/V cache; see `Batch`. Where K/V are propagated nothing waits, so the last two
+    say nothing."""
+    if manifest.kv_cache_strategy == PROPAGATE:
+        return PropagatingBatch(sessions, manifest, thresholds)
+    return Batch(sessions, manifest, thresholds, max_pending, compaction_threshold)
 
 
 class _Sequence:
@@ -44,7 +61,7 @@ class _Sequence:
         try:
             self.request = self._block.send(result)
         except StopIteration as end:
-            self.progress.take(end.value, self._decoder, self._row.lengths, self._seconds)
+            self.progress.take(end.value, self._decoder, self._row.computed, self._seconds)
             if self.progress.ending is None:
                 self._begin()
 

@@ -13,6 +13,7 @@ from typing import Any
 from tide_export import names
 from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import BundleError, GenerationError
+from tide_export.manifest import PROPAGATE
 from tide_export.runtime.session import check_contract, first_line, import_onnxruntime, session_options
 
 logger = logging.getLogger("tide_export")
@@ -26,13 +27,16 @@ class BatchSessions:
 
     Attributes:
         segments: shallowest first.
-        exit_size: width D' of the states the head takes.
+        head: takes the states that tokens left with.
+        exit_size: width D' of these.
+        skipped: for tokens that skip segment 1, 2, ..; none where the K/V cache is exact.
     """
 
     rows: int
     segments: tuple[Any, ...]
     head: Any
     exit_size: int
+    skipped: tuple[Any, ...] = ()
 
 
 class BatchNetworks:
@@ -70,8 +74,14 @@ class BatchNetworks:
             self._session(names.batch_file(names.segment(k), rows), *_tensors(manifest, k, rows)) for k in range(count)
         ]
         head = self._session(names.batch_file(names.HEAD), {names.EXIT_STATES}, {names.LOGITS})
+        skipped = [self._skipped(k) for k in range(1, count)] if manifest.kv_cache_strategy == PROPAGATE else []
         logger.info("opened the networks for batches of up to %d sequences", rows)
-        return BatchSessions(rows, tuple(segments), head, int(head.get_inputs()[0].shape[-1]))
+        return BatchSessions(rows, tuple(segments), head, int(head.get_inputs()[0].shape[-1]), tuple(skipped))
+
+    def _skipped(self, k: int) -> Any:
+        layers = layers_of(self._bundle.manifest, k)
+        made = {names.new(layer, kind) for layer in layers for kind in ("key", "value")}
+        return self._session(names.batch_file(names.skipped(k)), {names.HIDDEN_STATES, names.POSITION_IDS}, made)
 
     def _session(self, name: str, inputs: set[str], outputs: set[str]) -> Any:
         ort = import_onnxruntime()

@@ -15,6 +15,7 @@ from tide_export.runtime.state import ROOM, check_rewind, check_step
 class Row:
     """Attributes:
     lengths: tokens in each segment's K/V buffers, shallowest first; never increasing with depth.
+    skipped: how many of them skipped the segment and got keys and values of the state they left with.
     waiting: hidden states float32 [n, D] before each segment; nothing ever waits before the first.
     values: OrtValues of the buffers, by layer and kind.
     """
@@ -27,6 +28,7 @@ class Row:
         self._buffers: dict[tuple[int, str], np.ndarray] = {}
         self.values: dict[tuple[int, str], Any] = {}
         self.lengths = [0] * len(manifest.segment_sizes)
+        self.skipped = [0] * len(self.lengths)
         self.waiting = [np.zeros((0, manifest.model.hidden_size), np.float32)] * len(self.lengths)
         self.capacity = 0
 
@@ -35,8 +37,13 @@ class Row:
         """Tokens of the sequence so far."""
         return self.lengths[0]
 
+    @property
+    def computed(self) -> list[int]:
+        """Tokens that each segment has run over."""
+        return [held - skipped for held, skipped in zip(self.lengths, self.skipped, strict=True)]
+
     def rewind(self, length: int) -> None:
-        """Forgets all tokens but the first `length`, as if they had never been stepped.
+        """Forgets all tokens but the first `length`, as if they had never been stepped. Not where K/V are propagated.
 
         Raises:
             GenerationError: `length` is negative or more than the sequence has.
@@ -48,6 +55,10 @@ class Row:
                 self.waiting[k] = self.waiting[k][:left].copy()
         # What the buffers hold beyond is written over before it is read.
         self.lengths = [min(own, length) for own in self.lengths]
+
+    def write(self, layer: int, kind: str, place: int, values: np.ndarray) -> None:
+        """Puts one token's key or value, [kv_heads, head_dim], where that of token number `place` belongs."""
+        self._buffers[layer, kind][0, :, place] = values
 
     def reserve(self, new: int) -> bool:
         """Makes room for `new` more tokens; says whether the buffers are others now.

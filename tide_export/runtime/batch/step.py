@@ -113,12 +113,8 @@ class Batch:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
                 Runtime failed. The sequences are as they were before the step.
         """
-        everyone, keep = sorted(new), logits_to_keep or {}
-        totals = {place: self.rows[place].lengths[0] + len(new[place]) for place in everyone}
-        for place in everyone:
-            if self.rows[place].reserve(len(new[place])):
-                self._bind(place, self.rows[place])
-        flat = np.concatenate([np.asarray(new[place], np.int64) for place in everyone])[None]
+        everyone, totals, flat = self._take(new)
+        keep = logits_to_keep or {}
         arrived = {place: len(new[place]) for place in everyone}  # tokens each brings to the segment
         entry, ran = flat, [list[int]() for _ in self._segments]
         left: dict[int, tuple[int, np.ndarray]] = {}  # the first checkpoint each could leave at, and its states there
@@ -154,6 +150,16 @@ class Batch:
             )
             for place, count, stop in zip(everyone, counts, accumulate(counts), strict=True)
         }
+
+    def _take(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> tuple[list[int], dict[int, int], np.ndarray]:
+        """Makes room for new tokens. Gives the places in the step, how many tokens each has behind it, and the new ids
+        of all, int64 [1, N]."""
+        everyone = sorted(new)
+        totals = {place: self.rows[place].lengths[0] + len(new[place]) for place in everyone}
+        for place in everyone:
+            if self.rows[place].reserve(len(new[place])):
+                self._bind(place, self.rows[place])
+        return everyone, totals, np.concatenate([np.asarray(new[place], np.int64) for place in everyone])[None]
 
     def _at_door(self, k: int, came: list[int], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
         """All that waits before segment k of those that ran the segment before: what waited, and what is new. Where
