@@ -101,9 +101,28 @@ def test_several_prompts_are_generated_together(demo_bundle: Path, tmp_path: Pat
     assert "12 tokens of 2 prompts" in err
 
 
+def test_several_prompts_in_lossless_mode(demo_bundle: Path, tmp_path: Path, capsys):
+    prompts = ["def main(self):", "import os"]
+    line = ["generate", str(demo_bundle), "--max-new-tokens", "12", "--threads", "1", "--ignore-eos"]
+    several = [option for prompt in prompts for option in ("--prompt", prompt)]
+    assert main([*line, *several, "--mode", "full", "--json", "-q"]) == 0
+    full = json.loads(capsys.readouterr().out)["sequences"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts) + "\n")
+    drafting = ["--mode", "lossless", "--threshold", "0", "--max-pending", "3", "--prompt-lookup", "4"]
+    assert main([*line, "--prompts", str(file), *drafting, "--json", "-q"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mode"] == "lossless"
+    assert [one["tokens"] for one in found["sequences"]] == [one["tokens"] for one in full]
+    assert all(one["stats"]["drafted"] > 0 for one in found["sequences"])
+    assert main([*line, *several, *drafting]) == 0
+    assert capsys.readouterr().err.count(" confirmed (") == 2
+
+
 def test_what_a_batch_refuses_is_one_line(demo_bundle: Path, tmp_path: Path, capsys):
     two = ["--prompt", "a", "--prompt", "b"]
-    assert "one prompt at a time" in refused(capsys, "generate", demo_bundle, "-q", *two, "--mode", "lossless")
+    drawn = ["--mode", "lossless", "--temperature", "1", "--compaction-threshold", "0"]
+    assert "draws what it would draw alone" in refused(capsys, "generate", demo_bundle, "-q", *two, *drawn)
     one = ["--prompt", "a", "--compaction-threshold", "1"]
     assert "several prompts" in refused(capsys, "generate", demo_bundle, "-q", *one)
     gone = str(tmp_path / "gone.txt")

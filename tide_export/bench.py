@@ -22,7 +22,7 @@ from tide_export.errors import ConfigError
 from tide_export.manifest import PROPAGATE, Drafting
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS
+from tide_export.runtime.lossless import DraftLimits
 from tide_export.tables import percent, table
 from tide_export.text import BundleTokenizer
 from tide_export.thresholds import resolve_thresholds
@@ -194,7 +194,7 @@ def _modes(
     if pending < 0:
         raise ConfigError(f"max_pending must be 0 or more, not {pending}")
     full = mode("full", "full", None, 0, pending)
-    drafting = manifest.drafting or Drafting(manifest.thresholds, MAX_DRAFTS, LOOKUP, LEAST_MATCH, {})
+    drafting = manifest.drafting or Drafting(manifest.thresholds, *DraftLimits(), {})
     lossless = mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts)
     if not manifest.checkpoints:
         return [full, lossless]

@@ -1,12 +1,13 @@
-"""Tokens a second over the number of sequences decoded together, at full depth and with exits, in one interleaved run.
+"""Tokens a second over the number of sequences decoded together: full depth, exits, lossless, in one interleaved run.
 
-    python tools/benchmark_batch.py BUNDLE --dataset SPEC [--sizes 1,2,4,8,16,32] [--plot FILE.png]
+    python tools/benchmark_batch.py BUNDLE --dataset SPEC [--sizes 1,2,4,8,16,32] [--lossless 0,1] [--plot FILE.png]
 
 Prompts are cut from documents of SPEC at lengths from half to one and a half times `--prompt-tokens`. A round gives
-every case its turn, in an order drawn anew: B sequences, decoded for `--new-tokens` steps behind their prompts, of
-which the first token is not counted. B = 1 is the one-sequence graph, so that what a batch gains is against the best
-there is for one. Of each case the median over the rounds is told, and the ratio to one sequence at full depth; only
-ratios within one run mean anything. Tokens of every batch are compared with those one by one (a difference is rounding:
+every case its turn, in an order drawn anew: B sequences, `--new-tokens` behind their prompts, of which the first is not
+counted; the next round takes the next B prompts, of as many as the largest B. B = 1 is the one-sequence graph, so that
+what a batch gains is against the best there is for one. Of each case the median over the rounds is told, the ratio to
+one sequence at full depth and the ratio to as many at full depth; only ratios within one run mean anything. Tokens of
+every batch are compared with those one by one, in lossless mode with those at full depth (a difference is rounding:
 they are counted, and how far apart the two best logits were is not known here).
 """
 
@@ -30,16 +31,21 @@ from tide_export.text import BundleTokenizer
 
 @dataclass(frozen=True)
 class Case:
-    """One way to generate: `compaction` is the compaction_threshold, None where there is nothing to choose."""
+    """One way to generate: `compaction` is the compaction_threshold, None where there is nothing to choose; `lookup` is
+    prompt_lookup, None for the bundle's."""
 
     mode: str
-    threshold: float | None
-    compaction: float | None
+    threshold: float | None = None
+    compaction: float | None = None
+    lookup: int | None = None
 
     @property
     def title(self) -> str:
         if self.mode == "full":
             return "full depth"
+        if self.mode == "lossless":
+            drafts = "" if self.lookup is None else f", up to {self.lookup} looked up"
+            return f"lossless, compaction {self.compaction:g}{drafts}"
         return f"exits at {self.threshold:g}, compaction {self.compaction:g}"
 
 
@@ -49,6 +55,7 @@ class Measured:
     batch: int
     tokens_per_second: float
     ratio: float  # to one sequence at full depth
+    ratio_same_batch: float  # to as many sequences at full depth
     layers_per_token: float
     differing_tokens: int
     tokens: int
@@ -59,38 +66,34 @@ def main() -> None:
     sizes = [int(size) for size in options.sizes.split(",")]
     engines = _engines(options, sizes)
     prompts = _prompts(options, max(sizes))
-    cases = [Case("full", None, None)]
-    for threshold in map(float, options.thresholds.split(",")):
-        cases += [Case("exit", threshold, float(share)) for share in options.compactions.split(",")]
-    turns = [(case, size) for case in cases for size in sizes if size > 1 or case.compaction in (None, 1.0)]
+    cases = _cases(options)
+    turns = [(case, size) for case in cases for size in sizes if size > 1 or _is_first_compaction(case, cases)]
     alone: dict[float | None, list[Generation]] = {}
     for case in cases:
-        if case.threshold not in alone:
+        if case.threshold not in alone:  # None: full depth, whose tokens are those of lossless mode
             alone[case.threshold], _ = _run(engines[sizes[0]], case, prompts, options.new_tokens, together=False)
     seconds: dict[tuple[Case, int], list[float]] = {turn: [] for turn in turns}
-    outcome = {}
+    outcome: dict[tuple[Case, int], list[tuple[Generation, Generation]]] = {turn: [] for turn in turns}
     for size, engine in engines.items():
         engine.generate(prompts[:size], 2)  # opens the networks
     order = random.Random(0)
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         order.shuffle(turns)
         for case, size in turns:
-            outcome[case, size], spent = _run(
-                engines[size], case, prompts[:size], options.new_tokens, together=size > 1
-            )
+            places = [(number * size + place) % len(prompts) for place in range(size)]
+            chosen = [prompts[place] for place in places]
+            done, spent = _run(engines[size], case, chosen, options.new_tokens, together=size > 1)
             seconds[case, size].append(spent)
+            outcome[case, size] += zip(done, (alone[case.threshold][place] for place in places), strict=True)
     rows = []
-    base = (options.new_tokens - 1) / median(seconds[cases[0], sizes[0]]) if sizes[0] == 1 else float("nan")
+    full = {size: size * (options.new_tokens - 1) / median(seconds[cases[0], size]) for size in sizes}
+    base = full.get(1, float("nan"))
     for case, size in sorted(turns, key=lambda turn: (cases.index(turn[0]), turn[1])):
-        results = outcome[case, size]
         speed = size * (options.new_tokens - 1) / median(seconds[case, size])
-        pairs = [
-            (a, b)
-            for x, y in zip(results, alone[case.threshold], strict=False)
-            for a, b in zip(x.tokens, y.tokens, strict=True)
-        ]
-        layers = float(np.mean([one.stats.layers_run_per_token for one in results]))
-        rows.append(Measured(case.title, size, speed, speed / base, layers, sum(a != b for a, b in pairs), len(pairs)))
+        pairs = [pair for one, other in outcome[case, size] for pair in zip(one.tokens, other.tokens, strict=True)]
+        layers = float(np.mean([one.stats.layers_run_per_token for one, _ in outcome[case, size]]))
+        wrong = sum(a != b for a, b in pairs)
+        rows.append(Measured(case.title, size, speed, speed / base, speed / full[size], layers, wrong, len(pairs)))
     print(_table(rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
@@ -106,11 +109,28 @@ def _engines(options: argparse.Namespace, sizes: Sequence[int]) -> dict[int, Eng
     return dict.fromkeys(sizes, load(options.bundle, provider=options.provider, plugins=options.plugins))
 
 
+def _cases(options: argparse.Namespace) -> list[Case]:
+    """Full depth first."""
+    cases = [Case("full")]
+    for threshold in (float(value) for value in options.thresholds.split(",") if value):
+        cases += [Case("exit", threshold, float(share)) for share in options.compactions.split(",")]
+    lookups: list[int | None] = [int(most) for most in options.prompt_lookups.split(",") if most] or [None]
+    for share in (float(value) for value in options.lossless.split(",") if value):
+        cases += [Case("lossless", None, share, lookup) for lookup in lookups]
+    return cases
+
+
+def _is_first_compaction(case: Case, cases: Sequence[Case]) -> bool:
+    """Alone there is nothing to choose: such cases are one."""
+    return case.compaction == next(other.compaction for other in cases if other.mode == case.mode)
+
+
 def _run(
     engine: Engine, case: Case, prompts: Sequence[list[int]], new_tokens: int, together: bool
 ) -> tuple[list[Generation], float]:
     """Generations of `prompts` and the seconds after every sequence had its first token (alone: of the first)."""
     request: dict[str, Any] = {"mode": case.mode, "threshold": case.threshold, "min_layers": 0, "stop_token_ids": []}
+    request["prompt_lookup"] = case.lookup
     if not together:
         done = [engine.generate(prompt, new_tokens, **request) for prompt in prompts]
         return done, done[0].stats.decode_seconds
@@ -135,11 +155,14 @@ def _prompts(options: argparse.Namespace, count: int) -> list[list[int]]:
 
 
 def _table(rows: Sequence[Measured]) -> str:
-    lines = ["| case | B | tokens/s | x one sequence, full depth | layers run per token | tokens not as one by one |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    lines = [
+        "| case | B | tokens/s | x one sequence, full depth | x B sequences, full depth | layers run per token "
+        "| tokens not as one by one |"
+    ]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
     lines += [
-        f"| {row.title} | {row.batch} | {row.tokens_per_second:.0f} | {row.ratio:.2f} | {row.layers_per_token:.1f} "
-        f"| {row.differing_tokens} of {row.tokens} |"
+        f"| {row.title} | {row.batch} | {row.tokens_per_second:.0f} | {row.ratio:.2f} | {row.ratio_same_batch:.2f} "
+        f"| {row.layers_per_token:.1f} | {row.differing_tokens} of {row.tokens} |"
         for row in rows
     ]
     return "\n".join(lines)
@@ -171,8 +194,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--dataset", required=True, metavar="SPEC", help="text for the prompts")
     parser.add_argument("--sizes", default="1,2,4,8,16,32", metavar="B,B", help="(1,2,4,8,16,32)")
-    parser.add_argument("--thresholds", default="0.85", metavar="T,T", help="for exits (0.85)")
-    parser.add_argument("--compactions", default="1", metavar="X,X", help="compaction thresholds; 1 must be one (1)")
+    parser.add_argument("--thresholds", default="0.85", metavar="T,T", help="for exits, '' for no exits (0.85)")
+    parser.add_argument("--compactions", default="1", metavar="X,X", help="compaction thresholds for exits (1)")
+    parser.add_argument(
+        "--lossless", default="", metavar="X,X", help="lossless mode too, with these compaction thresholds"
+    )
+    parser.add_argument(
+        "--prompt-lookups", default="", metavar="N,N", help="tokens looked up at most in lossless mode (the bundle's)"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="on average (64)")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="(32)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(5)")

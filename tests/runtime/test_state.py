@@ -291,6 +291,16 @@ def test_a_rewound_sequence_goes_on_as_if_nothing_had_been(
         check_bookkeeping(state, result.segments_run, t + 1, 6)
 
 
+def test_what_still_waits_after_a_rewind_is_memory_of_its_own(tiny_engine: Engine) -> None:
+    """A view of what waited would be of memory that is freed with it: right by luck, for a while."""
+    state = tiny_engine.start([0.0, 0.0], max_pending=1000)
+    state.step(random_ids(40, seed=11))
+    before = state._pending[0].data_ptr()
+    state.rewind(30)
+    assert state.waiting == [30, 0]
+    assert state._pending[0].data_ptr() != before
+
+
 def test_a_sequence_is_rewound_to_what_it_has_been(tiny_engine: Engine) -> None:
     state = tiny_engine.start([0.5, 0.5])
     state.step([1, 2])

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import numpy as np
@@ -20,16 +21,17 @@ from tide_export.manifest import PROPAGATE, Drafting
 from tide_export.runtime.batch.generate import empty_batch, generate_batch
 from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
 from tide_export.runtime.batch.rule import AnyBatch
-from tide_export.runtime.generation import FinishReason, Generation, ending
-from tide_export.runtime.lossless import LosslessDecoder, Token
-from tide_export.runtime.options import real_number, whole_number
+from tide_export.runtime.decoding import Decoder, OneByOne, run_block
+from tide_export.runtime.generation import FinishReason, Generation, Progress
+from tide_export.runtime.lossless import DraftLimits, LosslessDecoder, Rewindable
+from tide_export.runtime.options import whole_number
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import (
-    check_lookup,
+    draft_limits,
     is_list_of_prompts,
-    lookup_of,
     prompt_of,
     seeds_of,
+    share_of,
     stops_of,
     thresholds_of,
     waiting_limit,
@@ -37,7 +39,6 @@ from tide_export.runtime.request import (
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.segmented.batch import SegmentedBatch
 from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState, State
-from tide_export.runtime.stats import ExitStats
 
 
 def load(
@@ -160,11 +161,12 @@ class Engine:
             seed: of a list of prompts, one for each of them, or one that each of them starts from.
             compaction_threshold: of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs
                 a segment, only those run it; else all that wait before it catch up along. Changes speed, never tokens.
-                None: the bundle's. Not where K/V are propagated: nothing waits there.
+                None: the bundle's; in lossless mode 0, and with a temperature always 1, because when a sequence is
+                verified decides what it draws. Not where K/V are propagated: nothing waits there.
 
         Raises:
-            GenerationError: as `stream`; for a list of prompts also where mode is "lossless", or the bundle holds no
-                networks for batches.
+            GenerationError: as `stream`; for a list of prompts also where mode is "lossless" and the engine is not ONNX
+                Runtime on the CPU, or the bundle holds no networks for batches.
         """
         options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
         if is_list_of_prompts(ids):
@@ -211,24 +213,24 @@ class Engine:
         checked = [prompt_of(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
         limit = whole_number("max_new_tokens", max_new_tokens, least=1)
         thresholds = thresholds_of(manifest, mode, threshold, min_layers)
-        if mode == "lossless":
-            raise GenerationError("mode 'lossless' takes one prompt at a time: use mode 'exit' or 'full' for a list")
-        check_lookup(mode, prompt_lookup)
-        waiting = waiting_limit(manifest, mode, max_pending)
-        share = manifest.compaction_threshold
-        if compaction_threshold is not None:
-            if manifest.kv_cache_strategy == PROPAGATE:
-                raise GenerationError(
-                    f"compaction_threshold is for an exact K/V cache: bundle {self.bundle.path} propagates, so nothing "
-                    "waits that could come along"
-                )
-            share = real_number("compaction_threshold", compaction_threshold)
-        if not 0 <= share <= 1:
-            raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
+        drafts = self._drafts(mode, max_pending, prompt_lookup)
+        waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # a decoder itself says when to verify
+        if compaction_threshold is not None and manifest.kv_cache_strategy == PROPAGATE:
+            raise GenerationError(
+                f"compaction_threshold is for an exact K/V cache: bundle {self.bundle.path} propagates, so nothing "
+                "waits that could come along"
+            )
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
+        share = share_of(manifest, compaction_threshold, drafts is not None, all(one.greedy for one in samplers))
         stops = stops_of(manifest, stop_token_ids)
+        if drafts and self._batch_networks is None:
+            raise GenerationError(
+                "mode 'lossless' takes a list of prompts on ONNX Runtime on the CPU alone in this release: load the "
+                "bundle with provider 'cpu', or give one prompt at a time"
+            )
         batch = self.start_batch(thresholds, waiting, share, len(checked))
-        return generate_batch(batch, manifest, checked, samplers, limit, stops)
+        decoders = [partial(decoder_of, manifest, sampler, stops, drafts) for sampler in samplers]
+        return generate_batch(batch, manifest, checked, decoders, limit, stops)
 
     def start_batch(
         self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, places: int
@@ -287,22 +289,22 @@ class Engine:
         prompt = prompt_of(manifest, ids)
         limit = whole_number("max_new_tokens", max_new_tokens, least=1)
         thresholds = thresholds_of(manifest, mode, threshold, min_layers)
-        waiting = waiting_limit(manifest, mode, max_pending)
+        drafts = self._drafts(mode, max_pending, prompt_lookup)
+        waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # the decoder itself says when to verify
         sampler = Sampler(temperature, top_k, top_p, seed)
         stops = stops_of(manifest, stop_token_ids)
-        if mode == "lossless" and manifest.kv_cache_strategy == PROPAGATE:
+        state = self.start(thresholds, waiting)
+        decoder = decoder_of(manifest, sampler, stops, drafts, state)
+        return TokenStream(state, decoder, Progress(manifest, prompt, limit, stops))
+
+    def _drafts(self, mode: str, max_pending: int | None, prompt_lookup: int | None) -> DraftLimits | None:
+        drafts = draft_limits(self.manifest, mode, max_pending, prompt_lookup)
+        if drafts and self.manifest.kv_cache_strategy == PROPAGATE:
             raise GenerationError(
                 f"mode 'lossless' needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
                 "kv_cache_strategy exact"
             )
-        check_lookup(mode, prompt_lookup)
-        if mode == "lossless":
-            state = self.start(thresholds, NO_LIMIT)  # the decoder itself says when to verify
-            context = manifest.model.context_length
-            lookup = lookup_of(manifest, prompt_lookup)
-            lossless = LosslessDecoder(state, sampler, manifest.segment_sizes, waiting, lookup, stops, context)
-            return TokenStream(state, manifest, prompt, limit, sampler, stops, lossless)
-        return TokenStream(self.start(thresholds, waiting), manifest, prompt, limit, sampler, stops)
+        return drafts
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> State:
         """An empty sequence to `step` by hand.
@@ -318,6 +320,16 @@ class Engine:
         return self._sequence(self._session, self.manifest, thresholds, limit, room)
 
 
+def decoder_of(
+    manifest: Manifest, sampler: Sampler, stop: frozenset[int], drafts: DraftLimits | None, state: Rewindable
+) -> Decoder:
+    """What chooses the tokens of an empty sequence; `drafts` are None outside lossless mode."""
+    depths = (*manifest.checkpoints, manifest.model.num_layers)
+    if drafts is None:
+        return OneByOne(sampler, depths)
+    return LosslessDecoder(state, sampler, depths, drafts, stop, manifest.model.context_length)
+
+
 class TokenStream(Iterator[int]):
     """Yields the tokens of one generation as they are made.
 
@@ -326,74 +338,22 @@ class TokenStream(Iterator[int]):
         finish_reason: None until the stream has ended.
     """
 
-    def __init__(
-        self,
-        state: State,
-        manifest: Manifest,
-        prompt: np.ndarray,
-        max_new_tokens: int,
-        sampler: Sampler,
-        stop: frozenset[int],
-        lossless: LosslessDecoder | None = None,
-    ) -> None:
-        self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
+    def __init__(self, state: State, decoder: Decoder, progress: Progress) -> None:
+        """`decoder` is that of `state`, which is empty."""
+        self.stats = progress.stats
         self.finish_reason: FinishReason | None = None
-        self._state = state
-        self._segment_sizes = manifest.segment_sizes
-        self._context = manifest.model.context_length
-        self._max_new_tokens = max_new_tokens
-        self._sampler = sampler
-        self._stop = stop
-        self._lossless = lossless
-        self._next_ids: np.ndarray | list[int] = prompt
+        self._state, self._decoder, self._progress = state, decoder, progress
         self._ready: deque[int] = deque()
-        self._ending: FinishReason | None = None  # why the last token that is ready is the last of all
 
     def __next__(self) -> int:
         if self.finish_reason is not None:
             raise StopIteration
         if not self._ready:
-            self._advance()
+            started = time.perf_counter()
+            tokens = run_block(self._progress.block(self._decoder), self._state.step)
+            seconds = time.perf_counter() - started
+            self._ready.extend(self._progress.take(tokens, self._decoder, self._state.computed, seconds))
         token = self._ready.popleft()
         if not self._ready:
-            self.finish_reason = self._ending
+            self.finish_reason = self._progress.ending
         return token
-
-    def _advance(self) -> None:
-        """Makes the next token, in lossless mode the next few."""
-        stats, started = self.stats, time.perf_counter()
-        first = not stats.total_tokens
-        for token in self._step() if self._lossless is None else self._verified_block(self._lossless):
-            stats.record(token.exit_layer, token.layers_run)
-            self._ready.append(token.id)
-            self._ending = ending(token.id, self._stop, stats.total_tokens, self._max_new_tokens)
-            if self._ending is not None:
-                break
-        else:
-            if self._state.length == self._context:
-                self._ending = "context"  # the last token has no place left to be read from
-        self._next_ids = [self._ready[-1]]
-        seconds = time.perf_counter() - started
-        if first:
-            stats.prefill_seconds += seconds
-        else:
-            stats.decode_seconds += seconds
-
-    def _step(self) -> list[Token]:
-        result = self._state.step(self._next_ids)
-        token = self._sampler(result.logits)
-        self._count(0)
-        return [Token(token, result.exit_layer, sum(self._segment_sizes[: result.segments_run]))]
-
-    def _verified_block(self, decoder: LosslessDecoder) -> list[Token]:
-        block = decoder.block(self._next_ids, self._max_new_tokens - self.stats.total_tokens)
-        stats = self.stats
-        stats.drafted, stats.accepted = decoder.drafted, decoder.accepted
-        stats.looked_up, stats.lookups_accepted = decoder.looked_up, decoder.lookups_accepted
-        self._count(decoder.undone * self.stats.num_layers)
-        return block
-
-    def _count(self, undone: int) -> None:
-        kept = sum(n * size for n, size in zip(self._state.computed, self._segment_sizes, strict=True))
-        self.stats.layer_tokens_run = kept + undone
-        self.stats.layer_tokens_total = self.stats.num_layers * self._state.length

@@ -1,8 +1,8 @@
 """Lossless mode: what leaves early is only a draft, and the deep segments' one run over all that waits verifies it.
 
-`TokenStream` asks `LosslessDecoder.block` for the next tokens; all of them are the full model's own. A draft costs the
-shallow segments and the head; when the router is not sure, or enough drafts wait, the last segment runs over the
-waiting tokens and gives the full-depth logits of every one. Greedy: the longest prefix of drafts that equals the full
+`LosslessDecoder.block` gives the next tokens; all of them are the full model's own. A draft costs the shallow segments
+and the head; when the router is not sure, or enough drafts wait, the last segment runs over the waiting tokens and
+gives the full-depth logits of every one. Greedy: the longest prefix of drafts that equals the full
 model's choices stands. Sampling: speculative rejection (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023,
 arXiv 2302.01318), so that each token is distributed as the full model's. What is rejected is undone by lowering the
 lengths of the K/V buffers: nothing is copied. Self-speculative decoding with early exits is LayerSkip's idea (Elhoushi
@@ -11,27 +11,31 @@ twice for a token. Where the text has been here before (`lookup`), what followed
 verified by the same run.
 """
 
-from collections.abc import Container
-from typing import NamedTuple
+from collections.abc import Container, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tide_export.runtime.decoding import Block, Decoder, StepRequest, Token
 from tide_export.runtime.lookup import PromptLookup
 from tide_export.runtime.sampling import Sampler
-from tide_export.runtime.state import State
-
-# Where the bundle does not say:
-MAX_DRAFTS = 6
-LOOKUP = 8
-LEAST_MATCH = 2
 
 
-class Token(NamedTuple):
-    """One verified token."""
+class DraftLimits(NamedTuple):
+    """How far a decoder may draft; the defaults are for bundles that do not say."""
 
-    id: int
-    exit_layer: int  # layers it was drafted after, 0 if looked up, the model's depth if it comes from a verifying run
-    layers_run: int  # layer passes it cost; those of rejected drafts are counted at the token that replaced them
+    max_drafts: int = 6  # early exits that may wait for one verification; 0 never drafts by exits
+    lookup: int = 8  # tokens of one guess from the text; 0 never looks up
+    least_match: int = 2  # tokens that must have stood there before
+
+
+class Rewindable(Protocol):
+    """What a decoder needs of its sequence besides steps: a `State`, or a row of a batch."""
+
+    @property
+    def length(self) -> int: ...
+
+    def rewind(self, length: int) -> None: ...
 
 
 class Draft(NamedTuple):
@@ -43,49 +47,39 @@ class Draft(NamedTuple):
     choices: tuple[np.ndarray, np.ndarray] | None  # ids [n] and probabilities [n] it was drawn from; None: greedy
 
 
-class LosslessDecoder:
-    """Drafts and verifies one sequence.
+class LosslessDecoder(Decoder):
+    """Drafts and verifies one sequence."""
 
-    Attributes:
-        drafted, accepted: drafts made and drafts that stood, so far.
-        looked_up, lookups_accepted: those of them that came from the text.
-        undone: positions that were computed by every layer and then forgotten.
-    """
+    verifies = True
 
     def __init__(
         self,
-        state: State,
+        state: Rewindable,
         sampler: Sampler,
-        segment_sizes: tuple[int, ...],
-        max_drafts: int,
-        lookup: PromptLookup,
+        depths: Sequence[int],
+        limits: DraftLimits,
         stop: Container[int],
         context: int | None,
     ) -> None:
-        """Takes over a state whose sequence is empty or was stepped by this decoder alone.
+        """Takes over a sequence that is empty and takes no steps but those that `block` asks for.
+
+        Nothing but `full` may force a token through the last segment. Where it comes along with other sequences'
+        tokens it is verified there and then: greedy tokens are the same, but drawn ones others.
 
         Args:
-            segment_sizes: layers of each segment.
-            max_drafts: early exits that may wait for one verification; 0 never drafts by exits.
-            lookup: empty; gets the sequence's text.
+            depths: layers up to the end of each segment.
             stop: token ids that end a generation: nothing is drafted behind one.
             context: tokens the sequence may have, None without a limit.
         """
-        self.drafted = self.accepted = self.looked_up = self.lookups_accepted = self.undone = 0
         self._state = state
         self._sampler = sampler
-        self._passes = np.cumsum(segment_sizes).tolist()  # layer passes by segments run
-        self._max_drafts = max_drafts
-        self._lookup = lookup
+        self._depths = depths
+        self._max_drafts = limits.max_drafts
+        self._lookup = PromptLookup(limits.lookup, limits.least_match)
         self._stop = stop
         self._context = context
 
-    def block(self, ids: np.ndarray | list[int], most: int) -> list[Token]:
-        """The next 1 to `most` tokens behind `ids`, which the state has not seen: the prompt, or the last token given.
-
-        Raises:
-            GenerationError: as `State.step`.
-        """
+    def block(self, ids: np.ndarray | list[int], most: int) -> Block:
         state, drafts = self._state, list[Draft]()
         if not state.length:
             self._lookup.extend(np.asarray(ids).tolist())
@@ -98,9 +92,9 @@ class LosslessDecoder:
             last_place = self._context is not None and length == self._context
             verify = bool(guess) or len(drafts) >= limit or last_place or ends
             kept = len(drafts) + len(guess) + 1
-            result = state.step([*ids, *guess] if guess else ids, logits_to_keep=kept, full=verify)
-            passes = self._passes[result.segments_run - 1]
-            if result.segments_run == len(self._passes):
+            result = yield StepRequest([*ids, *guess] if guess else ids, kept, verify)
+            passes = self._depths[result.segments_run - 1]
+            if result.segments_run == len(self._depths):
                 break
             drafts.append(Draft(*self._draw(result.logits, result.exit_layer, passes)))
             ids = [drafts[-1].id]

@@ -11,34 +11,32 @@ import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.errors import GenerationError
-from tide_export.runtime.lookup import PromptLookup
-from tide_export.runtime.lossless import LEAST_MATCH, LOOKUP, MAX_DRAFTS
-from tide_export.runtime.options import whole_number
+from tide_export.runtime.lossless import DraftLimits
+from tide_export.runtime.options import real_number, whole_number
 from tide_export.thresholds import resolve_thresholds
 
 
-def waiting_limit(manifest: Manifest, mode: str, max_pending: int | None) -> int:
-    """Tokens that may wait before a segment is forced to run, in lossless mode drafts."""
-    if max_pending is not None:
-        return whole_number("max_pending", max_pending, least=0)
+def waiting_limit(manifest: Manifest, max_pending: int | None) -> int:
+    """Tokens that may wait before a segment is forced to run, outside lossless mode."""
+    return manifest.max_pending if max_pending is None else whole_number("max_pending", max_pending, least=0)
+
+
+def draft_limits(
+    manifest: Manifest, mode: str, max_pending: int | None, prompt_lookup: int | None
+) -> DraftLimits | None:
+    """How to draft, as the caller, else the bundle, wants it; None outside lossless mode."""
     if mode != "lossless":
-        return manifest.max_pending
-    return MAX_DRAFTS if manifest.drafting is None else manifest.drafting.max_drafts
-
-
-def check_lookup(mode: str, prompt_lookup: int | None) -> None:
-    """Refuses lookups where nothing is drafted."""
-    if prompt_lookup is not None and mode != "lossless":
-        raise GenerationError(f"prompt_lookup is for mode 'lossless', not {mode!r}: elsewhere nothing is drafted")
-
-
-def lookup_of(manifest: Manifest, most: int | None) -> PromptLookup:
-    """An empty lookup as the caller, else the bundle, wants it."""
-    drafting = manifest.drafting
-    least_match = LEAST_MATCH if drafting is None else drafting.least_match
-    if most is not None:
-        return PromptLookup(whole_number("prompt_lookup", most, least=0), least_match)
-    return PromptLookup(LOOKUP if drafting is None else drafting.lookup, least_match)
+        if prompt_lookup is not None:
+            raise GenerationError(f"prompt_lookup is for mode 'lossless', not {mode!r}: elsewhere nothing is drafted")
+        return None
+    own, limits = manifest.drafting, DraftLimits()
+    if own is not None:
+        limits = DraftLimits(own.max_drafts, own.lookup, own.least_match)
+    if max_pending is not None:
+        limits = limits._replace(max_drafts=whole_number("max_pending", max_pending, least=0))
+    if prompt_lookup is not None:
+        limits = limits._replace(lookup=whole_number("prompt_lookup", prompt_lookup, least=0))
+    return limits
 
 
 def thresholds_of(
@@ -56,6 +54,27 @@ def thresholds_of(
     default = 0 if mode == "lossless" else manifest.min_layers
     least = default if min_layers is None else whole_number("min_layers", min_layers, least=0)
     return resolve_thresholds(manifest.checkpoints, given, least, mode)
+
+
+def share_of(manifest: Manifest, given: float | None, lossless: bool, greedy: bool) -> float:
+    """The compaction threshold of a list of prompts.
+
+    In lossless mode what waits are drafts, all of which have to go through every layer: None means 0 there, not the
+    bundle's. But where tokens are drawn, when a sequence is verified decides what is drawn: each goes by itself.
+    """
+    share = manifest.compaction_threshold if given is None else real_number("compaction_threshold", given)
+    if not 0 <= share <= 1:
+        raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
+    if not lossless:
+        return share
+    if greedy:
+        return 0.0 if given is None else share
+    if given is not None and share < 1:
+        raise GenerationError(
+            "compaction_threshold is 1 in mode 'lossless' with a temperature: each sequence is verified by itself, so "
+            "that it draws what it would draw alone"
+        )
+    return 1.0
 
 
 def is_list_of_prompts(ids: Any) -> bool:

@@ -242,7 +242,7 @@ class SequenceState:
         for k, deep in enumerate(self.lengths[1:]):
             if self.lengths[k] > length and self._pending[k] is not self._nothing:
                 left = max(length - deep, 0)
-                kept = np.ascontiguousarray(self._pending[k].numpy()[:, :left])  # owned by the OrtValue made of it
+                kept = self._pending[k].numpy()[:, :left].copy()  # or it would be memory that goes with the old value
                 self._set_pending(k, self._ort.OrtValue.ortvalue_from_numpy(kept) if left else self._nothing)
         # What the buffers hold beyond is written over before it is read.
         self.lengths = [min(own, length) for own in self.lengths]

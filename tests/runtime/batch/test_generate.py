@@ -12,11 +12,13 @@ from tide_export.errors import BundleError, GenerationError
 from tide_export.manifest import Manifest
 from tide_export.runtime.batch import generate as batch_generate
 from tide_export.runtime.batch.step import Batch
+from tide_export.runtime.decoding import OneByOne
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.sampling import Sampler
 from tide_export.thresholds import OFF
 
+CHECKPOINTS = (3, 6, 9)
 LENGTHS = (1, 37, 100, 2, 18)
 NEW_TOKENS = 16
 
@@ -144,7 +146,8 @@ def test_more_prompts_than_places(engine: Engine, prompts: list[list[int]], mixe
     wanted = prompts + prompts[::-1]
     many = [np.array(prompt) for prompt in wanted]
     stop = frozenset(alone(engine, prompts[:1], threshold=mixed, max_pending=4, stop_token_ids=[])[0].tokens[3:5])
-    found = batch_generate.generate_batch(batch, engine.manifest, many, [Sampler()] * 10, NEW_TOKENS, stop)
+    decoders = [lambda row: OneByOne(Sampler(), (*CHECKPOINTS, 12))] * 10
+    found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, stop)
     assert same(found, alone(engine, wanted, threshold=mixed, max_pending=4, stop_token_ids=list(stop)))
     assert batch.free == 4
     assert not batch.rows
@@ -173,7 +176,13 @@ def test_kv_buffers_grow(engine: Engine, prompts: list[list[int]], mixed: list[f
         ([[1], []], {}, "prompt 2 is empty"),
         ([[1], [10**7]], {}, "prompt 2 holds token id"),
         ([[1], 2], {}, "prompt 2 must be a flat list"),
-        ([[1], [2]], {"mode": "lossless"}, "one prompt at a time"),
+        ([[1], [2]], {"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless'"),
+        ([[1], [2]], {"mode": "lossless", "prompt_lookup": -1}, "prompt_lookup must be"),
+        (
+            [[1], [2]],
+            {"mode": "lossless", "temperature": 1.0, "compaction_threshold": 0.5},
+            "draws what it would draw alone",
+        ),
         ([[1], [2]], {"seed": [1]}, "1 seeds for 2 prompts"),
         ([[1], [2]], {"seed": [1, -1]}, "seed must be"),
         ([[1], [2]], {"compaction_threshold": 1.5}, "compaction_threshold must lie"),
@@ -216,3 +225,20 @@ def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
     with pytest.raises(BundleError, match="batch_4_segment_0"):
         load(folder, threads=1).generate([[5], [6]], 2)
+
+
+def test_segment_networks_take_no_drafts_of_a_list(demo_bundle: Path) -> None:
+    from tide_export.bundle import open_bundle
+    from tide_export.runtime.segmented.onnxruntime import open_segments
+    from tide_export.runtime.segmented.state import SegmentedState
+
+    bundle = open_bundle(demo_bundle)
+    engine = Engine(bundle, open_segments(bundle, threads=1), SegmentedState)
+    with pytest.raises(GenerationError, match="provider 'cpu'"):
+        engine.generate([[5], [6]], 2, mode="lossless")
+
+
+def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
+    bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
+    with pytest.raises(GenerationError, match="propagates"):
+        Engine(bundle, engine._session).generate([[5], [6]], 2, mode="lossless")

@@ -14,6 +14,7 @@ from tide_export.manifest import Manifest
 from tide_export.runtime.batch import generate as batch_generate
 from tide_export.runtime.batch.generate import empty_batch
 from tide_export.runtime.batch.propagate import PropagatingBatch
+from tide_export.runtime.decoding import OneByOne
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.sampling import Sampler
@@ -77,8 +78,9 @@ def test_sequences_join_as_others_end(
     stop = alone(engine, prompts[:1], threshold=mixed, min_layers=0, stop_token_ids=[])[0].tokens[3:5]
     expected = alone(engine, wanted, threshold=mixed, min_layers=0, stop_token_ids=stop)
     assert len({len(one.tokens) for one in expected}) > 1
-    many, samplers = [np.array(prompt) for prompt in wanted], [Sampler() for _ in wanted]
-    found = batch_generate.generate_batch(batch, engine.manifest, many, samplers, NEW_TOKENS, frozenset(stop))
+    many = [np.array(prompt) for prompt in wanted]
+    decoders = [lambda row: OneByOne(Sampler(), (3, 6, 9, 12)) for _ in wanted]
+    found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, frozenset(stop))
     assert same(found, expected)
     assert not batch.rows
 
@@ -109,7 +111,7 @@ def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]])
 def test_there_is_nothing_to_choose(engine: Engine) -> None:
     with pytest.raises(GenerationError, match="compaction_threshold is for an exact K/V cache"):
         engine.generate([[5], [6]], 2, compaction_threshold=0.5)
-    with pytest.raises(GenerationError, match="one prompt at a time"):
+    with pytest.raises(GenerationError, match="propagates"):
         engine.generate([[5], [6]], 2, mode="lossless")
 
 

@@ -126,7 +126,7 @@ class Alone:
 @pytest.mark.parametrize("max_pending", [0, 1, 4, 1000])
 def test_steps_of_any_sequences_and_any_sizes(request, engines, device: str, max_pending: int) -> None:
     """Some sequences of the batch, 1 to 30 tokens each; they join late, end at their context, and others take their
-    place. What idle places had must be there when they go on."""
+    place; some are wound back. What idle places had must be there when they go on."""
     graph, networks, thresholds = engines
     engine = networks if device == "host" else request.getfixturevalue("fake_gpu")
     context = networks.manifest.model.context_length
@@ -134,7 +134,7 @@ def test_steps_of_any_sequences_and_any_sizes(request, engines, device: str, max
     random, share = np.random.default_rng(max_pending), float(max_pending % 2)
     batch = SegmentedBatch(engine._session, engine.manifest, thresholds, max_pending, share, PLACES)
     alone, ended = Alone(graph, thresholds, max_pending), 0
-    for number in range(60):
+    for number in range(80):
         if batch.free and (number % 4 == 0 or not batch.rows):
             place = batch.join()
             alone.states[place] = alone.start()
@@ -149,6 +149,11 @@ def test_steps_of_any_sequences_and_any_sizes(request, engines, device: str, max
         if new:
             alone.check(batch, new, own=share == 1)
         full = [place for place in batch.rows if alone.states[place].length == context]
+        for place in batch.rows:
+            length = alone.states[place].length
+            if length > 8 and place not in full and random.random() < 0.1:
+                for one in (batch.rows[place], alone.states[place]):
+                    one.rewind(length - number % 5 - 1)
         for place in full if number % 3 == 0 else ():  # for a while they are idle, without room for padding
             batch.leave(place)
             ended += 1

@@ -1,12 +1,13 @@
 """Generation for a list of prompts: sequences join the batch as places fall free and leave it when they end.
 
-`Engine.generate` comes here with a checked request. Every sequence has its own sampler and statistics; a step gives
-each one token, whatever the lengths.
+`Engine.generate` comes here with a checked request. Every sequence has its own decoder, with its own random numbers,
+and its own statistics. A step runs what each decoder asks for, whatever the lengths; it gives a sequence a token, or in
+lossless mode a draft, or all that a verifying run makes certain.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,11 +15,11 @@ from tide_export.bundle import Manifest
 from tide_export.manifest import PROPAGATE
 from tide_export.runtime.batch.networks import BatchSessions
 from tide_export.runtime.batch.propagate import PropagatingBatch
-from tide_export.runtime.batch.rule import AnyBatch, RowResult
+from tide_export.runtime.batch.rule import AnyBatch, BatchRow, RowResult
 from tide_export.runtime.batch.step import Batch
-from tide_export.runtime.generation import FinishReason, Generation, ending
-from tide_export.runtime.sampling import Sampler
-from tide_export.runtime.stats import ExitStats
+from tide_export.runtime.decoding import Decoder
+from tide_export.runtime.generation import Generation, Progress
+from tide_export.runtime.lossless import Rewindable
 
 PROMPT_TOKENS = 2048  # new tokens a step takes at most, but for a single longer prompt: bounds memory and waiting
 
@@ -38,42 +39,38 @@ def empty_batch(
 
 
 class _Sequence:
-    def __init__(
-        self, manifest: Manifest, prompt: np.ndarray, sampler: Sampler, most: int, stop: frozenset[int]
-    ) -> None:
-        self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
-        self.next_ids: np.ndarray | list[int] = prompt
-        self.tokens: list[int] = []
-        self.reason: FinishReason | None = None
-        self._sizes, self._context = manifest.segment_sizes, manifest.model.context_length
-        self._sampler, self._most, self._stop = sampler, most, stop
+    """One of them while it has a place.
 
-    def take(self, result: RowResult, computed: Sequence[int], seconds: float) -> None:
-        """Draws the next token from a step that took `seconds`, and sees whether it is the last.
+    Attributes:
+        request: the step it asks for next.
+        verifies: as its decoder.
+    """
 
-        Args:
-            computed: tokens that each segment has run over by now.
-        """
-        stats, token = self.stats, self._sampler(result.logits)
-        if stats.total_tokens:
-            stats.decode_seconds += seconds
-        else:
-            stats.prefill_seconds += seconds
-        stats.record(result.exit_layer, sum(self._sizes[: result.segments_run]))
-        stats.layer_tokens_run = sum(n * size for n, size in zip(computed, self._sizes, strict=True))
-        stats.layer_tokens_total = stats.num_layers * computed[0]
-        self.tokens.append(token)
-        self.next_ids = [token]
-        self.reason = ending(token, self._stop, len(self.tokens), self._most)
-        if self.reason is None and computed[0] == self._context:
-            self.reason = "context"  # the token has no place left to be read from
+    def __init__(self, progress: Progress, decoder: Decoder, row: BatchRow) -> None:
+        self.progress, self.verifies = progress, decoder.verifies
+        self._decoder, self._row = decoder, row
+        self._begin()
+
+    def _begin(self) -> None:
+        self._block, self._seconds = self.progress.block(self._decoder), 0.0
+        self.request = next(self._block)
+
+    def take(self, result: RowResult, seconds: float) -> None:
+        """Goes on with the result of a step that took `seconds`."""
+        self._seconds += seconds
+        try:
+            self.request = self._block.send(result)
+        except StopIteration as end:
+            self.progress.take(end.value, self._decoder, self._row.computed, self._seconds)
+            if self.progress.ending is None:
+                self._begin()
 
 
 def generate_batch(
     batch: AnyBatch,
     manifest: Manifest,
     prompts: Sequence[np.ndarray],
-    samplers: Sequence[Sampler],
+    decoders: Sequence[Callable[[Rewindable], Decoder]],
     max_new_tokens: int,
     stop: frozenset[int],
 ) -> list[Generation]:
@@ -81,33 +78,31 @@ def generate_batch(
 
     Args:
         batch: an empty one; holds as many sequences at once as it has places.
-        samplers: one per prompt.
+        decoders: make the decoder of a new sequence, one per prompt.
 
     Raises:
         GenerationError: no memory for the K/V cache, the logits are not finite, or ONNX Runtime failed.
     """
-    sequences = [
-        _Sequence(manifest, prompt, sampler, max_new_tokens, stop)
-        for prompt, sampler in zip(prompts, samplers, strict=True)
-    ]
-    queue, running = deque(sequences), dict[int, _Sequence]()
+    progress = [Progress(manifest, prompt, max_new_tokens, stop) for prompt in prompts]
+    queue, running = deque(range(len(prompts))), dict[int, _Sequence]()
     while queue or running:
-        tokens = len(running)
-        while queue and batch.free and (tokens == 0 or tokens + len(queue[0].next_ids) <= PROMPT_TOKENS):
-            tokens += len(queue[0].next_ids)
-            running[batch.join()] = queue.popleft()
+        load = sum(len(sequence.request.ids) for sequence in running.values())
+        while queue and batch.free and (load == 0 or load + len(prompts[queue[0]]) <= PROMPT_TOKENS):
+            number, place = queue.popleft(), batch.join()
+            load += len(prompts[number])
+            row = batch.rows[place]
+            running[place] = _Sequence(progress[number], decoders[number](row), row)
         started = time.perf_counter()
-        results = batch.step({place: sequence.next_ids for place, sequence in running.items()})
+        results = batch.step(
+            {place: one.request.ids for place, one in running.items()},
+            logits_to_keep={place: one.request.logits_to_keep for place, one in running.items() if one.verifies},
+            full={place for place, one in running.items() if one.request.full},
+        )
         seconds = time.perf_counter() - started
         for place, result in results.items():
             sequence = running[place]
-            sequence.take(result, batch.rows[place].computed, seconds)
-            if sequence.reason is not None:
+            sequence.take(result, seconds)
+            if sequence.progress.ending is not None:
                 del running[place]
                 batch.leave(place)
-    return [_finished(sequence) for sequence in sequences]
-
-
-def _finished(sequence: _Sequence) -> Generation:
-    assert sequence.reason is not None
-    return Generation(sequence.tokens, sequence.stats, sequence.reason)
+    return [one.finished() for one in progress]

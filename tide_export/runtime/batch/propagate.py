@@ -8,7 +8,7 @@ Its attention being nobody's concern, a token that skips a layer needs no operat
 are put there from here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,16 @@ class PropagatingBatch(Batch):
         super().__init__(sessions, manifest, thresholds, max_pending=0, compaction_threshold=1.0)
         self._skipped = sessions.skipped
 
-    def step(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, RowResult]:
-        """As `Batch.step`. A sequence's first step runs every segment over it, as does each of several tokens."""
+    def step(
+        self,
+        new: Mapping[int, Sequence[int] | np.ndarray],
+        logits_to_keep: Mapping[int, int] | None = None,
+        full: Collection[int] = (),
+    ) -> dict[int, RowResult]:
+        """As `Batch.step`, but the result is always about a sequence's own exit, and none may ask for more: there is no
+        lossless mode. A sequence's first step runs every segment over it, as does each of several tokens."""
+        assert not logits_to_keep
+        assert not full
         running, totals, entry = self._take(new)
         everyone, counts = running, [len(new[place]) for place in running]
         left: dict[int, tuple[int, np.ndarray]] = {}  # the checkpoint each left at, and what the head sees of it
@@ -44,7 +52,7 @@ class PropagatingBatch(Batch):
                 self._skip(k, still, totals)
             if not running:
                 continue
-            segment.run(running, counts, [totals[place] for place in running], entry)
+            segment.run(running, counts, [totals[place] for place in running], [1] * len(running), entry)
             last = k + 1 == len(self._segments)
             decoding = np.array([count == 1 < totals[place] for place, count in zip(running, counts, strict=True)])
             leaves = np.ones(len(running), bool) if last else (segment.scores > self._thresholds[k]) & decoding
@@ -66,7 +74,7 @@ class PropagatingBatch(Batch):
             row.lengths = [totals[place]] * len(row.lengths)
             row.skipped = [count + (k > deepest) for k, count in enumerate(row.skipped)]
         return {
-            place: RowResult(logits[index], self._depths[left[place][0]], left[place][0] + 1)
+            place: RowResult(logits[index], logits[index][None], self._depths[left[place][0]], left[place][0] + 1)
             for index, place in enumerate(everyone)
         }
 

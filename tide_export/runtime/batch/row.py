@@ -9,7 +9,7 @@ import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.errors import GenerationError
-from tide_export.runtime.state import ROOM, check_step
+from tide_export.runtime.state import ROOM, check_rewind, check_step
 
 
 class Row:
@@ -33,9 +33,28 @@ class Row:
         self.capacity = 0
 
     @property
+    def length(self) -> int:
+        """Tokens of the sequence so far."""
+        return self.lengths[0]
+
+    @property
     def computed(self) -> list[int]:
         """Tokens that each segment has run over."""
         return [held - skipped for held, skipped in zip(self.lengths, self.skipped, strict=True)]
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens but the first `length`, as if they had never been stepped. Not where K/V are propagated.
+
+        Raises:
+            GenerationError: `length` is negative or more than the sequence has.
+        """
+        check_rewind(self.length, length)
+        for k in range(1, len(self.lengths)):
+            left = max(length - self.lengths[k], 0)
+            if left < len(self.waiting[k]):
+                self.waiting[k] = self.waiting[k][:left].copy()
+        # What the buffers hold beyond is written over before it is read.
+        self.lengths = [min(own, length) for own in self.lengths]
 
     def write(self, layer: int, kind: str, place: int, values: np.ndarray) -> None:
         """Puts one token's key or value, [kv_heads, head_dim], where that of token number `place` belongs."""

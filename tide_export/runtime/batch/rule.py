@@ -6,7 +6,7 @@ when one needs it, sequences that could wait may catch up along with it nearly f
 waits for; where arithmetic is, only those that need it should go. `compaction_threshold` draws the line.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,12 +16,18 @@ class RowResult(NamedTuple):
     """What a step says about one sequence's last token."""
 
     logits: np.ndarray  # float32 [V]
+    rows: np.ndarray  # float32 [m, V], of the last m positions; one unless more were asked for and the last segment ran
     exit_layer: int  # layers the logits' hidden state went through
     segments_run: int  # segments 0 .. this-1 ran over this sequence, also those it only caught up in
 
 
 class BatchRow(Protocol):
     """One sequence of a batch on any engine."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence so far."""
+        ...
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -31,6 +37,10 @@ class BatchRow(Protocol):
     @property
     def computed(self) -> Sequence[int]:
         """Tokens that each segment has run over."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens but the first `length`; of batches that verify drafts."""
         ...
 
 
@@ -47,7 +57,12 @@ class AnyBatch(Protocol):
 
     def leave(self, place: int) -> None: ...
 
-    def step(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, RowResult]: ...
+    def step(
+        self,
+        new: Mapping[int, Sequence[int] | np.ndarray],
+        logits_to_keep: Mapping[int, int] | None = None,
+        full: Collection[int] = (),
+    ) -> dict[int, RowResult]: ...
 
 
 def still_needing(needed: Sequence[int], left: Container[int], waits: Mapping[int, int], max_pending: int) -> list[int]:

@@ -17,8 +17,9 @@ from tide_export.runtime.session import first_line
 
 class SegmentRun:
     """Attributes:
-    states: float32 [1, m, D'], of the rows of the last run in their order: what the head takes should they leave.
-    scores: float32 [m], the router's; empty behind the last segment.
+    states: float32 [1, m, D'], of the positions of the last run that were asked for: what the head takes should they
+        leave.
+    scores: float32 [m], the router's of them; empty behind the last segment.
     hidden: float32 [1, N, D], the new hidden states; empty behind the last segment.
 
     The arrays change with the next run.
@@ -48,23 +49,31 @@ class SegmentRun:
                 binding.bind_ortvalue_input(names.row(names.past(layer, kind), place), value)
                 binding.bind_ortvalue_output(names.row(names.present(layer, kind), place), value)
 
-    def run(self, places: Sequence[int], counts: Sequence[int], totals: Sequence[int], entry: np.ndarray) -> None:
+    def run(
+        self,
+        places: Sequence[int],
+        counts: Sequence[int],
+        totals: Sequence[int],
+        asked: Sequence[int],
+        entry: np.ndarray,
+    ) -> None:
         """Runs the sequences at `places`, ascending.
 
         Args:
             counts: tokens of each.
             totals: tokens each will then have in the K/V cache.
+            asked: of each, how many of the last positions are asked for.
             entry: of all of them, one behind the other: token ids int64 [1, N] or hidden states float32 [1, N, D].
 
         Raises:
             GenerationError: ONNX Runtime failed.
         """
-        tokens, asked = entry.shape[1], len(places)
-        if (tokens, asked) != self._shape:
-            self._allocate(tokens, asked)
+        tokens, positions = entry.shape[1], sum(asked)
+        if (tokens, positions) != self._shape:
+            self._allocate(tokens, positions)
         self._input(names.INPUT_IDS if self._k == 0 else names.HIDDEN_STATES, entry)
         ends = np.cumsum(counts)
-        self._bound[names.LAST_TOKENS][:] = ends - 1
+        self._bound[names.LAST_TOKENS][:] = _stretches(ends, asked)
         # Each token's place in its own sequence: it counts up to the row's last one.
         self._bound[names.POSITION_IDS][0] = np.arange(tokens) + np.repeat(np.asarray(totals) - ends, counts)
         self._row_tokens[:] = 0
@@ -98,3 +107,9 @@ class SegmentRun:
         self._binding.bind_ortvalue_output(name, self._ort.OrtValue.ortvalue_from_numpy(array))
         self._bound[name] = array
         return array
+
+
+def _stretches(ends: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """The numbers of which `sizes` [n] lie right before each of `ends` [n], int64 [sum of sizes]."""
+    behind = np.cumsum(sizes)
+    return np.arange(behind[-1]) + np.repeat(ends - behind, sizes)

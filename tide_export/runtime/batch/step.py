@@ -1,6 +1,7 @@
 """The state machine of a step over several sequences: after every segment, which of them go on, as `rule` says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -78,20 +79,30 @@ class Batch:
         self._free.append(place)
         self._bind(place, self._nobody)
 
-    def step(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, RowResult]:
+    def step(
+        self,
+        new: Mapping[int, Sequence[int] | np.ndarray],
+        logits_to_keep: Mapping[int, int] | None = None,
+        full: Collection[int] = (),
+    ) -> dict[int, RowResult]:
         """Runs each sequence's S >= 1 new token ids; the result is about the last of them.
 
         Args:
             new: token ids by place, not necessarily of all sequences.
+            logits_to_keep: by place, how many of the last positions get logits where the last segment runs, at least 1;
+                no more than the tokens it runs over come. The result is then that of full depth, also where the token
+                could have left and only came along. A sequence without an entry leaves at its own exit whatever runs.
+            full: places of sequences that are run through every segment and of which nothing exits.
 
         Raises:
             GenerationError: no ids, more tokens than the model's context holds, no memory for their K/V, or ONNX
                 Runtime failed. The sequences are as they were before the step.
         """
         everyone, totals, flat = self._take(new)
+        keep = logits_to_keep or {}
         arrived = {place: len(new[place]) for place in everyone}  # tokens each brings to the segment
         entry, ran = flat, [list[int]() for _ in self._segments]
-        left: dict[int, tuple[int, np.ndarray]] = {}  # the first checkpoint each could leave at, and its state there
+        left: dict[int, tuple[int, np.ndarray]] = {}  # the first checkpoint each could leave at, and its states there
         doors: dict[tuple[int, int], np.ndarray] = {}  # what waits before a segment now, by segment and place
         needed = everyone
         for k, segment in enumerate(self._segments):
@@ -104,16 +115,24 @@ class Batch:
             ran[k] = runners(needed, everyone, ran[k - 1] if k else None, self._compaction)
             if k > 0:
                 arrived, entry = self._enter(k, ran[k], ran[k - 1], doors)
-            segment.run(ran[k], [arrived[p] for p in ran[k]], [totals[p] for p in ran[k]], entry)
-            leaves = segment.scores > self._thresholds[k] if k + 1 < len(self._segments) else [True] * len(ran[k])
-            for index, (place, leaving) in enumerate(zip(ran[k], leaves, strict=True)):
-                if leaving and place not in left:
-                    left[place] = (k, segment.states[0, index].copy())
-        logits = self._logits(np.stack([left[place][1] for place in everyone])[None])
+            deepest = k + 1 == len(self._segments)
+            asked = [keep.get(place, 1) if deepest else 1 for place in ran[k]]
+            segment.run(ran[k], [arrived[p] for p in ran[k]], [totals[p] for p in ran[k]], asked, entry)
+            for index, (place, stop) in enumerate(zip(ran[k], accumulate(asked), strict=True)):
+                leaves = deepest or (segment.scores[index] > self._thresholds[k] and place not in full)
+                if leaves and (place not in left or (deepest and place in keep)):
+                    left[place] = (k, segment.states[0, stop - asked[index] : stop].copy())
+        counts = [len(left[place][1]) for place in everyone]
+        logits = self._logits(np.concatenate([left[place][1] for place in everyone])[None])
         self._commit(ran, totals, doors)
         return {
-            place: RowResult(logits[index], self._depths[left[place][0]], sum(place in places for places in ran))
-            for index, place in enumerate(everyone)
+            place: RowResult(
+                logits[stop - 1],
+                logits[stop - count : stop],
+                self._depths[left[place][0]],
+                sum(place in places for places in ran),
+            )
+            for place, count, stop in zip(everyone, counts, accumulate(counts), strict=True)
         }
 
     def _take(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> tuple[list[int], dict[int, int], np.ndarray]:

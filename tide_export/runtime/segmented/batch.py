@@ -5,14 +5,14 @@ a `runtime.batch.step.Batch` on the CPU. Where the memory is and what runs the n
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.runtime.batch.rule import RowResult, runners, still_needing
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.state import check_step
+from tide_export.runtime.state import check_rewind, check_step
 from tide_export.thresholds import OFF
 
 
@@ -27,6 +27,11 @@ class SegmentedRow:
         self.lengths = [0] * segments
 
     @property
+    def length(self) -> int:
+        """Tokens of the sequence so far."""
+        return self.lengths[0]
+
+    @property
     def computed(self) -> list[int]:
         """Tokens of the sequence that each segment has run over."""
         return self.lengths
@@ -34,6 +39,16 @@ class SegmentedRow:
     def waiting(self, k: int) -> int:
         """Tokens that wait before segment k."""
         return self.lengths[k - 1] - self.lengths[k] if k else 0
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens but the first `length`, as if they had never been stepped: what lies behind, in the K/V
+        buffers and among what waits, is written over before it is read.
+
+        Raises:
+            GenerationError: `length` is negative or more than the sequence has.
+        """
+        check_rewind(self.length, length)
+        self.lengths = [min(own, length) for own in self.lengths]
 
 
 class SegmentedBatch:
@@ -89,8 +104,14 @@ class SegmentedBatch:
         del self.rows[place]
         heapq.heappush(self._free, place)
 
-    def step(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, RowResult]:
-        """Runs each sequence's S >= 1 new token ids; the result is about the last of them.
+    def step(
+        self,
+        new: Mapping[int, Sequence[int] | np.ndarray],
+        logits_to_keep: Mapping[int, int] | None = None,
+        full: Collection[int] = (),
+    ) -> dict[int, RowResult]:
+        """Runs each sequence's S >= 1 new token ids; the result is about the last of them, and none may ask for more:
+        there is no lossless mode here.
 
         Args:
             new: token ids by place, not necessarily of all sequences.
@@ -99,6 +120,8 @@ class SegmentedBatch:
             GenerationError: no ids, more tokens than a sequence can have, no memory for waiting tokens, or the engine
                 failed. The sequences are as they were before the step.
         """
+        assert not logits_to_keep
+        assert not full
         everyone, lane = sorted(new), self._lane
         totals = {place: check_step(new[place], self.rows[place].lengths[0], self._limit) for place in everyone}
         ids = {place: np.asarray(new[place], np.int64) for place in everyone}
@@ -128,6 +151,6 @@ class SegmentedBatch:
             for place in places:
                 self.rows[place].lengths[k] = totals[place]
         return {
-            place: RowResult(logits[index], self._depths[left[place]], sum(place in places for places in ran))
-            for index, place in enumerate(everyone)
+            place: RowResult(row[-1], row, self._depths[left[place]], sum(place in places for places in ran))
+            for place, row in zip(everyone, logits[:, None], strict=True)
         }
