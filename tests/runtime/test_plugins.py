@@ -151,7 +151,7 @@ def bundle_with_engines(demo_bundle: Path, folder: Path, plugins: PluginsInfo | 
     for part in (*(names.segment(k) for k in range(4)), names.HEAD):
         (folder / names.engine_file(part)).write_bytes(b"engine")
     manifest = open_bundle(demo_bundle, verify=False).manifest
-    profiles = (Profile("decode", 1, 1, 1),)
+    profiles = (Profile("decode", 1, 1, 1, 8),)
     engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, profiles, 1.0, plugins)
     write_manifest(folder, replace(manifest, engines=engines))
     return open_bundle(folder, verify=False)

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tiny_engines import engine_of, pieces_of, segments_of
 from tide_export.errors import GenerationError
 from tide_export.export_check import dividing_thresholds
 from tide_export.runtime.batch import generate as batch_generate
-from tide_export.runtime.engine import Engine
+from tide_export.runtime.engine import Engine, decoder_of
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.segmented import batch_lane
 from tide_export.runtime.segmented.batch import SegmentedBatch
@@ -157,7 +158,7 @@ def test_steps_of_any_sequences_and_any_sizes(request, engines, device: str, max
         for place in full if number % 3 == 0 else ():  # for a while they are idle, without room for padding
             batch.leave(place)
             ended += 1
-    assert ended > 2
+    assert ended > 1
 
 
 def test_the_context_is_the_end_of_one_and_a_failed_step_changes_nothing(engines) -> None:
@@ -208,7 +209,8 @@ def test_more_prompts_than_places_and_long_ones_by_themselves(engines, monkeypat
     batch = networks.start_batch(thresholds, 4, 1.0, 2)
     wanted = [*PROMPTS, *PROMPTS[::-1]]
     many, stop = [np.array(prompt) for prompt in wanted], frozenset()
-    found = batch_generate.generate_batch(batch, networks.manifest, many, [Sampler()] * 10, NEW_TOKENS, stop)
+    decoders = [partial(decoder_of, networks.manifest, Sampler(), stop, None)] * 10
+    found = batch_generate.generate_batch(batch, networks.manifest, many, decoders, NEW_TOKENS, stop)
     assert_same(found, one_by_one(graph, wanted, threshold=thresholds, max_pending=4))
     assert batch.free == 2
     assert not batch.rows
@@ -234,7 +236,7 @@ def test_a_lane_serves_the_next_batch_and_a_larger_one_takes_its_place(engines) 
 
 def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCudart) -> None:
     _, networks, _ = engines
-    with pytest.raises(GenerationError, match="'lossless' takes one prompt at a time"):
+    with pytest.raises(GenerationError, match="'lossless' takes a list of prompts on ONNX Runtime on the CPU alone"):
         networks.generate([[5], [6]], 4, mode="lossless")
     fake.limit = 1 << 18
     with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
