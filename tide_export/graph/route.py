@@ -19,8 +19,9 @@ _NORMS = {"RMSNormalization": "rms", "LayerNormalization": "layer"}
 def route_function(router: RouterArrays, opset: int = OPSET) -> ir.Function:
     """TideRoute(normed [B, 1, D'], threshold [1], down [D', R], up [R, 1], bias [1], ...) -> score, exit [B, 1, 1].
 
-    With a shortlist of N tokens two more inputs follow, shortlist [D', N] and confidence [2, R]. Score is float32 in
-    [0, 1], exit is bool, true where score > threshold (never for NaN).
+    ONNX Runtime's one graph gives it matrices instead, normed [1, D'] -> score, exit [1, 1]: there biases and sigmoids
+    fuse with the products. With a shortlist of N tokens two more inputs follow, shortlist [D', N] and confidence
+    [2, R]. Score is float32 in [0, 1], exit is bool, true where score > threshold (never for NaN).
 
     Args:
         router: any of the model's routers; all are of one form.

@@ -129,6 +129,18 @@ def test_who_comes_along_is_verified_at_once(
     assert again.rows.argmax(-1).tolist() == full[2][2:5]
 
 
+def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts: list[list[int]]) -> None:
+    """Asked for more, it must not be given its neighbour's."""
+    assert engine._batch_networks is not None
+    batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [OFF] * 3, NO_LIMIT, 1.0)
+    one, other = batch.join(), batch.join()
+    result = batch.step({one: prompts[1], other: prompts[3]}, {one: 1, other: 9}, [one, other])
+    assert len(prompts[3]) == 2
+    expected = engine.start([OFF] * 3).step(prompts[3], logits_to_keep=9).rows
+    np.testing.assert_allclose(result[other].rows, expected, atol=1e-4)
+    assert len(result[one].rows) == 1
+
+
 def test_coming_along_saves_steps(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
     """What it is for: the last segment reads its weights for all at once."""
     runs: list[int] = []

@@ -116,7 +116,7 @@ class Batch:
             if k > 0:
                 arrived, entry = self._enter(k, ran[k], ran[k - 1], doors)
             deepest = k + 1 == len(self._segments)
-            asked = [keep.get(place, 1) if deepest else 1 for place in ran[k]]
+            asked = [min(keep.get(place, 1), arrived[place]) if deepest else 1 for place in ran[k]]
             segment.run(ran[k], [arrived[p] for p in ran[k]], [totals[p] for p in ran[k]], asked, entry)
             for index, (place, stop) in enumerate(zip(ran[k], accumulate(asked), strict=True)):
                 leaves = deepest or (segment.scores[index] > self._thresholds[k] and place not in full)
