@@ -188,7 +188,7 @@ def test_an_array_of_prompts(engine: Engine) -> None:
 
 
 def without(bundle: Path, folder: Path, lost: str) -> Path:
-    """A copy of `bundle` (no links: the checker refuses such), without the batch networks whose names start with `lost`."""
+    """A copy of `bundle`, no links to it, without the batch networks whose names start with `lost`."""
     folder.mkdir()
     for file in bundle.iterdir():
         if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):

@@ -102,7 +102,7 @@ def test_there_is_nothing_to_choose(engine: Engine) -> None:
 
 
 def without(bundle: Path, folder: Path, lost: str) -> Path:
-    """A copy of `bundle` (no links: the checker refuses such), without the files whose names start with `lost`."""
+    """A copy of `bundle`, no links to it, without the files whose names start with `lost`."""
     folder.mkdir()
     for file in bundle.iterdir():
         if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):
