@@ -165,8 +165,7 @@ class Engine:
                 verified decides what it draws. Not where K/V are propagated: nothing waits there.
 
         Raises:
-            GenerationError: as `stream`; for a list of prompts also where mode is "lossless" and the engine is not ONNX
-                Runtime on the CPU, or the bundle holds no networks for batches.
+            GenerationError: as `stream`; for a list of prompts also where the bundle holds no networks for batches.
         """
         options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
         if is_list_of_prompts(ids):
@@ -223,11 +222,6 @@ class Engine:
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
         share = share_of(manifest, compaction_threshold, drafts is not None, all(one.greedy for one in samplers))
         stops = stops_of(manifest, stop_token_ids)
-        if drafts and self._batch_networks is None:
-            raise GenerationError(
-                "mode 'lossless' takes a list of prompts on ONNX Runtime on the CPU alone in this release: load the "
-                "bundle with provider 'cpu', or give one prompt at a time"
-            )
         batch = self.start_batch(thresholds, waiting, share, len(checked))
         decoders = [partial(decoder_of, manifest, sampler, stops, drafts) for sampler in samplers]
         return generate_batch(batch, manifest, checked, decoders, limit, stops)
