@@ -90,6 +90,12 @@ class Engine:
         """What the bundle says about itself."""
         return self.bundle.manifest
 
+    @property
+    def most_together(self) -> int:
+        """Prompts of a list that can be decoded at the same time; 1: a list is refused."""
+        networks = self._session if self._batch_networks is None else self._batch_networks
+        return int(networks.most_rows)
+
     def drafting_as(self, drafting: Drafting) -> "Engine":
         """The same engine, with another way to draft in lossless mode; the bundle stays as it is."""
         bundle = replace(self.bundle, manifest=replace(self.manifest, drafting=drafting))

@@ -136,7 +136,7 @@ class FullDepth:
         """Runs a step of both; gives how many sequences came along and were verified."""
         before = {place: batch.rows[place].lengths[-1] for place in new}
         results, along = batch.step(new, keep, full), 0
-        assert set(results) == set(new)
+        assert set(results) == set(new) == set(batch._lane._left), "the head runs for those of this step alone"
         for place, result in results.items():
             self.texts[place] += new[place]
             exits = self.exits[place].step(new[place], 1, full=place in full)
