@@ -118,8 +118,7 @@ def test_a_neighbour_s_logits_are_found_out(
     assert found.as_dict()["checks"][0]["wrong"] == check.wrong
 
 
-def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts, alone) -> None:
-    """The tokens of all layers are not what was asked for where one may leave early, though they may be equal."""
+def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts, alone, monkeypatch) -> None:
     exits = alone["exit"]
     full = replace(exits, thresholds=[OFF] * 3, differences=[], name="0.5")
     assert {layer for _, layers in exits.written for layer in layers} > {12}
@@ -127,6 +126,15 @@ def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts
     assert found.holds, "what differs from one by one is held to the reference at the thresholds it ran with"
     ran = replace(exits, written=[(tokens, [12] * NEW_TOKENS) for tokens, _ in exits.written])
     assert check_together(graph, source, routers, prompts, {"exit": ran}, PENDING).holds
+    step = Batch.step
+
+    def deep(*arguments, **options):
+        return {place: result._replace(exit_layer=12) for place, result in step(*arguments, **options).items()}
+
+    monkeypatch.setattr(Batch, "step", deep)
+    wrong = check_together(graph, source, routers, prompts, {"exit": exits}, PENDING)
+    assert not wrong.holds
+    assert all("left after layer 12 instead of" in line for line in wrong.lines()[1:])
 
 
 def test_where_the_reference_is_undecided_it_is_forgiven(graph: Engine, source, routers, prompts, monkeypatch) -> None:

@@ -24,6 +24,8 @@ from tide_export.progress import stage
 from tide_export.quantize.stored import FLOAT32_PREFIX, graph_engines, restore
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.plugins import NONE
+from tide_export.runtime.request import check_exits
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
 from tide_export.runtime.stats import LOOKED_UP
@@ -144,7 +146,9 @@ def validate(
 
     Raises:
         BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
-        ConfigError: a number out of range, or more tokens than the model's context holds.
+        ConfigError: a number out of range, more tokens than the model's context holds, or plugins where no TensorRT
+            engine is checked.
+        GenerationError: a threshold outside [0, 1], or an option that changes nothing with this bundle.
         ProviderError: the provider cannot run the bundle here.
         ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load`.
     """
@@ -152,6 +156,9 @@ def validate(
     manifest = opened.manifest
     pending = manifest.max_pending if max_pending is None else max_pending
     _check_request(opened, prompts, longest_prompt, new_tokens, pending)
+    check_exits(opened, "exit", {"threshold": thresholds, "max_pending": max_pending})
+    if plugins not in (None, NONE) and provider in (None, "cpu"):
+        raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: leave --plugins away")
     spec = _dataset(opened, dataset)
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
     source = load_model(model_name)

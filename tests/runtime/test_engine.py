@@ -39,7 +39,7 @@ def test_prompts_of_any_length(tiny: TinyModel, tiny_engine: Engine, length: int
 
 
 def test_full_mode_never_exits(tiny: TinyModel, tiny_engine: Engine) -> None:
-    done = tiny_engine.generate(PROMPT, 40, mode="full", threshold=0.0)
+    done = tiny_engine.generate(PROMPT, 40, mode="full")
     assert done.tokens == tiny.reference_greedy(PROMPT, [OFF, OFF], 40)[0]
     assert done.stats.exit_rate == 0.0
     assert done.stats.layers_run == [6] * 40

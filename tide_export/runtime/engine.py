@@ -27,6 +27,8 @@ from tide_export.runtime.lossless import DraftLimits, LosslessDecoder, Rewindabl
 from tide_export.runtime.options import whole_number
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import (
+    check_exits,
+    check_sampling,
     draft_limits,
     is_list_of_prompts,
     prompt_of,
@@ -176,10 +178,7 @@ class Engine:
         options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
         if is_list_of_prompts(ids):
             return self._generate_batch(ids, *options, seed, stop_token_ids, compaction_threshold)
-        if compaction_threshold is not None:
-            raise GenerationError(
-                "compaction_threshold is for a list of prompts: one prompt has nothing to be kept apart from"
-            )
+        check_exits(self.bundle, mode, {"compaction_threshold": compaction_threshold})
         stream = self.stream(
             ids,  # type: ignore[arg-type]
             max_new_tokens,
@@ -220,12 +219,10 @@ class Engine:
         thresholds = thresholds_of(manifest, mode, threshold, min_layers)
         drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # a decoder itself says when to verify
-        if compaction_threshold is not None and manifest.kv_cache_strategy == PROPAGATE:
-            raise GenerationError(
-                f"compaction_threshold is for an exact K/V cache: bundle {self.bundle.path} propagates, so nothing "
-                "waits that could come along"
-            )
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
+        check_sampling(temperature, top_k, top_p)
+        exits = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+        check_exits(self.bundle, mode, {**exits, "compaction_threshold": compaction_threshold}, several=True)
         share = share_of(manifest, compaction_threshold, drafts is not None, all(one.greedy for one in samplers))
         stops = stops_of(manifest, stop_token_ids)
         batch = self.start_batch(thresholds, waiting, share, len(checked))
@@ -283,7 +280,9 @@ class Engine:
 
         Raises:
             GenerationError: the prompt is empty, holds something that is no token id or is longer than the model's
-                context; or an option is out of range.
+                context; or an option is out of range, or of no effect: threshold, min_layers and max_pending in mode
+                "full" or where the bundle has no checkpoints, max_pending where K/V are propagated, prompt_lookup
+                outside mode "lossless", top_k and top_p without a temperature.
         """
         manifest = self.manifest
         prompt = prompt_of(manifest, ids)
@@ -292,6 +291,9 @@ class Engine:
         drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # the decoder itself says when to verify
         sampler = Sampler(temperature, top_k, top_p, seed)
+        check_sampling(temperature, top_k, top_p)
+        exits = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+        check_exits(self.bundle, mode, exits)
         stops = stops_of(manifest, stop_token_ids)
         state = self.start(thresholds, waiting)
         decoder = decoder_of(manifest, sampler, stops, drafts, state)
