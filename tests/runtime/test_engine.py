@@ -87,7 +87,7 @@ def test_sampling_is_seeded(tiny_engine: Engine) -> None:
 
 def test_a_model_without_checkpoints_generates(tmp_path: Path) -> None:
     full = TinyModel(checkpoints=())
-    done = load(full.write(tmp_path / "full")).generate(PROMPT, 20, threshold=0.5)
+    done = load(full.write(tmp_path / "full")).generate(PROMPT, 20)
     assert done.tokens == full.reference_greedy(PROMPT, [], 20)[0]
     assert (done.stats.exits_per_layer, done.stats.layers_run_per_token) == ({}, 6.0)
 

@@ -29,7 +29,7 @@ REFUSED = {  # option -> mode -> what is said
 VALUES = {**GIVEN, "prompt_lookup": 3, "top_k": 2, "top_p": 0.5}
 
 
-@pytest.mark.parametrize(("option", "mode"), product(REFUSED, MODES))
+@pytest.mark.parametrize(("option", "mode"), list(product(REFUSED, MODES)))
 def test_an_option_counts_or_is_refused(tiny_engine: Engine, option: str, mode: str) -> None:
     given = {"mode": mode, option: VALUES[option]}
     reason = REFUSED[option].get(mode)
