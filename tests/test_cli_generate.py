@@ -79,7 +79,7 @@ def test_bad_generation_options_are_one_line(demo_bundle: Path, capsys, options,
 
 def test_several_prompts_are_generated_together(demo_bundle: Path, tmp_path: Path, capsys):
     prompts = [PROMPT, "import os"]
-    line = ["generate", str(demo_bundle), "--max-new-tokens", "6", "--mode", "full", "--threads", "1"]
+    line = ["generate", str(demo_bundle), "--max-new-tokens", "6", "--threads", "1"]
     single = []
     for prompt in prompts:
         assert main([*line, "--prompt", prompt, "--json", "-q"]) == 0

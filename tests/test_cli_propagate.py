@@ -76,7 +76,27 @@ def test_several_prompts(capsys, propagating_bundle: Path) -> None:
     assert main(two) == 0
     assert [one["tokens"] for one in json.loads(capsys.readouterr().out)["sequences"]] == alone
     assert main([*two, "--compaction-threshold", "1"]) == 2
-    assert "nothing waits that could come along" in capsys.readouterr().err
+    assert "compaction_threshold is for an exact K/V cache" in capsys.readouterr().err
+
+
+def test_how_many_may_wait_is_no_question(capsys, propagating_bundle: Path, demo_model: Path, tmp_path: Path) -> None:
+    """In every command: nothing waits, so the option would be ignored."""
+    bundle, pending = str(propagating_bundle), ["--max-pending", "4"]
+    two = ["--prompt", "def f(", "--prompt", "def g("]
+    for line in (
+        ["generate", bundle, *two[:2]],
+        ["generate", bundle, *two],
+        ["bench", bundle],
+        ["validate", bundle, "--model", str(demo_model), "--dataset", str(TEXT)],
+    ):
+        assert main([*line, *pending, "-q"]) == 2
+        said = capsys.readouterr().err
+        assert f"max_pending is for an exact K/V cache: bundle {bundle} propagates, so that nothing waits" in said, line
+    for option in ("--max-pending", "--compaction-threshold"):
+        assert main(["export", str(demo_model), "-o", str(tmp_path / "b"), option, "1", *OPTIONS]) == 2
+        name = option.removeprefix("--").replace("-", "_")
+        assert f"{name} is for kv_cache_strategy exact: where K/V are propagated nothing" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
 
 
 def test_inspect_says_so(capsys, propagating_bundle: Path) -> None:

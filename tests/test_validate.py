@@ -49,6 +49,13 @@ def test_holds_on_the_demo_bundle(demo_bundle: Path):
     assert lossless.same_as_full + lossless.forgiven >= lossless.tokens == 5 * 8
     assert lossless.drafted >= lossless.accepted > 0
     assert f"{2 * lossless.accepted} of {2 * lossless.drafted} drafts stood" in report.render()
+    assert [(one.name, one.prompts, one.holds) for one in report.together] == [("", 4, True), ("segments", 4, True)]
+    for one in report.together:
+        assert [check.name for check in one.checks] == ["full", one.checks[1].name, "lossless"]
+        assert one.checks[1].name in [f"exit at {name}" for name in names[1:7]]
+        assert [check.tokens for check in one.checks] == [4 * 8] * 3
+        assert one.lines()[0] in report.render()
+    assert [one["prompts"] for one in report.as_dict()["together"]] == [4, 4]
     lazy = report.checks[1]
     assert lazy.layers_executed < full.layers_executed, "exits must save layers"
 

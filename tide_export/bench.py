@@ -19,10 +19,11 @@ import numpy as np
 
 from tide_export.bundle import Manifest
 from tide_export.errors import ConfigError
-from tide_export.manifest import PROPAGATE, Drafting
+from tide_export.manifest import EXACT, PROPAGATE, Drafting
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.lossless import DraftLimits
+from tide_export.runtime.request import check_exits
 from tide_export.tables import percent, table
 from tide_export.text import BundleTokenizer
 from tide_export.thresholds import resolve_thresholds
@@ -155,13 +156,15 @@ def bench(
     Raises:
         ConfigError: a number below 1, or more tokens than the model's context holds.
         BundleError, ProviderError: see `tide_export.load`.
-        GenerationError: a threshold outside [0, 1] or of a wrong count.
+        GenerationError: a threshold outside [0, 1] or of a wrong count, or an option that changes nothing here.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeat", repeat)):
         if value < 1:
             raise ConfigError(f"{name} must be 1 or more, not {value}")
     engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins)
     manifest = engine.manifest
+    given = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+    check_exits(engine.bundle, "exit", given)
     context = manifest.model.context_length
     if context is not None and prompt_tokens + new_tokens > context:
         raise ConfigError(
@@ -186,7 +189,11 @@ def _modes(
     longest: int,
 ) -> list[Mode]:
     def mode(name: str, kind: str, value: float | Sequence[float] | None, layers: int, pending: int) -> Mode:
-        options = {"mode": kind, "threshold": value, "min_layers": layers, "max_pending": pending}
+        options: dict[str, Any] = {"mode": kind}
+        if kind != "full" and manifest.checkpoints:
+            options |= {"threshold": value, "min_layers": layers}
+            if manifest.kv_cache_strategy == EXACT:
+                options["max_pending"] = pending
         given = 0.0 if value is None else value
         return Mode(name, options, resolve_thresholds(manifest.checkpoints, given, layers, kind), pending)
 

@@ -22,7 +22,7 @@ from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import GraphError
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
-from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare, compare_together
+from tide_export.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare
 from tide_export.quantize.stored import computes_in_float32, graph_engines
 from tide_export.routers import RouterSet
 from tide_export.runtime.batch.generate import empty_batch
@@ -32,6 +32,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
 from tide_export.thresholds import OFF
+from tide_export.together import compare_together
 
 logger = logging.getLogger("tide_export")
 

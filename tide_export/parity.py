@@ -24,7 +24,6 @@ from tide_export.manifest import PROPAGATE
 from tide_export.model import SourceModel
 from tide_export.oracle import oracle
 from tide_export.routers import RouterSet
-from tide_export.runtime.batch.rule import AnyBatch
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds import OFF
 
@@ -78,7 +77,8 @@ class Check:
         largest_logit: largest |reference logit|, what `max_error` is measured against. exits: layers -> positions that
         left there (the model's depth: never left). layers_executed: see `Written`; divided by `tokens` it is what a
         token cost. differences: the first few wrong positions, one sentence each. tolerance: what is forgiven. drafted,
-        accepted: in lossless mode, drafts made and drafts that stood.
+        accepted: in lossless mode, drafts made and drafts that stood. written: of each prompt, the tokens and the
+        layers they left after.
     """
 
     name: str
@@ -95,6 +95,7 @@ class Check:
     tolerance: Tolerance = TOLERANCES["fp32"]
     drafted: int = 0
     accepted: int = 0
+    written: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
@@ -171,30 +172,10 @@ def compare(engine: Engine, answers: Answers, exits: bool, max_pending: int, che
     thresholds = answers.thresholds if exits else [OFF] * len(answers.thresholds)
     written = write_greedily(engine, answers.prompt, count, thresholds, max_pending, answers.forced)
     if exits:
-        _tally(check, written, answers.exits, answers.exit_layers, answers.margins)
+        tally(check, written, answers.exits, answers.exit_layers, answers.margins)
     else:
-        _tally(check, written, answers.full, [engine.manifest.model.num_layers] * count, {})
+        tally(check, written, answers.full, [engine.manifest.model.num_layers] * count, {})
     check.same_as_full += int((answers.full.argmax(-1) == np.array(written.tokens)).sum())
-
-
-def compare_together(batch: AnyBatch, answers: Sequence[Answers], segment_sizes: Sequence[int], check: Check) -> None:
-    """Adds to `check` what an empty batch at the thresholds of `answers` says of all their texts at once.
-
-    Args:
-        answers: of texts with equally many forced tokens.
-        segment_sizes: layers of each segment.
-    """
-    places = [batch.join() for _ in answers]
-    rows = zip(*(one.forced for one in answers), strict=True)
-    feeds = [[one.prompt for one in answers], *([[token] for token in row] for row in rows)]
-    steps = [batch.step(dict(zip(places, feed, strict=True))) for feed in feeds]
-    for place, one in zip(places, answers, strict=True):
-        own = [step[place] for step in steps]
-        logits = np.stack([result.logits for result in own])
-        executed = sum(sum(segment_sizes[: result.segments_run]) for result in own)
-        written = Written(logits.argmax(-1).tolist(), logits, [result.exit_layer for result in own], executed)
-        _tally(check, written, one.exits, one.exit_layers, one.margins)
-        check.same_as_full += int((one.full.argmax(-1) == np.array(written.tokens)).sum())
 
 
 def check_full(
@@ -217,8 +198,8 @@ def check_full(
     check = Check(name, [OFF] * len(engine.manifest.checkpoints), tolerance=tolerance)
     for prompt in prompts:
         written = write_greedily(engine, prompt, new_tokens, check.thresholds, max_pending)
-        reference = _full_logits(source, [*prompt, *written.tokens[:-1]], len(prompt) - 1)
-        _tally(check, written, reference, [source.num_layers] * new_tokens, {})
+        reference = full_logits(source, [*prompt, *written.tokens[:-1]], len(prompt) - 1)
+        tally(check, written, reference, [source.num_layers] * new_tokens, {})
         check.same_as_full += int((reference.argmax(-1) == np.array(written.tokens)).sum())
         advance(1)
     return check
@@ -250,7 +231,7 @@ def check_exit(
         text, first = [*prompt, *written.tokens[:-1]], len(prompt) - 1
         propagated = _propagated(engine.manifest.kv_cache_strategy, prompt)
         full, judged = _judge(source, routers, text, first, thresholds, propagated)
-        _tally(check, written, *judged)
+        tally(check, written, *judged)
         check.same_as_full += int((full.argmax(-1) == np.array(written.tokens)).sum())
         advance(1)
     return check
@@ -283,14 +264,13 @@ def check_lossless(
         out = engine.generate(
             prompt, new_tokens, mode="lossless", threshold=threshold, max_pending=max_pending, stop_token_ids=[]
         )
-        full = _full_logits(source, [*prompt, *out.tokens[:-1]], len(prompt) - 1)
-        for i, (token, expected) in enumerate(zip(out.tokens, full.argmax(-1).tolist(), strict=True)):
-            check.tokens += 1
-            check.same_as_full += token == expected
-            if token != expected:
-                gap = float(full[i, expected] - full[i, token])
-                _count_difference(check, gap, f"new token {i + 1} is {token} instead of {expected}")
+        full = full_logits(source, [*prompt, *out.tokens[:-1]], len(prompt) - 1)
+        for i, (token, left) in enumerate(zip(out.tokens, out.stats.exit_layer, strict=True)):
+            count_position(check, i, token, left, full[i], left, {})
+        check.tokens += len(out.tokens)
+        check.same_as_full += int((full.argmax(-1) == np.array(out.tokens)).sum())
         check.exits.update(out.stats.exit_layer)
+        check.written.append((out.tokens, out.stats.exit_layer))
         check.layers_executed += sum(out.stats.layers_run)
         check.drafted += out.stats.drafted
         check.accepted += out.stats.accepted
@@ -332,7 +312,7 @@ def _propagated(kv_cache_strategy: str, prompt: Sequence[int]) -> int | None:
 
 
 @torch.no_grad()
-def _full_logits(source: SourceModel, text: Sequence[int], first: int) -> np.ndarray:
+def full_logits(source: SourceModel, text: Sequence[int], first: int) -> np.ndarray:
     """[N, V]: the HuggingFace model's logits at the N positions of `text` from `first` on."""
     ids = torch.tensor([list(text)], device=source.device)
     return source.run(ids, []).logits[0, first:].float().cpu().numpy().copy()  # or all positions would stay in memory
@@ -350,7 +330,7 @@ def _judge(
     exit layers and margins."""
     judged = oracle(source, routers, text, thresholds, propagated)
     if judged.full_logits is None:
-        full = _full_logits(source, text, first)
+        full = full_logits(source, text, first)
     else:
         full = judged.full_logits[first:].float().cpu().numpy().copy()  # or all positions would stay in memory
     distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
@@ -358,7 +338,7 @@ def _judge(
     return full, (judged.logits[first:].float().cpu().numpy().copy(), judged.exit_layers[first:].tolist(), margins)
 
 
-def _tally(
+def tally(
     check: Check, written: Written, reference: np.ndarray, exit_layers: Sequence[int], margins: Mapping[int, np.ndarray]
 ) -> None:
     """Adds one prompt's N positions to `check`.
@@ -368,24 +348,33 @@ def _tally(
         exit_layers: N layer counts the reference left at.
         margins: layers at a checkpoint -> [N], |score - threshold| there; empty where nothing may exit.
     """
-    for i, token in enumerate(written.tokens):
-        left, should = written.exit_layers[i], exit_layers[i]
-        expected = int(reference[i].argmax())
+    for i, (token, left) in enumerate(zip(written.tokens, written.exit_layers, strict=True)):
         check.tokens += 1
         check.exits[left] += 1
-        if left != should:
-            # The shallower of the two is where one decided to leave and the other to go on.
-            undecided_by = margins.get(min(left, should))
-            gap = float(undecided_by[i]) if undecided_by is not None else float("inf")
-            _count_difference(check, gap, f"new token {i + 1} left after layer {left} instead of {should}")
-            continue
-        error = float(np.abs(written.logits[i] - reference[i]).max())
-        check.max_error = float(np.maximum(check.max_error, error))  # unlike max(), keeps a NaN
-        check.largest_logit = max(check.largest_logit, float(np.abs(reference[i]).max()))
-        if token != expected:
-            gap = float(reference[i, expected] - reference[i, token])
-            _count_difference(check, gap, f"new token {i + 1} is {token} instead of {expected}")
+        if count_position(check, i, token, left, reference[i], exit_layers[i], margins):
+            error = float(np.abs(written.logits[i] - reference[i]).max())
+            check.max_error = float(np.maximum(check.max_error, error))  # unlike max(), keeps a NaN
+            check.largest_logit = max(check.largest_logit, float(np.abs(reference[i]).max()))
     check.layers_executed += written.layers_executed
+    check.written.append((written.tokens, written.exit_layers))
+
+
+def count_position(
+    check: Check, i: int, token: int, left: int, reference: np.ndarray, should: int, margins: Mapping[int, np.ndarray]
+) -> bool:
+    """Counts position i if it differs: `token` left after `left` layers, where the reference left after `should` with
+    logits `reference` [V]; `margins` as of `Answers`. Says whether it left where the reference did."""
+    if left != should:
+        # The shallower of the two is where one decided to leave and the other to go on.
+        undecided_by = margins.get(min(left, should))
+        gap = float(undecided_by[i]) if undecided_by is not None else float("inf")
+        _count_difference(check, gap, f"new token {i + 1} left after layer {left} instead of {should}")
+        return False
+    expected = int(reference.argmax())
+    if token != expected:
+        gap = float(reference[expected] - reference[token])
+        _count_difference(check, gap, f"new token {i + 1} is {token} instead of {expected}")
+    return True
 
 
 def _count_difference(check: Check, gap: float, sentence: str) -> None:

@@ -133,6 +133,8 @@ def export(
     propagates = config.kv_cache_strategy == PROPAGATE
     if flavour is not None and propagates:
         raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {flavour.name}")
+    if propagates and (idle := {"max_pending", "compaction_threshold"} & config.model_fields_set):
+        raise ConfigError(f"{min(idle)} is for kv_cache_strategy exact: where K/V are propagated nothing waits")
     if batch_size is not None and flavour is None:
         raise ConfigError("batch_size is for targets tensorrt and tensorrt-rtx: onnxruntime takes batches as they come")
     rows = check_batch_size(BATCH_SIZE if batch_size is None else batch_size)

@@ -1,8 +1,8 @@
 """`tide-export validate`: does the bundle say what HuggingFace and TIDE's rule say, token for token, on real text?
 
 Loads the bundle and the model it was made from, cuts prompts of many lengths from a dataset, and lets `parity` compare
-full depth and lossless mode with HuggingFace and every threshold with the oracle. The report's `holds` is the command's
-exit code.
+full depth and lossless mode with HuggingFace and every threshold with the oracle. Then `together` decodes a few of them
+in one batch, which must give the same tokens. The report's `holds` is the command's exit code.
 """
 
 import logging
@@ -21,14 +21,17 @@ from tide_export.model import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.parity import TOLERANCES, Check, Tolerance, check_exit, check_full, check_lossless
 from tide_export.progress import stage
-from tide_export.quantize.stored import graph_engines, restore
+from tide_export.quantize.stored import FLOAT32_PREFIX, graph_engines, restore
 from tide_export.routers import RouterSet
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.plugins import NONE
+from tide_export.runtime.request import check_exits
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
 from tide_export.runtime.stats import LOOKED_UP
 from tide_export.tables import percent, table
 from tide_export.thresholds import resolve_thresholds
+from tide_export.together import Together, check_together
 
 logger = logging.getLogger("tide_export")
 THRESHOLDS = (0.3, 0.5, 0.7, 0.85, 0.95)
@@ -45,11 +48,13 @@ class ValidationReport:
     new_tokens: int
     max_pending: int
     checks: list[Check]
+    together: list[Together]
     weight_error: float | None = None  # of quantized weights: root of their squared error over the squared weights
 
     @property
     def holds(self) -> bool:
-        return bool(self.checks) and all(check.holds for check in self.checks)
+        compared = bool(self.checks) and all(check.holds for check in self.checks)
+        return compared and all(together.holds for together in self.together)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -63,6 +68,7 @@ class ValidationReport:
             "weight_error": self.weight_error,
             "holds": self.holds,
             "checks": [check.as_dict() for check in self.checks],
+            "together": [together.as_dict() for together in self.together],
         }
 
     def render(self) -> str:
@@ -89,6 +95,7 @@ class ValidationReport:
             "",
             *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
             *(f"  {c.name}: the logits are off by {c.max_error:.2g}" for c in self.checks if not c.logits_equal),
+            *(line for together in self.together for line in together.lines()),
         ]
         forgiven = sum(check.forgiven for check in self.checks)
         verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"
@@ -125,7 +132,8 @@ def validate(
     plugins: str | os.PathLike[str] | None = None,
 ) -> ValidationReport:
     """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds,
-    lossless mode as it was tuned.
+    lossless mode as it was tuned, one prompt at a time; and in each mode several prompts together, where the bundle has
+    networks for that.
 
     Args:
         dataset: SPEC of the text prompts are cut from; None: the one the bundle's routers were calibrated on.
@@ -138,7 +146,9 @@ def validate(
 
     Raises:
         BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
-        ConfigError: a number out of range, or more tokens than the model's context holds.
+        ConfigError: a number out of range, more tokens than the model's context holds, or plugins where no TensorRT
+            engine is checked.
+        GenerationError: a threshold outside [0, 1], or an option that changes nothing with this bundle.
         ProviderError: the provider cannot run the bundle here.
         ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load`.
     """
@@ -146,6 +156,9 @@ def validate(
     manifest = opened.manifest
     pending = manifest.max_pending if max_pending is None else max_pending
     _check_request(opened, prompts, longest_prompt, new_tokens, pending)
+    check_exits(opened, "exit", {"threshold": thresholds, "max_pending": max_pending})
+    if plugins not in (None, NONE) and provider in (None, "cpu"):
+        raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: leave --plugins away")
     spec = _dataset(opened, dataset)
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
     source = load_model(model_name)
@@ -158,27 +171,45 @@ def validate(
     texts = pick_prompts(model_name, spec, prompts, longest_prompt)
     routers = _routers(opened, source)
     engines = _engines(opened, provider, threads, plugins)
-    checks = []
+    checks, together = list[Check](), list[Together]()
     drafts = routers is not None and manifest.kv_cache_strategy == EXACT  # lossless mode needs both
-    with stage("validate", total=len(texts) * (1 + len(settings) + drafts) * len(engines)) as advance:
+    batches = sum(prefix != FLOAT32_PREFIX for prefix, _, _ in engines)  # which compute as the bundle does
+    total = len(texts) * (1 + len(settings) + drafts) * len(engines) + batches * (1 + bool(routers) + drafts)
+    with stage("validate", total=total) as advance:
         for prefix, engine, tolerance in engines:
-            full = check_full(engine, source, texts, new_tokens, pending, f"{prefix}full", advance, tolerance)
-            checks.append(full)
+            alone = {
+                "full": check_full(engine, source, texts, new_tokens, pending, f"{prefix}full", advance, tolerance)
+            }
+            checks.append(alone["full"])
             if routers is not None:
-                for name, values in settings:
-                    called = f"{prefix}{name}"
-                    checks.append(
-                        check_exit(
-                            engine, source, routers, texts, new_tokens, values, pending, called, advance, tolerance
-                        )
+                exits = [
+                    check_exit(
+                        engine,
+                        source,
+                        routers,
+                        texts,
+                        new_tokens,
+                        values,
+                        pending,
+                        f"{prefix}{name}",
+                        advance,
+                        tolerance,
                     )
+                    for name, values in settings
+                ]
+                checks += exits
+                alone["exit"] = min(exits, key=lambda check: max(check.exits.values()))  # tokens leave everywhere
             if drafts:
-                called = f"{prefix}lossless"
-                checks.append(
-                    check_lossless(engine, source, texts, new_tokens, advance=advance, tolerance=tolerance, name=called)
+                alone["lossless"] = check_lossless(
+                    engine, source, texts, new_tokens, advance=advance, tolerance=tolerance, name=f"{prefix}lossless"
                 )
+                checks.append(alone["lossless"])
+            if prefix != FLOAT32_PREFIX:
+                together.append(check_together(engine, source, routers, texts, alone, pending, prefix.strip(), advance))
     lengths = [len(ids) for ids in texts]
-    return ValidationReport(str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, weight_error)
+    return ValidationReport(
+        str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, together, weight_error
+    )
 
 
 def _engines(

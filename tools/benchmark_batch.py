@@ -129,8 +129,9 @@ def _run(
     engine: Engine, case: Case, prompts: Sequence[list[int]], new_tokens: int, together: bool
 ) -> tuple[list[Generation], float]:
     """Generations of `prompts` and the seconds after every sequence had its first token (alone: of the first)."""
-    request: dict[str, Any] = {"mode": case.mode, "threshold": case.threshold, "min_layers": 0, "stop_token_ids": []}
-    request["prompt_lookup"] = case.lookup
+    request: dict[str, Any] = {"mode": case.mode, "prompt_lookup": case.lookup, "stop_token_ids": []}
+    if case.mode != "full":
+        request |= {"threshold": case.threshold, "min_layers": 0}
     if not together:
         done = [engine.generate(prompt, new_tokens, **request) for prompt in prompts]
         return done, done[0].stats.decode_seconds

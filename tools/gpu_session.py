@@ -239,7 +239,18 @@ def _engine_steps(
     run = ("--provider", flavour, *given)
     prompt = ("--prompt", "def main(", "--max-new-tokens", "32", "--json")
     text = "calibration/text/python-stdlib-validation.jsonl"
-    cases = ("--sizes", "1,2,4,8", "--thresholds", "0.5", "--compactions", "0,1", "--new-tokens", "64")
+    cases = (
+        "--sizes",
+        "1,2,4,8",
+        "--thresholds",
+        "0.5",
+        "--compactions",
+        "0,1",
+        "--lossless",
+        "0",
+        "--new-tokens",
+        "64",
+    )
     return [
         Step(copied[0], "", (sys.executable, "-c", copy, str(source), str(bundle)), 120, after, lacks),
         Step(built[0], "engines build here", cli("build", bundle, "--target", flavour, *plugins), 900, copied, lacks),

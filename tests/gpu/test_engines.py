@@ -87,11 +87,15 @@ def test_several_prompts_get_what_each_gets_alone(engines: Bundle, on_gpu: Engin
     prompts = [
         demo_text_ids[70 * number : 70 * number + length] for number, length in enumerate([1, 37, 2, 150, 18] * 2)
     ]
-    for options in ({"mode": "full"}, {"threshold": [0.6, 0.7, 0.8], "min_layers": 0, "max_pending": 4}):
+    exits = {"threshold": [0.6, 0.7, 0.8], "min_layers": 0, "max_pending": 4}
+    for options, along in (({"mode": "full"}, {}), (exits, {"compaction_threshold": share})):
         alone = [on_cpu.generate(prompt, 48, stop_token_ids=[], **options) for prompt in prompts]
-        together = on_gpu.generate(prompts, 48, stop_token_ids=[], compaction_threshold=share, **options)
+        together = on_gpu.generate(prompts, 48, stop_token_ids=[], **options, **along)
         for one, other in zip(together, alone, strict=True):
             assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
+    drafts = {"mode": "lossless", "threshold": [0.3, 0.4, 0.5], "max_pending": 4, "compaction_threshold": share}
+    full = [on_cpu.generate(prompt, 48, mode="full", stop_token_ids=[]).tokens for prompt in prompts]
+    assert [one.tokens for one in on_gpu.generate(prompts, 48, stop_token_ids=[], **drafts)] == full
 
 
 def test_generation_is_that_of_the_cpu(engines: Bundle, on_gpu: Engine, demo_text_ids) -> None:

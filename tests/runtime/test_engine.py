@@ -39,7 +39,7 @@ def test_prompts_of_any_length(tiny: TinyModel, tiny_engine: Engine, length: int
 
 
 def test_full_mode_never_exits(tiny: TinyModel, tiny_engine: Engine) -> None:
-    done = tiny_engine.generate(PROMPT, 40, mode="full", threshold=0.0)
+    done = tiny_engine.generate(PROMPT, 40, mode="full")
     assert done.tokens == tiny.reference_greedy(PROMPT, [OFF, OFF], 40)[0]
     assert done.stats.exit_rate == 0.0
     assert done.stats.layers_run == [6] * 40
@@ -87,7 +87,7 @@ def test_sampling_is_seeded(tiny_engine: Engine) -> None:
 
 def test_a_model_without_checkpoints_generates(tmp_path: Path) -> None:
     full = TinyModel(checkpoints=())
-    done = load(full.write(tmp_path / "full")).generate(PROMPT, 20, threshold=0.5)
+    done = load(full.write(tmp_path / "full")).generate(PROMPT, 20)
     assert done.tokens == full.reference_greedy(PROMPT, [], 20)[0]
     assert (done.stats.exits_per_layer, done.stats.layers_run_per_token) == ({}, 6.0)
 

@@ -22,6 +22,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.session import import_onnxruntime, open_session, session_options
 
 FLOAT32_PRODUCTS = 1
+FLOAT32_PREFIX = "float32 products "  # of the names of checks
 
 
 def restore(source: SourceModel, bundle: Bundle) -> float:
@@ -88,7 +89,7 @@ def graph_engines(bundle: Bundle, threads: int | None) -> list[tuple[str, Engine
     if computes_in_float32(bundle):
         return [("", Engine(bundle, own), TOLERANCES["fp32"])]
     exact = Engine(bundle, float32_session(bundle, threads))
-    return [("float32 products ", exact, TOLERANCES["fp32"]), ("", Engine(bundle, own), TOLERANCES["int8 products"])]
+    return [(FLOAT32_PREFIX, exact, TOLERANCES["fp32"]), ("", Engine(bundle, own), TOLERANCES["int8 products"])]
 
 
 def _set_level(graph: onnx.GraphProto) -> None:

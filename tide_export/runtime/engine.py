@@ -27,6 +27,8 @@ from tide_export.runtime.lossless import DraftLimits, LosslessDecoder, Rewindabl
 from tide_export.runtime.options import whole_number
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import (
+    check_exits,
+    check_sampling,
     draft_limits,
     is_list_of_prompts,
     prompt_of,
@@ -89,6 +91,12 @@ class Engine:
     def manifest(self) -> Manifest:
         """What the bundle says about itself."""
         return self.bundle.manifest
+
+    @property
+    def most_together(self) -> int:
+        """Prompts of a list that can be decoded at the same time; 1: a list is refused."""
+        networks = self._session if self._batch_networks is None else self._batch_networks
+        return int(networks.most_rows)
 
     def drafting_as(self, drafting: Drafting) -> "Engine":
         """The same engine, with another way to draft in lossless mode; the bundle stays as it is."""
@@ -165,16 +173,12 @@ class Engine:
                 verified decides what it draws. Not where K/V are propagated: nothing waits there.
 
         Raises:
-            GenerationError: as `stream`; for a list of prompts also where mode is "lossless" and the engine is not ONNX
-                Runtime on the CPU, or the bundle holds no networks for batches.
+            GenerationError: as `stream`; for a list of prompts also where the bundle holds no networks for batches.
         """
         options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
         if is_list_of_prompts(ids):
             return self._generate_batch(ids, *options, seed, stop_token_ids, compaction_threshold)
-        if compaction_threshold is not None:
-            raise GenerationError(
-                "compaction_threshold is for a list of prompts: one prompt has nothing to be kept apart from"
-            )
+        check_exits(self.bundle, mode, {"compaction_threshold": compaction_threshold})
         stream = self.stream(
             ids,  # type: ignore[arg-type]
             max_new_tokens,
@@ -215,19 +219,12 @@ class Engine:
         thresholds = thresholds_of(manifest, mode, threshold, min_layers)
         drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # a decoder itself says when to verify
-        if compaction_threshold is not None and manifest.kv_cache_strategy == PROPAGATE:
-            raise GenerationError(
-                f"compaction_threshold is for an exact K/V cache: bundle {self.bundle.path} propagates, so nothing "
-                "waits that could come along"
-            )
         samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
+        check_sampling(temperature, top_k, top_p)
+        exits = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+        check_exits(self.bundle, mode, {**exits, "compaction_threshold": compaction_threshold}, several=True)
         share = share_of(manifest, compaction_threshold, drafts is not None, all(one.greedy for one in samplers))
         stops = stops_of(manifest, stop_token_ids)
-        if drafts and self._batch_networks is None:
-            raise GenerationError(
-                "mode 'lossless' takes a list of prompts on ONNX Runtime on the CPU alone in this release: load the "
-                "bundle with provider 'cpu', or give one prompt at a time"
-            )
         batch = self.start_batch(thresholds, waiting, share, len(checked))
         decoders = [partial(decoder_of, manifest, sampler, stops, drafts) for sampler in samplers]
         return generate_batch(batch, manifest, checked, decoders, limit, stops)
@@ -283,7 +280,9 @@ class Engine:
 
         Raises:
             GenerationError: the prompt is empty, holds something that is no token id or is longer than the model's
-                context; or an option is out of range.
+                context; or an option is out of range, or of no effect: threshold, min_layers and max_pending in mode
+                "full" or where the bundle has no checkpoints, max_pending where K/V are propagated, prompt_lookup
+                outside mode "lossless", top_k and top_p without a temperature.
         """
         manifest = self.manifest
         prompt = prompt_of(manifest, ids)
@@ -292,6 +291,9 @@ class Engine:
         drafts = self._drafts(mode, max_pending, prompt_lookup)
         waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # the decoder itself says when to verify
         sampler = Sampler(temperature, top_k, top_p, seed)
+        check_sampling(temperature, top_k, top_p)
+        exits = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+        check_exits(self.bundle, mode, exits)
         stops = stops_of(manifest, stop_token_ids)
         state = self.start(thresholds, waiting)
         decoder = decoder_of(manifest, sampler, stops, drafts, state)

@@ -43,7 +43,8 @@ def open_provider(
         plugins: the library of plugins, for TensorRT engines that hold some; None: the one `runtime.plugins` finds.
 
     Raises:
-        ProviderError: the provider is unknown, or cannot run this bundle here; or plugins for a bundle that needs none.
+        ProviderError: the provider is unknown, or cannot run this bundle here; or plugins for a bundle or a provider
+            that needs none, or threads for one that is not the CPU.
         ConfigError: threads below 1.
         BundleError: the bundle is damaged.
     """
@@ -53,6 +54,10 @@ def open_provider(
     engines = bundle.manifest.engines
     if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
         raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: leave --plugins away")
+    if plugins not in (None, NONE) and provider in ("cpu", "cuda"):
+        raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: leave --plugins away")
+    if threads is not None and provider not in ("auto", "cpu"):
+        raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: leave --threads away")
     if provider != "auto":
         return _open(bundle, provider, threads, plugins)
     refused = []

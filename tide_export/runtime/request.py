@@ -1,19 +1,55 @@
 """What a caller asked `engine` for, checked and completed from the manifest before a step is run.
 
 Numbers by themselves are `options`' affair; here is what depends on the bundle: its vocabulary, context, thresholds and
-defaults. All raise GenerationError, in a sentence that names the option.
+defaults. All raise GenerationError, in a sentence that names the option. An option that could change nothing is refused
+too, rather than that someone believes it did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tide_export.bundle import Manifest
+from tide_export.bundle import Bundle, Manifest
 from tide_export.errors import GenerationError
+from tide_export.manifest import PROPAGATE
 from tide_export.runtime.lossless import DraftLimits
 from tide_export.runtime.options import real_number, whole_number
 from tide_export.thresholds import resolve_thresholds
+
+EXITS = ("threshold", "min_layers", "max_pending", "compaction_threshold")  # options of who leaves, and who waits
+
+
+def check_exits(bundle: Bundle, mode: str, options: Mapping[str, Any], several: bool = False) -> None:
+    """Refuses options that change nothing in this mode, of this bundle, for one prompt.
+
+    Args:
+        options: by name, of EXITS; None is not given.
+        several: there is a list of prompts.
+    """
+    manifest = bundle.manifest
+    for name in EXITS:
+        if options.get(name) is None:
+            continue
+        if name == "compaction_threshold" and not several:
+            raise GenerationError(f"{name} is for a list of prompts: one prompt has nothing to be kept apart from")
+        if mode == "full":
+            raise GenerationError(f"{name} is for modes 'exit' and 'lossless', not 'full', where no token leaves early")
+        if not manifest.checkpoints:
+            raise GenerationError(
+                f"{name} is for checkpoints, and bundle {bundle.path} has none: no token leaves early"
+            )
+        if name in ("max_pending", "compaction_threshold") and manifest.kv_cache_strategy == PROPAGATE:
+            raise GenerationError(
+                f"{name} is for an exact K/V cache: bundle {bundle.path} propagates, so that nothing waits"
+            )
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuses a choice among tokens where none is drawn; the values are checked already."""
+    for name, given in (("top_k", top_k > 0), ("top_p", top_p < 1)):
+        if given and temperature == 0:
+            raise GenerationError(f"{name} is for a temperature above 0: without one the most likely token is taken")
 
 
 def waiting_limit(manifest: Manifest, max_pending: int | None) -> int:

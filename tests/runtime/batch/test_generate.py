@@ -29,7 +29,8 @@ def engine(demo_bundle: Path) -> Engine:
 
 
 def alone(engine: Engine, prompts: list[list[int]], **options) -> list[Generation]:
-    return [engine.generate(prompt, NEW_TOKENS, min_layers=0, **options) for prompt in prompts]
+    depth = {} if options.get("mode") == "full" else {"min_layers": 0}
+    return [engine.generate(prompt, NEW_TOKENS, **depth, **options) for prompt in prompts]
 
 
 def same(together: list[Generation], one_by_one: list[Generation]) -> bool:
@@ -212,17 +213,6 @@ def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
     with pytest.raises(BundleError, match="batch_4_segment_0"):
         load(folder, threads=1).generate([[5], [6]], 2)
-
-
-def test_segment_networks_take_no_drafts_of_a_list(demo_bundle: Path) -> None:
-    from tide_export.bundle import open_bundle
-    from tide_export.runtime.segmented.onnxruntime import open_segments
-    from tide_export.runtime.segmented.state import SegmentedState
-
-    bundle = open_bundle(demo_bundle)
-    engine = Engine(bundle, open_segments(bundle, threads=1), SegmentedState)
-    with pytest.raises(GenerationError, match="provider 'cpu'"):
-        engine.generate([[5], [6]], 2, mode="lossless")
 
 
 def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:

@@ -44,7 +44,7 @@ def same(together: list[Generation], one_by_one: list[Generation]) -> bool:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_list_is_as_one_by_one(engine: Engine, prompts: list[list[int]], mixed: list[float], count: int) -> None:
     for options in ({"mode": "full"}, {"threshold": mixed}, {"threshold": 0.0}):
-        options |= {"stop_token_ids": [], "min_layers": 0}
+        options |= {"stop_token_ids": []} | ({"min_layers": 0} if "threshold" in options else {})
         expected = alone(engine, prompts[:count], **options)
         assert same(engine.generate(prompts[:count], NEW_TOKENS, **options), expected), options
         if count == 5 and options.get("threshold") == mixed:
@@ -95,8 +95,11 @@ def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]])
 
 
 def test_there_is_nothing_to_choose(engine: Engine) -> None:
-    with pytest.raises(GenerationError, match="compaction_threshold is for an exact K/V cache"):
-        engine.generate([[5], [6]], 2, compaction_threshold=0.5)
+    for name, value in (("compaction_threshold", 0.5), ("max_pending", 4)):
+        with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache: .* propagates, so that nothing"):
+            engine.generate([[5], [6]], 2, **{name: value})
+    with pytest.raises(GenerationError, match="max_pending is for an exact K/V cache"):
+        engine.stream([5], 2, max_pending=4)
     with pytest.raises(GenerationError, match="propagates"):
         engine.generate([[5], [6]], 2, mode="lossless")
 

@@ -1,17 +1,23 @@
-"""The demo bundle's segment networks in ONNX Runtime, on the host and behind a fake of the CUDA runtime."""
+"""Segment networks in ONNX Runtime, of the demo bundle and of a tiny Llama, on the host and behind a fake of the CUDA
+runtime."""
 
 from pathlib import Path
 
 import pytest
+from batch_prompts import TEXT
 from fake_cudart import FakeCudart
 from fake_gpu import FakeGpu
+from families import CHECKPOINTS, build
+from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.bundle import Bundle, open_bundle
+from tide_export.export_check import dividing_thresholds
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented import cuda
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.onnxruntime import open_segments
 from tide_export.runtime.segmented.state import SegmentedState
+from tide_export.spread import spread_routers
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +45,19 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
 @pytest.fixture
 def on_fake_gpu(opened: Bundle, backend: SegmentBackend, fake: FakeCudart) -> Engine:
     return Engine(opened, FakeGpu(backend, fake).backend(opened.manifest), SegmentedState)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[float]]:
+    """A tiny Llama with routers that spread over [0, 1], as a graph and as networks; thresholds that divide tokens."""
+    source = build("llama")
+    routers = spread_routers(source, CHECKPOINTS, TEXT, bottleneck=16, lens_rank=4)
+    pieces, folder = pieces_of(source, CHECKPOINTS), tmp_path_factory.mktemp("batch") / "bundle"
+    graph = engine_of(source, routers, folder, pieces, batch=True)
+    return graph, segments_of(source, routers, folder, pieces), dividing_thresholds(source, routers, TEXT)
+
+
+@pytest.fixture
+def fake_gpu(engines, fake: FakeCudart) -> Engine:
+    _, networks, _ = engines
+    return Engine(networks.bundle, FakeGpu(networks._session, fake).backend(networks.manifest), SegmentedState)

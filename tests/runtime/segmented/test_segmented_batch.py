@@ -7,42 +7,21 @@ from functools import partial
 
 import numpy as np
 import pytest
+from batch_prompts import PROMPTS, TEXT
 from fake_cudart import FakeCudart
-from fake_gpu import FakeGpu
-from families import CHECKPOINTS, LAYERS, build
-from tiny_engines import engine_of, pieces_of, segments_of
+from families import CHECKPOINTS, LAYERS
 
 from tide_export.errors import GenerationError
-from tide_export.export_check import dividing_thresholds
 from tide_export.runtime.batch import generate as batch_generate
 from tide_export.runtime.engine import Engine, decoder_of
 from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.segmented import batch_lane
 from tide_export.runtime.segmented.batch import SegmentedBatch
 from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.spread import spread_routers
 from tide_export.thresholds import OFF
 
-TEXT = [(i * 37) % 500 + 3 for i in range(40)]
-PROMPTS = [[7], [5, 9], TEXT, TEXT[3:20], [11] * 9]
 NEW_TOKENS = 24
 PLACES = 3
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[float]]:
-    """A tiny Llama with routers that spread over [0, 1], as a graph and as networks; thresholds that divide tokens."""
-    source = build("llama")
-    routers = spread_routers(source, CHECKPOINTS, TEXT, bottleneck=16, lens_rank=4)
-    pieces, folder = pieces_of(source, CHECKPOINTS), tmp_path_factory.mktemp("batch") / "bundle"
-    graph = engine_of(source, routers, folder, pieces)
-    return graph, segments_of(source, routers, folder, pieces), dividing_thresholds(source, routers, TEXT)
-
-
-@pytest.fixture
-def fake_gpu(engines, fake: FakeCudart) -> Engine:
-    _, networks, _ = engines
-    return Engine(networks.bundle, FakeGpu(networks._session, fake).backend(networks.manifest), SegmentedState)
 
 
 def one_by_one(engine: Engine, prompts: list[list[int]], **options) -> list:
@@ -236,8 +215,6 @@ def test_a_lane_serves_the_next_batch_and_a_larger_one_takes_its_place(engines) 
 
 def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCudart) -> None:
     _, networks, _ = engines
-    with pytest.raises(GenerationError, match="'lossless' takes a list of prompts on ONNX Runtime on the CPU alone"):
-        networks.generate([[5], [6]], 4, mode="lossless")
     fake.limit = 1 << 18
     with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
         fake_gpu.generate([[5], [6]], 4)

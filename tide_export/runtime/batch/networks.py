@@ -48,6 +48,11 @@ class BatchNetworks:
         self._lock = threading.Lock()
         self._opened: BatchSessions | None = None
 
+    @property
+    def most_rows(self) -> int:
+        """Sequences that can be decoded together; 1: the bundle holds no networks for more."""
+        return MOST_ROWS if names.batch_file(names.HEAD) in self._bundle.manifest.files else 1
+
     def sessions(self, count: int) -> BatchSessions:
         """Sessions for `count` sequences at once (MOST_ROWS at most).
 
@@ -65,7 +70,7 @@ class BatchNetworks:
     def _open(self, rows: int) -> BatchSessions:
         manifest = self._bundle.manifest
         count = len(manifest.segment_sizes)
-        if names.batch_file(names.HEAD) not in manifest.files:
+        if self.most_rows == 1:
             raise GenerationError(
                 f"bundle '{self._bundle.path}' holds no networks for batches (an earlier release made it, or its "
                 "export said why): give one prompt at a time"

@@ -110,19 +110,20 @@ class SegmentedBatch:
         logits_to_keep: Mapping[int, int] | None = None,
         full: Collection[int] = (),
     ) -> dict[int, RowResult]:
-        """Runs each sequence's S >= 1 new token ids; the result is about the last of them, and none may ask for more:
-        there is no lossless mode here.
+        """Runs each sequence's S >= 1 new token ids; the result is about the last of them.
 
         Args:
             new: token ids by place, not necessarily of all sequences.
+            logits_to_keep: by place, how many of the last positions get logits where the last segment runs, at least 1;
+                no more than the tokens it runs over come. The result is then that of full depth, also where the token
+                could have left and only came along. A sequence without an entry leaves at its own exit whatever runs.
+            full: places of sequences that are run through every segment and of which nothing exits.
 
         Raises:
             GenerationError: no ids, more tokens than a sequence can have, no memory for waiting tokens, or the engine
                 failed. The sequences are as they were before the step.
         """
-        assert not logits_to_keep
-        assert not full
-        everyone, lane = sorted(new), self._lane
+        everyone, lane, keep = sorted(new), self._lane, logits_to_keep or {}
         totals = {place: check_step(new[place], self.rows[place].lengths[0], self._limit) for place in everyone}
         ids = {place: np.asarray(new[place], np.int64) for place in everyone}
         ran: list[list[int]] = []
@@ -142,15 +143,25 @@ class SegmentedBatch:
             waited = {place: self.rows[place].waiting(k) for place in run}
             lane.run(k, {place: totals[place] - lengths[place] for place in run}, lengths, waited, ids, threshold)
             ran.append(run)
-            leaves = lane.verdicts() if k + 1 < self._segments else dict.fromkeys(run, True)
-            leaving = [place for place in run if leaves[place] and place not in left]
+            leaving = self._leaving(k, run, left, keep, full)
             left |= dict.fromkeys(leaving, k)
-            lane.leave({place: everyone.index(place) for place in leaving})
-        logits = lane.logits(len(everyone))
+            lane.leave(leaving)
+        rows = lane.logits()
         for k, places in enumerate(ran):
             for place in places:
                 self.rows[place].lengths[k] = totals[place]
         return {
-            place: RowResult(row[-1], row, self._depths[left[place]], sum(place in places for places in ran))
-            for place, row in zip(everyone, logits[:, None], strict=True)
+            place: RowResult(
+                rows[place][-1], rows[place], self._depths[left[place]], sum(place in places for places in ran)
+            )
+            for place in everyone
         }
+
+    def _leaving(
+        self, k: int, run: list[int], left: Collection[int], keep: Mapping[int, int], full: Collection[int]
+    ) -> dict[int, int]:
+        """Who of `run` leaves segment k, which it has just been run through, and how many of its last tokens do."""
+        if k + 1 == self._segments:
+            return {place: keep.get(place, 1) for place in run if place not in left or place in keep}
+        verdicts = self._lane.verdicts()
+        return {place: 1 for place in run if verdicts[place] and place not in left and place not in full}

@@ -6,11 +6,13 @@ the hidden states that wait, place by place. A run takes a dense block [rows, to
 gave, where the same places go on and nothing waited, and is put together by copies on the device otherwise. New states
 stay where the network wrote them until it is known who goes on; those who do not have them copied to where they wait.
 
-What a run reads and says (ids, lengths, thresholds, verdicts) crosses in one copy each way, in a slot of its own.
+What a run reads and says (ids, lengths, thresholds, verdicts) crosses in one copy each way, in a slot of its own. What
+tokens leave with stays where it was written until the end of the step, and is put before the head then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -104,15 +106,14 @@ class BatchLane:
         self._waiting_tokens = waiting_tokens
         self._entry = self._allocate(info.most_tokens * max(self._row))
         self._out = [self._allocate(0), self._allocate(0)]  # in turns: one segment reads what the last one wrote
-        self._slots = list[_Slot]()
+        self._slots = dict[tuple[int, int], _Slot]()  # of a segment's runs, first, second, ...
         self._last_runs = dict[tuple[int, int, int], int]()  # of the segment that ran last: where each wrote
         self._places = dict[int, _Place]()
-        most = min(padded(rows, 0, info.most_logits, info.most_logits), info.most_logits)
-        self._leaving = self._allocate(max(rows, most) * self._exit_row)
-        self._head_entry = self._allocate(most * self._exit_row)
+        self._left = dict[int, list[int]]()  # where the states are that each place left with in this step
+        self._head_entry = self._allocate(info.most_logits * self._exit_row)
         self._vocabulary = head.outputs[names.LOGITS].dims(1)[-1]
-        self._logits = self._allocate(4 * most * self._vocabulary)
-        self._logits_host = device.staging(4 * most * self._vocabulary).view(np.float32)
+        self._logits = self._allocate(head.outputs[names.LOGITS].size(info.most_logits))
+        self._logits_host = device.staging(self._logits.size).view(np.float32)
 
     def _allocate(self, size: int) -> Buffer:
         return self._device.allocate(max(size, ALIGNMENT))
@@ -122,19 +123,24 @@ class BatchLane:
         sizes = {name: entry.size() for name, entry in spec.inputs.items() if name.startswith("past_key_values.")}
         return [(name, self._allocate(self.rows * size), size) for name, size in sizes.items()]
 
-    def _slot(self, index: int) -> _Slot:
-        """The slot of a run, ready to be written to."""
-        if index == len(self._slots):
+    def _slot(self, k: int, index: int) -> _Slot:
+        """The slot of a run of segment k, ready to be written to."""
+        slot = self._slots.get((k, index))
+        if slot is None:
             counts, ids = [8 * self.rows, 8 * self.rows, 4], 8 * max(self._info.most_tokens, self.rows)
-            told, verdict = _Block(self._device, [*counts, ids]), _Block(self._device, [4 * self.rows, self.rows])
-            self._slots.append(_Slot(told, verdict, self._allocate(self.rows * self._exit_row)))
-        if self._slots[index].queued:
+            told = _Block(self._device, counts if k else [*counts, ids])
+            verdict, exits = (
+                _Block(self._device, [4 * self.rows, self.rows]),
+                self._allocate(self.rows * self._exit_row),
+            )
+            slot = self._slots[k, index] = _Slot(told, verdict, exits)
+        if slot.queued:
             self._synchronize()
-        return self._slots[index]
+        return slot
 
     def _synchronize(self) -> None:
         self._device.synchronize()
-        for slot in self._slots:
+        for slot in self._slots.values():
             slot.queued = False
 
     def run(
@@ -158,13 +164,15 @@ class BatchLane:
         Raises:
             GenerationError: the device has not enough memory, or failed.
         """
+        if k == 0:
+            self._left.clear()
         plan = runs_over(counts, lengths, self._info)
         row = self._row[k + 1] if k + 1 < self._count else self._final_row
         result = self._reserve_out(k, sum(aligned(run.rows * run.tokens * row) for run in plan))
         found, ran, index = dict[int, _Place](), dict[tuple[int, int, int], int](), -1
         for run in plan:
             index += run.first == 0  # the parts of a prompt share a slot
-            slot = self._slot(index)
+            slot = self._slot(k, index)
             chunks = {place: min(counts[place] - run.first, run.tokens) for place in run.places}
             slot.told.host(LENGTHS, np.int64)[: run.rows] = lengths[run.start : run.stop]
             slot.told.host(LENGTHS, np.int64)[0] += run.first
@@ -236,15 +244,16 @@ class BatchLane:
         self._synchronize()
         return {place: bool(at.slot.verdict.host(FLAGS, np.bool_)[at.row]) for place, at in self._places.items()}
 
-    def leave(self, places: Mapping[int, int]) -> None:
-        """The tokens at some places of the last run leave here, or it was the last segment: {place: its number among
-        those `logits` is asked about}."""
-        row = self._exit_row
-        copies = []
-        for place, number in places.items():
-            at = self._places[place]
-            copies.append((self._leaving.address + number * row, at.slot.exits.address + at.row * row, row))
-        self._copy(copies)
+    def leave(self, counts: Mapping[int, int]) -> None:
+        """The last tokens at some places of the last run leave here, so many of each; of other segments than the last
+        it is one. No more leave than the run took."""
+        for place, count in counts.items():
+            at, row = self._places[place], self._exit_row
+            if count == 1:
+                self._left[place] = [at.slot.exits.address + at.row * row]
+            else:
+                states = [address + number * row for address, held in at.states for number in range(held)]
+                self._left[place] = states[-count:]
 
     def wait(self, k: int, waited: Mapping[int, int]) -> None:
         """What the last run gave at some places waits before segment k, behind the tokens that do so already."""
@@ -259,17 +268,17 @@ class BatchLane:
                 target += held * row
         self._copy(copies)
 
-    def logits(self, count: int) -> np.ndarray:
-        """The head on the states that `count` tokens left with: float32 [count, V]."""
-        found, most = [], self._info.most_logits
-        for first in range(0, count, most):
-            chunk = min(count - first, most)
-            tokens, source = padded(chunk, 0, most, most), self._leaving.address
-            if first:  # which need not be aligned
-                self._copy([(self._head_entry.address, source + first * self._exit_row, chunk * self._exit_row)])
-                source = self._head_entry.address
-            found.append(self._head(source, tokens)[:chunk].copy())
-        return np.concatenate(found)
+    def logits(self) -> dict[int, np.ndarray]:
+        """The head on what the tokens of this step left with, by place: float32 [m, V]."""
+        states = [state for left in self._left.values() for state in left]
+        found, most, row = [], self._info.most_logits, self._exit_row
+        for first in range(0, len(states), most):
+            chunk, entry = states[first : first + most], self._head_entry.address
+            self._copy((entry + number * row, state, row) for number, state in enumerate(chunk))
+            found.append(self._head(entry, padded(len(chunk), 0, most, most))[: len(chunk)].copy())
+        ends = accumulate(len(left) for left in self._left.values())
+        rows = np.split(np.concatenate(found), list(ends)[:-1])
+        return dict(zip(self._left, rows, strict=True))
 
     def _head(self, states: int, tokens: int) -> np.ndarray:
         host = self._logits_host[: tokens * self._vocabulary]

@@ -1,0 +1,285 @@
+"""Lossless mode for a list of prompts on segment networks: the full model's tokens, on the host and on a fake GPU."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from batch_prompts import PROMPTS, TEXT
+from distribution import deviation, joint
+from fake_cudart import FakeCudart
+from families import LAYERS
+
+from tide_export.manifest import Drafting
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.generation import Generation
+from tide_export.runtime.sampling import Sampler
+from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.segmented.batch import SegmentedBatch
+from tide_export.runtime.segmented.batch_lane import BatchLane
+from tide_export.runtime.segmented.state import SegmentedState
+from tide_export.runtime.state import NO_LIMIT, State
+from tide_export.thresholds import OFF
+
+NEW_TOKENS = 24
+ALWAYS = 0.0
+SETTINGS = [("mixed", 1, 0), ("mixed", 4, 6), ("always", 4, 0), ("always", 2, 6), ("never", 4, 20)]
+
+
+@pytest.fixture(scope="module")
+def full(engines) -> list[list[int]]:
+    graph, _, _ = engines
+    return [graph.generate(prompt, NEW_TOKENS, mode="full", stop_token_ids=[]).tokens for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def eight(engines) -> Engine:
+    """The networks for eight sequences, whose runs take fewer tokens of each than are verified at once."""
+    _, networks, _ = engines
+    backend = networks._session
+    info = replace(backend._info, most_rows=8, row_tokens=2)
+    wider = SegmentBackend(networks.manifest, info, backend.specs, backend._open_lane)
+    return Engine(networks.bundle, wider, SegmentedState)
+
+
+def options_of(thresholds: list[float], exits: str, max_pending: int, lookup: int) -> dict:
+    given = {"mixed": thresholds, "always": ALWAYS, "never": 1.0}[exits]
+    options = {"mode": "lossless", "threshold": given, "max_pending": max_pending, "prompt_lookup": lookup}
+    return options | {"stop_token_ids": []}
+
+
+def tokens_of(generations: list[Generation]) -> list[list[int]]:
+    return [one.tokens for one in generations]
+
+
+def decisions(generations: list[Generation]) -> list[tuple]:
+    """What each sequence got and how: tokens, layers, drafts."""
+    found = []
+    for one in generations:
+        stats = one.stats
+        drafts = (stats.drafted, stats.accepted, stats.looked_up, stats.lookups_accepted)
+        found.append(
+            (one.tokens, one.finish_reason, stats.exit_layer, stats.layers_run, stats.layer_tokens_run, drafts)
+        )
+    return found
+
+
+@pytest.mark.parametrize(("exits", "max_pending", "lookup"), SETTINGS)
+def test_greedy_tokens_are_the_full_model_s(
+    request, engines, eight: Engine, full: list[list[int]], exits: str, max_pending: int, lookup: int
+) -> None:
+    graph, networks, thresholds = engines
+    options = options_of(thresholds, exits, max_pending, lookup)
+    some = PROMPTS[1:4]  # as many as all engines have places for
+    for share in (None, 0.5, 1.0):  # whoever comes along: the very decisions of the branched graph
+        together = networks.generate(some, NEW_TOKENS, compaction_threshold=share, **options)
+        assert decisions(together) == decisions(graph.generate(some, NEW_TOKENS, compaction_threshold=share, **options))
+    alone = [graph.generate(prompt, NEW_TOKENS, **options) for prompt in PROMPTS]
+    assert decisions(together) == decisions(alone[1:4])
+    assert tokens_of(networks.generate(PROMPTS, NEW_TOKENS, **options)) == full
+    drafted, accepted = (sum(getattr(one.stats, name) for one in together) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted, "drafts stand, and fall"
+    assert (sum(one.stats.looked_up for one in together) > 0) == bool(lookup)
+    many = PROMPTS + PROMPTS[::-1]
+    assert tokens_of(eight.generate(many, NEW_TOKENS, **options)) == full + full[::-1]
+
+
+@pytest.mark.parametrize(("exits", "max_pending", "lookup"), SETTINGS[1:4])
+def test_a_recording_device_gives_the_same(
+    engines, fake_gpu: Engine, full: list[list[int]], exits: str, max_pending: int, lookup: int
+) -> None:
+    """Memory that is NaN until it is set, work done late, and a head that takes two tokens a run."""
+    graph, _, thresholds = engines
+    options = options_of(thresholds, exits, max_pending, lookup)
+    assert tokens_of(fake_gpu.generate(PROMPTS, NEW_TOKENS, **options)) == full
+    found = fake_gpu.generate(PROMPTS[1:4], NEW_TOKENS, **options)
+    assert decisions(found) == decisions(graph.generate(PROMPTS[1:4], NEW_TOKENS, **options))
+
+
+@pytest.mark.parametrize("places", range(1, 9))
+def test_any_number_of_places(engines, eight: Engine, full: list[list[int]], places: int) -> None:
+    _, _, thresholds = engines
+    options = options_of(thresholds, "mixed", 3, 4)
+    prompts = [PROMPTS[number % 5] for number in range(places)]
+    found = eight.generate(prompts, 9, **options)
+    assert tokens_of(found) == [full[number % 5][:9] for number in range(places)]
+
+
+class FullDepth:
+    """Every sequence by itself, on the graph, beside the batch that is tested: as it exits, and at full depth."""
+
+    def __init__(self, engine: Engine, thresholds: list[float]) -> None:
+        self._engine, self._thresholds = engine, thresholds
+        self.texts: dict[int, list[int]] = {}
+        self.exits: dict[int, State] = {}
+        self.full: dict[int, State] = {}
+
+    def join(self, place: int) -> None:
+        self.texts[place] = []
+        self.exits[place] = self._engine.start(self._thresholds, NO_LIMIT)
+        self.full[place] = self._engine.start([OFF] * len(self._thresholds), NO_LIMIT)
+
+    def rewind(self, place: int, length: int) -> None:
+        del self.texts[place][length:]
+        self.exits[place].rewind(length)
+        self.full[place].rewind(min(self.full[place].length, length))
+
+    def rows(self, place: int, count: int) -> np.ndarray:
+        """Logits of the last `count` tokens."""
+        text, state = self.texts[place], self.full[place]
+        state.rewind(min(state.length, len(text) - count))
+        return state.step(text[state.length :], logits_to_keep=count).rows
+
+    def check(
+        self, batch: SegmentedBatch, new: dict[int, list[int]], keep: dict[int, int], full: list[int], own: bool
+    ) -> int:
+        """Runs a step of both; gives how many sequences came along and were verified."""
+        before = {place: batch.rows[place].lengths[-1] for place in new}
+        results, along = batch.step(new, keep, full), 0
+        assert set(results) == set(new) == set(batch._lane._left), "the head runs for those of this step alone"
+        for place, result in results.items():
+            self.texts[place] += new[place]
+            exits = self.exits[place].step(new[place], 1, full=place in full)
+            if result.segments_run == 3 and (place in keep or exits.exit_layer == LAYERS):
+                wanted = min(keep.get(place, 1), batch.rows[place].length - before[place])
+                assert result.exit_layer == LAYERS
+                np.testing.assert_allclose(result.rows, self.rows(place, wanted), atol=1e-4)
+                along += place not in full and exits.segments_run < 3
+            else:
+                assert place not in full
+                assert result.exit_layer == exits.exit_layer
+                np.testing.assert_allclose(result.rows, exits.logits[None], atol=1e-4)
+            np.testing.assert_array_equal(result.logits, result.rows[-1])
+            if own:
+                assert result.segments_run == exits.segments_run
+                assert batch.rows[place].lengths == self.exits[place].lengths
+        return along
+
+
+@pytest.mark.parametrize("device", ["host", "fake GPU"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_every_kept_place_of_any_step_is_the_full_model_s(request, engines, device: str, share: float) -> None:
+    """Steps of 1 to 30 tokens of some sequences; some verify, some keep logits, some do neither; some are wound back,
+    into what waits and beyond it."""
+    graph, networks, thresholds = engines
+    engine = networks if device == "host" else request.getfixturevalue("fake_gpu")
+    random = np.random.default_rng(int(share))
+    batch = SegmentedBatch(engine._session, engine.manifest, thresholds, NO_LIMIT, share, 3)
+    alone, along = FullDepth(graph, thresholds), 0
+    for place in range(3):
+        assert batch.join() == place
+        alone.join(place)
+    for _ in range(50):
+        new, keep, full = {}, {}, []
+        for place, row in batch.rows.items():
+            size = 1 if random.random() < 0.7 else int(random.integers(1, 31))
+            if random.random() < 0.75 and row.length + size <= 256:
+                new[place] = random.integers(3, 500, size).tolist()
+                if random.random() < 0.7:
+                    keep[place] = int(random.integers(1, 20))
+                if random.random() < 0.2:
+                    full.append(place)
+        if new:
+            along += alone.check(batch, new, keep, full, own=share == 1)
+        for place, row in batch.rows.items():
+            if row.length > 12 and random.random() < 0.2:
+                length = row.length - int(random.integers(0, 10))
+                row.rewind(length)
+                alone.rewind(place, length)
+    assert (along > 3) == (share == 0)
+
+
+def test_drawn_tokens_are_those_drawn_alone(engines, fake_gpu: Engine) -> None:
+    graph, networks, thresholds = engines
+    options = {"mode": "lossless", "threshold": thresholds, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
+    options |= {"stop_token_ids": []}
+    seeds = [3, 1, 4, 1, 5]
+    alone = [graph.generate(ids, 16, seed=seed, **options) for ids, seed in zip(PROMPTS, seeds, strict=True)]
+    for engine in (networks, fake_gpu):
+        assert decisions(engine.generate(PROMPTS, 16, seed=seeds, **options)) == decisions(alone)
+    drafted, accepted = (sum(getattr(one.stats, name) for one in alone) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted
+
+
+def test_drawn_tokens_are_distributed_as_the_full_model_s(engines) -> None:
+    """Of three sequences together: the first token comes from a verifying run, the second is drafted, the third is
+    drafted behind a draft."""
+    graph, networks, _ = engines
+    prompt, sampler = TEXT[:5], {"temperature": 2.0, "top_k": 3}
+
+    def logits_behind(tokens) -> np.ndarray:
+        return graph.start([OFF, OFF]).step([*prompt, *tokens]).logits.copy()
+
+    expected = joint(logits_behind, Sampler(**sampler), 3)
+    drafting = networks.drafting_as(Drafting((ALWAYS, ALWAYS), 8, 0, 1, {}))
+
+    def sample(mode: str, draws: int) -> float:
+        counts: Counter = Counter()
+        for first in range(0, draws, 3):
+            found = drafting.generate(
+                [prompt] * 3, 3, mode=mode, threshold=ALWAYS, min_layers=0, seed=[first, first + 1, first + 2],
+                stop_token_ids=[], **sampler,
+            )  # fmt: skip
+            counts.update(tuple(one.tokens) for one in found)
+        return deviation(counts, expected, draws)
+
+    assert sample("lossless", 450) < 5
+    assert sample("exit", 300) > 15, "what is not verified is another distribution, and this test would see it"
+
+
+@pytest.mark.parametrize("lookup", [0, 7])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_stop_token_ends_its_own_sequence(engines, full: list[list[int]], share: float, lookup: int) -> None:
+    _, networks, _ = engines
+    stops = [full[1][4], full[3][6], full[4][7]]
+    options = options_of([], "always", 5, lookup) | {"stop_token_ids": stops}
+    found = networks.generate(PROMPTS, NEW_TOKENS, compaction_threshold=share, **options)
+    for one, tokens in zip(found, full, strict=True):
+        end = next((number for number, token in enumerate(tokens) if token in stops), None)
+        assert one.tokens == (tokens if end is None else tokens[: end + 1])
+        assert one.finish_reason == ("length" if end is None else "stop")
+    assert len({len(one.tokens) for one in found}) > 2
+
+
+@pytest.mark.parametrize("lookup", [0, 6])
+def test_the_context_is_filled_to_its_last_place(engines, lookup: int) -> None:
+    """What is verified ends with the buffers, so that it can hardly be padded, beside sequences that go on."""
+    graph, networks, _ = engines
+    for room in (0, 1, 3, 6):
+        prompts = [[5, 6], [TEXT[i % 40] for i in range(256 - room)], [8]]
+        alone = [graph.generate(prompt, 12, mode="full", stop_token_ids=[]) for prompt in prompts]
+        assert [one.finish_reason for one in alone] == ["length", "context", "length"]
+        found = networks.generate(prompts, 12, **options_of([], "always", 4, lookup))
+        assert [(one.tokens, one.finish_reason) for one in found] == [(one.tokens, one.finish_reason) for one in alone]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_not_one_token_more_than_asked_for(engines, full: list[list[int]], most: int) -> None:
+    _, networks, thresholds = engines
+    found = networks.generate(PROMPTS, most, **options_of(thresholds, "always", 4, 6))
+    assert tokens_of(found) == [tokens[:most] for tokens in full]
+
+
+def test_coming_along_saves_runs_of_the_last_segment(engines, monkeypatch) -> None:
+    _, networks, thresholds = engines
+    runs: list[int] = []
+    launch = BatchLane._launch
+    monkeypatch.setattr(BatchLane, "_launch", lambda lane, k, *rest: (runs.append(k), launch(lane, k, *rest)))
+    deep = {}
+    for share in (None, 1.0):
+        networks.generate(PROMPTS[:3], NEW_TOKENS, compaction_threshold=share, **options_of(thresholds, "mixed", 2, 0))
+        deep[share] = runs.count(2)
+        runs.clear()
+    assert deep[None] < deep[1.0]
+
+
+def test_states_that_wait_for_verification_need_not_fit_what_was_set_aside(
+    engines, fake_gpu: Engine, fake: FakeCudart, full: list[list[int]]
+) -> None:
+    """More drafts than the bundle lets wait otherwise: the buffers before the segments grow while they hold some."""
+    backend = fake_gpu._session
+    backend._waiting_rows = 1
+    found = fake_gpu.generate(PROMPTS, NEW_TOKENS, **options_of([], "always", 20, 0))
+    assert tokens_of(found) == full
+    (lane,) = backend._free_batches
+    assert lane._waiting_tokens >= 16
