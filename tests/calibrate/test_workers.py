@@ -1,4 +1,4 @@
-"""Worker threads: results in order and the same bits as one thread's, mistakes told, PyTorch's threads left as found."""
+"""Worker threads: results in order, the bits of one thread, mistakes told, PyTorch's threads left as found."""
 
 import threading
 from types import SimpleNamespace
