@@ -7,6 +7,7 @@ there is one) is the chain of modules that leads, tensor by tensor, from the las
 included. What cannot be found that way can be told by `register_adapter`.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,15 +62,18 @@ class Anatomy:
     ) -> Iterator[dict[int, torch.Tensor]]:
         """While open, forward passes fill the dict with the raw states after each of `layers` layers, [B, S, D].
 
-        They are on the device their layer computed on. `keep` makes less of each as it comes (chosen rows, moved to the
-        CPU), so that the rest need not be held until the pass ends.
+        Passes of this thread alone: others may run the model at the same time. The states are on the device their layer
+        computed on. `keep` makes less of each as it comes (chosen rows, moved to the CPU), so that the rest need not be
+        held until the pass ends.
         """
         states: dict[int, torch.Tensor] = {}
+        here = threading.get_ident()
 
         def store(count: int) -> Callable:
             def hook(_module, _args, output):
-                state = first_tensor(output)
-                states[count] = state if keep is None else keep(state)
+                if threading.get_ident() == here:
+                    state = first_tensor(output)
+                    states[count] = state if keep is None else keep(state)
 
             return hook
 
@@ -82,10 +86,11 @@ class Anatomy:
 
     @contextmanager
     def last_position_only(self) -> Iterator[None]:
-        """While open, the backbone hands only its last position on, so that the head makes [B, 1, V] logits."""
+        """While open, the backbone hands this thread its last position alone: the head makes [B, 1, V] logits."""
+        here = threading.get_ident()
 
         def shorten(_module, _args, output):
-            return with_states(output, output[0][:, -1:])
+            return with_states(output, output[0][:, -1:]) if threading.get_ident() == here else output
 
         handle = self.backbone.register_forward_hook(shorten)
         try:
@@ -101,17 +106,50 @@ class Anatomy:
 
     def head(self, model: PreTrainedModel, normed: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, V] by the model's own forward, its backbone doing nothing but hand out `normed` [B, S, D']."""
-        backbone = self.backbone
-        own = backbone.__dict__.get("forward")  # accelerate puts one there for a backbone that is dispatched whole
-        answer = _NoOtherOutputs(last_hidden_state=normed)
-        backbone.forward = lambda *args, **kwargs: answer
+        with _StandIn.of(self.backbone) as stand_in:
+            stand_in.here.answer = _NoOtherOutputs(last_hidden_state=normed)
+            try:
+                ids = torch.zeros(normed.shape[:2], dtype=torch.long, device=normed.device)
+                return model(input_ids=ids, use_cache=False).logits
+            finally:
+                del stand_in.here.answer
+
+
+class _StandIn:
+    """Takes the place of a backbone's forward as long as any thread is in `Anatomy.head`.
+
+    Hands such a thread what it put there; others get what the backbone gives.
+    """
+
+    _lock = threading.Lock()
+
+    def __init__(self, backbone: nn.Module):
+        self.own = backbone.__dict__.get("forward")  # accelerate puts one there for a backbone that is dispatched whole
+        self.forward = backbone.forward
+        self.here = threading.local()
+        self.threads = 0
+
+    def __call__(self, *args, **kwargs):
+        answer = getattr(self.here, "answer", None)
+        return self.forward(*args, **kwargs) if answer is None else answer
+
+    @classmethod
+    @contextmanager
+    def of(cls, backbone: nn.Module) -> "Iterator[_StandIn]":
+        with cls._lock:
+            there = backbone.__dict__.get("forward")
+            found = there if isinstance(there, cls) else cls(backbone)
+            found.threads += 1
+            backbone.forward = found
         try:
-            ids = torch.zeros(normed.shape[:2], dtype=torch.long, device=normed.device)
-            return model(input_ids=ids, use_cache=False).logits
+            yield found
         finally:
-            del backbone.forward  # uncovers the class's own
-            if own is not None:
-                backbone.forward = own
+            with cls._lock:
+                found.threads -= 1
+                if found.threads == 0:
+                    del backbone.forward  # uncovers the class's own
+                    if found.own is not None:
+                        backbone.forward = found.own
 
 
 Adapter = Callable[[PreTrainedModel], Anatomy]

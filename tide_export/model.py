@@ -8,7 +8,7 @@ by name: see `anatomy` for how layers, norm and head are found.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,6 +272,33 @@ def reference_attention(config: PretrainedConfig) -> str | None:
     """
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return "eager" if kind is None or kind._can_set_attn_implementation() else None
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """While open, `model` attends by the registered function `name`.
+
+    Raises:
+        UnsupportedModelError: the architecture refuses any attention but its own.
+    """
+    before = model.config._attn_implementation
+    try:
+        with quiet_transformers():  # it warns of what `refuse_ignored_attention` makes an error
+            model.set_attn_implementation(name)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UnsupportedModelError(f"{does_not_use_interface(model)} ({str(error).splitlines()[0]})") from error
+    try:
+        yield
+    finally:
+        with quiet_transformers():
+            model.set_attn_implementation(before)
+
+
+def does_not_use_interface(model: PreTrainedModel) -> str:
+    return (
+        f"{type(model).__name__} does not compute its attention through transformers' attention interface, "
+        "so it cannot be traced"
+    )
 
 
 def _check_source(name: str) -> PretrainedConfig:

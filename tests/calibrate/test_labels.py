@@ -6,7 +6,7 @@ import torch
 
 from tide_export.calibrate import labels as module
 from tide_export.calibrate.collect import Sample
-from tide_export.calibrate.labels import divergence, may_leave, normed, top1
+from tide_export.calibrate.labels import agreement, divergence, may_leave, normed, top1
 from tide_export.config import TideConfig
 
 CHECKPOINTS = (3, 6, 9)
@@ -67,6 +67,15 @@ def test_divergence_is_kl_of_the_full_from_the_exits_distribution(demo, sample):
         labels = labels_of(demo, sample, layers, label="kl", kl_bound=bound)
         assert labels.tolist() == (expected < bound).tolist()
         assert 0 < int(labels.sum()) < len(labels)
+
+
+def test_agreement_is_the_same_first_token(demo, sample):
+    early, full = normed(demo, sample.raw[6]), normed(demo, sample.raw[demo.num_layers])
+    said = top1(demo, full)
+    found = agreement(demo, early, said)
+    assert found.tolist() == (top1(demo, early) == said).tolist()
+    assert 0 < int(found.sum()) < len(found)
+    assert agreement(demo, full, said).all()
 
 
 def test_divergence_from_itself_is_zero_and_never_below(demo, sample):

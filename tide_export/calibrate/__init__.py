@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from tide_export import __version__
 from tide_export.calibrate.collect import Sample, collect
 from tide_export.calibrate.evaluate import count_costs, evaluate, exit_states, read_examples
-from tide_export.calibrate.evaluation import Assessment
-from tide_export.calibrate.fit import Labelled, assess, fit_router
+from tide_export.calibrate.evaluation import Assessment, Evaluation
+from tide_export.calibrate.fit import Fitted, Labelled, assess, fit_router
 from tide_export.calibrate.labels import may_leave, normed, top1
 from tide_export.calibrate.lens import fit_lens
 from tide_export.calibrate.placement import Layerwise, choose_checkpoints, look_layer_by_layer
@@ -28,6 +28,7 @@ from tide_export.calibrate.processes import Processes
 from tide_export.calibrate.sequences import TokenSequence, load_tokenizer, read_sequences
 from tide_export.calibrate.split import Split, split_sequences
 from tide_export.calibrate.texts import Documents
+from tide_export.calibrate.workers import in_parallel
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.frontier import OFF
@@ -87,40 +88,18 @@ def calibrate(
     if not Processes.current().main:
         return None
 
-    shortlist = _shortlist(source, config, samples["train"])
-    routers: dict[int, Router] = {}
-    lenses: dict[int, Lens] = {}
-    report: dict[str, dict[str, Any]] = {}
-    title = "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers"
-    with stage(title, total=len(checkpoints)) as advance:
-        teacher = {name: top1(source, normed(source, s.raw[source.num_layers])) for name, s in samples.items()}
-        for layers in checkpoints:
-            record: dict[str, Any] = {}
-            if config.exit_strategy == "lens":
-                lenses[layers], record["lens"] = fit_lens(
-                    source, samples["train"], samples["validation"], config, layers
-                )
-            fitting = RouterSet({}, {}, lenses)
-            labelled = {
-                name: _labelled(source, fitting, sample, config, layers, teacher[name])
-                for name, sample in samples.items()
-            }
-            if _tells_nothing_apart(layers, labelled["train"].labels, config.label):
-                lenses.pop(layers, None)
-            else:
-                fitted = fit_router(labelled["train"], labelled["validation"], config, layers, shortlist)
-                routers[layers] = fitted.router
-                report[str(layers)] = (
-                    fitted.report | assess(fitted.router, labelled["test"], config.exit_threshold) | record
-                )
-                _tell(layers, report[str(layers)])
-            advance(1)
+    routers, lenses, records = _fit(
+        source, config, checkpoints, {name: samples[name] for name in ("train", "validation")}
+    )
     if not routers:
         raise CalibrationError(
             f"no checkpoint of {', '.join(map(str, checkpoints))} is left: by the {config.label} label either no token "
             "may leave there or every one may, so there is nothing to learn"
         )
 
+    with stage("measuring the exits on held-out text", total=1.0) as advance:
+        evaluation = evaluate(source, RouterSet(routers, {}, lenses), samples["test"], config, advance)
+    report = _report(source, RouterSet(routers, {}, lenses), samples["test"], evaluation, config, records)
     fitted_set = RouterSet(
         routers,
         {
@@ -145,7 +124,7 @@ def calibrate(
         | ({} if source.quantized is None else {"quantization": asdict(source.quantized.settings)}),
         lenses,
     )
-    return Calibration(fitted_set, _assess(source, tokenizer, fitted_set, split, samples["test"], looked, config))
+    return Calibration(fitted_set, _assess(source, tokenizer, fitted_set, split, evaluation, looked, config))
 
 
 def _read(
@@ -194,25 +173,89 @@ def _collect(
     }
 
 
-def _shortlist(source: SourceModel, config: TideConfig, train: Sample) -> torch.Tensor | None:
-    """The head's rows [N, D'] for the N tokens the full model says most often; None for routers of TIDE's form."""
+def _fit(
+    source: SourceModel, config: TideConfig, checkpoints: Sequence[int], samples: dict[str, Sample]
+) -> tuple[dict[int, Router], dict[int, Lens], dict[int, dict[str, Any]]]:
+    """The routers and lenses of the checkpoints that are left, and a record of each.
+
+    Args:
+        samples: `train` and `validation`; their states at the checkpoints are given up as they are used.
+    """
+    routers: dict[int, Router] = {}
+    lenses: dict[int, Lens] = {}
+    records: dict[int, dict[str, Any]] = {}
+    labels: dict[int, dict[str, torch.Tensor]] = {}
+
+    def states(layers: int, raw: torch.Tensor) -> torch.Tensor:
+        return exit_states(source, RouterSet({}, {}, lenses), layers, raw)
+
+    def fit(layers: int) -> Fitted:
+        train, validation = (
+            Labelled(states(layers, samples[name].raw.pop(layers)), labels[layers][name])
+            for name in ("train", "validation")
+        )
+        return fit_router(train, validation, config, layers, shortlist)
+
+    title = "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers"
+    with stage(title, total=2 * len(checkpoints)) as advance:
+        teacher = {name: top1(source, normed(source, s.raw[source.num_layers])) for name, s in samples.items()}
+        shortlist = _shortlist(source, config, teacher["train"])
+        for layers in checkpoints:
+            record: dict[str, Any] = {}
+            if config.exit_strategy == "lens":
+                lenses[layers], record["lens"] = fit_lens(
+                    source, samples["train"], samples["validation"], config, layers
+                )
+            found = {
+                name: may_leave(source, sample, config, layers, states(layers, sample.raw[layers]), teacher[name])
+                for name, sample in samples.items()
+            }
+            if _tells_nothing_apart(layers, found["train"], config.label):
+                lenses.pop(layers, None)
+                advance(1)
+            else:
+                labels[layers], records[layers] = found, record
+            advance(1)
+        for layers, fitted in zip(labels, in_parallel(source, fit, labels), strict=True):
+            routers[layers] = fitted.router
+            records[layers] = fitted.report | records[layers]
+            advance(1)
+    return routers, lenses, records
+
+
+def _shortlist(source: SourceModel, config: TideConfig, said: torch.Tensor) -> torch.Tensor | None:
+    """The head's rows [N, D'] for the N tokens that the full model says most often; None for routers of TIDE's form.
+
+    Args:
+        said: what it says on training text, int64 [n].
+    """
     if config.router_shortlist == 0:
         return None
     rows = source.head_rows()
     if rows is None:
         logger.warning("the head of %s is no matrix: its routers do without a shortlist", source.architecture)
         return None
-    said = top1(source, normed(source, train.raw[source.num_layers]))
     counts = torch.bincount(said, minlength=len(rows))
     most = counts.sort(descending=True, stable=True).indices[: max(2, config.router_shortlist)]
     return rows[most].contiguous()
 
 
-def _labelled(
-    source: SourceModel, lenses: RouterSet, sample: Sample, config: TideConfig, layers: int, full_top1: torch.Tensor
-) -> Labelled:
-    states = exit_states(source, lenses, layers, sample.raw[layers])
-    return Labelled(states, may_leave(source, sample, config, layers, states, full_top1))
+def _report(
+    source: SourceModel,
+    routers: RouterSet,
+    test: Sample,
+    evaluation: Evaluation,
+    config: TideConfig,
+    records: dict[int, dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """Per checkpoint (a string) its record and what the test split says; told in the log as well."""
+    report: dict[str, dict[str, Any]] = {}
+    for k, layers in enumerate(routers.checkpoints):
+        labels = torch.from_numpy(evaluation.labels[:, k].copy())
+        held = Labelled(exit_states(source, routers, layers, test.raw[layers]), labels)
+        report[str(layers)] = records[layers] | assess(routers.routers[layers], held, config.exit_threshold)
+        _tell(layers, report[str(layers)])
+    return report
 
 
 def _assess(
@@ -220,22 +263,21 @@ def _assess(
     tokenizer: PreTrainedTokenizerBase,
     routers: RouterSet,
     split: Split,
-    test: Sample,
+    evaluation: Evaluation,
     looked: Layerwise,
     config: TideConfig,
 ) -> Assessment:
     thresholds = tuple(config.exit_threshold if c >= config.min_layers else OFF for c in routers.checkpoints)
     folder = Path(source.name)
-    with stage("measuring the exits on held-out text", total=len(routers.checkpoints)) as advance:
-        return Assessment(
-            model=folder.resolve().name if folder.is_dir() else source.name,
-            thresholds=thresholds,
-            evaluation=evaluate(source, routers, test, config, advance),
-            convergence=looked.convergence(),
-            examples=read_examples(source, tokenizer, routers, split.test, thresholds),
-            costs=count_costs(source, config),
-            provenance=routers.provenance,
-        )
+    return Assessment(
+        model=folder.resolve().name if folder.is_dir() else source.name,
+        thresholds=thresholds,
+        evaluation=evaluation,
+        convergence=looked.convergence(),
+        examples=read_examples(source, tokenizer, routers, split.test, thresholds),
+        costs=count_costs(source, config),
+        provenance=routers.provenance,
+    )
 
 
 def _tells_nothing_apart(layers: int, labels: torch.Tensor, label: str) -> bool:

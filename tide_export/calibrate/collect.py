@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from tide_export.calibrate.attention import fast_attention
 from tide_export.calibrate.plan import Batch, Plan
 from tide_export.calibrate.processes import Processes
 from tide_export.calibrate.sequences import TokenSequence
 from tide_export.calibrate.store import FolderStore, Store
+from tide_export.calibrate.workers import in_parallel
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.model import SourceModel
@@ -74,12 +76,19 @@ def collect(
     plan = Plan.make(sequences, capacity, config.seed, config.calibration_batch, CPU_TOKENS if on_cpu else None)
     _check_ids(source, sequences)
     processes = Processes.current()
-    with _open_store(source, plan, layers, folder, processes) as store:
+    first = sequences[int(plan.places[0, 0])].ids
+    with (
+        fast_attention(source, first.tolist(), layers) as attention,
+        _open_store(source, plan, layers, attention, folder, processes) as store,
+    ):
         own = store.pending()[processes.rank :: processes.count]
+
+        def run(number: int) -> tuple[int, Batch, dict[int, torch.Tensor]]:
+            batch = plan.batch(number)
+            return number, batch, _run(source, batch, layers)
+
         with _progress(title, float(plan.tokens[own].sum()), processes) as advance:
-            for number in own:
-                batch = plan.batch(number)
-                states = _run(source, batch, layers)
+            for number, batch, states in in_parallel(source, run, own):
                 _check_finite(source, states)
                 store.put(number, batch.slots, states)
                 advance(float(plan.tokens[number]))
@@ -89,7 +98,12 @@ def collect(
 
 
 def _open_store(
-    source: SourceModel, plan: Plan, layers: Sequence[int], folder: Path | None, processes: Processes
+    source: SourceModel,
+    plan: Plan,
+    layers: Sequence[int],
+    attention: str,
+    folder: Path | None,
+    processes: Processes,
 ) -> Store:
     """In memory for one process without a folder, else in one."""
     width, batches = source.hidden_size, len(plan.batches)
@@ -99,6 +113,7 @@ def _open_store(
         "format": 1,
         "weights_sha256": source.weights_sha256,
         "device": source.device.type,
+        "attention": attention,
         "versions": {package: version(package) for package in ("torch", "transformers")},
         "plan_sha256": plan.sha256,
         "layers": list(layers),

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tide_export.calibrate.collect import Sample
 from tide_export.calibrate.evaluation import Costs, Evaluation, Example
-from tide_export.calibrate.labels import blocks, may_leave, normed, top1
+from tide_export.calibrate.labels import Target, answers, blocks, normed, top1
 from tide_export.calibrate.sequences import TokenSequence
+from tide_export.calibrate.workers import in_parallel
 from tide_export.config import TideConfig
 from tide_export.frontier import exits
 from tide_export.model import SourceModel
@@ -22,7 +23,6 @@ EXAMPLES = 2
 EXAMPLE_TOKENS = 240
 
 
-@torch.no_grad()
 def evaluate(
     source: SourceModel,
     routers: RouterSet,
@@ -30,32 +30,37 @@ def evaluate(
     config: TideConfig,
     advance: Callable[[float], object] = lambda amount: None,
 ) -> Evaluation:
-    """What every exit of `routers` gives for the tokens of `sample`; `advance` is called with 1 after each exit."""
+    """What every exit of `routers` gives for the tokens of `sample`; `advance` is told the share done since."""
     depth, checkpoints = source.num_layers, routers.checkpoints
-    full = normed(source, sample.raw[depth])
-    full_top1 = top1(source, full)
-    count = sample.kept
-    scores = np.empty((count, len(checkpoints)), np.float32)
-    labels, agrees = np.empty(scores.shape, bool), np.empty(scores.shape, bool)
-    kl, nll = np.empty(scores.shape, np.float32), np.full((count, len(checkpoints) + 1), np.nan, np.float32)
-    following = sample.next_ids.clamp_min(0)
-    known = sample.next_ids >= 0
-    for k, layers in enumerate([*checkpoints, depth]):
-        if layers == depth:
-            states = full
-        else:
-            states = exit_states(source, routers, layers, sample.raw[layers])
-            scores[:, k] = torch.cat([routers.routers[layers](part) for part in states.split(8192)]).numpy()
-            labels[:, k] = may_leave(source, sample, config, layers, states, full_top1).numpy()
-        for rows in blocks(source, count):
-            answer = source.head(states[rows][None].to(source.device))[0].float().log_softmax(-1).cpu()
-            loss = -answer.gather(-1, following[rows, None])[:, 0]
-            nll[rows, k] = torch.where(known[rows], loss, torch.nan).numpy()
-            if layers != depth:
-                target = source.head(full[rows][None].to(source.device))[0].float().log_softmax(-1).cpu()
-                kl[rows, k] = (target.exp() * (target - answer)).sum(-1).clamp_min(0).numpy()
-                agrees[rows, k] = (answer.argmax(-1) == full_top1[rows]).numpy()
-        advance(1)
+    shape = sample.kept, len(checkpoints)
+    scores, kl = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    labels, agrees = np.empty(shape, bool), np.empty(shape, bool)
+    nll = np.full((sample.kept, len(checkpoints) + 1), np.nan, np.float32)
+
+    def measure(rows: slice) -> slice:
+        """All exits of a block of tokens: the full model's answer is made once for them."""
+        with torch.no_grad():
+            following, known = sample.next_ids[rows].clamp_min(0), sample.next_ids[rows] >= 0
+            raw = {layers: sample.raw[layers][rows] for layers in (*checkpoints, depth)}
+            full = answers(source, normed(source, raw[depth]))
+            target, said = Target(full), full.first()
+            nll[rows, -1] = torch.where(known, full.nll(following), torch.nan).numpy()
+            for k, layers in enumerate(checkpoints):
+                states = exit_states(source, routers, layers, raw[layers])
+                here = answers(source, states)
+                scores[rows, k] = routers.routers[layers](states).numpy()
+                agrees[rows, k] = here.agree(said).numpy()
+                kl[rows, k] = target.divergence(here).numpy()
+                nll[rows, k] = torch.where(known, here.nll(following), torch.nan).numpy()
+                if config.label == "cosine":
+                    turned = torch.cosine_similarity(raw[layers], raw[depth], dim=-1)
+                    labels[rows, k] = (turned > config.convergence_threshold).numpy()
+        return rows
+
+    for done in in_parallel(source, measure, blocks(source, sample.kept)):
+        advance((done.stop - done.start) / sample.kept)
+    if config.label != "cosine":
+        labels = agrees.copy() if config.label == "agreement" else kl < config.kl_bound
     return Evaluation(depth, checkpoints, scores, labels, agrees, kl, nll, sample.documents.numpy())
 
 

@@ -12,8 +12,9 @@ import torch
 
 from tide_export.calibrate.collect import collect
 from tide_export.calibrate.evaluation import Convergence, Costs
-from tide_export.calibrate.labels import divergence, normed, top1
+from tide_export.calibrate.labels import Target, answers, blocks, normed
 from tide_export.calibrate.sequences import TokenSequence
+from tide_export.calibrate.workers import in_parallel
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.model import SourceModel
@@ -45,7 +46,6 @@ class Layerwise:
         return Convergence(layers, means(self.agrees), means(self.kl), means(self.cosine), len(self.agrees))
 
 
-@torch.no_grad()
 def look_layer_by_layer(source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> Layerwise:
     """A sample of `TOKENS` tokens of `sequences` after every layer.
 
@@ -56,16 +56,24 @@ def look_layer_by_layer(source: SourceModel, sequences: Sequence[TokenSequence],
     sample = collect(
         source, _beginning(sequences), range(1, depth + 1), config, TOKENS, "looking at the model layer by layer"
     )
-    last = sample.raw[depth]
-    full = normed(source, last)
-    choice = top1(source, full)
-    agrees, kl, cosine = [], [], []
-    for layers in range(1, depth + 1):
-        exits = normed(source, sample.raw[layers])
-        agrees.append((top1(source, exits) == choice).numpy())
-        kl.append(divergence(source, exits, full).numpy())
-        cosine.append(torch.cosine_similarity(sample.raw[layers], last, dim=-1).numpy())
-    return Layerwise(np.stack(agrees, 1), np.stack(kl, 1), np.stack(cosine, 1))
+    agrees = np.empty((sample.kept, depth), bool)
+    kl, cosine = np.empty(agrees.shape, np.float32), np.empty(agrees.shape, np.float32)
+
+    def look(rows: slice) -> None:
+        with torch.no_grad():
+            last = sample.raw[depth][rows]
+            full = answers(source, normed(source, last))
+            target, choice = Target(full), full.first()
+            for layers in range(1, depth + 1):
+                raw = sample.raw[layers][rows]
+                here = answers(source, normed(source, raw)) if layers < depth else full
+                agrees[rows, layers - 1] = here.agree(choice).numpy()
+                kl[rows, layers - 1] = target.divergence(here).numpy()
+                cosine[rows, layers - 1] = torch.cosine_similarity(raw, last, dim=-1).numpy()
+
+    for _ in in_parallel(source, look, blocks(source, sample.kept)):
+        pass
+    return Layerwise(agrees, kl, cosine)
 
 
 def choose_checkpoints(looked: Layerwise, costs: Costs, min_layers: int) -> tuple[int, ...]:

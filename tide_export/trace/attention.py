@@ -18,8 +18,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from tide_export.errors import UnsupportedModelError
+from tide_export.model import attention_implementation, does_not_use_interface
 from tide_export.names import DOMAIN, OP_ATTENTION
-from tide_export.trace.masks import Mask, attention_implementation, does_not_use_interface
+from tide_export.trace.masks import Mask
 
 IMPLEMENTATION = "tide_export"
 HEAD_DIM_STEP = 8  # kernels want widths of whole vectors; ONNX Runtime's insists on it

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from tide_export.anatomy import input_device
 from tide_export.errors import UnsupportedModelError
-from tide_export.model import quiet_transformers
+from tide_export.model import attention_implementation
 
 IMPLEMENTATION = "tide_export_watch"
 
@@ -115,30 +115,3 @@ def _watching(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator[
     AttentionMaskInterface.register(IMPLEMENTATION, mask)
     with attention_implementation(model, IMPLEMENTATION):
         yield
-
-
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """While open, `model` attends by the registered function `name`.
-
-    Raises:
-        UnsupportedModelError: the architecture refuses any attention but its own.
-    """
-    before = model.config._attn_implementation
-    try:
-        with quiet_transformers():  # it warns of what `refuse_ignored_attention` makes an error
-            model.set_attn_implementation(name)
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UnsupportedModelError(f"{does_not_use_interface(model)} ({str(error).splitlines()[0]})") from error
-    try:
-        yield
-    finally:
-        with quiet_transformers():
-            model.set_attn_implementation(before)
-
-
-def does_not_use_interface(model: PreTrainedModel) -> str:
-    return (
-        f"{type(model).__name__} does not compute its attention through transformers' attention interface, "
-        "so it cannot be traced"
-    )
