@@ -71,7 +71,7 @@ class CppEngine:
         return self.generation(self.call("generate", *self.request(ids, max_new_tokens, **options)))
 
     def request(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> list[str]:
-        return words(ids=list(ids), max_new_tokens=max_new_tokens, **options)
+        return words(ids=list(ids) or None, max_new_tokens=max_new_tokens, **options)
 
     @staticmethod
     def generation(answer: dict[str, Any]) -> Generation:

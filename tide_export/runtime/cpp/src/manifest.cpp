@@ -213,8 +213,10 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   Json data;
   try {
     data = Json::parse(text);
-  } catch (Json::exception const& error) {
-    throw BundleError(source + " is not valid JSON: " + error.what());
+  } catch (Json::parse_error const& error) {  // whose own text may hold bytes of the file
+    throw BundleError(source + " is not valid JSON: mistake at byte " + std::to_string(error.byte));
+  } catch (Json::exception const&) {
+    throw BundleError(source + " is not valid JSON: it holds a number out of range");
   }
   if (!data.is_object() || !data.contains("schema") || !data["schema"].is_string()) {
     throw BundleError(source + " is not the manifest of a bundle: it has no field 'schema'");
