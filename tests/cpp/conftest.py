@@ -13,7 +13,7 @@ from tide_export.runtime.engine import Engine, load
 
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))  # the hand-made model, and the judge in plain numpy
 
-from tiny_model import TinyModel  # noqa: E402
+from tiny_model import TinyModel
 
 
 @pytest.fixture(scope="session")

@@ -157,7 +157,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "layers": (field("model", "num_layers", value=0), r"field 'model\.num_layers' must be 1 or more"),
     "last layer": (field("checkpoints", value=[2, 6]), r"field 'checkpoints' must lie in 1\.\.5"),
     "order": (field("checkpoints", value=[4, 2]), "field 'checkpoints' must be distinct and ascending"),
-    "shapes": (field("model", "kv_shapes", value=[[1, 8]]), r"field 'model\.kv_shapes' must have one entry per layer"),
+    "shapes": (field("model", "kv_shapes", value=[[1, 8]]), r"'model\.kv_shapes' must have one entry per layer"),
     "strategy": (
         field("kv_cache_strategy", value="guess"),
         "field 'kv_cache_strategy' must be one of exact, propagate",

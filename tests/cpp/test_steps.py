@@ -54,7 +54,7 @@ def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: A
             random.random() < 0.3,
         )
         ids += new
-        result = state.step(new, keep, bool(verify))
+        result = state.step(new, keep, verify)
         if result.segments_run == 3:  # all that is kept has full depth
             expected = tiny.reference(ids, full)[0]
             kept_several += len(result.rows) > 1
