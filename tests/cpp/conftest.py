@@ -19,7 +19,7 @@ from tiny_model import TinyModel
 @pytest.fixture(scope="session")
 def cpp(shared: Path) -> CppBuild:
     kept = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, for whoever runs the tests often
-    folder = (Path(kept) if kept else shared) / f"cpp{SANITIZE}"
+    folder = (Path(kept) if kept else shared) / f"cpp-{SANITIZE}".replace(",", "-")
     folder.mkdir(parents=True, exist_ok=True)
     return CppBuild(folder)
 

@@ -60,7 +60,7 @@ class CppBuild:
 
     def _make(self, folder: Path) -> None:
         # What costs is reading headers: as one unit it is done once.
-        flags = ["-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-O1 -g' if SANITIZE else '-O1'}"]
+        flags = ["-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-O1'}"]
         flags += ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0"]
         library = f"-DONNXRUNTIME_LIBRARY={onnxruntime_library()}"
         options = [*headers(folder / "headers"), "-DTIDE_WARNINGS_AS_ERRORS=ON", f"-DTIDE_SANITIZE={SANITIZE}", *flags]

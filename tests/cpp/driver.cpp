@@ -1,5 +1,5 @@
-// What the tests ask of the C++ runtime, a line for a call: tests/cpp/cpp_engine.py writes the lines. The answer to each
-// is one line, "ok JSON" or "error CLASS SENTENCE".
+// What the tests ask of the C++ runtime, a line for a call: tests/cpp/cpp_engine.py writes the lines. The answer to
+// each is one line, "ok JSON" or "error CLASS SENTENCE".
 #include <atomic>
 #include <cstdio>
 #include <iostream>
@@ -120,8 +120,10 @@ class Driver {
 
   // NUMBER THRESHOLDS MAX_PENDING ROOM
   std::string start(std::int64_t number, Words const& words) {
-    std::int64_t const limit = whole_numbers("start", words.at(2)).at(0), room = whole_numbers("start", words.at(3)).at(0);
-    std::vector<double> const given = words.at(1) == "none" ? std::vector<double>{} : real_numbers("start", words.at(1));
+    std::int64_t const limit = whole_numbers("start", words.at(2)).at(0),
+                       room = whole_numbers("start", words.at(3)).at(0);
+    std::vector<double> const given =
+        words.at(1) == "none" ? std::vector<double>{} : real_numbers("start", words.at(1));
     states_.erase(number);
     states_.emplace(number, engine().start(given, limit, room));
     return described(states_.at(number)) + "}";
@@ -130,7 +132,8 @@ class Driver {
   // NUMBER KEEP FULL IDS
   std::string step(tide::State& state, Words const& words) {
     std::int64_t const keep = whole_numbers("step", words.at(1)).at(0);
-    std::vector<std::int64_t> const ids = words.size() > 3 ? whole_numbers("step", words.at(3)) : std::vector<std::int64_t>{};
+    std::vector<std::int64_t> const ids =
+        words.size() > 3 ? whole_numbers("step", words.at(3)) : std::vector<std::int64_t>{};
     tide::StepResult const result = state.step(ids, keep, words.at(2) == "1");
     return described(state) + ", \"exit_layer\": " + std::to_string(result.exit_layer) +
            ", \"segments_run\": " + std::to_string(result.segments_run) +

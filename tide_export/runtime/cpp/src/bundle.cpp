@@ -18,7 +18,8 @@ constexpr char const* kAdvice = "; export the bundle again or copy it anew";
 void check_file(fs::path const& file, FileInfo const& expected, bool verify) {
   std::error_code error;
   fs::file_status const status = fs::status(file, error);
-  if (status.type() == fs::file_type::not_found) throw BundleError("bundle file " + quoted(file) + " is missing" + kAdvice);
+  if (status.type() == fs::file_type::not_found)
+    throw BundleError("bundle file " + quoted(file) + " is missing" + kAdvice);
   if (error) throw BundleError("cannot read bundle file " + quoted(file) + ": " + error.message());
   if (!fs::is_regular_file(status)) throw BundleError("bundle file " + quoted(file) + " is not a file");
   auto const size = static_cast<std::int64_t>(fs::file_size(file, error));

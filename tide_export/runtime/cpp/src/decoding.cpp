@@ -65,7 +65,8 @@ class LosslessDecoder final : public Decoder {
       auto const made = static_cast<std::int64_t>(drafts.size());
       bool const ends = !drafts.empty() && stops_.count(drafts.back().token.id) == 1;
       bool const last_place = context_ && length == *context_;
-      std::vector<std::int64_t> const guess = ends ? std::vector<std::int64_t>{} : guessed(drafts, most - 1 - made, length);
+      std::vector<std::int64_t> const guess =
+          ends ? std::vector<std::int64_t>{} : guessed(drafts, most - 1 - made, length);
       bool const verify = !guess.empty() || made >= limit || last_place || ends;
       auto const looked = static_cast<std::int64_t>(guess.size());
       ids.insert(ids.end(), guess.begin(), guess.end());
@@ -131,9 +132,9 @@ class LosslessDecoder final : public Decoder {
     return tokens;
   }
 
-  // The full model's token where the draft falls, none where it stands. Rejection: with p the full model's probabilities
-  // and q those the draft was drawn from, it stands with probability min(1, p / q); else the token is drawn from
-  // max(p - q, 0), normalised.
+  // The full model's token where the draft falls, none where it stands. Rejection: with p the full model's
+  // probabilities and q those the draft was drawn from, it stands with probability min(1, p / q); else the token is
+  // drawn from max(p - q, 0), normalised.
   std::optional<std::int64_t> replacement(Draft const& draft, float const* logits, std::size_t vocabulary) {
     if (sampler_.greedy()) {
       std::int64_t const token = sampler_(logits, vocabulary);

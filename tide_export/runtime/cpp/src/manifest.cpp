@@ -19,10 +19,13 @@ using Json = nlohmann::json;
 constexpr char const* kSchema = "tide_export.bundle/6";
 
 // All fields of a manifest; those that this runtime does not read are only looked for.
-std::vector<std::string> const kFields = {
-    "model", "checkpoints", "thresholds", "min_layers", "max_pending", "kv_cache_strategy", "weights", "targets",
-    "opset", "inputs", "outputs", "calibration", "versions", "created", "compaction_threshold", "tuning", "drafting",
-    "networks", "engines", "quantization", "files"};
+std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",
+                                          "min_layers", "max_pending",  "kv_cache_strategy",
+                                          "weights",    "targets",      "opset",
+                                          "inputs",     "outputs",      "calibration",
+                                          "versions",   "created",      "compaction_threshold",
+                                          "tuning",     "drafting",     "networks",
+                                          "engines",    "quantization", "files"};
 std::set<std::string> const kOmitted = {"quantization"};  // not written when there is nothing to say
 
 // One value of the file, which knows where it stands.
@@ -38,8 +41,8 @@ class Field {
   }
 
   std::int64_t whole() const {
-    bool const too_large = value_.is_number_unsigned() && value_.get<std::uint64_t>() >
-                                                              std::uint64_t{std::numeric_limits<std::int64_t>::max()};
+    bool const too_large = value_.is_number_unsigned() &&
+                           value_.get<std::uint64_t>() > std::uint64_t{std::numeric_limits<std::int64_t>::max()};
     if (!value_.is_number_integer() || too_large) wrong("a whole number");
     return value_.get<std::int64_t>();
   }
@@ -146,7 +149,8 @@ std::map<std::string, FileInfo> files_of(Field const& field) {
 
 bool is_inside(std::string const& name) {
   if (name.empty() || name == "." || name == kManifestFile || name[0] == '/') return false;
-  return ("/" + name + "/").find("/../") == std::string::npos && name.find_first_of(std::string("\\\0", 2)) == std::string::npos;
+  return ("/" + name + "/").find("/../") == std::string::npos &&
+         name.find_first_of(std::string("\\\0", 2)) == std::string::npos;
 }
 
 // What the types do not say: ranges, and fields that must agree with each other.

@@ -1,5 +1,5 @@
-// From logits to the next token: greedy, or drawn after temperature, top-k and top-p, in that order. The rules are those
-// of tide_export/runtime/sampling.py; the random numbers are not.
+// From logits to the next token: greedy, or drawn after temperature, top-k and top-p, in that order. The rules are
+// those of tide_export/runtime/sampling.py; the random numbers are not.
 #pragma once
 
 #include <cstdint>

@@ -58,7 +58,8 @@ Tensors found(Ort::Session& session, bool inputs) {
   Tensors tensors;
   std::size_t const count = inputs ? session.GetInputCount() : session.GetOutputCount();
   for (std::size_t i = 0; i < count; ++i) {
-    auto const name = inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
+    auto const name =
+        inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
     Ort::TypeInfo const type = inputs ? session.GetInputTypeInfo(i) : session.GetOutputTypeInfo(i);
     tensors[name.get()] = type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetElementType()
                                                                  : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;

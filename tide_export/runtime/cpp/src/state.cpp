@@ -18,6 +18,8 @@
 namespace tide {
 namespace {
 
+constexpr std::size_t kNoneBound = std::numeric_limits<std::size_t>::max();
+
 // Number of the first checkpoint whose score is above its threshold (NaN is not), else how many there are.
 std::size_t first_above(std::vector<float> const& scores, std::vector<float> const& thresholds) {
   std::size_t number = 0;
@@ -61,7 +63,7 @@ struct State::Memory {
   Ort::Value nothing{nullptr};  // [1, 0, D]
 
   std::vector<float> thresholds, exit_thresholds, skip_thresholds;  // asked for; bound
-  std::size_t forced_from = std::numeric_limits<std::size_t>::max();  // checkpoints from this one on have a forced skip threshold
+  std::size_t forced_from = kNoneBound;  // checkpoints from this one on have a forced skip threshold
   bool all_forced = false;
   bool may_wait = true;       // whether a score could pass what is bound as skip thresholds
   bool left_nothing = false;  // whether the output for what waits is bound to one without tokens
@@ -71,7 +73,7 @@ struct State::Memory {
   bool one_id_bound = false;
   std::int32_t total = 0;
   std::vector<float> scores, logits;
-  std::int64_t kept = 0;           // rows of logits that the binding is set up for
+  std::int64_t kept = 0;     // rows of logits that the binding is set up for
   Ort::Value rows{nullptr};  // the logits of the last step, where they are not in `logits`
 
   Memory(std::shared_ptr<Session> owner, std::vector<double> const& given, std::int64_t limit, std::int64_t spare)
@@ -143,8 +145,8 @@ struct State::Memory {
     std::int64_t const after = lengths[0] + static_cast<std::int64_t>(count);
     std::int64_t const limit = manifest.model.context_length.value_or(std::numeric_limits<std::int32_t>::max());
     if (after > limit) {
-      throw GenerationError("the sequence would have " + std::to_string(after) + " tokens but the model's context holds " +
-                            std::to_string(limit));
+      throw GenerationError("the sequence would have " + std::to_string(after) +
+                            " tokens but the model's context holds " + std::to_string(limit));
     }
     return after;
   }
@@ -311,7 +313,7 @@ struct State::Memory {
     std::vector<float> const asked(given.begin(), given.end());
     if (asked == thresholds) return;
     thresholds = asked;
-    forced_from = std::numeric_limits<std::size_t>::max();  // what is bound is of the old ones
+    forced_from = kNoneBound;  // what is bound is of the old ones
   }
 };
 

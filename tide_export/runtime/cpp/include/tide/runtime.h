@@ -50,14 +50,14 @@ class Threshold {
   bool for_all_;
 };
 
-// What `Engine::stream` in Python takes, by the same names.
+// What `Engine.stream` in Python takes, by the same names. Options that are none are the bundle's.
 struct Request {
-  std::int64_t max_new_tokens = 64;           // 1 or more
+  std::int64_t max_new_tokens = 64;  // 1 or more
   Mode mode = Mode::exit;
-  std::optional<Threshold> threshold;         // a router score above it exits; none: the bundle's
-  std::optional<std::int64_t> min_layers;     // checkpoints with fewer layers behind them never exit; none: the bundle's, in lossless mode 0
-  std::optional<std::int64_t> max_pending;    // tokens that may wait before a segment must run, in lossless mode drafts; none: the bundle's
-  std::optional<std::int64_t> prompt_lookup;  // lossless mode: tokens drafted at most from earlier text; none: the bundle's
+  std::optional<Threshold> threshold;         // a router score above it exits
+  std::optional<std::int64_t> min_layers;     // checkpoints with fewer layers behind them never exit; lossless: 0
+  std::optional<std::int64_t> max_pending;    // tokens (lossless: drafts) that may wait before a segment must run
+  std::optional<std::int64_t> prompt_lookup;  // lossless mode: tokens drafted at most from earlier text
   double temperature = 0;                     // 0 is greedy; otherwise logits are divided by it
   std::int64_t top_k = 0;                     // keep the k most likely tokens; 0 keeps all
   double top_p = 1;                           // keep the fewest most likely tokens that add up to this or more

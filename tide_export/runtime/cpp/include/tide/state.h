@@ -12,9 +12,9 @@ namespace tide {
 class Session;  // of the library alone
 struct Manifest;
 
-constexpr double kOff = 2.0;                         // a threshold that no score is above: its checkpoint never exits
+constexpr double kOff = 2.0;  // a threshold that no score is above: its checkpoint never exits
 constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;  // more tokens than can ever wait
-constexpr std::int64_t kRoom = 128;                  // tokens of K/V buffer beyond the prompt before the first growth
+constexpr std::int64_t kRoom = 128;  // tokens of K/V buffer beyond the prompt before the first growth
 
 // What one step says about its last token. The memory is the state's own and changes with its next step.
 struct StepResult {
@@ -57,11 +57,11 @@ class State {
   // GenerationError: a wrong number of them, or NaN.
   void set_thresholds(std::vector<double> const& thresholds);
 
-  std::int64_t length() const;                         // tokens of the sequence so far
-  std::vector<std::int64_t> const& lengths() const;    // tokens in each segment's K/V buffers; never rises with depth
-  std::vector<std::int64_t> const& computed() const;   // tokens that each segment has run over
-  std::vector<std::int64_t> waiting() const;           // tokens waiting before segment 1, 2, ...
-  std::int64_t capacity() const;                       // tokens the K/V buffers hold before they grow
+  std::int64_t length() const;                        // tokens of the sequence so far
+  std::vector<std::int64_t> const& lengths() const;   // tokens in each segment's K/V buffers; never rises with depth
+  std::vector<std::int64_t> const& computed() const;  // tokens that each segment has run over
+  std::vector<std::int64_t> waiting() const;          // tokens waiting before segment 1, 2, ...
+  std::int64_t capacity() const;                      // tokens the K/V buffers hold before they grow
 
  private:
   friend class Engine;
