@@ -103,7 +103,9 @@ class Field {
 
   [[noreturn]] void wrong(std::string const& expected) const {
     // A list or object may be nested deeper than the stack is.
-    std::string const found = value_.is_array() ? "a list" : value_.is_object() ? "an object" : value_.dump();
+    std::string const found = value_.is_array()    ? "a list"
+                              : value_.is_object() ? "an object"
+                                                   : value_.dump(-1, ' ', true);
     refuse("must be " + expected + ", not " + found.substr(0, 60));
   }
 
