@@ -104,12 +104,13 @@ class Driver {
     return list(made.data(), made.size(), [](std::string const& text) { return text; });
   }
 
-  // How often each token was the last one, with seeds 0, 1, ... count-1.
+  // How often each token was the second, of one token the first, with seeds 0, 1, ... count-1.
   std::string draw(std::int64_t count, Options options) const {
     std::map<std::int64_t, std::int64_t> times;
     for (std::int64_t seed = 0; seed < count; ++seed) {
       options.request.seed = seed;
-      ++times[engine().generate(options.prompt, options.request).tokens.back()];
+      std::vector<std::int64_t> const made = engine().generate(options.prompt, options.request).tokens;
+      ++times[made[made.size() > 1 ? 1 : 0]];
     }
     std::string text;
     for (auto const& [token, often] : times) {

@@ -13,7 +13,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def shares(engine: Any, count: int = 1, **options: Any) -> np.ndarray:
-    """How often each token was the last of `count`, with seeds 0, 1, ..."""
+    """How often each token was the second of `count` (of one, the first), with seeds 0, 1, ..."""
     times = engine.call("draw", str(DRAWS), *engine.request(PROMPT, count, stop_token_ids=[], **options))
     found = np.zeros(48)
     found[[int(token) for token in times]] = list(times.values())
@@ -46,8 +46,7 @@ def test_draws_follow_the_distribution(tiny_engines: dict[str, Any], options: di
 
 
 def test_lossless_draws_as_full_depth_does(tiny_engines: dict[str, Any]) -> None:
-    """The third token's distribution, summed over what may stand before it: drafts drawn at an early exit leave no
-    trace. Thresholds so low that nearly all that is drafted comes from there."""
+    """The second token of three, which is drafted at an early exit: once verified, its distribution does not show it."""
     options = {"temperature": 1.0, "top_k": 3}
     full = shares(tiny_engines["cpp"], 3, mode="full", **options)
     lossless = shares(tiny_engines["cpp"], 3, mode="lossless", threshold=0.1, **options)

@@ -7,6 +7,8 @@ import pytest
 from tiny_model import TinyModel
 
 from tide_export.errors import GenerationError
+from tide_export.manifest import Drafting
+from tide_export.runtime.engine import load
 from tide_export.thresholds import OFF
 
 
@@ -137,6 +139,22 @@ def test_why_a_generation_ends(tiny_engines: Any, mode: str) -> None:
     ]
     assert stopped[0].tokens == stopped[1].tokens == cpp.tokens[: cpp.tokens.index(stop) + 1]
     assert stopped[1].finish_reason == "stop"
+
+
+def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: TinyModel, tmp_path: Any) -> None:
+    own = Drafting(thresholds=(0.125, 0.25), max_drafts=3, lookup=0, least_match=2, tuning={})
+    for drafting, drafts in [(None, [0.5, 0.5]), (own, [0.125, 0.25])]:
+        bundle = tiny.write(tmp_path / f"{drafts[0]}", min_layers=4, drafting=drafting)
+        engine = open_cpp(bundle)
+        assert engine.call("thresholds") == [OFF, 0.5]
+        assert engine.call("thresholds", "--mode", "lossless") == drafts  # min_layers is for what is not verified
+        both = load(bundle, threads=1), engine
+        python, cpp = (one.generate([1, 2, 3], 40, mode="lossless") for one in both)
+        assert (cpp.tokens, cpp.stats.exit_layer, cpp.stats.drafted) == (
+            python.tokens,
+            python.stats.exit_layer,
+            python.stats.drafted,
+        )
 
 
 def test_a_graph_without_checkpoints(open_cpp: Any, tmp_path: Any) -> None:
