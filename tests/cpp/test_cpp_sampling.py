@@ -46,7 +46,7 @@ def test_draws_follow_the_distribution(tiny_engines: dict[str, Any], options: di
 
 
 def test_lossless_draws_as_full_depth_does(tiny_engines: dict[str, Any]) -> None:
-    """The second token of three, which is drafted at an early exit: once verified, its distribution does not show it."""
+    """The second token of three is drafted at an early exit; once verified, its distribution does not show that."""
     options = {"temperature": 1.0, "top_k": 3}
     full = shares(tiny_engines["cpp"], 3, mode="full", **options)
     lossless = shares(tiny_engines["cpp"], 3, mode="lossless", threshold=0.1, **options)
