@@ -1,0 +1,59 @@
+"""The C++ runtime, built once for all workers, and engines of both runtimes on the same bundles."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cpp_builds import SANITIZE, CppBuild
+from cpp_engine import CppEngine
+
+from tide_export.runtime.engine import Engine, load
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))  # the hand-made model, and the judge in plain numpy
+
+from tiny_model import TinyModel
+
+
+@pytest.fixture(scope="session")
+def cpp(shared: Path) -> CppBuild:
+    kept = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, for whoever runs the tests often
+    folder = (Path(kept) if kept else shared) / f"cpp-{SANITIZE}".replace(",", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    return CppBuild(folder)
+
+
+@pytest.fixture(scope="session")
+def open_cpp(cpp: CppBuild) -> Iterator[Callable[..., CppEngine]]:
+    """Opens a bundle in the C++ runtime."""
+    opened: list[CppEngine] = []
+
+    def opens(bundle: Path, threads: int | None = 1, verify: bool = True) -> CppEngine:
+        opened.append(CppEngine(cpp.driver, bundle, threads, verify))
+        return opened[-1]
+
+    yield opens
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> TinyModel:
+    return TinyModel()
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("bundles") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_engines(tiny_bundle: Path, open_cpp: Callable[..., CppEngine]) -> dict[str, Engine | CppEngine]:
+    return {"python": load(tiny_bundle, threads=1), "cpp": open_cpp(tiny_bundle)}
+
+
+@pytest.fixture(params=["python", "cpp"])
+def tiny_engine(request: pytest.FixtureRequest, tiny_engines: dict[str, Engine | CppEngine]) -> Engine | CppEngine:
+    """Each of the two: what a test says holds for both."""
+    return tiny_engines[request.param]

@@ -1,0 +1,79 @@
+"""Builds of the C++ runtime for the tests: its headers, the library, and an installed copy that the driver links."""
+
+import fcntl
+import os
+import shutil
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = os.environ.get("TIDE_REQUIRE_CPP") == "1"  # in CI nothing is skipped for want of headers
+SYSTEM = (Path("/usr/include"), Path("/usr/local/include"))
+SANITIZE = os.environ.get("TIDE_CPP_SANITIZE", "")  # by hand: address,undefined or thread
+
+
+def need(condition: bool, reason: str) -> None:
+    if not condition:
+        if REQUIRED:
+            pytest.fail(f"TIDE_REQUIRE_CPP is set, but {reason}")
+        pytest.skip(reason)
+
+
+def headers(cache: Path) -> list[str]:
+    """CMake's options for the headers: of the environment, the system, or Debian's packages unpacked into `cache`."""
+    given, json = os.environ.get("ONNXRUNTIME_INCLUDE_DIR"), os.environ.get("NLOHMANN_JSON_INCLUDE_DIR")
+    own = next((str(at / "onnxruntime") for at in SYSTEM if (at / "onnxruntime/onnxruntime_cxx_api.h").is_file()), None)
+    json = json or next((str(at) for at in SYSTEM if (at / "nlohmann/json.hpp").is_file()), None)
+    found = given or own
+    if found is None or json is None:
+        script = ROOT / "tools" / "onnxruntime_headers.sh"
+        done = subprocess.run([script, cache], capture_output=True, text=True, check=False)
+        need(done.returncode == 0, f"there are no headers of ONNX Runtime and nlohmann/json: {done.stderr.strip()}")
+        found, json = found or str(cache / "usr/include/onnxruntime"), json or str(cache / "usr/include")
+    return [f"-DONNXRUNTIME_INCLUDE_DIR={found}", f"-DNLOHMANN_JSON_INCLUDE_DIR={json}"]
+
+
+def onnxruntime_library() -> Path:
+    """The one that the Python runtime uses."""
+    spec = find_spec("onnxruntime")
+    assert spec is not None
+    assert spec.origin is not None
+    found = sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime.so.*"))
+    need(bool(found), "the installed onnxruntime has no libonnxruntime.so")
+    return found[0]
+
+
+class CppBuild:
+    """Made once for all workers: `program`, the example, `driver`, and `prefix`, where the runtime is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.program = folder / "build" / "tide_export" / "runtime" / "cpp" / "tide_generate"
+        self.driver, self.prefix = folder / "driver" / "tide_driver", folder / "prefix"
+        need(shutil.which("cmake") is not None, "there is no cmake")
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.driver.is_file():
+                self._make(folder)
+
+    def _make(self, folder: Path) -> None:
+        # What costs is reading headers: as one unit it is done once.
+        flags = ["-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-O1'}"]
+        flags += ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0"]
+        library = f"-DONNXRUNTIME_LIBRARY={onnxruntime_library()}"
+        options = [*headers(folder / "headers"), "-DTIDE_WARNINGS_AS_ERRORS=ON", f"-DTIDE_SANITIZE={SANITIZE}", *flags]
+        build = folder / "build"
+        run(["cmake", "--preset", "runtime", "-B", str(build), library, *options])
+        run(["cmake", "--build", str(build)])
+        run(["cmake", "--install", str(build), "--prefix", str(self.prefix)])
+        driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(folder / "driver")]
+        run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={self.prefix}", *flags])
+        run(["cmake", "--build", str(folder / "driver")])
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout

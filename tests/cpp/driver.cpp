@@ -1,0 +1,180 @@
+// What the tests ask of the C++ runtime, a line for a call: tests/cpp/cpp_engine.py writes the lines. The answer to
+// each is one line, "ok JSON" or "error CLASS SENTENCE".
+#include <atomic>
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+
+#include "options.h"
+
+namespace {
+
+using Words = std::vector<std::string>;
+
+template <typename T, typename F>
+std::string list(T const* values, std::size_t count, F const& shown) {
+  std::string text;
+  for (std::size_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + shown(values[i]);
+  return "[" + text + "]";
+}
+
+std::string list(std::vector<std::int64_t> const& values) {
+  return list(values.data(), values.size(), [](std::int64_t value) { return std::to_string(value); });
+}
+
+std::string list(float const* values, std::size_t count) {
+  return list(values, count, [](float value) {
+    if (value != value) return std::string("NaN");
+    char text[32];
+    std::snprintf(text, sizeof text, "%.9g", static_cast<double>(value));
+    return std::string(text);
+  });
+}
+
+std::string as_json(tide::Generation const& made) {
+  return "{\"tokens\": " + list(made.tokens) + ", \"finish_reason\": \"" + std::string(name_of(made.finish_reason)) +
+         "\", \"stats\": " + made.stats.json() + "}";
+}
+
+class Driver {
+ public:
+  std::string answer(std::string const& command, Words words) {
+    if (command == "load") return load(parse(words));
+    if (command == "generate") return as_json(engine().generate(parse(words).prompt, parse(words).request));
+    if (command == "thresholds") return thresholds(parse(words).request);
+    std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
+    if (command == "stream") return stream(number, parse({words.begin() + 1, words.end()}));
+    if (command == "at_once") return at_once(number, parse({words.begin() + 1, words.end()}));
+    if (command == "draw") return draw(number, parse({words.begin() + 1, words.end()}));
+    if (command == "start") return start(number, words);
+    tide::State& state = states_.at(number);
+    if (command == "step") return step(state, words);
+    if (command == "rewind") state.rewind(whole_numbers(command, words.at(1)).at(0));
+    if (command == "set_thresholds") state.set_thresholds(real_numbers(command, words.at(1)));
+    return described(state) + "}";
+  }
+
+ private:
+  tide::Engine const& engine() const { return engine_.value(); }
+
+  std::string load(Options const& options) {
+    engine_ = tide::Engine::load(options.bundle, options.load);
+    return "{\"num_layers\": " + std::to_string(engine().manifest().model.num_layers) + "}";
+  }
+
+  std::string thresholds(tide::Request const& request) const {
+    std::vector<double> const values = resolve_thresholds(engine().manifest(), request);
+    std::vector<float> const shown(values.begin(), values.end());
+    return list(shown.data(), shown.size());
+  }
+
+  // Takes `most` tokens, then wants no more; where it is negative, throws at the first.
+  std::string stream(std::int64_t most, Options const& options) const {
+    std::vector<std::int64_t> taken;
+    tide::Generation const made = engine().stream(options.prompt, options.request, [&](tide::Token const& token) {
+      if (most < 0) throw std::out_of_range("the callback's own");
+      taken.push_back(token.id);
+      return static_cast<std::int64_t>(taken.size()) < most;
+    });
+    return "{\"taken\": " + list(taken) + ", \"made\": " + as_json(made) + "}";
+  }
+
+  // The same request in `count` threads at once, thread t with a prompt that lacks its last t tokens.
+  std::string at_once(std::int64_t count, Options const& options) const {
+    std::vector<std::string> made(static_cast<std::size_t>(count));
+    std::vector<std::thread> threads;
+    std::atomic<bool> go{false};
+    for (std::size_t t = 0; t < made.size(); ++t) {
+      threads.emplace_back([&, t] {
+        while (!go) std::this_thread::yield();
+        std::vector<std::int64_t> prompt = options.prompt;
+        prompt.resize(prompt.size() - t);
+        try {
+          made[t] = as_json(engine().generate(prompt, options.request));
+        } catch (tide::TideError const&) {
+          made[t] = "null";
+        }
+      });
+    }
+    go = true;
+    for (std::thread& thread : threads) thread.join();
+    return list(made.data(), made.size(), [](std::string const& text) { return text; });
+  }
+
+  // How often each token was the second, of one token the first, with seeds 0, 1, ... count-1.
+  std::string draw(std::int64_t count, Options options) const {
+    std::map<std::int64_t, std::int64_t> times;
+    for (std::int64_t seed = 0; seed < count; ++seed) {
+      options.request.seed = seed;
+      std::vector<std::int64_t> const made = engine().generate(options.prompt, options.request).tokens;
+      ++times[made[made.size() > 1 ? 1 : 0]];
+    }
+    std::string text;
+    for (auto const& [token, often] : times) {
+      text += (text.empty() ? "\"" : ", \"") + std::to_string(token) + "\": " + std::to_string(often);
+    }
+    return "{" + text + "}";
+  }
+
+  // NUMBER THRESHOLDS MAX_PENDING ROOM
+  std::string start(std::int64_t number, Words const& words) {
+    std::int64_t const limit = whole_numbers("start", words.at(2)).at(0),
+                       room = whole_numbers("start", words.at(3)).at(0);
+    std::vector<double> const given =
+        words.at(1) == "none" ? std::vector<double>{} : real_numbers("start", words.at(1));
+    states_.erase(number);
+    states_.emplace(number, engine().start(given, limit, room));
+    return described(states_.at(number)) + "}";
+  }
+
+  // NUMBER KEEP FULL IDS
+  std::string step(tide::State& state, Words const& words) {
+    std::int64_t const keep = whole_numbers("step", words.at(1)).at(0);
+    std::vector<std::int64_t> const ids =
+        words.size() > 3 ? whole_numbers("step", words.at(3)) : std::vector<std::int64_t>{};
+    tide::StepResult const result = state.step(ids, keep, words.at(2) == "1");
+    return described(state) + ", \"exit_layer\": " + std::to_string(result.exit_layer) +
+           ", \"segments_run\": " + std::to_string(result.segments_run) +
+           ", \"scores\": " + list(result.scores, engine().manifest().checkpoints.size()) +
+           ", \"vocabulary\": " + std::to_string(result.vocabulary) +
+           ", \"rows\": " + list(result.logits, result.rows * result.vocabulary) + "}";
+  }
+
+  static std::string described(tide::State const& state) {
+    return "{\"lengths\": " + list(state.lengths()) + ", \"computed\": " + list(state.computed()) +
+           ", \"waiting\": " + list(state.waiting()) + ", \"capacity\": " + std::to_string(state.capacity());
+  }
+
+  std::optional<tide::Engine> engine_;
+  std::map<std::int64_t, tide::State> states_;
+};
+
+char const* name_of(std::exception const& error) {
+  if (dynamic_cast<tide::ConfigError const*>(&error) != nullptr) return "ConfigError";
+  if (dynamic_cast<tide::BundleError const*>(&error) != nullptr) return "BundleError";
+  if (dynamic_cast<tide::GenerationError const*>(&error) != nullptr) return "GenerationError";
+  if (dynamic_cast<tide::ProviderError const*>(&error) != nullptr) return "ProviderError";
+  return "std::exception";
+}
+
+}  // namespace
+
+int main() {
+  Driver driver;
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream stream(line);
+    std::string command;
+    Words words;
+    stream >> command;
+    for (std::string word; stream >> word;) words.push_back(word);
+    try {
+      std::string const answer = driver.answer(command, words);
+      std::cout << "ok " << answer << std::endl;
+    } catch (std::exception const& error) {
+      std::cout << "error " << name_of(error) << " " << error.what() << std::endl;
+    }
+  }
+}

@@ -1,0 +1,62 @@
+"""What is drawn in C++ is distributed as the Python sampler's probabilities say; the numbers themselves are its own."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tide_export.runtime.sampling import Sampler
+from tide_export.thresholds import OFF
+
+DRAWS = 1200
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def shares(engine: Any, count: int = 1, **options: Any) -> np.ndarray:
+    """How often each token was the second of `count` (of one, the first), with seeds 0, 1, ..."""
+    times = engine.call("draw", str(DRAWS), *engine.request(PROMPT, count, stop_token_ids=[], **options))
+    found = np.zeros(48)
+    found[[int(token) for token in times]] = list(times.values())
+    return found / DRAWS
+
+
+def assert_like(found: np.ndarray, expected: np.ndarray) -> None:
+    """No token that cannot be drawn, and no share further off than five standard deviations."""
+    assert (found[expected == 0] == 0).all()
+    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / DRAWS) + 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 1.5, "top_k": 4},
+        {"temperature": 2.0, "top_p": 0.8},
+        {"temperature": 2.0, "top_k": 9, "top_p": 0.7},
+        {"temperature": 3.0, "top_p": 0.05},
+        {"temperature": 1e-300},
+    ],
+)
+def test_draws_follow_the_distribution(tiny_engines: dict[str, Any], options: dict[str, Any]) -> None:
+    logits = tiny_engines["python"].start([OFF, OFF]).step(PROMPT).logits
+    ids, probabilities = Sampler(**options).distribution(logits)
+    expected = np.zeros(48)
+    expected[ids] = probabilities
+    assert_like(shares(tiny_engines["cpp"], mode="full", **options), expected)
+
+
+def test_lossless_draws_as_full_depth_does(tiny_engines: dict[str, Any]) -> None:
+    """The second token of three is drafted at an early exit; once verified, its distribution does not show that."""
+    options = {"temperature": 1.0, "top_k": 3}
+    full = shares(tiny_engines["cpp"], 3, mode="full", **options)
+    lossless = shares(tiny_engines["cpp"], 3, mode="lossless", threshold=0.1, **options)
+    drafts = shares(tiny_engines["cpp"], 3, mode="exit", threshold=0.1, min_layers=0, **options)
+    assert np.abs(drafts - full).sum() > 0.5  # or the test says nothing
+    assert (np.abs(lossless - full) <= 5 * np.sqrt((full + lossless + 1e-3) / DRAWS)).all()
+
+
+def test_seeds(tiny_engines: dict[str, Any]) -> None:
+    cpp, options = tiny_engines["cpp"], {"temperature": 2.0, "stop_token_ids": []}
+    made = [cpp.generate(PROMPT, 20, seed=seed, **options).tokens for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
+    assert cpp.generate(PROMPT, 20, **options).tokens != cpp.generate(PROMPT, 20, **options).tokens

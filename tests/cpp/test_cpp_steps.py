@@ -1,0 +1,165 @@
+"""Step by step, both runtimes against the hand-made model in plain numpy; and what `stream` hands out."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import TinyModel
+
+from tide_export.errors import GenerationError
+from tide_export.manifest import Drafting
+from tide_export.runtime.engine import load
+from tide_export.thresholds import OFF
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 48, count).tolist()
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "max_pending"),
+    [([OFF, OFF], 4), ([0.0, 0.0], 0), ([0.5, 0.5], 3), ([0.8, 0.7], 1000), ([OFF, 0.65], 4), ([0.6, OFF], 4)],
+)
+def test_every_step_equals_the_plain_model(
+    tiny: TinyModel, tiny_engine: Any, thresholds: list[float], max_pending: int
+) -> None:
+    ids = random_ids(60, seed=3)
+    logits, exit_layers, scores = tiny.reference(ids, thresholds)
+    state = tiny_engine.start(thresholds, max_pending, room=0)
+    stop = 0
+    for count in [3, 1, 1, 5, 1, 9, *[1] * 24, 2, *[1] * 14]:
+        stop += count
+        result = state.step(ids[stop - count : stop])
+        np.testing.assert_allclose(result.logits, logits[stop - 1], atol=2e-5)
+        assert result.exit_layer == exit_layers[stop - 1]
+        reached = result.segments_run if result.segments_run < 3 else 2
+        np.testing.assert_allclose(result.scores[:reached], scores[stop - 1, :reached], atol=1e-5)
+        assert np.isnan(result.scores[reached:]).all()
+        assert state.lengths[: result.segments_run] == [stop] * result.segments_run
+        assert max(state.waiting) <= max_pending
+
+
+def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: Any) -> None:
+    """A random walk of steps and rewinds, always about the sequence as it then is."""
+    random, thresholds = np.random.default_rng(5), [0.4, 0.5]
+    full = [OFF, OFF]
+    state, ids = tiny_engine.start(thresholds, 1000, room=0), list[int]()
+    verified = kept_several = 0
+    for _ in range(60):
+        if ids and random.random() < 0.3:
+            length = int(random.integers(max(len(ids) - 6, 0), len(ids) + 1))
+            state.rewind(length)
+            ids = ids[:length]
+        new, keep, verify = (
+            random_ids(int(random.integers(1, 4)), len(ids)),
+            int(random.integers(1, 6)),
+            random.random() < 0.3,
+        )
+        ids += new
+        result = state.step(new, keep, verify)
+        if result.segments_run == 3:  # all that is kept has full depth
+            expected = tiny.reference(ids, full)[0]
+            kept_several += len(result.rows) > 1
+            if verify:
+                verified += 1
+                np.testing.assert_allclose(result.rows, expected[-len(result.rows) :], atol=2e-5)
+        if not verify:
+            logits, exit_layers, _ = tiny.reference(ids, thresholds)
+            assert result.exit_layer == exit_layers[-1]
+            np.testing.assert_allclose(result.logits, logits[-1], atol=2e-5)
+        assert state.length == len(ids)
+    assert verified > 5
+    assert kept_several > 3
+
+
+def test_other_thresholds_from_the_next_step_on(tiny: TinyModel, tiny_engine: Any) -> None:
+    ids = random_ids(12, seed=8)
+    state = tiny_engine.start([0.0, 0.0], 100)
+    assert state.step(ids[:6]).exit_layer == 2
+    assert state.waiting == [6, 0]
+    state.set_thresholds([OFF, OFF])
+    np.testing.assert_allclose(state.step(ids[6:]).logits, tiny.reference(ids, [OFF, OFF])[0][-1], atol=2e-5)
+    assert state.waiting == [0, 0]
+
+
+@pytest.mark.parametrize("broken", ["none", "outside", "too many"])
+def test_a_step_that_fails_leaves_the_sequence_as_it_was(tiny: TinyModel, tiny_engines: Any, broken: str) -> None:
+    state, ids = tiny_engines["cpp"].start([0.5, 0.5], 4), random_ids(20, seed=2)
+    state.step(ids[:9])
+    before = (state.lengths, state.waiting, state.capacity)
+    bad, sentence = {
+        "none": ([], "a step needs at least one token"),
+        "outside": ([1, 48], "token id 48, outside the vocabulary 0..47"),
+        "too many": ([1] * 248, "would have 257 tokens but the model's context holds 256"),
+    }[broken]
+    with pytest.raises(GenerationError, match=sentence):
+        state.step(bad)
+    assert (state.lengths, state.waiting, state.capacity) == before
+    logits, exit_layers, _ = tiny.reference(ids, [0.5, 0.5])
+    result = state.step(ids[9:])
+    assert result.exit_layer == exit_layers[-1]
+    np.testing.assert_allclose(result.logits, logits[-1], atol=2e-5)
+
+
+def test_memory_that_cannot_be_had(tiny: TinyModel, open_cpp: Any, tmp_path: Any) -> None:
+    engine = open_cpp(TinyModel(context=None).write(tmp_path / "endless"))
+    state = engine.start([0.5, 0.5], 4, room=2**58)
+    for _ in range(2):
+        with pytest.raises(GenerationError, match="not enough memory for the K/V cache of"):
+            state.step([1, 2])
+        assert state.lengths == [0, 0, 0]
+    assert engine.start([0.5, 0.5], 4).step([1, 2]).exit_layer == tiny.reference([1, 2], [0.5, 0.5])[1][-1]
+
+
+def test_a_callback_ends_the_stream(tiny_engines: Any) -> None:
+    cpp, ids = tiny_engines["cpp"], random_ids(5, seed=1)
+    for mode in ("exit", "lossless"):
+        request = cpp.request(ids, 30, mode=mode, stop_token_ids=[])
+        whole = cpp.generation(cpp.call("generate", *request))
+        answer = cpp.call("stream", "7", *request)
+        made = cpp.generation(answer["made"])
+        assert answer["taken"] == made.tokens == whole.tokens[:7]
+        assert made.finish_reason == "cancelled"
+        assert made.stats.exit_layer == whole.stats.exit_layer[:7]
+    with pytest.raises(RuntimeError, match="the callback's own"):
+        cpp.call("stream", "-1", *cpp.request(ids, 30))
+    assert cpp.generation(cpp.call("generate", *request)).tokens == whole.tokens
+
+
+@pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
+def test_why_a_generation_ends(tiny_engines: Any, mode: str) -> None:
+    prompt = random_ids(20, seed=4)
+    options: dict[str, Any] = {"mode": mode, "threshold": 0.5}
+    python, cpp = (tiny_engines[name].generate(prompt, 400, **options) for name in ("python", "cpp"))
+    assert (cpp.tokens, cpp.finish_reason) == (python.tokens, "context")
+    assert len(prompt) + len(cpp.tokens) == 257  # the last token needs no place
+    stop = cpp.tokens[30]
+    stopped = [
+        tiny_engines[name].generate(prompt, 400, stop_token_ids=[stop, 47], **options) for name in ("python", "cpp")
+    ]
+    assert stopped[0].tokens == stopped[1].tokens == cpp.tokens[: cpp.tokens.index(stop) + 1]
+    assert stopped[1].finish_reason == "stop"
+
+
+def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: TinyModel, tmp_path: Any) -> None:
+    own = Drafting(thresholds=(0.125, 0.25), max_drafts=3, lookup=0, least_match=2, tuning={})
+    for drafting, drafts in [(None, [0.5, 0.5]), (own, [0.125, 0.25])]:
+        bundle = tiny.write(tmp_path / f"{drafts[0]}", min_layers=4, drafting=drafting)
+        engine = open_cpp(bundle)
+        assert engine.call("thresholds") == [OFF, 0.5]
+        assert engine.call("thresholds", "--mode", "lossless") == drafts  # min_layers is for what is not verified
+        both = load(bundle, threads=1), engine
+        python, cpp = (one.generate([1, 2, 3], 40, mode="lossless") for one in both)
+        assert (cpp.tokens, cpp.stats.exit_layer, cpp.stats.drafted) == (
+            python.tokens,
+            python.stats.exit_layer,
+            python.stats.drafted,
+        )
+
+
+def test_a_graph_without_checkpoints(open_cpp: Any, tmp_path: Any) -> None:
+    tiny = TinyModel(checkpoints=())
+    engine = open_cpp(tiny.write(tmp_path / "plain"))
+    made = engine.generate([1, 2, 3], 20)
+    assert made.tokens == tiny.reference_greedy([1, 2, 3], [], 20)[0]
+    assert engine.start([], 0).step([1, 2, 3]).segments_run == 1

@@ -1,0 +1,113 @@
+#include "options.h"
+
+#include <charconv>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <map>
+
+char const* const kUsage =
+    "usage: tide_generate BUNDLE (--ids 1,2,3 | --ids-file FILE) [options]\n"
+    "Generates behind a prompt of token ids; prints the new ids and what was saved as JSON.\n"
+    "  --ids-file FILE       ids between white space or commas\n"
+    "  --max-new-tokens N    64\n"
+    "  --mode MODE           full, exit (the default) or lossless\n"
+    "  --threshold T[,T...]  a score above it exits: one in [0, 1], or one per checkpoint; default: the bundle's\n"
+    "  --min-layers N        checkpoints with fewer layers behind them never exit\n"
+    "  --max-pending N       tokens (in lossless mode drafts) that may wait\n"
+    "  --prompt-lookup N     lossless mode: tokens drafted at most from earlier text\n"
+    "  --temperature X  --top-k N  --top-p X  --seed N\n"
+    "  --stop-ids 1,2        instead of the model's own; --ignore-eos: none\n"
+    "  --threads N           of one step; default: one per physical core\n"
+    "  --no-verify           do not check the sha256 of the bundle's files\n";
+
+namespace {
+
+template <typename T>
+T number(std::string const& option, std::string const& text, char const* kind) {
+  T value{};
+  auto const end = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (text.empty() || end.ec != std::errc() || end.ptr != text.data() + text.size()) {
+    throw tide::ConfigError(option + " must be " + kind + ", not '" + text + "'");
+  }
+  return value;
+}
+
+template <typename T>
+std::vector<T> numbers(std::string const& option, std::string const& text, char const* kind) {
+  std::vector<T> found;
+  for (std::size_t at = 0; at < text.size();) {
+    std::size_t const end = std::min(text.find_first_of(", \t\r\n", at), text.size());
+    if (end > at) found.push_back(number<T>(option, text.substr(at, end - at), kind));
+    at = end + 1;
+  }
+  return found;
+}
+
+std::int64_t whole(std::string const& option, std::string const& text) {
+  return number<std::int64_t>(option, text, "a whole number");
+}
+
+double real(std::string const& option, std::string const& text) { return number<double>(option, text, "a number"); }
+
+std::string read(std::string const& file) {
+  std::ifstream stream(file);
+  std::string const text(std::istreambuf_iterator<char>(stream), {});
+  if (!stream.is_open() || stream.bad()) throw tide::ConfigError("--ids-file '" + file + "' cannot be read");
+  return text;
+}
+
+}  // namespace
+
+std::vector<std::int64_t> whole_numbers(std::string const& option, std::string const& text) {
+  return numbers<std::int64_t>(option, text, "whole numbers");
+}
+
+std::vector<double> real_numbers(std::string const& option, std::string const& text) {
+  return numbers<double>(option, text, "numbers");
+}
+
+Options parse(std::vector<std::string> const& arguments) {
+  Options options;
+  tide::Request& request = options.request;
+  using Text = std::string const&;
+  std::map<std::string, std::function<void(Text, Text)>> const valued = {
+      {"--ids", [&](Text name, Text text) { options.prompt = whole_numbers(name, text); }},
+      {"--ids-file", [&](Text name, Text file) { options.prompt = whole_numbers(name, read(file)); }},
+      {"--max-new-tokens", [&](Text name, Text text) { request.max_new_tokens = whole(name, text); }},
+      {"--mode", [&](Text, Text text) { request.mode = tide::mode_of(text); }},
+      {"--threshold",
+       [&](Text name, Text text) {
+         std::vector<double> const values = real_numbers(name, text);
+         request.threshold = values.size() == 1 ? tide::Threshold(values[0]) : tide::Threshold(values);
+       }},
+      {"--min-layers", [&](Text name, Text text) { request.min_layers = whole(name, text); }},
+      {"--max-pending", [&](Text name, Text text) { request.max_pending = whole(name, text); }},
+      {"--prompt-lookup", [&](Text name, Text text) { request.prompt_lookup = whole(name, text); }},
+      {"--temperature", [&](Text name, Text text) { request.temperature = real(name, text); }},
+      {"--top-k", [&](Text name, Text text) { request.top_k = whole(name, text); }},
+      {"--top-p", [&](Text name, Text text) { request.top_p = real(name, text); }},
+      {"--seed", [&](Text name, Text text) { request.seed = whole(name, text); }},
+      {"--stop-ids", [&](Text name, Text text) { request.stop_token_ids = whole_numbers(name, text); }},
+      {"--threads", [&](Text name, Text text) { options.load.threads = whole(name, text); }},
+  };
+  std::map<std::string, std::function<void()>> const switches = {
+      {"--ignore-eos", [&] { request.stop_token_ids = std::vector<std::int64_t>{}; }},
+      {"--no-verify", [&] { options.load.verify = false; }},
+      {"--help", [&] { options.help = true; }},
+  };
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    std::string const& argument = arguments[i];
+    if (auto const found = switches.find(argument); found != switches.end()) {
+      found->second();
+    } else if (auto const given = valued.find(argument); given != valued.end()) {
+      if (++i == arguments.size()) throw tide::ConfigError(argument + " needs a value");
+      given->second(argument, arguments[i]);
+    } else if (argument.rfind("--", 0) == 0 || !options.bundle.empty()) {
+      throw tide::ConfigError("unknown argument '" + argument + "': see tide_generate --help");
+    } else {
+      options.bundle = argument;
+    }
+  }
+  return options;
+}

@@ -1,0 +1,126 @@
+// Runs a bundle of tide_export in a C++ program: `Engine::load`, then `generate` or `stream`. The twin of the Python
+// runtime, on ONNX Runtime's CPU: the same graph, rule, defaults and errors, and greedy the same tokens.
+//
+// Tokens in, tokens out: text is turned into token ids, and back, by the caller; the bundle holds tokenizer.json.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tide/errors.h"
+#include "tide/manifest.h"
+#include "tide/state.h"
+#include "tide/stats.h"
+
+namespace tide {
+
+struct LoadOptions {
+  std::optional<std::int64_t> threads;  // that one step may use; none: one per physical core
+  bool verify = true;                   // check the sha256 of every file first (sizes are always checked)
+};
+
+enum class Mode {
+  full,     // the source model, layer for layer
+  exit,     // tokens may leave at a checkpoint
+  lossless  // tokens that leave are drafts, which the full model verifies before they are handed out
+};
+
+// By its name. Throws GenerationError.
+Mode mode_of(std::string_view name);
+
+// One for all checkpoints, or one per checkpoint; each in [0, 1].
+class Threshold {
+ public:
+  Threshold(double for_all) : values_{for_all}, for_all_(true) {}
+  Threshold(std::vector<double> per_checkpoint) : values_(std::move(per_checkpoint)), for_all_(false) {}
+
+  // One per checkpoint; a single one is repeated.
+  std::vector<double> values(std::size_t checkpoints) const {
+    return for_all_ ? std::vector<double>(checkpoints, values_[0]) : values_;
+  }
+
+ private:
+  std::vector<double> values_;
+  bool for_all_;
+};
+
+// What `Engine.stream` in Python takes, by the same names. Options that are none are the bundle's.
+struct Request {
+  std::int64_t max_new_tokens = 64;  // 1 or more
+  Mode mode = Mode::exit;
+  std::optional<Threshold> threshold;         // a router score above it exits
+  std::optional<std::int64_t> min_layers;     // checkpoints with fewer layers behind them never exit; lossless: 0
+  std::optional<std::int64_t> max_pending;    // tokens (lossless: drafts) that may wait before a segment must run
+  std::optional<std::int64_t> prompt_lookup;  // lossless mode: tokens drafted at most from earlier text
+  double temperature = 0;                     // 0 is greedy; otherwise logits are divided by it
+  std::int64_t top_k = 0;                     // keep the k most likely tokens; 0 keeps all
+  double top_p = 1;                           // keep the fewest most likely tokens that add up to this or more
+  std::optional<std::int64_t> seed;           // of the random numbers, 0 or more; none draws a new one
+  std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's own; an empty list never stops
+};
+
+// One token that is handed out.
+struct Token {
+  std::int64_t id;
+  std::int64_t exit_layer;  // layers it was made after (a confirmed draft: drafted after), 0 if looked up
+  std::int64_t layers_run;  // layer passes it cost; those of rejected drafts count at the token that replaced them
+};
+
+enum class FinishReason {
+  stop,      // a stop token, which is the last of the tokens
+  length,    // max_new_tokens
+  context,   // the model's context is full
+  cancelled  // the callback of `stream` returned false
+};
+
+std::string_view name_of(FinishReason reason);
+
+struct Generation {
+  std::vector<std::int64_t> tokens;  // the new ones
+  ExitStats stats;
+  FinishReason finish_reason = FinishReason::length;
+};
+
+// A loaded bundle. Copies share it. Safe to use from several threads: each generation has a State of its own.
+class Engine {
+ public:
+  // Throws BundleError: missing, damaged, of another release, or not a graph that ONNX Runtime loads. ConfigError:
+  // threads below 1. ProviderError: the ONNX Runtime library is too old.
+  static Engine load(std::filesystem::path const& bundle, LoadOptions const& options = {});
+
+  Manifest const& manifest() const;
+
+  // The tokens behind a prompt of token ids. Throws GenerationError: the prompt is empty, holds something that is no
+  // token id or is longer than the model's context; an option is out of range; or a step failed.
+  Generation generate(std::vector<std::int64_t> const& prompt, Request const& request = {}) const;
+
+  // The same, handing each token to `on_token` as it is made. When that returns false, the generation ends there. What
+  // it throws comes out of here.
+  Generation stream(std::vector<std::int64_t> const& prompt, Request const& request,
+                    std::function<bool(Token const&)> const& on_token) const;
+
+  // An empty sequence to `step` by hand. It keeps what it needs of the engine.
+  //
+  // thresholds: one per checkpoint, as `resolve_thresholds` gives them; kOff turns one off.
+  // max_pending: tokens that may wait before a segment must run; none: the bundle's.
+  // room: tokens of K/V buffer to have beyond the first step's.
+  State start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending = std::nullopt,
+              std::int64_t room = kRoom) const;
+
+ private:
+  explicit Engine(std::shared_ptr<Session> session);
+
+  std::shared_ptr<Session> session_;
+};
+
+// One threshold per checkpoint for `Engine::start`, kOff where none may exit: what a request asks for, else what the
+// bundle says. Throws GenerationError.
+std::vector<double> resolve_thresholds(Manifest const& manifest, Request const& request);
+
+}  // namespace tide

@@ -1,0 +1,99 @@
+#include "request.h"
+
+#include <cmath>
+
+#include "text.h"
+
+namespace tide {
+
+std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t least) {
+  if (value >= least) return value;
+  throw GenerationError(std::string(name) + " must be a whole number, " + std::to_string(least) + " or more, not " +
+                        std::to_string(value));
+}
+
+double real_number(char const* name, double value) {
+  if (std::isfinite(value)) return value;
+  throw GenerationError(std::string(name) + " must be a number, not " + shown(value));
+}
+
+Mode mode_of(std::string_view name) {
+  if (name == "full") return Mode::full;
+  if (name == "exit") return Mode::exit;
+  if (name == "lossless") return Mode::lossless;
+  throw GenerationError("mode must be 'full', 'exit' or 'lossless', not '" + std::string(name) + "'");
+}
+
+std::vector<double> resolve_thresholds(Manifest const& manifest, Request const& request) {
+  bool const lossless = request.mode == Mode::lossless;
+  std::vector<std::int64_t> const& points = manifest.checkpoints;
+  // What min_layers guards is the quality of exits; drafts are verified.
+  std::int64_t const least =
+      request.min_layers ? whole_number("min_layers", *request.min_layers, 0) : (lossless ? 0 : manifest.min_layers);
+  std::vector<double> values = lossless && manifest.drafting ? manifest.drafting->thresholds : manifest.thresholds;
+  if (request.threshold) values = request.threshold->values(points.size());
+  if (values.size() != points.size()) {
+    throw GenerationError("threshold has " + std::to_string(values.size()) + " values but the model has " +
+                          std::to_string(points.size()) + " checkpoints (" + joined(points, ", ") +
+                          "): give one value, or one per checkpoint");
+  }
+  for (double const value : values) {
+    if (!(0 <= value && value <= 1)) throw GenerationError("threshold must lie in [0, 1], not " + shown(value));
+  }
+  for (std::size_t k = 0; k < points.size(); ++k) {
+    if (request.mode == Mode::full || points[k] < least) values[k] = kOff;
+  }
+  return values;
+}
+
+void check_thresholds(Manifest const& manifest, std::vector<double> const& thresholds) {
+  if (thresholds.size() != manifest.checkpoints.size()) {
+    throw GenerationError(std::to_string(thresholds.size()) + " thresholds for " +
+                          std::to_string(manifest.checkpoints.size()) + " checkpoints");
+  }
+  for (double const value : thresholds) {
+    if (std::isnan(value)) throw GenerationError("a threshold must be a number, not nan");
+  }
+}
+
+void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt) {
+  if (prompt.empty()) throw GenerationError("the prompt is empty: give at least one token");
+  for (std::int64_t const id : prompt) {
+    if (id >= 0 && id < manifest.model.vocab_size) continue;
+    throw GenerationError("the prompt holds token id " + std::to_string(id) + ", outside the vocabulary 0.." +
+                          std::to_string(manifest.model.vocab_size - 1));
+  }
+  auto const& context = manifest.model.context_length;
+  if (context && static_cast<std::int64_t>(prompt.size()) > *context) {
+    throw GenerationError("the prompt has " + std::to_string(prompt.size()) + " tokens but the model's context holds " +
+                          std::to_string(*context));
+  }
+}
+
+std::optional<DraftLimits> draft_limits(Bundle const& bundle, Request const& request) {
+  if (request.mode != Mode::lossless) {
+    if (!request.prompt_lookup) return std::nullopt;
+    throw GenerationError(std::string("prompt_lookup is for mode 'lossless', not '") +
+                          (request.mode == Mode::full ? "full" : "exit") + "': elsewhere nothing is drafted");
+  }
+  DraftLimits limits;
+  if (auto const& own = bundle.manifest.drafting) limits = {own->max_drafts, own->lookup, own->least_match};
+  if (request.max_pending) limits.max_drafts = whole_number("max_pending", *request.max_pending, 0);
+  if (request.prompt_lookup) limits.lookup = whole_number("prompt_lookup", *request.prompt_lookup, 0);
+  if (bundle.manifest.propagates()) {
+    throw GenerationError("mode 'lossless' needs an exact K/V cache, and bundle " + bundle.path.string() +
+                          " propagates: export it with kv_cache_strategy exact");
+  }
+  return limits;
+}
+
+std::int64_t waiting_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending) {
+  return max_pending ? whole_number("max_pending", *max_pending, 0) : manifest.max_pending;
+}
+
+std::set<std::int64_t> stops_of(Manifest const& manifest, Request const& request) {
+  auto const& ids = request.stop_token_ids ? *request.stop_token_ids : manifest.model.eos_token_ids;
+  return {ids.begin(), ids.end()};
+}
+
+}  // namespace tide

@@ -1,0 +1,32 @@
+// What a caller asked for, checked and completed from the manifest before a step is run. All throw GenerationError, in
+// a sentence that names the option; they are those of tide_export/runtime/request.py.
+#pragma once
+
+#include <set>
+
+#include "bundle.h"
+#include "decoding.h"
+#include "tide/runtime.h"
+
+namespace tide {
+
+// Throws unless `value` is `least` or more.
+std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t least);
+
+// Throws unless `value` is finite.
+double real_number(char const* name, double value);
+
+// Throws unless there is one per checkpoint, and a number.
+void check_thresholds(Manifest const& manifest, std::vector<double> const& thresholds);
+
+void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt);
+
+// How to draft; none outside lossless mode.
+std::optional<DraftLimits> draft_limits(Bundle const& bundle, Request const& request);
+
+// Tokens that may wait before a segment is forced to run, outside lossless mode.
+std::int64_t waiting_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending);
+
+std::set<std::int64_t> stops_of(Manifest const& manifest, Request const& request);
+
+}  // namespace tide
