@@ -28,6 +28,7 @@ from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace import complex_ops  # noqa: F401 (registers its operators)
 from tide_export.trace.absent import absent_weights, bring_weights
 from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
+from tide_export.trace.decompositions import spared_decompositions
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.explicit import ExplicitAttentionPass, attends_by_itself, symbolic_sdpa
 from tide_export.trace.masks import layer_masks
@@ -128,7 +129,7 @@ def _export(source: SourceModel) -> ir.Model:
     positions = torch.arange(3, device=device).expand(2, 3).contiguous()
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
-        with _quiet_exporter():
+        with _quiet_exporter(), spared_decompositions():
             program = torch.onnx.export(
                 _TracedForward(source.model, source.num_layers).eval(),
                 (ids, positions),

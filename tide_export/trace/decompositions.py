@@ -1,0 +1,76 @@
+"""Keeps the exporter from tracing a model twice more where nothing is left to take apart.
+
+Between capturing a model and writing it as ONNX, `torch.onnx.export` decomposes operators that it has no translation
+for, by running the captured graph twice more on symbolic shapes: two thirds of a trace. What decoders are written of
+it can nearly always translate as it stands. Then only casts and assertions are brought into the form that the two runs
+would give them, in place; a graph that writes into its own tensors, or that holds one operator without a translation,
+takes the long way as before. Both ways give the same ONNX (`tests/trace/test_decompositions.py`).
+"""
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.onnx._internal.exporter import _decomp, _fx_passes
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+aten = torch.ops.aten
+CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
+# Written for who runs the exported program, and dropped by the exporter itself afterwards.
+ASSERTIONS = (aten._assert_scalar.default, aten._assert_tensor_metadata.default)
+
+
+@contextmanager
+def spared_decompositions() -> Iterator[None]:
+    """`torch.onnx.export` decomposes what needs it alone; without gradients, whose switching would count as a need."""
+    decompose = _fx_passes.decompose_with_registry
+
+    def spared(program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
+        translated = set(_decomp.get_onnx_implemented_overloads(registry))
+        if not all(_stands(node, translated) for node in program.graph.nodes):
+            return decompose(program, registry)
+        _simplify(program.graph_module, program)
+        return program
+
+    with torch.no_grad():
+        _fx_passes.decompose_with_registry = spared
+        try:
+            yield
+        finally:
+            _fx_passes.decompose_with_registry = decompose
+
+
+def _stands(node: Node, translated: set) -> bool:
+    """Whether the exporter can write `node` as it is, or as `_simplify` leaves it."""
+    if node.op == "get_attr":
+        return not isinstance(getattr(node.graph.owning_module, str(node.target), None), GraphModule)
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        known = node.target in translated or node.target in (*CASTS, *ASSERTIONS)
+        return known and not node.target._schema.is_mutable
+    # A part of a result, or arithmetic on the sizes of tensors.
+    return node.target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+
+def _simplify(module: GraphModule, program: ExportedProgram) -> None:
+    """Casts as `_to_copy` where the dtype changes and gone where not; assertions gone, and what only they used."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target in ASSERTIONS:
+            graph.erase_node(node)
+        elif node.target == aten.reshape.default:
+            node.target = aten.view.default  # which is written with allowzero, right for an empty tensor too
+        elif node.target in CASTS:
+            (source, *_), dtype = node.args, node.meta["val"].dtype
+            if source.meta["val"].dtype != dtype:
+                node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+                continue
+            node.replace_all_uses_with(source)
+            program.graph_signature.replace_all_uses(node.name, source.name)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.recompile()
