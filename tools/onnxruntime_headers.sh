@@ -40,7 +40,7 @@ apt() {
   apt-get -q -o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=- -o Dir::Etc::Preferences=- \
     -o Dir::Etc::PreferencesParts=- -o Dir::State="$work" -o Dir::State::lists="$work/lists" \
     -o Dir::State::status="$work/status" -o Dir::Cache="$work/cache" -o Acquire::Languages=none \
-    -o APT::Sandbox::User="$(id -un)" -o APT::Update::Error-Mode=any "$@"
+    -o APT::Sandbox::User="$(id -un)" -o APT::Update::Error-Mode=any -o Acquire::Retries=3 "$@"
 }
 apt update >"$work/log" 2>&1 || fail "apt cannot read $SUITE from this machine's mirror ($(grep -m 1 '^[EW]:' "$work/log"))"
 (cd "$work" && apt download $PACKAGES >>log 2>&1) || fail "apt cannot download them ($(grep -m 1 '^[EW]:' "$work/log"))"

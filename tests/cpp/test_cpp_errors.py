@@ -41,6 +41,11 @@ REQUESTS: list[tuple[list[int], dict[str, Any], str]] = [
     ([1], {"top_k": -1}, "top_k must be a whole number, 0 or more, not -1"),
     ([1], {"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
     ([1], {"top_p": float("nan")}, "top_p must be a number, not nan"),
+    ([1], {"top_k": 5}, "top_k is for a temperature above 0: without one the most likely token is taken"),
+    ([1], {"top_p": 0.5}, "top_p is for a temperature above 0"),
+    ([1], {"mode": "full", "threshold": 0.5}, "threshold is for modes 'exit' and 'lossless', not 'full'"),
+    ([1], {"mode": "full", "min_layers": 2}, "min_layers is for modes 'exit' and 'lossless', not 'full'"),
+    ([1], {"mode": "full", "max_pending": 2}, "max_pending is for modes 'exit' and 'lossless', not 'full'"),
     ([1], {"seed": -1}, "seed must be a whole number, 0 or more, not -1"),
 ]
 

@@ -11,6 +11,7 @@ import pytest
 from cpp_builds import CppBuild
 from cpp_engine import CppEngine
 
+from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
 from tide_export.thresholds import OFF
@@ -118,6 +119,9 @@ def test_a_cache_that_propagates(
         assert len(set(made.stats.exit_layer)) > 2
     with pytest.raises(Exception, match="propagates: export it with kv_cache_strategy exact"):
         both[1].generate([1], mode="lossless")
+    for engine in both:
+        with pytest.raises(GenerationError, match="max_pending is for an exact K/V cache: bundle .* propagates"):
+            engine.generate([1], max_pending=2)
 
 
 def test_the_example_program(

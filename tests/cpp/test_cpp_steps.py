@@ -129,7 +129,7 @@ def test_a_callback_ends_the_stream(tiny_engines: Any) -> None:
 @pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
 def test_why_a_generation_ends(tiny_engines: Any, mode: str) -> None:
     prompt = random_ids(20, seed=4)
-    options: dict[str, Any] = {"mode": mode, "threshold": 0.5}
+    options: dict[str, Any] = {"mode": mode} if mode == "full" else {"mode": mode, "threshold": 0.5}
     python, cpp = (tiny_engines[name].generate(prompt, 400, **options) for name in ("python", "cpp"))
     assert (cpp.tokens, cpp.finish_reason) == (python.tokens, "context")
     assert len(prompt) + len(cpp.tokens) == 257  # the last token needs no place
@@ -163,3 +163,5 @@ def test_a_graph_without_checkpoints(open_cpp: Any, tmp_path: Any) -> None:
     made = engine.generate([1, 2, 3], 20)
     assert made.tokens == tiny.reference_greedy([1, 2, 3], [], 20)[0]
     assert engine.start([], 0).step([1, 2, 3]).segments_run == 1
+    with pytest.raises(GenerationError, match="min_layers is for checkpoints, and bundle .* has none"):
+        engine.generate([1], min_layers=2)

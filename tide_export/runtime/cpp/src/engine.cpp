@@ -113,6 +113,8 @@ Generation Engine::stream(std::vector<std::int64_t> const& prompt, Request const
   // A decoder that drafts says itself when to verify.
   std::int64_t const waiting = drafts ? kNoLimit : waiting_limit(manifest(), request.max_pending);
   Sampler sampler(request);
+  check_sampling(request);
+  check_exits(session_->bundle(), request);
   std::set<std::int64_t> const stops = stops_of(manifest(), request);
   State state = start(thresholds, waiting);
   std::unique_ptr<Decoder> const decoder = make_decoder(manifest(), state, sampler, drafts, stops);

@@ -1,6 +1,7 @@
 #include "request.h"
 
 #include <cmath>
+#include <utility>
 
 #include "text.h"
 
@@ -53,6 +54,37 @@ void check_thresholds(Manifest const& manifest, std::vector<double> const& thres
   }
   for (double const value : thresholds) {
     if (std::isnan(value)) throw GenerationError("a threshold must be a number, not nan");
+  }
+}
+
+void check_exits(Bundle const& bundle, Request const& request) {
+  Manifest const& manifest = bundle.manifest;
+  std::pair<char const*, bool> const options[] = {{"threshold", request.threshold.has_value()},
+                                                  {"min_layers", request.min_layers.has_value()},
+                                                  {"max_pending", request.max_pending.has_value()}};
+  for (auto const& [option, given] : options) {
+    if (!given) continue;
+    std::string const name = option;
+    if (request.mode == Mode::full) {
+      throw GenerationError(name + " is for modes 'exit' and 'lossless', not 'full', where no token leaves early");
+    }
+    if (manifest.checkpoints.empty()) {
+      throw GenerationError(name + " is for checkpoints, and bundle " + bundle.path.string() +
+                            " has none: no token leaves early");
+    }
+    if (name == "max_pending" && manifest.propagates()) {
+      throw GenerationError(name + " is for an exact K/V cache: bundle " + bundle.path.string() +
+                            " propagates, so that nothing waits");
+    }
+  }
+}
+
+void check_sampling(Request const& request) {
+  std::pair<char const*, bool> const options[] = {{"top_k", request.top_k > 0}, {"top_p", request.top_p < 1}};
+  for (auto const& [option, given] : options) {
+    if (!given || request.temperature != 0) continue;
+    throw GenerationError(std::string(option) +
+                          " is for a temperature above 0: without one the most likely token is taken");
   }
 }
 

@@ -19,6 +19,12 @@ double real_number(char const* name, double value);
 // Throws unless there is one per checkpoint, and a number.
 void check_thresholds(Manifest const& manifest, std::vector<double> const& thresholds);
 
+// Refuses options that change nothing: in mode full, of a bundle without checkpoints, of one that propagates.
+void check_exits(Bundle const& bundle, Request const& request);
+
+// Refuses a choice among tokens where none is drawn; the values are checked already.
+void check_sampling(Request const& request);
+
 void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt);
 
 // How to draft; none outside lossless mode.
