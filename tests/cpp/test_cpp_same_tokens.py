@@ -120,7 +120,7 @@ def test_a_cache_that_propagates(
     with pytest.raises(Exception, match="propagates: export it with kv_cache_strategy exact"):
         both[1].generate([1], mode="lossless")
     for engine in both:
-        with pytest.raises(GenerationError, match="max_pending is for an exact K/V cache: bundle .* propagates"):
+        with pytest.raises(GenerationError, match=r"max_pending is for an exact K/V cache: bundle .* propagates"):
             engine.generate([1], max_pending=2)
 
 

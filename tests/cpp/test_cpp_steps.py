@@ -163,5 +163,5 @@ def test_a_graph_without_checkpoints(open_cpp: Any, tmp_path: Any) -> None:
     made = engine.generate([1, 2, 3], 20)
     assert made.tokens == tiny.reference_greedy([1, 2, 3], [], 20)[0]
     assert engine.start([], 0).step([1, 2, 3]).segments_run == 1
-    with pytest.raises(GenerationError, match="min_layers is for checkpoints, and bundle .* has none"):
+    with pytest.raises(GenerationError, match=r"min_layers is for checkpoints, and bundle .* has none"):
         engine.generate([1], min_layers=2)
