@@ -22,18 +22,21 @@ CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
 # Written for who runs the exported program, and dropped by the exporter itself afterwards.
 ASSERTIONS = (aten._assert_scalar.default, aten._assert_tensor_metadata.default)
 
+TAKEN_APART = (aten.flatten.using_ints,)  # whose translation computes the shape anew where a view's knows it
+CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
 
 @contextmanager
 def spared_decompositions() -> Iterator[None]:
     """`torch.onnx.export` decomposes what needs it alone; without gradients, whose switching would count as a need."""
     decompose = _fx_passes.decompose_with_registry
 
-    def spared(program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
+    def spared(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
         translated = set(_decomp.get_onnx_implemented_overloads(registry))
-        if not all(_stands(node, translated) for node in program.graph.nodes):
-            return decompose(program, registry)
-        _simplify(program.graph_module, program)
-        return program
+        if not all(_stands(node, translated) for node in exported_program.graph.nodes):
+            return decompose(exported_program, registry)
+        _simplify(exported_program.graph_module, exported_program)
+        return exported_program
 
     with torch.no_grad():
         _fx_passes.decompose_with_registry = spared
@@ -51,7 +54,7 @@ def _stands(node: Node, translated: set) -> bool:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         known = node.target in translated or node.target in (*CASTS, *ASSERTIONS)
-        return known and not node.target._schema.is_mutable
+        return known and node.target not in TAKEN_APART and not node.target._schema.is_mutable
     # A part of a result, or arithmetic on the sizes of tensors.
     return node.target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
@@ -63,7 +66,11 @@ def _simplify(module: GraphModule, program: ExportedProgram) -> None:
         if node.target in ASSERTIONS:
             graph.erase_node(node)
         elif node.target == aten.reshape.default:
-            node.target = aten.view.default  # which is written with allowzero, right for an empty tensor too
+            # A view is written with allowzero, which is right for an empty tensor too; it must be of one block.
+            with graph.inserting_before(node):
+                whole = graph.call_function(aten.clone.default, node.args[:1], CONTIGUOUS)
+            whole.meta = dict(node.args[0].meta)
+            node.target, node.args = aten.view.default, (whole, *node.args[1:])
         elif node.target in CASTS:
             (source, *_), dtype = node.args, node.meta["val"].dtype
             if source.meta["val"].dtype != dtype:
