@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 from torch.onnx._internal.exporter import _decomp, _fx_passes
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -23,7 +24,7 @@ CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
 ASSERTIONS = (aten._assert_scalar.default, aten._assert_tensor_metadata.default)
 
 TAKEN_APART = (aten.flatten.using_ints,)  # whose translation computes the shape anew where a view's knows it
-CONTIGUOUS = {"memory_format": torch.contiguous_format}
+CONTIGUOUS: dict[str, Argument] = {"memory_format": torch.contiguous_format}
 
 
 @contextmanager
