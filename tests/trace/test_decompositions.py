@@ -1,13 +1,18 @@
 """What needs no decomposition is not run through torch's again, and comes out the same."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
+import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from families import build
+from onnx.reference import ReferenceEvaluator
 from torch.onnx._internal.exporter import _fx_passes
 
 from tide_export.trace import tracer
+from tide_export.trace.decompositions import spared_decompositions
 
 
 def decompositions(monkeypatch: pytest.MonkeyPatch) -> list:
@@ -36,18 +41,46 @@ def structure(model: ir.Model) -> list:
     return [*nodes, [known(output) for output in model.graph.outputs]]
 
 
-# Rotary positions and casts to float32; positions that are learned, one projection for three.
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_graph_is_the_one_torch_would_have_made(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_is_the_one_torch_would_have_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = decompositions(monkeypatch)
-    spared = tracer.trace(build(family), (1,)).model
+    spared = tracer.trace(build("gpt2"), (1,)).model
     assert not calls, "nothing of it needs decomposing"
     monkeypatch.setattr(tracer, "spared_decompositions", nullcontext)
-    assert structure(spared) == structure(tracer.trace(build(family), (1,)).model)
+    assert structure(spared) == structure(tracer.trace(build("gpt2"), (1,)).model)
     assert len(calls) == 1
 
 
-def test_a_model_that_writes_into_its_tensors_is_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+def cast_and_reshaped(states: torch.Tensor) -> torch.Tensor:
+    wide = states.to(torch.float32).transpose(0, 1)
+    return wide.to(torch.float32).reshape(-1).max(states.sum().float())
+
+
+def written_into(states: torch.Tensor) -> torch.Tensor:
+    doubled = states * 2
+    doubled[0] += 1
+    return doubled
+
+
+def flattened(states: torch.Tensor) -> torch.Tensor:
+    return states.flatten(-2)
+
+
+@pytest.mark.parametrize(("given", "long"), [(cast_and_reshaped, 0), (written_into, 1), (flattened, 1)])
+def test_what_is_decomposed(given: Callable, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = decompositions(monkeypatch)
-    tracer.trace(build("gptj"), (1,))
-    assert len(calls) == 1
+    states = torch.arange(12, dtype=torch.float16).reshape(4, 3)
+
+    class Model(torch.nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return given(states)
+
+    def exported():
+        dynamic = {0: torch.export.Dim.DYNAMIC}
+        return torch.onnx.export(Model().eval(), (states,), dynamo=True, opset_version=23, dynamic_shapes=(dynamic,))
+
+    with spared_decompositions():
+        program = exported()
+    assert len(calls) == long
+    assert structure(program.model) == structure(exported().model)
+    model = ReferenceEvaluator(ir.to_proto(program.model))
+    np.testing.assert_array_equal(model.run(None, {model.input_names[0]: states.numpy()})[0], given(states).numpy())
