@@ -24,3 +24,10 @@ def written(assessment, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def page(written) -> Page:
     return read(written)
+
+
+@pytest.fixture
+def unpictured(monkeypatch):
+    """The page's text is what is tested: its pictures, which take seconds, are not drawn."""
+    monkeypatch.setattr("tide_export.report.plots.pngs", lambda _, *themes: [b""] * len(themes))
+    monkeypatch.setattr("tide_export.report.plots.overview", lambda *_: b"")

@@ -61,7 +61,7 @@ def test_the_record_is_all_there(assessment, page):
         assert value in text
 
 
-def test_documents_or_tokens_are_said(assessment, page, tmp_path):
+def test_documents_or_tokens_are_said(assessment, page, unpictured, tmp_path):
     assert "one half of the held-out documents" in page.text
     one = report_data.varied(assessment, documents=np.zeros(4000, np.int64))
     write_report(one, tmp_path / "one.html")
@@ -108,7 +108,7 @@ def test_passages_keep_their_text_and_say_where_tokens_left(assessment, page):
     assert any("next: ⏎" in token.title for token in passage)
 
 
-def test_text_is_shown_and_never_obeyed(assessment, tmp_path):
+def test_text_is_shown_and_never_obeyed(assessment, unpictured, tmp_path):
     pieces = (NASTY, "\r", "\x00", "\ud800", "\n\n    x")
     example = Example(pieces, (NASTY,) * 5, (3, 6, 9, 12, 3), (True, False, True, True, True))
     provenance = {**assessment.provenance, "dataset": NASTY, "config": {NASTY: NASTY}}
@@ -141,7 +141,9 @@ DEGENERATE = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("case", DEGENERATE)
-def test_degenerate_cases_are_written(case, tmp_path, monkeypatch):
+def test_degenerate_cases_are_written(case, tmp_path, monkeypatch, request):
+    if "example" in case:  # which no picture shows
+        request.getfixturevalue("unpictured")
     monkeypatch.setattr("tide_export.report.plots.DPI", 40)
     assessment = DEGENERATE[case](report_data.make(n=600))
     write_report(assessment, tmp_path / "r.html")
