@@ -4,7 +4,8 @@ Between capturing a model and writing it as ONNX, `torch.onnx.export` decomposes
 for, by running the captured graph twice more on symbolic shapes: two thirds of a trace. What decoders are written of
 it can nearly always translate as it stands. Then casts, assertions and a few others are brought into the form that the
 two runs would give them, in place; a graph that writes into its own tensors, or that holds one operator without a
-translation, takes the long way as before. Both ways give the same ONNX (`tests/trace/test_decompositions.py`).
+translation, takes the long way as before. Both ways give the same ONNX (`tests/trace/test_decompositions.py`), but for
+an axis of Split that may be counted from the end.
 """
 
 import operator
