@@ -18,8 +18,9 @@ from tide_export.errors import BuildError, BundleError, ConfigError, GenerationE
 from tide_export.manifest import Manifest, NetworksInfo
 from tide_export.runtime import flavours
 from tide_export.runtime.flavours import TENSORRT, TENSORRT_RTX
+from tide_export.runtime.gpu import compute_capability
 from tide_export.runtime.segmented.network import kv_aliases, of_network, specs
-from tide_export.runtime.segmented.tensorrt import _check_engine, pick_profile
+from tide_export.runtime.segmented.tensorrt import _check_engine, _Runtime, pick_profile
 
 PARTS = [*(names.segment(k) for k in range(4)), names.HEAD]
 
@@ -69,6 +70,19 @@ def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
         assert (b"[profile 4]" in plan) == (part != names.HEAD)
         assert b"[profile 1]" in plan
         assert b"[profile 5]" not in plan
+
+
+def test_an_engine_has_a_header_the_library_knows(built: Path) -> None:
+    """It asks for a GPU then; of a header that is damaged it says so without."""
+    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    runtime = _Runtime(TENSORRT_RTX, trt)
+    for part in PARTS:
+        engine = (built / names.engine_file(part)).read_bytes()
+        if compute_capability() is None:
+            with pytest.raises(ProviderError, match="CUDA"):
+                runtime.load(engine, part)
+        with pytest.raises(BundleError, match="it is no engine, or a damaged one"):
+            runtime.load(bytes(8) + engine[8:], part)
 
 
 @pytest.mark.parametrize("weights", ["fp16", "bf16"])

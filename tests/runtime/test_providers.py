@@ -1,6 +1,7 @@
 """Which engine runs a bundle: had or refused with one sentence, and never another than the one asked for."""
 
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.manifest import EnginesInfo, Profile
 from tide_export.runtime import providers
 from tide_export.runtime.engine import load
-from tide_export.runtime.flavours import TENSORRT, TENSORRT_RTX, built_for, runs_on
+from tide_export.runtime.flavours import DAMAGED, REFUSALS, TENSORRT, TENSORRT_RTX, built_for, check_header, runs_on
 from tide_export.runtime.segmented import onnxruntime as on_onnxruntime
 from tide_export.runtime.segmented import tensorrt as on_tensorrt
 from tide_export.runtime.segmented.tensorrt import pick_profile
@@ -138,10 +139,42 @@ def test_an_engine_tensorrt_cannot_read_is_refused_with_its_last_words(built: Pa
             self.log.log(3, "loading")
             self.log.log(1, "magic tag\n does not match")
 
-    runtime = on_tensorrt._Runtime(SimpleNamespace(ILogger=Logger, Runtime=Runtime))
+    runtime = on_tensorrt._Runtime(TENSORRT, SimpleNamespace(ILogger=Logger, Runtime=Runtime))
     Logger.__init__ = lambda self: None
     with pytest.raises(BundleError, match=r"cannot load engine 'x\.engine': magic tag does not match"):
         runtime.load(b"", "x.engine")
+
+
+def test_tensorrt_for_rtx_says_what_is_wrong_with_a_header() -> None:
+    """The library itself: damage it knows without a GPU. What else it may say is played, under the names it has."""
+    library = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    with pytest.raises(BundleError, match=r"RTX cannot run engine 'x\.engine': it is no engine, or a damaged one$"):
+        on_tensorrt._Runtime(TENSORRT_RTX, library).load(b"no engine " * 100, "x.engine")
+    flags = library.EngineInvalidityDiagnostics.__members__
+    assert set(flags) == {*REFUSALS, DAMAGED}
+
+    def load(validity, *diagnostics: str) -> None:
+        answer = validity, sum(int(flags[name]) for name in diagnostics)
+        runtime = SimpleNamespace(get_engine_validity=lambda header: answer, engine_header_size=8)
+        check_header(TENSORRT_RTX, library, runtime, b"12345678 and more", "x.engine", ["the last word"])
+
+    for name, reason in REFUSALS.items():
+        with pytest.raises(ProviderError, match=re.escape(f"'x.engine': {reason}")):
+            load(library.EngineValidity.INVALID, name)
+    with pytest.raises(ProviderError, match=r"another version: build it again; the GPU's driver is too old"):
+        load(library.EngineValidity.INVALID, "VERSION_MISMATCH", "OLD_CUDA_DRIVER")
+    with pytest.raises(ProviderError, match=r"the last word$"):
+        load(library.EngineValidity.INVALID)
+    load(library.EngineValidity.VALID)
+
+
+def test_an_engine_that_is_not_at_its_best_runs_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    library = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    answer = library.EngineValidity.SUBOPTIMAL, 0
+    runtime = SimpleNamespace(get_engine_validity=lambda header: answer, engine_header_size=8)
+    with caplog.at_level("WARNING", "tide_export"):
+        check_header(TENSORRT_RTX, library, runtime, b"engine", "x.engine", [])
+    assert "engine 'x.engine' was built for other GPUs too" in caplog.text
 
 
 def test_a_run_beyond_every_profile_is_refused() -> None:

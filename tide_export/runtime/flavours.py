@@ -5,11 +5,15 @@
 """
 
 import importlib
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from tide_export.errors import ProviderError
+from tide_export.errors import BundleError, ProviderError, TideError
+
+logger = logging.getLogger("tide_export")
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Flavour:
         builds_without_gpu: whether engines can be built on a machine that has none.
         has_timing_cache: whether building times kernels, so that remembering the times saves time.
         has_plugins: whether its networks may hold plugins; where not, functions have their bodies built.
+        reads_headers: whether it says of an engine's header alone if the engine runs here, and what is in the way.
     """
 
     name: str
@@ -35,10 +40,13 @@ class Flavour:
     builds_without_gpu: bool
     has_timing_cache: bool
     has_plugins: bool
+    reads_headers: bool
 
 
-TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True)
-TENSORRT_RTX = Flavour("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False, False)
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False)
+TENSORRT_RTX = Flavour(
+    "tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False, False, True
+)
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 
 
@@ -75,6 +83,51 @@ def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ..
 def runs_on(capabilities: tuple[str, ...], device: tuple[int, int]) -> bool:
     """Whether an engine of these (see `built_for`) runs on a GPU of compute capability `device`."""
     return f"{device[0]}.{device[1]}" in capabilities if capabilities else device >= (8, 0)
+
+
+# What a header can be refused for, by the names of EngineInvalidityDiagnostics, and what a user can do.
+REFUSALS = {
+    "VERSION_MISMATCH": "it was built by another version: build it again",
+    "UNSUPPORTED_CC": "it was built for other GPUs: build it again",
+    "OLD_CUDA_DRIVER": "the GPU's driver is too old for it: update the driver",
+    "OLD_CUDA_RUNTIME": "the CUDA runtime is too old for it: update CUDA",
+    "INSUFFICIENT_GPU_MEMORY": "the GPU has too little memory for it",
+    "CUDA_ERROR": "CUDA failed: is the driver that of this GPU?",
+}
+DAMAGED = "MALFORMED_ENGINE"
+
+
+def check_header(
+    flavour: Flavour, library: ModuleType, runtime: Any, data: bytes, path: str, said: Sequence[str]
+) -> None:
+    """Asks the library about an engine before it is loaded, where the flavour can be asked.
+
+    One that would run, but slower than an engine built here, is logged as a warning.
+
+    Args:
+        runtime: the library's `Runtime`.
+        data: the engine; its header alone is read.
+        path: for messages.
+        said: errors the library has logged, the last one last.
+
+    Raises:
+        ProviderError: it cannot run on this machine, and why.
+        BundleError: it is no engine, or its header is damaged.
+    """
+    if not flavour.reads_headers:
+        return
+    validity, bits = runtime.get_engine_validity(data[: runtime.engine_header_size])
+    if validity == library.EngineValidity.SUBOPTIMAL:
+        logger.warning("engine '%s' was built for other GPUs too: built on this one, it may be faster", path)
+    if validity != library.EngineValidity.INVALID:
+        return
+    found = {name for name, flag in library.EngineInvalidityDiagnostics.__members__.items() if bits & int(flag)}
+    kind: type[TideError] = BundleError if DAMAGED in found else ProviderError
+    reasons = ["it is no engine, or a damaged one"] if DAMAGED in found else []
+    reasons += [reason for name, reason in REFUSALS.items() if name in found]
+    raise kind(
+        f"{flavour.title} cannot run engine '{path}': " + ("; ".join(reasons or said[-1:]) or "it does not say why")
+    )
 
 
 def configure(flavour: Flavour, library: ModuleType, engine: Any) -> Any:

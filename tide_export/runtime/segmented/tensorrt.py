@@ -15,7 +15,7 @@ from tide_export import names
 from tide_export.bundle import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.manifest import EnginesInfo, Profile
-from tide_export.runtime.flavours import FLAVOURS, Flavour, configure, import_library, runs_on
+from tide_export.runtime.flavours import FLAVOURS, Flavour, check_header, configure, import_library, runs_on
 from tide_export.runtime.gpu import compute_capability
 from tide_export.runtime.plugins import plugins_to_load, register
 from tide_export.runtime.segmented.backend import SegmentBackend
@@ -52,7 +52,7 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
     if engines.plugins is not None:
         register(library, plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins).path)
     expected = specs(manifest, info)
-    runtime = _Runtime(library)
+    runtime = _Runtime(flavour, library)
     loaded = {}
     for name, spec in expected.items():
         path = bundle.file(names.engine_file(name))
@@ -123,9 +123,9 @@ def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: Engi
 class _Runtime:
     """Loads engines and remembers what the library says when it cannot."""
 
-    def __init__(self, library: ModuleType) -> None:
+    def __init__(self, flavour: Flavour, library: ModuleType) -> None:
         said: list[str] = []
-        self._said = said
+        self._flavour, self._library, self._said = flavour, library, said
 
         class Log(library.ILogger):  # type: ignore[name-defined]
             def __init__(self) -> None:
@@ -142,8 +142,10 @@ class _Runtime:
         """The engine in `data`.
 
         Raises:
+            ProviderError: it cannot run on this machine.
             BundleError: the library cannot read it, with its last words.
         """
+        check_header(self._flavour, self._library, self._runtime, data, path, self._said)
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             reason = self._said[-1] if self._said else "it does not say why"
