@@ -89,7 +89,7 @@ def plot(result: dict, path: Path, xlabel: str, title: str) -> None:
     axes.bar_label(bars, [f"{result['relative'][name]:.2f}x" for name in names], padding=3)
     axes.invert_yaxis()
     axes.set_xlabel(xlabel)
-    axes.set_title(title)
+    figure.suptitle(title, wrap=True)  # over the whole figure: over the axes alone a long name would be cut
     axes.margins(x=0.12)
     figure.savefig(path, dpi=120)
 
