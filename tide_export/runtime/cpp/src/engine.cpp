@@ -95,7 +95,7 @@ std::string_view name_of(FinishReason reason) {
 Engine::Engine(std::shared_ptr<Session> session) : session_(std::move(session)) {}
 
 Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& options) {
-  return Engine(std::make_shared<Session>(open_bundle(bundle, options.verify), options.threads));
+  return Engine(open_session(open_bundle(bundle, options.verify), options));
 }
 
 Manifest const& Engine::manifest() const { return session_->manifest(); }
@@ -135,6 +135,8 @@ State Engine::start(std::vector<double> const& thresholds, std::optional<std::in
   std::int64_t const waiting = waiting_limit(manifest(), max_pending);
   try {
     return State(session_, thresholds, waiting, spare);
+  } catch (TideError const&) {
+    throw;
   } catch (std::exception const& error) {  // ONNX Runtime's, or no memory
     throw GenerationError("cannot start a sequence: " + first_line(error));
   }

@@ -1,5 +1,6 @@
 // Runs a bundle of tide_export in a C++ program: `Engine::load`, then `generate` or `stream`. The twin of the Python
-// runtime, on ONNX Runtime's CPU: the same graph, rule, defaults and errors, and greedy the same tokens.
+// runtime, on ONNX Runtime's CPU or on the bundle's TensorRT engines: the same rule, defaults and errors, and greedy the
+// same tokens.
 //
 // Tokens in, tokens out: text is turned into token ids, and back, by the caller; the bundle holds tokenizer.json.
 #pragma once
@@ -21,8 +22,17 @@
 namespace tide {
 
 struct LoadOptions {
-  std::optional<std::int64_t> threads;  // that one step may use; none: one per physical core
+  std::optional<std::int64_t> threads;  // that one step may use on the CPU; none: one per physical core
   bool verify = true;                   // check the sha256 of every file first (sizes are always checked)
+  // What runs the bundle: "cpu" (ONNX Runtime), "tensorrt", "tensorrt-rtx" (its engines, on the GPU); "auto" takes the
+  // engines where there are some and they run here, else the CPU. One that is named is had or refused.
+  std::string provider = "auto";
+  // The library of plugins, for TensorRT engines that hold some; none: that of the environment variable TIDE_PLUGINS.
+  // "none" in its place: no library.
+  std::optional<std::filesystem::path> plugins;
+  // Is told in a sentence what "auto" took of a bundle that holds engines and why not those, and where a plugin library
+  // is not the build that engines were made with. None: a line on stderr.
+  std::function<void(std::string const&)> log;
 };
 
 enum class Mode {
@@ -90,9 +100,12 @@ struct Generation {
 // A loaded bundle. Copies share it. Safe to use from several threads: each generation has a State of its own.
 class Engine {
  public:
-  // Throws BundleError: missing, damaged, of another release, or not a graph that ONNX Runtime loads. ConfigError:
-  // threads below 1. ProviderError: the ONNX Runtime library is too old.
+  // Throws BundleError: missing, damaged, of another release, or not a graph or engine that loads. ConfigError:
+  // threads below 1. ProviderError: the provider asked for cannot run this bundle here.
   static Engine load(std::filesystem::path const& bundle, LoadOptions const& options = {});
+
+  // Of the library alone: what `load` has opened.
+  explicit Engine(std::shared_ptr<Session> session);
 
   Manifest const& manifest() const;
 
@@ -114,8 +127,6 @@ class Engine {
               std::int64_t room = kRoom) const;
 
  private:
-  explicit Engine(std::shared_ptr<Session> session);
-
   std::shared_ptr<Session> session_;
 };
 

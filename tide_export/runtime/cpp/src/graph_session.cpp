@@ -1,27 +1,14 @@
-#include "session.h"
+#include "graph_session.h"
 
-#include <limits>
 #include <map>
 
+#include "names.h"
+#include "onnxruntime.h"
 #include "text.h"
 #include "tide/errors.h"
 
 namespace tide {
-namespace names {
-
-std::string skip_threshold(std::size_t k) { return "skip_threshold." + std::to_string(k); }
-std::string pending(std::size_t k) { return "pending_states." + std::to_string(k); }
-std::string past(std::size_t layer, char const* kind) {
-  return "past_key_values." + std::to_string(layer) + "." + kind;
-}
-std::string present(std::size_t layer, char const* kind) { return "present." + std::to_string(layer) + "." + kind; }
-
-}  // namespace names
-
 namespace {
-
-// A worker thread waits so long for the next operator before it sleeps: tide_export/runtime/session.py says why.
-constexpr char const* kSpinMicroseconds = "20";
 
 using Tensors = std::map<std::string, ONNXTensorElementDataType>;
 
@@ -83,31 +70,15 @@ void check_contract(Tensors const& expected, Tensors const& found, std::string c
   }
 }
 
-Ort::SessionOptions options_of(std::optional<std::int64_t> threads) {
-  Ort::SessionOptions options;
-  options.SetIntraOpNumThreads(static_cast<int>(threads.value_or(0)));
-  options.AddConfigEntry("session.intra_op.spin_duration_us", kSpinMicroseconds);
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // errors reach the caller as exceptions
-  return options;
-}
-
 }  // namespace
 
-Session::Session(Bundle bundle, std::optional<std::int64_t> threads) : bundle_(std::move(bundle)) {
-  if (threads && (*threads < 1 || *threads > std::numeric_limits<int>::max())) {
-    throw ConfigError("threads must be a whole number, 1 or more, not " + std::to_string(*threads));
-  }
-  OrtApiBase const* const base = OrtGetApiBase();
-  if (base->GetApi(ORT_API_VERSION) == nullptr) {
-    throw ProviderError(std::string("the ONNX Runtime library is version ") + base->GetVersionString() +
-                        ", older than the headers that tide_runtime was compiled with: use one from 1." +
-                        std::to_string(ORT_API_VERSION) + " on");
-  }
-  std::filesystem::path const file = bundle_.path / kGraphFile;
+GraphSession::GraphSession(Bundle given, std::optional<std::int64_t> threads) : Session(std::move(given)) {
+  check_onnxruntime();
+  std::filesystem::path const file = bundle().path / kGraphFile;
   std::string const graph = quoted(file);
   try {
     env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
-    session_ = Ort::Session(env_, file.c_str(), options_of(threads));
+    session_ = Ort::Session(env_, file.c_str(), session_options(threads));
     check_contract(graph_inputs(manifest()), found(session_, true), "input", graph);
     check_contract(graph_outputs(manifest()), found(session_, false), "output", graph);
   } catch (Ort::Exception const& error) {
