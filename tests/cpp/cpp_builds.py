@@ -36,6 +36,13 @@ def headers(cache: Path) -> list[str]:
     return [f"-DONNXRUNTIME_INCLUDE_DIR={found}", f"-DNLOHMANN_JSON_INCLUDE_DIR={json}"]
 
 
+def cuda_headers() -> str:
+    """A folder with the CUDA runtime's, or nothing."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    found = [Path(home) / "include" for home in homes if home]
+    return next((str(at) for at in found if (at / "cuda_runtime_api.h").is_file()), "")
+
+
 def onnxruntime_library() -> Path:
     """The one that the Python runtime uses."""
     spec = find_spec("onnxruntime")
@@ -68,7 +75,7 @@ class CppBuild:
         run(["cmake", "--preset", "runtime", "-B", str(build), library, *options])
         run(["cmake", "--build", str(build)])
         run(["cmake", "--install", str(build), "--prefix", str(self.prefix)])
-        driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(folder / "driver")]
+        driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(folder / "driver"), f"-DCUDA_HEADERS={cuda_headers()}"]
         run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={self.prefix}", *flags])
         run(["cmake", "--build", str(folder / "driver")])
 

@@ -33,13 +33,28 @@ def listed(values: Sequence[Any]) -> str:
 
 
 class CppEngine:
-    """A driver process with one bundle loaded."""
+    """A driver process with one bundle loaded.
 
-    def __init__(self, driver: Path, bundle: Path, threads: int | None = 1, verify: bool = True) -> None:
+    Attributes:
+        log: what loading said.
+    """
+
+    def __init__(
+        self,
+        driver: Path,
+        bundle: Path,
+        threads: int | None = 1,
+        verify: bool = True,
+        networks: str | None = None,
+        **options: Any,
+    ) -> None:
+        """`networks`: the bundle's segment networks, on "host" or a stand-in "gpu", instead of `options.provider`."""
         self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._started = 0
+        command = ["load"] if networks is None else ["networks", networks]
+        given = [*words(threads=threads, **options), *([] if verify else ["--no-verify"])]
         try:
-            self.call("load", str(bundle), *words(threads=threads), *([] if verify else ["--no-verify"]))
+            self.log: list[str] = self.call(*command, str(bundle), *given)
         except BaseException:
             self.close()
             raise

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "networks.h"
 #include "options.h"
 
 namespace {
@@ -43,6 +44,12 @@ class Driver {
  public:
   std::string answer(std::string const& command, Words words) {
     if (command == "load") return load(parse(words));
+    if (command == "networks") return load_networks(words.at(0), parse({words.begin() + 1, words.end()}));
+    if (command == "gpu_memory") return limit_gpu_memory(whole_numbers(command, words.at(0)).at(0));
+    if (command == "gpu_graphs") return gpu_graphs();
+    if (command == "machine") return checked_machine(words.at(0), words.at(1), whole_numbers(command, words.at(2)));
+    if (command == "profiles") return picked_profiles(words.at(0), whole_numbers(command, words.at(1)));
+    if (command == "plugins") return found_plugins(words.at(0));
     if (command == "generate") return as_json(engine().generate(parse(words).prompt, parse(words).request));
     if (command == "thresholds") return thresholds(parse(words).request);
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
@@ -60,9 +67,17 @@ class Driver {
  private:
   tide::Engine const& engine() const { return engine_.value(); }
 
-  std::string load(Options const& options) {
+  std::string load(Options options) {
+    std::vector<std::string> log;
+    options.load.log = [&](std::string const& sentence) { log.push_back("\"" + sentence + "\""); };
     engine_ = tide::Engine::load(options.bundle, options.load);
-    return "{\"num_layers\": " + std::to_string(engine().manifest().model.num_layers) + "}";
+    return list(log.data(), log.size(), [](std::string const& text) { return text; });
+  }
+
+  std::string load_networks(std::string const& device, Options const& options) {
+    states_.clear();
+    engine_ = engine_on_networks(device, options);
+    return "null";
   }
 
   std::string thresholds(tide::Request const& request) const {

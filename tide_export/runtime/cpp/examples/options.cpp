@@ -19,6 +19,8 @@ char const* const kUsage =
     "  --temperature X  --top-k N  --top-p X  --seed N\n"
     "  --stop-ids 1,2        instead of the model's own; --ignore-eos: none\n"
     "  --threads N           of one step; default: one per physical core\n"
+    "  --provider NAME       auto (the default), cpu, tensorrt or tensorrt-rtx\n"
+    "  --plugins LIBRARY     for TensorRT engines that hold plugins\n"
     "  --no-verify           do not check the sha256 of the bundle's files\n";
 
 namespace {
@@ -89,6 +91,8 @@ Options parse(std::vector<std::string> const& arguments) {
       {"--top-p", [&](Text name, Text text) { request.top_p = real(name, text); }},
       {"--seed", [&](Text name, Text text) { request.seed = whole(name, text); }},
       {"--stop-ids", [&](Text name, Text text) { request.stop_token_ids = whole_numbers(name, text); }},
+      {"--provider", [&](Text, Text text) { options.load.provider = text; }},
+      {"--plugins", [&](Text, Text text) { options.load.plugins = text; }},
       {"--threads", [&](Text name, Text text) { options.load.threads = whole(name, text); }},
   };
   std::map<std::string, std::function<void()>> const switches = {
