@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("TIDE_REQUIRE_CPP") == "1"  # in CI nothing is skipped for want of headers
 SYSTEM = (Path("/usr/include"), Path("/usr/local/include"))
 SANITIZE = os.environ.get("TIDE_CPP_SANITIZE", "")  # by hand: address,undefined or thread
+# What costs is reading headers: as one unit it is done once.
+FLAGS = ("-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-O1'}")
+FLAGS += ("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0")
 
 
 def need(condition: bool, reason: str) -> None:
@@ -57,6 +60,7 @@ class CppBuild:
     """Made once for all workers: `program`, the example, `driver`, and `prefix`, where the runtime is installed."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.program = folder / "build" / "tide_export" / "runtime" / "cpp" / "tide_generate"
         self.driver, self.prefix = folder / "driver" / "tide_driver", folder / "prefix"
         need(shutil.which("cmake") is not None, "there is no cmake")
@@ -65,18 +69,29 @@ class CppBuild:
             if not self.driver.is_file():
                 self._make(folder)
 
-    def _make(self, folder: Path) -> None:
-        # What costs is reading headers: as one unit it is done once.
-        flags = ["-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-O1'}"]
-        flags += ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0"]
+    def with_tensorrt(self) -> Path:
+        """The example of a runtime that is built with the headers in TENSORRT_ROOT too."""
+        root = os.environ.get("TENSORRT_ROOT")
+        if not root or not (Path(root) / "include" / "NvInfer.h").is_file():
+            pytest.skip("TENSORRT_ROOT has no TensorRT headers")
+        build = self._folder / "tensorrt"
+        with (self._folder / "tensorrt.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._build(self._folder, build, f"-DTENSORRT_ROOT={root}", "-DTIDE_WITH_TENSORRT=ON")
+        return build / self.program.relative_to(self._folder / "build")
+
+    def _build(self, folder: Path, build: Path, *more: str) -> None:
         library = f"-DONNXRUNTIME_LIBRARY={onnxruntime_library()}"
-        options = [*headers(folder / "headers"), "-DTIDE_WARNINGS_AS_ERRORS=ON", f"-DTIDE_SANITIZE={SANITIZE}", *flags]
-        build = folder / "build"
-        run(["cmake", "--preset", "runtime", "-B", str(build), library, *options])
+        options = [*headers(folder / "headers"), "-DTIDE_WARNINGS_AS_ERRORS=ON", f"-DTIDE_SANITIZE={SANITIZE}", *FLAGS]
+        run(["cmake", "--preset", "runtime", "-B", str(build), library, *options, *more])
         run(["cmake", "--build", str(build)])
+
+    def _make(self, folder: Path) -> None:
+        build = folder / "build"
+        self._build(folder, build)
         run(["cmake", "--install", str(build), "--prefix", str(self.prefix)])
         driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(folder / "driver"), f"-DCUDA_HEADERS={cuda_headers()}"]
-        run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={self.prefix}", *flags])
+        run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={self.prefix}", *FLAGS])
         run(["cmake", "--build", str(folder / "driver")])
 
 

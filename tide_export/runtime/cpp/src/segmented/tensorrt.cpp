@@ -28,7 +28,7 @@ namespace {
 std::string const kTitle = title_of(kFlavour);
 
 // Remembers what the library last called an error, of any thread.
-class Log final : public nvinfer1::ILogger {
+class ErrorLog final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, char const* message) noexcept override {
     if (severity > Severity::kERROR) return;
@@ -70,7 +70,7 @@ class Library {
     return text;
   }
 
-  nvinfer1::IRuntime* runtime(Log& log) const {
+  nvinfer1::IRuntime* runtime(ErrorLog& log) const {
     return static_cast<nvinfer1::IRuntime*>(
         symbol<void*(void*, std::int32_t)>("createInferRuntime_INTERNAL")(&log, NV_TENSORRT_VERSION));
   }
@@ -233,10 +233,10 @@ class TrtNetwork final : public Network {
 
 // All engines of a bundle, and what they live on.
 struct Engines {
-  Log log;
+  ErrorLog log;
   std::unique_ptr<nvinfer1::IRuntime> runtime;
   std::vector<LoadedEngine> engines;  // in the order of `network_specs`
-  std::size_t memory = kAlignment;  // bytes that the greediest of them works in
+  std::size_t memory = kAlignment;    // bytes that the greediest of them works in
 
   void load(NetworkSpec const& spec, Bundle const& bundle) {
     std::filesystem::path const path = bundle.path / engine_file(spec.name);
