@@ -20,7 +20,7 @@ from cpp_engine import CppEngine
 from tide_export import __version__, names
 from tide_export.bundle import open_bundle, write_manifest
 from tide_export.errors import BundleError, ConfigError, GenerationError, ProviderError
-from tide_export.manifest import EnginesInfo, PluginsInfo, Profile
+from tide_export.manifest import EnginesInfo, Profile
 from tide_export.runtime.engine import load
 
 VERSION = "11.1.0.106"
@@ -71,7 +71,10 @@ def refused(cpp: CppBuild, bundle: Path, kind: type[Exception], sentence: str, *
     ("options", "sentence"),
     [
         ({"provider": "abacus"}, "provider must be one of auto, cpu, tensorrt, tensorrt-rtx, not 'abacus'"),
-        ({"provider": "tensorrt"}, "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt`"),
+        (
+            {"provider": "tensorrt"},
+            "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt`",
+        ),
         ({"provider": "tensorrt-rtx"}, "holds no TensorRT engines: .* --target tensorrt-rtx`, or use provider 'cpu'"),
         ({"plugins": "a.so"}, "no engine of bundle .* holds plugins: leave plugins away"),
         ({"provider": "tensorrt", "threads": 2}, "threads are for the CPU, and provider 'tensorrt' runs on the GPU"),
@@ -98,15 +101,21 @@ def test_auto_takes_the_cpu_where_engines_do_not_run_and_says_why_once(cpp, buil
     assert line.startswith(f"running '{built}' with ONNX Runtime on the CPU, not with tensorrt: this tide_runtime was ")
     assert engine.generate([1, 2], 3).tokens
     engine.close()
-    done = subprocess.run([cpp.program, built, "--ids", "1,2", "--no-verify"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [cpp.program, built, "--ids", "1,2", "--no-verify"], capture_output=True, text=True, check=True
+    )
     assert done.stderr == f"tide_runtime: {line}\n"
     refused(cpp, built, ConfigError, "threads must be a whole number, 1 or more, not 0", threads=0)
 
 
 def test_engines_are_asked_for_by_name(cpp, built: Path, changed) -> None:
-    without = r"built without TensorRT: configure it with -DTIDE_WITH_TENSORRT=ON and TensorRT's headers in TENSORRT_ROOT"
+    without = (
+        r"built without TensorRT: configure it with -DTIDE_WITH_TENSORRT=ON and TensorRT's headers in TENSORRT_ROOT"
+    )
     refused(cpp, built, ProviderError, without, provider="tensorrt", threads=None)
-    other = "are of TensorRT: use provider 'tensorrt', or build others with `tide-export build .* --target tensorrt-rtx`"
+    other = (
+        "are of TensorRT: use provider 'tensorrt', or build others with `tide-export build .* --target tensorrt-rtx`"
+    )
     refused(cpp, built, ProviderError, other, provider="tensorrt-rtx", threads=None)
     with pytest.raises(ProviderError, match=other):
         load(built, "tensorrt-rtx", verify=False)
@@ -161,7 +170,11 @@ def driver(cpp: CppBuild, tiny_bundle: Path) -> Any:
 @pytest.mark.parametrize(
     ("version", "device", "sentence"),
     [
-        ("11.2.0.1", "8,9", r"built by TensorRT 11\.1\.0\.106 and run on no other, but 11\.2\.0\.1 is installed: build"),
+        (
+            "11.2.0.1",
+            "8,9",
+            r"built by TensorRT 11\.1\.0\.106 and run on no other, but 11\.2\.0\.1 is installed: build",
+        ),
         (VERSION, "0,0", "TensorRT needs an NVIDIA GPU and its driver, and there is none here"),
         (VERSION, "9,0", r"built for GPUs of compute capability 8\.9, this one has 9\.0: build them again with"),
     ],
@@ -182,7 +195,9 @@ def test_engines_for_all_gpus_from_8_0_on(driver, changed) -> None:
 
 def test_a_run_takes_the_narrowest_profile_and_none_beyond_the_widest(driver, built: Path) -> None:
     assert driver.call("profiles", str(built), "1,2,32,33,1024") == [0, 1, 1, 2, 2, 0, 1, 1]
-    with pytest.raises(GenerationError, match="a run over 1025 tokens exceeds the engine's profiles, which take 1024 at"):
+    with pytest.raises(
+        GenerationError, match="a run over 1025 tokens exceeds the engine's profiles, which take 1024 at"
+    ):
         driver.call("profiles", str(built), "1025")
 
 
@@ -232,7 +247,10 @@ def test_the_plugin_library_is_found_and_asked(driver, library, cpp: CppBuild, t
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda make: make("x").with_name("away.so"), r"does not exist: build it \(plugins/README\.md\), or do without"),
+        (
+            lambda make: make("x").with_name("away.so"),
+            r"does not exist: build it \(plugins/README\.md\), or do without",
+        ),
         (lambda make: make("old", "0.0.9"), f"belongs to tide_export 0.0.9, but this is {__version__}: build it from"),
         (lambda make: Path(__file__), "is damaged or no plugin library of tide_export: .*invalid ELF header"),
         (lambda make: cut(make("cut")), "is damaged or no plugin library of tide_export: "),
@@ -253,7 +271,7 @@ def cut(path: Path) -> Path:
     return path
 
 
-# --- with TensorRT ------------------------------------------------------------------------------------------------------
+# --- with TensorRT ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""The C++ runtime on segment networks: state machine and memory against the branched graph and Python, on the host and on
-a stand-in for the CUDA runtime that works late, replays what was recorded and has memory that is NaN."""
+"""The C++ runtime on segment networks: state machine and memory against the branched graph and Python, on the host and
+on a stand-in for the CUDA runtime that works late, replays what was recorded and has memory that is NaN."""
 
 from collections.abc import Callable
 from pathlib import Path
