@@ -2,12 +2,15 @@
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from tensorrt_stubs import stubs
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("TIDE_REQUIRE_CPP") == "1"  # in CI nothing is skipped for want of headers
@@ -56,6 +59,15 @@ def onnxruntime_library() -> Path:
     return found[0]
 
 
+class TensorrtBuild(NamedTuple):
+    """The example, the driver on stand-ins for CUDA and TensorRT, the folder that holds the latter, and what it is."""
+
+    program: Path
+    driver: Path
+    libraries: Path
+    version: str
+
+
 class CppBuild:
     """Made once for all workers: `program`, the example, `driver`, and `prefix`, where the runtime is installed."""
 
@@ -69,16 +81,26 @@ class CppBuild:
             if not self.driver.is_file():
                 self._make(folder)
 
-    def with_tensorrt(self) -> Path:
-        """The example of a runtime that is built with the headers in TENSORRT_ROOT too."""
+    def with_tensorrt(self) -> "TensorrtBuild":
+        """The same of a runtime that is built with the headers in TENSORRT_ROOT."""
         root = os.environ.get("TENSORRT_ROOT")
         if not root or not (Path(root) / "include" / "NvInfer.h").is_file():
             pytest.skip("TENSORRT_ROOT has no TensorRT headers")
-        build = self._folder / "tensorrt"
+        text = (Path(root) / "include" / "NvInferVersion.h").read_text()
+        version = re.findall(r"#define TRT_(?:MAJOR|MINOR|PATCH|BUILD)_ENTERPRISE (\d+)", text)
+        if len(version) != 4:
+            pytest.skip("TENSORRT_ROOT has headers of TensorRT for RTX, which there is no stand-in for")
+        folder = self._folder / "tensorrt"
+        build, driver, prefix = folder / "build", folder / "driver", folder / "prefix"
         with (self._folder / "tensorrt.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._build(self._folder, build, f"-DTENSORRT_ROOT={root}", "-DTIDE_WITH_TENSORRT=ON")
-        return build / self.program.relative_to(self._folder / "build")
+            run(["cmake", "--install", str(build), "--prefix", str(prefix)])
+            (folder / "tensorrt_stubs.h").write_text(stubs(Path(root) / "include"))
+            given = [headers(self._folder / "headers")[0], f"-DTENSORRT_HEADERS={root}/include", f"-DSTUBS={folder}"]
+            self._build_driver(driver, prefix, *given, f"-DTENSORRT_MAJOR={version[0]}")
+        program = build / self.program.relative_to(self._folder / "build")
+        return TensorrtBuild(program, driver / "tide_driver", driver, ".".join(version))
 
     def _build(self, folder: Path, build: Path, *more: str) -> None:
         library = f"-DONNXRUNTIME_LIBRARY={onnxruntime_library()}"
@@ -90,9 +112,12 @@ class CppBuild:
         build = folder / "build"
         self._build(folder, build)
         run(["cmake", "--install", str(build), "--prefix", str(self.prefix)])
-        driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(folder / "driver"), f"-DCUDA_HEADERS={cuda_headers()}"]
-        run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={self.prefix}", *FLAGS])
-        run(["cmake", "--build", str(folder / "driver")])
+        self._build_driver(self.driver.parent, self.prefix)
+
+    def _build_driver(self, build: Path, prefix: Path, *more: str) -> None:
+        driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(build), f"-DCUDA_HEADERS={cuda_headers()}"]
+        run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={prefix}", *FLAGS, *more])
+        run(["cmake", "--build", str(build)])
 
 
 def run(command: list[str]) -> str:

@@ -1,6 +1,7 @@
 """The C++ runtime behind the Python runtime's interface, through the driver, so that one test can be run on both."""
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,10 +47,12 @@ class CppEngine:
         threads: int | None = 1,
         verify: bool = True,
         networks: str | None = None,
+        environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         """`networks`: the bundle's segment networks, on "host" or a stand-in "gpu", instead of `options.provider`."""
-        self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        own = os.environ | (environment or {})
+        self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
         self._started = 0
         command = ["load"] if networks is None else ["networks", networks]
         given = [*words(threads=threads, **options), *([] if verify else ["--no-verify"])]

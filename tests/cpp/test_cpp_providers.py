@@ -1,7 +1,4 @@
-"""Which engine runs a bundle in C++: had or refused with Python's sentence, and never another than the one asked for.
-
-`TENSORRT_ROOT` with TensorRT's public headers has the runtime built with TensorRT too; without it that is skipped.
-"""
+"""Which engine runs a bundle in C++: had or refused with Python's sentence, and never another than the one asked for."""
 
 import hashlib
 import os
@@ -269,32 +266,3 @@ def test_a_plugin_library_that_cannot_be_used(driver, library, made, sentence: s
 def cut(path: Path) -> Path:
     path.write_bytes(path.read_bytes()[:9000])
     return path
-
-
-# --- with TensorRT ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def with_tensorrt(cpp: CppBuild) -> Path:
-    """tide_generate, built with the headers in TENSORRT_ROOT, warnings as errors."""
-    return cpp.with_tensorrt()
-
-
-def test_a_machine_without_the_library_is_told_so(with_tensorrt: Path, built: Path, changed) -> None:
-    ran = subprocess.run(
-        [with_tensorrt, built, "--ids", "1", "--provider", "tensorrt", "--no-verify"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"LD_LIBRARY_PATH": ""},
-    )
-    assert ran.returncode == 2
-    assert ran.stderr.count("\n") == 1
-    assert "TensorRT cannot be loaded (libnvinfer.so.11: cannot open shared object file" in ran.stderr
-    auto = subprocess.run(
-        [with_tensorrt, built, "--ids", "1", "--max-new-tokens", "2", "--no-verify"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "with ONNX Runtime on the CPU, not with tensorrt: TensorRT cannot be loaded" in auto.stderr
