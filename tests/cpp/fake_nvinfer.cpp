@@ -1,7 +1,7 @@
-// What `segmented/tensorrt.cpp` calls of TensorRT, on ONNX Runtime's CPU and the stand-in for the CUDA runtime: a library
-// that is opened as libnvinfer. Its engines are files of text: the network, what its profiles take, and what is wrong
-// with it. It refuses what TensorRT would: shapes beyond the profile, a run before everything is set, a recording of a
-// shape that has not run.
+// What `segmented/tensorrt.cpp` calls of TensorRT, on ONNX Runtime's CPU and the stand-in for the CUDA runtime: a
+// library that is opened as libnvinfer. Its engines are files of text: the network, what its profiles take, and what is
+// wrong with it. It refuses what TensorRT would: shapes beyond the profile, a run before everything is set, a recording
+// of a shape that has not run.
 #include <cuda_runtime_api.h>
 #include <onnxruntime_cxx_api.h>
 
@@ -91,14 +91,18 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
   }
 
   std::int32_t getNbIOTensors() const noexcept override { return static_cast<std::int32_t>(names_.size()); }
-  char const* getIOTensorName(std::int32_t i) const noexcept override { return names_[static_cast<std::size_t>(i)].c_str(); }
+  char const* getIOTensorName(std::int32_t i) const noexcept override {
+    return names_[static_cast<std::size_t>(i)].c_str();
+  }
   TensorIOMode getTensorIOMode(char const* name) const noexcept override {
     return tensors_.at(name).is_input ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
   }
   DataType getTensorDataType(char const* name) const noexcept override {
     static std::map<ONNXTensorElementDataType, DataType> const types = {
-        {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, DataType::kFLOAT}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, DataType::kHALF},
-        {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, DataType::kINT64}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, DataType::kBOOL}};
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, DataType::kFLOAT},
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, DataType::kHALF},
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, DataType::kINT64},
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, DataType::kBOOL}};
     return plan_.wrong == "types" ? DataType::kINT8 : types.at(tensors_.at(name).type);
   }
   Dims getTensorShape(char const* name) const noexcept override {
@@ -122,8 +126,8 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
   std::int64_t getDeviceMemorySizeV2() const noexcept override { return kWorkingMemory; }
   IRuntimeConfig* createRuntimeConfig() noexcept override { return new FakeConfig; }
   IExecutionContext* createExecutionContextWithRuntimeConfig(IRuntimeConfig* config) noexcept override {
-    bool const managed = static_cast<FakeConfig*>(config)->strategy == ExecutionContextAllocationStrategy::kUSER_MANAGED;
-    return managed ? new FakeContext(*this) : nullptr;
+    auto const strategy = static_cast<FakeConfig*>(config)->strategy;
+    return strategy == ExecutionContextAllocationStrategy::kUSER_MANAGED ? new FakeContext(*this) : nullptr;
   }
 
   std::vector<std::int64_t> sizes(char const* name, std::int64_t tokens, std::int64_t rows) const {
@@ -142,8 +146,10 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
     for (auto const& [name, tensor] : tensors_) {
       std::vector<std::int64_t> const shape = sizes(name.c_str(), tokens, 1);
       static std::map<ONNXTensorElementDataType, std::size_t> const bytes = {
-          {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, 4}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, 2},
-          {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, 8}, {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, 1}};
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, 4},
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, 2},
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, 8},
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, 1}};
       std::size_t size = bytes.at(tensor.type);
       for (std::int64_t const dim : shape) size *= static_cast<std::size_t>(dim);
       Ort::Value const value =

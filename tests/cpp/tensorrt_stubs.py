@@ -1,5 +1,5 @@
-"""Classes that implement TensorRT's interfaces with functions that end the process, written from its public headers: what
-`fake_nvinfer.cpp` derives from, so that it need only say what `segmented/tensorrt.cpp` may call."""
+"""Classes that implement TensorRT's interfaces with functions that end the process, written from its public headers:
+what `fake_nvinfer.cpp` derives from, so that it need only say what `segmented/tensorrt.cpp` may call."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,8 @@ FUNCTION = re.compile(r"virtual ([^;{}=]*?[\s*&])(\w+)\(([^;{}]*?)\)\s*(const)?\
 
 def stubs(include: Path) -> str:
     """A header: `Stub<Class>` of every class."""
-    text = "#pragma once\n#include <NvInferRuntime.h>\n#include <cstdlib>\nusing namespace nvinfer1;\nusing namespace apiv;\n"
+    text = "#pragma once\n#include <NvInferRuntime.h>\n#include <cstdlib>\n"
+    text += "using namespace nvinfer1;\nusing namespace apiv;\n"
     for name, file in CLASSES.items():
         source = re.sub(r"//[^\n]*", "", (include / file).read_text())
         body = re.search(rf"\nclass {name}\b[^;{{]*\{{(.*?)\n\}};", source, re.DOTALL)

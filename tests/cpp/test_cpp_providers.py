@@ -1,4 +1,4 @@
-"""Which engine runs a bundle in C++: had or refused with Python's sentence, and never another than the one asked for."""
+"""Which engine runs a bundle in C++: had or refused with Python's sentence, never another than the one asked for."""
 
 import hashlib
 import os

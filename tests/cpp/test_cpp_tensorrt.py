@@ -1,5 +1,5 @@
-"""The C++ runtime built with TensorRT's public headers, on stand-ins for TensorRT and CUDA: engines are loaded, checked and
-run as on a GPU, which no machine of ours has. Needs TENSORRT_ROOT; without it everything here is skipped."""
+"""The C++ runtime built with TensorRT's public headers, on stand-ins for TensorRT and CUDA: engines are loaded, checked
+and run as on a GPU, which no machine of ours has. Needs TENSORRT_ROOT; without it everything here is skipped."""
 
 import os
 import shutil

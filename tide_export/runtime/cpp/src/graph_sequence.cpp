@@ -67,7 +67,8 @@ class GraphSequence final : public Sequence {
       if (static_cast<std::int64_t>(layer) == depths_[segment]) ++segment;
       auto const [heads, head_dim] = manifest_.model.kv_shapes[layer];
       for (char const* kind : {"key", "value"}) {
-        caches_.push_back({names::past(layer, kind), names::present(layer, kind), heads, head_dim, segment, nullptr, 0});
+        caches_.push_back(
+            {names::past(layer, kind), names::present(layer, kind), heads, head_dim, segment, nullptr, 0});
       }
     }
   }

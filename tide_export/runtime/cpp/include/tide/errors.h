@@ -31,8 +31,8 @@ class GenerationError : public TideError {
   using TideError::TideError;
 };
 
-// What shall run the bundle cannot run here: ONNX Runtime or TensorRT are missing or of the wrong version, the bundle has
-// no engines for it, there is no GPU or another one than they were built for.
+// What shall run the bundle cannot run here: ONNX Runtime or TensorRT are missing or of the wrong version, the bundle
+// has no engines for it, there is no GPU or another one than they were built for.
 class ProviderError : public TideError {
  public:
   using TideError::TideError;

@@ -1,6 +1,6 @@
 // Runs a bundle of tide_export in a C++ program: `Engine::load`, then `generate` or `stream`. The twin of the Python
-// runtime, on ONNX Runtime's CPU or on the bundle's TensorRT engines: the same rule, defaults and errors, and greedy the
-// same tokens.
+// runtime, on ONNX Runtime's CPU or on the bundle's TensorRT engines: the same rule, defaults and errors, and greedy
+// the same tokens.
 //
 // Tokens in, tokens out: text is turned into token ids, and back, by the caller; the bundle holds tokenizer.json.
 #pragma once

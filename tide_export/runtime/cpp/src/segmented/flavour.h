@@ -17,9 +17,9 @@ constexpr char const* kFlavour = "tensorrt";
 inline std::string library_file() { return "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR); }
 #endif
 
-// An execution context takes working memory from the caller, and its CUDA graphs are recorded by the caller. TensorRT for
-// RTX would record graphs by itself, and would finish its kernels while they are in use already: what is recorded then
-// would stay the unfinished one, so it is told to finish them first.
+// An execution context takes working memory from the caller, and its CUDA graphs are recorded by the caller. TensorRT
+// for RTX would record graphs by itself, and would finish its kernels while they are in use already: what is recorded
+// then would stay the unfinished one, so it is told to finish them first.
 inline void configure(nvinfer1::IRuntimeConfig& config) {
   config.setExecutionContextAllocationStrategy(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED);
 #ifdef TRT_MAJOR_RTX

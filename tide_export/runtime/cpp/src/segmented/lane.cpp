@@ -174,8 +174,8 @@ void Lane::settle(std::size_t k) {
   queued_.clear();
 }
 
-// Room for `rows` hidden states before segment k; those that wait there move along. At least doubles, so that few copies
-// are made.
+// Room for `rows` hidden states before segment k; those that wait there move along. At least doubles, so that few
+// copies are made.
 void Lane::reserve(std::size_t k, std::int64_t rows) {
   auto const needed = static_cast<std::size_t>(rows) * row_bytes_[k];
   std::size_t const held = waiting_[k].size / row_bytes_[k] * row_bytes_[k];

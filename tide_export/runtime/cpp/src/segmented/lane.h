@@ -1,9 +1,9 @@
 // One sequence's memory on a device, and how its networks are run over it.
 //
 // `SegmentedSequence` says which segment runs over which waiting tokens; a lane knows where they are. Before every
-// segment but the first lie the hidden states that wait for it, one row a token, in a buffer that grows; a segment reads
-// its rows there and writes the new ones where the next segment will read them. Nothing but token ids, lengths, the
-// routers' verdicts and the logits crosses to the host.
+// segment but the first lie the hidden states that wait for it, one row a token, in a buffer that grows; a segment
+// reads its rows there and writes the new ones where the next segment will read them. Nothing but token ids, lengths,
+// the routers' verdicts and the logits crosses to the host.
 //
 // Runs are padded to a power of two, so that a device that records its work (a CUDA graph per network and number of
 // tokens) has few to record; padding goes behind the last token, in the buffers and in the K/V cache alike, where it is
@@ -35,8 +35,8 @@ struct LaneParts {
 // Serves one thread at a time.
 class Lane {
  public:
-  // Allocates K/V buffers for `info.capacity` tokens, and `waiting_rows` hidden states before every segment. `specs` and
-  // `info` must outlive the lane. Throws GenerationError: the device has not enough memory.
+  // Allocates K/V buffers for `info.capacity` tokens, and `waiting_rows` hidden states before every segment. `specs`
+  // and `info` must outlive the lane. Throws GenerationError: the device has not enough memory.
   Lane(std::vector<NetworkSpec> const& specs, LaneParts parts, NetworksInfo const& info, std::int64_t waiting_rows);
   Lane(Lane const&) = delete;
   Lane& operator=(Lane const&) = delete;

@@ -56,8 +56,8 @@ class SegmentedSequence final : public Sequence {
     return result;
   }
 
-  // What waits lies in the order of the tokens, so fewer wait; what the K/V buffers hold beyond is written over before it
-  // is read.
+  // What waits lies in the order of the tokens, so fewer wait; what the K/V buffers hold beyond is written over before
+  // it is read.
   void rewind(std::int64_t length) override {
     for (std::int64_t& own : lengths_) own = std::min(own, length);
   }

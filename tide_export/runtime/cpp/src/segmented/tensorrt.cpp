@@ -1,10 +1,10 @@
 // The bundle's engines on a GPU, by TensorRT or TensorRT for RTX: opened with every check first, run on a lane.
 //
-// What differs between the two is in `flavour.h`. An engine runs on one version of one flavour, on the GPUs it was built
-// for: all of that is compared before the library sees a byte, because what it says about an engine that does not fit is
-// for its own developers. The library is opened when it is asked for, so that this one loads where there is none. One
-// execution context per network and optimization profile belongs to each lane, all of them with the lane's one block of
-// working memory: a lane runs one network at a time.
+// What differs between the two is in `flavour.h`. An engine runs on one version of one flavour, on the GPUs it was
+// built for: all of that is compared before the library sees a byte, because what it says about an engine that does not
+// fit is for its own developers. The library is opened when it is asked for, so that this one loads where there is
+// none. One execution context per network and optimization profile belongs to each lane, all of them with the lane's
+// one block of working memory: a lane runs one network at a time.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -193,10 +193,12 @@ class TrtNetwork final : public Network {
     std::vector<Tensor> const& tensors = engine_.spec.tensors;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       char const* const name = tensors[i].name.c_str();
-      if (tensors[i].is_input) require(run.setInputShape(name, dims_of(tensors[i].dims(tokens))), "the shape of ", name);
+      if (tensors[i].is_input) {
+        require(run.setInputShape(name, dims_of(tensors[i].dims(tokens))), "the shape of ", name);
+      }
       require(run.setTensorAddress(name, addresses[i]), "the address of ", name);
     }
-    require(run.enqueueV3(device_.stream()), "a run over tokens: ", std::to_string(tokens));
+    require(run.enqueueV3(device_.stream()), "a run over ", std::to_string(tokens) + " tokens");
   }
 
  private:
@@ -270,8 +272,9 @@ std::shared_ptr<Session> open_engines(Bundle bundle, std::string const& flavour,
                                       std::function<void(std::string const&)> const& log) {
   check_engines(bundle, flavour);
   if (flavour != kFlavour) {
-    throw ProviderError("this tide_runtime was built with " + kTitle + "'s headers and runs its engines alone: build it "
-                        "with those of " + title_of(flavour) + " in TENSORRT_ROOT, or use provider 'cpu'");
+    throw ProviderError("this tide_runtime was built with " + kTitle +
+                        "'s headers and runs its engines alone: build it with those of " + title_of(flavour) +
+                        " in TENSORRT_ROOT, or use provider 'cpu'");
   }
   Library const library;
   std::string const version = library.version();
