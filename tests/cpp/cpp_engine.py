@@ -28,6 +28,11 @@ def words(**options: Any) -> list[str]:
     return given
 
 
+def prompts_of(prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Several prompts as tide_generate's options; an empty one is a comma."""
+    return [word for ids in prompts for word in ("--ids", listed(ids) or ",")]
+
+
 def listed(values: Sequence[Any]) -> str:
     return ",".join(map(str, values))
 
@@ -39,7 +44,8 @@ class CppEngine:
         self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._started = 0
         try:
-            self.call("load", str(bundle), *words(threads=threads), *([] if verify else ["--no-verify"]))
+            no_verify = [] if verify else ["--no-verify"]
+            self.most_together = self.call("load", str(bundle), *words(threads=threads), *no_verify)["most_together"]
         except BaseException:
             self.close()
             raise
@@ -69,6 +75,11 @@ class CppEngine:
 
     def generate(self, ids: Sequence[int], max_new_tokens: int = 64, **options: Any) -> Generation:
         return self.generation(self.call("generate", *self.request(ids, max_new_tokens, **options)))
+
+    def together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
+        """`Engine.generate` of a list of prompts."""
+        given = [*prompts_of(prompts), *words(max_new_tokens=max_new_tokens, **options)]
+        return [self.generation(one) for one in self.call("together", *given)]
 
     def request(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> list[str]:
         return words(ids=list(ids) or None, max_new_tokens=max_new_tokens, **options)

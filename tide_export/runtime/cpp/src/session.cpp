@@ -1,34 +1,19 @@
 #include "session.h"
 
 #include <limits>
-#include <map>
 
-#include "text.h"
+#include "contract.h"
+#include "names.h"
+#include "onnxruntime.h"
 #include "tide/errors.h"
 
 namespace tide {
-namespace names {
-
-std::string skip_threshold(std::size_t k) { return "skip_threshold." + std::to_string(k); }
-std::string pending(std::size_t k) { return "pending_states." + std::to_string(k); }
-std::string past(std::size_t layer, char const* kind) {
-  return "past_key_values." + std::to_string(layer) + "." + kind;
-}
-std::string present(std::size_t layer, char const* kind) { return "present." + std::to_string(layer) + "." + kind; }
-
-}  // namespace names
-
 namespace {
 
-// A worker thread waits so long for the next operator before it sleeps: tide_export/runtime/session.py says why.
-constexpr char const* kSpinMicroseconds = "20";
-
-using Tensors = std::map<std::string, ONNXTensorElementDataType>;
-
-Tensors graph_inputs(Manifest const& manifest) {
-  Tensors tensors = {{names::kInputIds, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
-                     {names::kTotalLength, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
-                     {names::kKeptTokens, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}};
+TensorTypes graph_inputs(Manifest const& manifest) {
+  TensorTypes tensors = {{names::kInputIds, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
+                         {names::kTotalLength, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
+                         {names::kKeptTokens, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}};
   auto const expect = [&](std::string const& name) { tensors[name] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; };
   if (!manifest.checkpoints.empty()) expect(names::kThresholds);
   for (std::size_t k = 1; k <= manifest.checkpoints.size(); ++k) {
@@ -41,8 +26,8 @@ Tensors graph_inputs(Manifest const& manifest) {
   return tensors;
 }
 
-Tensors graph_outputs(Manifest const& manifest) {
-  Tensors tensors;
+TensorTypes graph_outputs(Manifest const& manifest) {
+  TensorTypes tensors;
   auto const expect = [&](std::string const& name) { tensors[name] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; };
   expect(names::kLogits);
   if (!manifest.checkpoints.empty()) expect(names::kScores);
@@ -53,66 +38,16 @@ Tensors graph_outputs(Manifest const& manifest) {
   return tensors;
 }
 
-Tensors found(Ort::Session& session, bool inputs) {
-  Ort::AllocatorWithDefaultOptions allocator;
-  Tensors tensors;
-  std::size_t const count = inputs ? session.GetInputCount() : session.GetOutputCount();
-  for (std::size_t i = 0; i < count; ++i) {
-    auto const name =
-        inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
-    Ort::TypeInfo const type = inputs ? session.GetInputTypeInfo(i) : session.GetOutputTypeInfo(i);
-    tensors[name.get()] = type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetElementType()
-                                                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  }
-  return tensors;
-}
-
-// Buffers are bound by name, raw type and shape: a graph that is not the manifest's must not get that far.
-void check_contract(Tensors const& expected, Tensors const& found, std::string const& kind, std::string const& graph) {
-  for (auto const& [name, type] : expected) {
-    auto const place = found.find(name);
-    if (place == found.end()) {
-      throw BundleError(graph + " has no " + kind + " " + name + ", which its manifest calls for");
-    }
-    if (place->second != type) throw BundleError(graph + " has the " + kind + " " + name + " in another type");
-  }
-  for (auto const& [name, type] : found) {
-    if (expected.count(name) == 0) {
-      throw BundleError(graph + " has the " + kind + " " + name + ", which its manifest does not know");
-    }
-  }
-}
-
-Ort::SessionOptions options_of(std::optional<std::int64_t> threads) {
-  Ort::SessionOptions options;
-  options.SetIntraOpNumThreads(static_cast<int>(threads.value_or(0)));
-  options.AddConfigEntry("session.intra_op.spin_duration_us", kSpinMicroseconds);
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // errors reach the caller as exceptions
-  return options;
-}
-
 }  // namespace
 
 Session::Session(Bundle bundle, std::optional<std::int64_t> threads) : bundle_(std::move(bundle)) {
   if (threads && (*threads < 1 || *threads > std::numeric_limits<int>::max())) {
     throw ConfigError("threads must be a whole number, 1 or more, not " + std::to_string(*threads));
   }
-  OrtApiBase const* const base = OrtGetApiBase();
-  if (base->GetApi(ORT_API_VERSION) == nullptr) {
-    throw ProviderError(std::string("the ONNX Runtime library is version ") + base->GetVersionString() +
-                        ", older than the headers that tide_runtime was compiled with: use one from 1." +
-                        std::to_string(ORT_API_VERSION) + " on");
-  }
-  std::filesystem::path const file = bundle_.path / kGraphFile;
-  std::string const graph = quoted(file);
-  try {
-    env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
-    session_ = Ort::Session(env_, file.c_str(), options_of(threads));
-    check_contract(graph_inputs(manifest()), found(session_, true), "input", graph);
-    check_contract(graph_outputs(manifest()), found(session_, false), "output", graph);
-  } catch (Ort::Exception const& error) {
-    throw BundleError("ONNX Runtime cannot load " + graph + ": " + first_line(error));
-  }
+  check_onnxruntime();
+  env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
+  session_ = open_network(env_, bundle_.path / kGraphFile, session_options(threads), graph_inputs(manifest()),
+                          graph_outputs(manifest()));
 }
 
 }  // namespace tide

@@ -6,10 +6,11 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 
+#include "kv_buffer.h"
+#include "names.h"
 #include "request.h"
 #include "session.h"
 #include "text.h"
@@ -30,16 +31,10 @@ std::size_t first_above(std::vector<float> const& scores, std::vector<float> con
 }  // namespace
 
 struct State::Memory {
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  using Buffer = std::unique_ptr<float, Free>;
   struct Cache {
     std::string past, present;
-    std::int64_t heads, head_dim;
     std::size_t segment;
-    Buffer buffer;          // float32 [1, heads, held, head_dim]
-    std::int64_t held = 0;  // tokens it has room for: the state's capacity, but where growing failed half-way
+    KvBuffer buffer;  // of the state's capacity, but where growing failed half-way
   };
 
   std::shared_ptr<Session> session;
@@ -114,18 +109,16 @@ struct State::Memory {
     std::size_t segment = 0;
     for (std::size_t layer = 0; layer < manifest.model.kv_shapes.size(); ++layer) {
       if (static_cast<std::int64_t>(layer) == depths[segment]) ++segment;
-      auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
       for (char const* kind : {"key", "value"}) {
-        caches.push_back({names::past(layer, kind), names::present(layer, kind), heads, head_dim, segment, nullptr, 0});
+        caches.push_back({names::past(layer, kind), names::present(layer, kind), segment,
+                          KvBuffer(manifest.model.kv_shapes[layer])});
       }
     }
   }
 
   template <typename T>
   Ort::Value tensor(T* data, std::vector<std::int64_t> const& shape) const {
-    std::size_t count = 1;
-    for (std::int64_t const size : shape) count *= static_cast<std::size_t>(size);
-    return Ort::Value::CreateTensor<T>(place, data, count, shape.data(), shape.size());
+    return view(place, data, shape);
   }
 
   template <typename T>
@@ -135,20 +128,13 @@ struct State::Memory {
 
   // Tokens of the sequence after a step over `count` more, if it may have so many.
   std::int64_t checked_total(std::int64_t const* given, std::size_t count) const {
-    if (count == 0) throw GenerationError("a step needs at least one token");
     std::int64_t const vocabulary = manifest.model.vocab_size;
     for (std::size_t i = 0; i < count; ++i) {
       if (given[i] >= 0 && given[i] < vocabulary) continue;
       throw GenerationError("a step holds token id " + std::to_string(given[i]) + ", outside the vocabulary 0.." +
                             std::to_string(vocabulary - 1));
     }
-    std::int64_t const after = lengths[0] + static_cast<std::int64_t>(count);
-    std::int64_t const limit = manifest.model.context_length.value_or(std::numeric_limits<std::int32_t>::max());
-    if (after > limit) {
-      throw GenerationError("the sequence would have " + std::to_string(after) +
-                            " tokens but the model's context holds " + std::to_string(limit));
-    }
-    return after;
+    return length_after(manifest, lengths[0], count);
   }
 
   StepResult step(std::int64_t const* given, std::size_t count, std::int64_t logits_to_keep, bool full) {
@@ -256,27 +242,13 @@ struct State::Memory {
 
   // Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice.
   void grow(std::int64_t needed) {
-    std::int64_t larger = std::max(2 * capacity, needed + (capacity == 0 ? room : 0));
-    if (manifest.model.context_length) larger = std::min(larger, *manifest.model.context_length);
+    std::int64_t const larger = grown_capacity(manifest, capacity, needed, room);
     for (Cache& cache : caches) {
-      auto const row = static_cast<std::size_t>(cache.head_dim);
-      auto const heads = static_cast<std::size_t>(cache.heads), tokens = static_cast<std::size_t>(larger);
-      // Zeros, because the kernel hands them out lazily: pages are not used before they are written.
-      bool const countable = tokens <= std::numeric_limits<std::ptrdiff_t>::max() / sizeof(float) / heads / row;
-      Buffer grown(countable ? static_cast<float*>(std::calloc(heads * tokens * row, sizeof(float))) : nullptr);
-      if (!grown) {
-        throw GenerationError("not enough memory for the K/V cache of " + std::to_string(larger) + " tokens");
-      }
-      auto const used = static_cast<std::size_t>(lengths[cache.segment]) * row;
-      auto const held = static_cast<std::size_t>(cache.held) * row;
-      for (std::size_t head = 0; head < heads && used > 0; ++head) {
-        std::memcpy(grown.get() + head * tokens * row, cache.buffer.get() + head * held, used * sizeof(float));
-      }
-      Ort::Value const value = tensor(grown.get(), {1, cache.heads, larger, cache.head_dim});
+      KvBuffer larger_one = cache.buffer.grown(larger, lengths[cache.segment]);
+      Ort::Value const value = larger_one.tensor(place);
       binding.BindInput(cache.past.c_str(), value);
       binding.BindOutput(cache.present.c_str(), value);
-      cache.buffer = std::move(grown);
-      cache.held = larger;
+      cache.buffer = std::move(larger_one);
     }
     capacity = larger;
   }
