@@ -115,8 +115,8 @@ class Driver {
     return "{\"taken\": " + list(taken) + ", \"made\": " + as_json(made) + "}";
   }
 
-  // NUMBER MOST OPTIONS: of several prompts, the one of this number takes `most` tokens, then wants no more; where it is
-  // negative, throws at the first.
+  // NUMBER MOST OPTIONS: of several prompts, the one of this number takes `most` tokens, then wants no more; where it
+  // is negative, throws at the first.
   std::string stream_together(std::int64_t number, Words const& words) const {
     std::int64_t const most = whole_numbers("stream_together", words.at(1)).at(0);
     Options const options = parse({words.begin() + 2, words.end()});

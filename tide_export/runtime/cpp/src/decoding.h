@@ -59,9 +59,9 @@ class Decoder {
   std::int64_t length_ = 0;
 };
 
-// Without `limits` every step gives a token. With them, nothing but `full` may force a token of the sequence through the
-// last segment: where it comes along with other sequences' tokens it is verified there and then, which gives the same
-// greedy tokens, but other drawn ones.
+// Without `limits` every step gives a token. With them, nothing but `full` may force a token of the sequence through
+// the last segment: where it comes along with other sequences' tokens it is verified there and then, which gives the
+// same greedy tokens, but other drawn ones.
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Sampler sampler,
                                       std::optional<DraftLimits> const& limits, std::set<std::int64_t> const& stops);
 

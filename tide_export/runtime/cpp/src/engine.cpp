@@ -55,17 +55,15 @@ std::string_view name_of(FinishReason reason) {
   return "cancelled";
 }
 
-Engine::Engine(std::shared_ptr<Session> session, std::shared_ptr<BatchNetworks> batch_networks)
-    : session_(std::move(session)), batch_networks_(std::move(batch_networks)) {}
+Engine::Engine(std::shared_ptr<Session> session) : session_(std::move(session)) {}
 
 Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& options) {
-  auto const session = std::make_shared<Session>(open_bundle(bundle, options.verify), options.threads);
-  return Engine(session, std::make_shared<BatchNetworks>(session, options.threads));
+  return Engine(std::make_shared<Session>(open_bundle(bundle, options.verify), options.threads));
 }
 
 Manifest const& Engine::manifest() const { return session_->manifest(); }
 
-std::int64_t Engine::most_together() const { return static_cast<std::int64_t>(batch_networks_->most_rows()); }
+std::int64_t Engine::most_together() const { return static_cast<std::int64_t>(session_->batch_networks().most_rows()); }
 
 Generation Engine::generate(std::vector<std::int64_t> const& prompt, Request const& request) const {
   return stream(prompt, request, nullptr);
@@ -101,7 +99,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   }
   Checked checked(session_->bundle(), request, prompts.size());
   double const share = share_of(manifest(), request);
-  std::unique_ptr<Batch> const batch = empty_batch(batch_networks_->sessions(prompts.size()), manifest(),
+  std::unique_ptr<Batch> const batch = empty_batch(session_->batch_networks().sessions(prompts.size()), manifest(),
                                                    checked.thresholds, checked.waiting, share);
   std::vector<Progress> progress;
   std::vector<std::unique_ptr<Decoder>> decoders;

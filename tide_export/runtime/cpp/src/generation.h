@@ -26,8 +26,8 @@ class Progress {
   // Begins the steps to the next tokens.
   void begin(Decoder& decoder) const { decoder.begin(next_ids_, most_ - made_.stats.total_tokens()); }
 
-  // Hands out a block's tokens, up to one that ends the generation. `computed` are the sequence's since, `seconds` those
-  // that the block took.
+  // Hands out a block's tokens, up to one that ends the generation. `computed` are the sequence's since, `seconds`
+  // those that the block took.
   void take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
             double seconds, std::function<bool(Token const&)> const& on_token);
 

@@ -42,8 +42,8 @@ class KvBuffer {
   std::unique_ptr<float, Free> data_;
 };
 
-// Tokens that buffers of `capacity` grow to when `needed` must fit: twice as many, at first `room` more than needed; but
-// never more than the model's context.
+// Tokens that buffers of `capacity` grow to when `needed` must fit: twice as many, at first `room` more than needed;
+// but never more than the model's context.
 std::int64_t grown_capacity(Manifest const& manifest, std::int64_t capacity, std::int64_t needed, std::int64_t room);
 
 }  // namespace tide

@@ -40,7 +40,8 @@ TensorTypes graph_outputs(Manifest const& manifest) {
 
 }  // namespace
 
-Session::Session(Bundle bundle, std::optional<std::int64_t> threads) : bundle_(std::move(bundle)) {
+Session::Session(Bundle bundle, std::optional<std::int64_t> threads)
+    : bundle_(std::move(bundle)), batch_networks_(bundle_, threads) {
   if (threads && (*threads < 1 || *threads > std::numeric_limits<int>::max())) {
     throw ConfigError("threads must be a whole number, 1 or more, not " + std::to_string(*threads));
   }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "batch/networks.h"
 #include "bundle.h"
 
 namespace tide {
@@ -22,10 +23,14 @@ class Session {
   // `Run` of several threads at once is safe; it is what ONNX Runtime's C++ interface wants to have as not const.
   Ort::Session& onnxruntime() { return session_; }
 
+  // For several sequences at once.
+  BatchNetworks& batch_networks() { return batch_networks_; }
+
  private:
   Bundle bundle_;
   Ort::Env env_{nullptr};
   Ort::Session session_{nullptr};
+  BatchNetworks batch_networks_;
 };
 
 }  // namespace tide

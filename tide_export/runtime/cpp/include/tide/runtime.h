@@ -21,8 +21,6 @@
 
 namespace tide {
 
-class BatchNetworks;  // of the library alone
-
 struct LoadOptions {
   std::optional<std::int64_t> threads;  // that one step may use; none: one per physical core
   bool verify = true;                   // check the sha256 of every file first (sizes are always checked)
@@ -80,9 +78,9 @@ struct Request {
   double top_p = 1;                           // keep the fewest most likely tokens that add up to this or more
   std::optional<Seed> seed;                   // none draws a new one for each sequence
   std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's own; an empty list never stops
-  // Of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a segment, only those run it;
-  // else all that wait before it catch up along. Changes speed, never tokens. None: the bundle's; in lossless mode 0,
-  // and with a temperature always 1, because when a sequence is verified decides what it draws.
+  // Of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a segment, only those run
+  // it; else all that wait before it catch up along. Changes speed, never tokens. None: the bundle's; in lossless mode
+  // 0, and with a temperature always 1, because when a sequence is verified decides what it draws.
   std::optional<double> compaction_threshold;
 };
 
@@ -127,9 +125,9 @@ class Engine {
                     std::function<bool(Token const&)> const& on_token) const;
 
   // A generation for each prompt, in their order. They are decoded together, up to `most_together` at a time, whatever
-  // their lengths; as one ends the next takes its place. Each gets the tokens it would get alone, with the same options,
-  // up to rounding (docs/batch.md), and statistics of its own, of which the seconds are those of the steps it was in.
-  // The networks for this are loaded when a list first comes, and again where a longer one needs larger ones.
+  // their lengths; as one ends the next takes its place. Each gets the tokens it would get alone, with the same
+  // options, up to rounding (docs/batch.md), and statistics of its own, of which the seconds are those of the steps it
+  // was in. The networks for this are loaded when a list first comes, and again where a longer one needs larger ones.
   //
   // Throws GenerationError: as for one prompt; also where the bundle holds no networks for batches. BundleError: one of
   // them does not load, or is not what the manifest calls for.
@@ -154,10 +152,9 @@ class Engine {
               std::int64_t room = kRoom) const;
 
  private:
-  Engine(std::shared_ptr<Session> session, std::shared_ptr<BatchNetworks> batch_networks);
+  explicit Engine(std::shared_ptr<Session> session);
 
   std::shared_ptr<Session> session_;
-  std::shared_ptr<BatchNetworks> batch_networks_;
 };
 
 // One threshold per checkpoint for `Engine::start`, kOff where none may exit: what a request asks for, else what the

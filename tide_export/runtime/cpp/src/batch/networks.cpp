@@ -77,11 +77,12 @@ Layers layers_of(Manifest const& manifest, std::size_t k) {
 }
 
 std::size_t BatchNetworks::most_rows() const {
-  return session_->manifest().files.count(names::batch_file(names::kHead)) == 1 ? kMostRows : 1;
+  return bundle_.manifest.files.count(names::batch_file(names::kHead)) == 1 ? kMostRows : 1;
 }
 
 std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
-  std::size_t const rows = *std::lower_bound(std::begin(kBatchSizes), std::end(kBatchSizes), std::min(count, kMostRows));
+  std::size_t const wanted = std::min(count, kMostRows);
+  std::size_t const rows = *std::lower_bound(std::begin(kBatchSizes), std::end(kBatchSizes), wanted);
   std::lock_guard<std::mutex> const lock(mutex_);
   if (!opened_ || opened_->rows < rows) {
     opened_.reset();  // first, so that two sizes are never held but by a batch that is still running
@@ -91,9 +92,9 @@ std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
 }
 
 std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t rows) const {
-  Manifest const& manifest = session_->manifest();
+  Manifest const& manifest = bundle_.manifest;
   if (most_rows() == 1) {
-    throw GenerationError("bundle '" + session_->bundle().path.string() +
+    throw GenerationError("bundle '" + bundle_.path.string() +
                           "' holds no networks for batches (an earlier release made it, or its export said why): give "
                           "one prompt at a time");
   }
@@ -101,10 +102,11 @@ std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t rows) const {
   opened->rows = rows;
   std::size_t const segments = manifest.checkpoints.size() + 1;
   for (std::size_t k = 0; k < segments; ++k) {
-    opened->segments.push_back(load(opened->env, names::batch_file(names::segment(k), rows), segment_inputs(manifest, k, rows),
-                                    segment_outputs(manifest, k, rows)));
+    opened->segments.push_back(load(opened->env, names::batch_file(names::segment(k), rows),
+                                    segment_inputs(manifest, k, rows), segment_outputs(manifest, k, rows)));
   }
-  opened->head = load(opened->env, names::batch_file(names::kHead), {{names::kExitStates, kFloat}}, {{names::kLogits, kFloat}});
+  opened->head =
+      load(opened->env, names::batch_file(names::kHead), {{names::kExitStates, kFloat}}, {{names::kLogits, kFloat}});
   opened->exit_size = static_cast<std::size_t>(
       opened->head.GetInputTypeInfo(0).GetTensorTypeAndShapeInfo().GetShape().back());
   for (std::size_t k = 1; k < segments && manifest.propagates(); ++k) {
@@ -117,11 +119,10 @@ std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t rows) const {
 
 Ort::Session BatchNetworks::load(Ort::Env const& env, std::string const& name, TensorTypes const& inputs,
                                  TensorTypes const& outputs) const {
-  Bundle const& bundle = session_->bundle();
-  if (bundle.manifest.files.count(name) == 0) {
-    throw BundleError("bundle '" + bundle.path.string() + "' has no file " + name);
+  if (bundle_.manifest.files.count(name) == 0) {
+    throw BundleError("bundle '" + bundle_.path.string() + "' has no file " + name);
   }
-  return open_network(env, bundle.path / name, session_options(threads_), inputs, outputs);
+  return open_network(env, bundle_.path / name, session_options(threads_), inputs, outputs);
 }
 
 }  // namespace tide

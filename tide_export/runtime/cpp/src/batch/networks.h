@@ -13,19 +13,19 @@
 #include <vector>
 
 #include "contract.h"
-#include "session.h"
+#include "bundle.h"
 
 namespace tide {
 namespace names {
 
 // Beside those of the networks of one segment each: N tokens of all rows behind one another, R rows at most.
 constexpr char const* kPositionIds = "position_ids";  // int64 [1, N], each token's place in its own sequence
-constexpr char const* kRowTokens = "row_tokens";      // int64 [R], how many of the N are each row's; 0: it is left alone
-constexpr char const* kRowLengths = "row_lengths";    // int32 [R], tokens in its K/V after the run; 1 where left alone
+constexpr char const* kRowTokens = "row_tokens";      // int64 [R], how many of the N are each row's; 0: left alone
+constexpr char const* kRowLengths = "row_lengths";    // int32 [R], tokens in its K/V after the run; 1: left alone
 
 std::string row(std::string const& name, std::size_t number);  // a K/V buffer of one row
-std::string made(std::size_t layer, char const* kind);  // float32 [1, heads, m, head_dim], of m tokens that skip a layer
 std::string skipped(std::size_t k);                     // the network for tokens that skip segment k >= 1
+std::string made(std::size_t layer, char const* kind);  // of m such tokens, float32 [1, heads, m, head_dim]
 std::string batch_file(std::string const& name);        // where a bundle keeps kHead's or `skipped(k)`'s
 std::string batch_file(std::string const& name, std::size_t rows);  // and `segment(k)`'s for up to so many rows
 
@@ -49,12 +49,11 @@ struct BatchSessions {
   std::vector<Ort::Session> skipped;   // for tokens that skip segment 1, 2, ..; none where the K/V cache is exact
 };
 
-// What an engine keeps for its batches. Safe to use from several threads.
+// What a session keeps for batches. Safe to use from several threads.
 class BatchNetworks {
  public:
-  // `threads`, which are checked, are those that one run may use.
-  BatchNetworks(std::shared_ptr<Session> session, std::optional<std::int64_t> threads)
-      : session_(std::move(session)), threads_(threads) {}
+  // `bundle` must outlive it; `threads` are those that one run may use.
+  BatchNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) : bundle_(bundle), threads_(threads) {}
 
   // Sequences that can be decoded together; 1: the bundle holds no networks for more.
   std::size_t most_rows() const;
@@ -68,7 +67,7 @@ class BatchNetworks {
   Ort::Session load(Ort::Env const& env, std::string const& name, TensorTypes const& inputs,
                     TensorTypes const& outputs) const;
 
-  std::shared_ptr<Session> const session_;
+  Bundle const& bundle_;
   std::optional<std::int64_t> const threads_;
   std::mutex mutex_;
   std::shared_ptr<BatchSessions> opened_;

@@ -1,8 +1,8 @@
 // The step over several sequences where K/V are propagated.
 //
 // A sequence that leaves stands still: the segments behind go on without it, and it gets the keys and values that their
-// layers make of the state it left with, which a small network computes for all who skip a segment at once. Nothing waits
-// and nobody catches up, so there is no choice to make as in `Batch`.
+// layers make of the state it left with, which a small network computes for all who skip a segment at once. Nothing
+// waits and nobody catches up, so there is no choice to make as in `Batch`.
 #pragma once
 
 #include "batch/step.h"

@@ -1,5 +1,5 @@
-// One sequence of a batch: its K/V buffers, the hidden states waiting before each segment, and how far each has come. As
-// a `State`, but nothing is bound here: a row may take any place of a batch and leave it again.
+// One sequence of a batch: its K/V buffers, the hidden states waiting before each segment, and how far each has come.
+// As a `State`, but nothing is bound here: a row may take any place of a batch and leave it again.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // One segment's session with the bindings of one batch: runs any of the rows, each over its own new tokens.
 //
-// K/V buffers are bound as input and output at once, row by row: keys and values are written in place, and a row that is
-// not run costs an idle branch. A place in the batch without a sequence is bound to buffers of one token.
+// K/V buffers are bound as input and output at once, row by row: keys and values are written in place, and a row that
+// is not run costs an idle branch. A place in the batch without a sequence is bound to buffers of one token.
 #pragma once
 
 #include <cstdint>

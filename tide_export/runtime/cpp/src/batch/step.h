@@ -24,9 +24,9 @@ struct Wanted {
 // Sequences at `sessions->rows` places, and the buffers of their steps. Serves one thread at a time.
 class Batch {
  public:
-  // thresholds: one per checkpoint, as `resolve_thresholds` gives them. max_pending: a sequence is run through a segment
-  // when more of its tokens than this would wait before it. compaction_threshold: when a smaller share of the sequences
-  // in a step than this needs a segment, only those run it; else all that wait before it do.
+  // thresholds: one per checkpoint, as `resolve_thresholds` gives them. max_pending: a sequence is run through a
+  // segment when more of its tokens than this would wait before it. compaction_threshold: when a smaller share of the
+  // sequences in a step than this needs a segment, only those run it; else all that wait before it do.
   Batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, std::vector<double> const& thresholds,
         std::int64_t max_pending, double compaction_threshold);
   virtual ~Batch() = default;
@@ -37,8 +37,8 @@ class Batch {
   Row& row(std::size_t place) { return *rows_[place]; }
 
   // Runs the new tokens of some sequences, by ascending places; results in the same order, without scores, and valid
-  // until the next step. Throws GenerationError: no ids, more tokens than the model's context holds, no memory for their
-  // K/V, or ONNX Runtime failed. The sequences are as they were before the step.
+  // until the next step. Throws GenerationError: no ids, more tokens than the model's context holds, no memory for
+  // their K/V, or ONNX Runtime failed. The sequences are as they were before the step.
   virtual std::vector<StepResult> step(std::vector<Wanted> const& wanted);
 
  protected:
