@@ -44,8 +44,7 @@ class CppEngine:
         self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._started = 0
         try:
-            no_verify = [] if verify else ["--no-verify"]
-            self.most_together = self.call("load", str(bundle), *words(threads=threads), *no_verify)["most_together"]
+            self.call("load", str(bundle), *words(threads=threads), *([] if verify else ["--no-verify"]))
         except BaseException:
             self.close()
             raise
@@ -75,6 +74,10 @@ class CppEngine:
 
     def generate(self, ids: Sequence[int], max_new_tokens: int = 64, **options: Any) -> Generation:
         return self.generation(self.call("generate", *self.request(ids, max_new_tokens, **options)))
+
+    @property
+    def most_together(self) -> int:
+        return int(self.call("most_together"))
 
     def together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
         """`Engine.generate` of a list of prompts."""
