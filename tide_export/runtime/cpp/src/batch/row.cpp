@@ -26,11 +26,6 @@ std::vector<std::int64_t> Row::computed() const {
 }
 
 void Row::rewind(std::int64_t length) {
-  auto const width = static_cast<std::size_t>(manifest_.model.hidden_size);
-  for (std::size_t k = 1; k < lengths.size(); ++k) {
-    auto const left = static_cast<std::size_t>(std::max<std::int64_t>(length - lengths[k], 0)) * width;
-    if (left < waiting[k].size()) waiting[k].resize(left);
-  }
   // What the buffers hold beyond is written over before it is read.
   for (std::int64_t& own : lengths) own = std::min(own, length);
 }

@@ -20,7 +20,8 @@ class Row {
   std::int64_t length() const { return lengths[0]; }
   std::vector<std::int64_t> computed() const;  // tokens that each segment has run over
 
-  // Forgets all tokens but the first `length`. Not where K/V are propagated.
+  // Forgets all tokens but the first `length`, behind a step that ran every segment over it: nothing waits then. Not
+  // where K/V are propagated.
   void rewind(std::int64_t length);
 
   // Makes room for `count` more tokens. Throws GenerationError: no tokens, more than the model's context holds, or no
