@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from cpp_builds import CppBuild
 from cpp_engine import CppEngine, prompts_of, words
@@ -289,6 +290,22 @@ def test_networks_that_are_missing_or_others(
         mixed.together([[5]] * 5, 2)
     assert len(mixed.together([[5]] * 9, 2)) == 9  # as many places as another set of networks has
     assert len(mixed.together([[5]] * 5, 2)) == 5  # which serves smaller batches from then on
+
+
+def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
+    """Lists that fail at their first token, one after the other."""
+    folder = without(demo_bundle, tmp_path / "broken", "batch_8_")
+    head = onnx.load(folder / names.batch_file(names.HEAD), load_external_data=False)
+    places = [{entry.key: entry.value for entry in one.external_data} for one in head.graph.initializer]
+    largest = max((place for place in places if place), key=lambda place: int(place["length"]))
+    with (folder / largest["location"]).open("r+b") as weights:
+        weights.seek(int(largest["offset"]))
+        weights.write(np.full(100, np.nan, np.float32).tobytes())
+    write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
+    cpp = open_cpp(folder)
+    for mode in ("full", "exit", "lossless", "exit"):
+        with pytest.raises(GenerationError, match="the model's logits are not finite"):
+            cpp.together([[5, 6], [7]], 3, mode=mode)
 
 
 def test_the_example_program(cpp: CppBuild, demo_bundle: Path, both: Both, demo_text_ids: list[int], tmp_path) -> None:
