@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarking.turns import write_json
 
+from tide_export.runtime.batch.rule import AnyBatch
 from tide_export.runtime.engine import Engine, load
 from tide_export.tables import table
 
@@ -36,6 +37,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+
+    def behind_the_first(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step` that begins to count anew behind its first call, which runs over the prompts."""
+        calls = 0
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            result, calls = step(*arguments, **options), calls + 1
+            if calls == 1:
+                self.seconds = 0.0
+            return result
+
+        return counted
 
     def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -58,10 +72,22 @@ class Timed:
         return getattr(self._session, name)
 
 
+class TimedEngine(Engine):
+    """An engine whose lists are timed behind the step over their prompts."""
+
+    clock: Clock
+
+    def start_batch(self, *arguments: Any) -> AnyBatch:
+        batch = super().start_batch(*arguments)
+        setattr(batch, "step", self.clock.behind_the_first(batch.step))  # noqa: B010  mypy refuses methods
+        return batch
+
+
 def timed_engine(bundle: str, clock: Clock, most: int) -> Engine:
     """An engine of one thread, with its networks for `most` sequences open where that is more than one."""
     loaded = load(bundle, "cpu", threads=1, verify=False)
-    engine = Engine(loaded.bundle, Timed(loaded._session, clock), threads=1)
+    engine = TimedEngine(loaded.bundle, Timed(loaded._session, clock), threads=1)
+    engine.clock = clock
     if most > 1:
         assert engine._batch_networks is not None
         opened = engine._batch_networks.sessions(most)
@@ -85,12 +111,9 @@ def python_turn(
         clock.seconds = 0.0
         tokens += stream
         return [tokens], {PYTHON: stream.stats.decode_seconds * per_token, INSIDE: clock.seconds * per_token}
-    clock.seconds = 0.0
-    engine.generate(prompts, 1, stop_token_ids=[], **CASES[case])
-    first, clock.seconds = clock.seconds, 0.0  # what the step over the prompts takes
     made = engine.generate(prompts, count, stop_token_ids=[], **CASES[case])
     decoding = max(one.stats.decode_seconds for one in made) * per_token
-    return [one.tokens for one in made], {PYTHON: decoding, INSIDE: (clock.seconds - first) * per_token}
+    return [one.tokens for one in made], {PYTHON: decoding, INSIDE: clock.seconds * per_token}
 
 
 def cpp_turn(program: str, bundle: str, prompts: Tokens, count: int, case: str) -> tuple[Tokens, dict[str, float]]:

@@ -36,7 +36,9 @@ def test_lists_are_timed(tool, cpp: CppBuild, demo_bundle: Path, tmp_path: Path,
     assert run(tool, monkeypatch, demo_bundle, cpp.program, *sizes) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert list(figures) == ["full", "full, 3 together", "exit at 0.5", "exit at 0.5, 3 together"]
-    assert min(by[name] for by in figures.values() for name in (tool.PYTHON, tool.INSIDE, tool.CPP)) > 0
+    for by in figures.values():
+        assert 0 < by[tool.INSIDE] < by[tool.PYTHON]
+        assert by[tool.CPP] > 0
     assert "Python over C++" in capsys.readouterr().out
 
 
