@@ -4,6 +4,7 @@ nobody comes along with others those of one by one."""
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -63,9 +64,11 @@ def shown(made: Generation) -> tuple[list[int], str, list[int]]:
 
 
 def assert_same(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any) -> list[Generation]:
-    python, cpp = both[0].generate(prompts, count, **options), both[1].together(prompts, count, **options)
+    python, started = both[0].generate(prompts, count, **options), time.perf_counter()
+    cpp, seconds = both[1].together(prompts, count, **options), time.perf_counter() - started
     assert [facts(one) for one in cpp] == [facts(one) for one in python]
     assert all(one.stats.prefill_seconds > 0 for one in cpp)
+    assert all(one.stats.prefill_seconds + one.stats.decode_seconds < seconds for one in cpp)
     return cpp
 
 
