@@ -29,6 +29,11 @@ def words(**options: Any) -> list[str]:
     return given
 
 
+def prompts_of(prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Several prompts as tide_generate's options; an empty one is a comma."""
+    return [word for ids in prompts for word in ("--ids", listed(ids) or ",")]
+
+
 def listed(values: Sequence[Any]) -> str:
     return ",".join(map(str, values))
 
@@ -87,6 +92,15 @@ class CppEngine:
 
     def generate(self, ids: Sequence[int], max_new_tokens: int = 64, **options: Any) -> Generation:
         return self.generation(self.call("generate", *self.request(ids, max_new_tokens, **options)))
+
+    @property
+    def most_together(self) -> int:
+        return int(self.call("most_together"))
+
+    def together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
+        """`Engine.generate` of a list of prompts."""
+        given = [*prompts_of(prompts), *words(max_new_tokens=max_new_tokens, **options)]
+        return [self.generation(one) for one in self.call("together", *given)]
 
     def request(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> list[str]:
         return words(ids=list(ids) or None, max_new_tokens=max_new_tokens, **options)

@@ -3,12 +3,13 @@
 // by doubling. What is bound stays bound: a step binds only what differs from the step before.
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 
 #include "graph_session.h"
+#include "kv_buffer.h"
 #include "names.h"
+#include "request.h"
 #include "text.h"
 #include "tide/errors.h"
 
@@ -65,10 +66,9 @@ class GraphSequence final : public Sequence {
     std::size_t segment = 0;
     for (std::size_t layer = 0; layer < manifest_.model.kv_shapes.size(); ++layer) {
       if (static_cast<std::int64_t>(layer) == depths_[segment]) ++segment;
-      auto const [heads, head_dim] = manifest_.model.kv_shapes[layer];
       for (char const* kind : {"key", "value"}) {
-        caches_.push_back(
-            {names::past(layer, kind), names::present(layer, kind), heads, head_dim, segment, nullptr, 0});
+        caches_.push_back({names::past(layer, kind), names::present(layer, kind), segment,
+                           KvBuffer(manifest_.model.kv_shapes[layer])});
       }
     }
   }
@@ -125,29 +125,19 @@ class GraphSequence final : public Sequence {
 
   std::vector<std::int64_t> const& lengths() const override { return lengths_; }
   std::vector<std::int64_t> const& computed() const override { return propagates_ ? ran_ : lengths_; }
-  std::int64_t limit() const override {
-    return manifest_.model.context_length.value_or(std::numeric_limits<std::int32_t>::max());
-  }
+  std::int64_t limit() const override { return context_of(manifest_); }
   std::int64_t capacity() const override { return capacity_; }
 
  private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  using Buffer = std::unique_ptr<float, Free>;
   struct Cache {
     std::string past, present;
-    std::int64_t heads, head_dim;
     std::size_t segment;
-    Buffer buffer;          // float32 [1, heads, held, head_dim]
-    std::int64_t held = 0;  // tokens it has room for: the state's capacity, but where growing failed half-way
+    KvBuffer buffer;  // of the sequence's capacity, but where growing failed half-way
   };
 
   template <typename T>
   Ort::Value tensor(T* data, std::vector<std::int64_t> const& shape) const {
-    std::size_t count = 1;
-    for (std::int64_t const size : shape) count *= static_cast<std::size_t>(size);
-    return Ort::Value::CreateTensor<T>(place_, data, count, shape.data(), shape.size());
+    return view(place_, data, shape);
   }
 
   template <typename T>
@@ -227,27 +217,13 @@ class GraphSequence final : public Sequence {
 
   // Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice.
   void grow(std::int64_t needed) {
-    std::int64_t larger = std::max(2 * capacity_, needed + (capacity_ == 0 ? room_ : 0));
-    if (manifest_.model.context_length) larger = std::min(larger, *manifest_.model.context_length);
+    std::int64_t const larger = grown_capacity(manifest_, capacity_, needed, room_);
     for (Cache& cache : caches_) {
-      auto const row = static_cast<std::size_t>(cache.head_dim);
-      auto const heads = static_cast<std::size_t>(cache.heads), tokens = static_cast<std::size_t>(larger);
-      // Zeros, because the kernel hands them out lazily: pages are not used before they are written.
-      bool const countable = tokens <= std::numeric_limits<std::ptrdiff_t>::max() / sizeof(float) / heads / row;
-      Buffer grown(countable ? static_cast<float*>(std::calloc(heads * tokens * row, sizeof(float))) : nullptr);
-      if (!grown) {
-        throw GenerationError("not enough memory for the K/V cache of " + std::to_string(larger) + " tokens");
-      }
-      auto const used = static_cast<std::size_t>(lengths_[cache.segment]) * row;
-      auto const held = static_cast<std::size_t>(cache.held) * row;
-      for (std::size_t head = 0; head < heads && used > 0; ++head) {
-        std::memcpy(grown.get() + head * tokens * row, cache.buffer.get() + head * held, used * sizeof(float));
-      }
-      Ort::Value const value = tensor(grown.get(), {1, cache.heads, larger, cache.head_dim});
+      KvBuffer larger_one = cache.buffer.grown(larger, lengths_[cache.segment]);
+      Ort::Value const value = larger_one.tensor(place_);
       binding_.BindInput(cache.past.c_str(), value);
       binding_.BindOutput(cache.present.c_str(), value);
-      cache.buffer = std::move(grown);
-      cache.held = larger;
+      cache.buffer = std::move(larger_one);
     }
     capacity_ = larger;
   }

@@ -3,6 +3,7 @@
 
 #include <onnxruntime_cxx_api.h>
 
+#include "batch/networks.h"
 #include "session.h"
 
 namespace tide {
@@ -16,12 +17,15 @@ class GraphSession final : public Session {
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                   std::int64_t room) override;
 
+  BatchNetworks* batch_networks() override { return &batch_networks_; }
+
   // `Run` of several threads at once is safe; it is what ONNX Runtime's C++ interface wants to have as not const.
   Ort::Session& onnxruntime() { return session_; }
 
  private:
   Ort::Env env_{nullptr};
   Ort::Session session_{nullptr};
+  BatchNetworks batch_networks_;
 };
 
 }  // namespace tide

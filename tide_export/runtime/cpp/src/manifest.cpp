@@ -277,6 +277,7 @@ void check(Manifest const& manifest, std::string const& source) {
   }
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");
+  require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
   require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
           "must be one of exact, propagate");
   require(std::set<std::string>{"fp32", "int8", "int4"}.count(manifest.weights) == 1, "weights",
@@ -325,6 +326,7 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   manifest.thresholds = field["thresholds"].reals();
   manifest.min_layers = field["min_layers"].whole();
   manifest.max_pending = field["max_pending"].whole();
+  manifest.compaction_threshold = field["compaction_threshold"].real();
   manifest.kv_cache_strategy = field["kv_cache_strategy"].text();
   manifest.weights = field["weights"].text();
   manifest.drafting = drafting_of(field["drafting"]);

@@ -11,6 +11,8 @@
 
 namespace tide {
 
+class BatchNetworks;
+
 // Safe to use from several threads.
 class Session {
  public:
@@ -23,6 +25,9 @@ class Session {
   // An empty sequence, which must not outlive the session. The values are checked; `room` is of K/V buffers that grow.
   virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                           std::int64_t room) = 0;
+
+  // For several sequences at once; none: they are run one at a time.
+  virtual BatchNetworks* batch_networks() { return nullptr; }
 
  private:
   Bundle bundle_;

@@ -21,18 +21,13 @@ State& State::operator=(State&& other) noexcept {
 State::~State() = default;
 
 StepResult State::step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep, bool full) {
-  if (count == 0) throw GenerationError("a step needs at least one token");
   std::int64_t const vocabulary = session_->manifest().model.vocab_size;
   for (std::size_t i = 0; i < count; ++i) {
     if (ids[i] >= 0 && ids[i] < vocabulary) continue;
     throw GenerationError("a step holds token id " + std::to_string(ids[i]) + ", outside the vocabulary 0.." +
                           std::to_string(vocabulary - 1));
   }
-  std::int64_t const after = length() + static_cast<std::int64_t>(count);
-  if (after > sequence_->limit()) {
-    throw GenerationError("the sequence would have " + std::to_string(after) +
-                          " tokens but the model's context holds " + std::to_string(sequence_->limit()));
-  }
+  std::int64_t const after = length_after(length(), count, sequence_->limit());
   whole_number("logits_to_keep", logits_to_keep, 1);
   return sequence_->step(ids, count, after, logits_to_keep, full);
 }

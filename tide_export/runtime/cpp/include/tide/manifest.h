@@ -81,6 +81,7 @@ struct Manifest {
   std::vector<double> thresholds;         // one per checkpoint, in [0, 1]; certified ones where `tune` was run
   std::int64_t min_layers = 0;            // checkpoints with fewer layers behind them never exit
   std::int64_t max_pending = 0;
+  double compaction_threshold = 1;  // of lists of prompts: fewer than this share of them go deep alone
   std::string kv_cache_strategy;  // "exact" or "propagate": what becomes of the K/V of skipped layers
   std::string weights;            // precision of the graph's weights: "fp32", "int8", "int4"
   std::optional<Drafting> drafting;

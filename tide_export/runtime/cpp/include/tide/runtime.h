@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tide/errors.h"
@@ -60,7 +61,21 @@ class Threshold {
   bool for_all_;
 };
 
-// What `Engine.stream` in Python takes, by the same names. Options that are none are the bundle's.
+// Of the random numbers, 0 or more: one that every sequence starts from, or of a list of prompts one for each.
+class Seed {
+ public:
+  Seed(std::int64_t for_all) : values_{for_all}, for_all_(true) {}
+  Seed(std::vector<std::int64_t> per_prompt) : values_(std::move(per_prompt)), for_all_(false) {}
+
+  bool for_all() const { return for_all_; }
+  std::vector<std::int64_t> const& values() const { return values_; }
+
+ private:
+  std::vector<std::int64_t> values_;
+  bool for_all_;
+};
+
+// What `Engine.generate` in Python takes, by the same names. Options that are none are the bundle's.
 struct Request {
   std::int64_t max_new_tokens = 64;  // 1 or more
   Mode mode = Mode::exit;
@@ -71,8 +86,12 @@ struct Request {
   double temperature = 0;                     // 0 is greedy; otherwise logits are divided by it
   std::int64_t top_k = 0;                     // keep the k most likely tokens; 0 keeps all
   double top_p = 1;                           // keep the fewest most likely tokens that add up to this or more
-  std::optional<std::int64_t> seed;           // of the random numbers, 0 or more; none draws a new one
+  std::optional<Seed> seed;                   // none draws a new one for each sequence
   std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's own; an empty list never stops
+  // Of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a segment, only those run
+  // it; else all that wait before it catch up along. Changes speed, never tokens. None: the bundle's; in lossless mode
+  // 0, and with a temperature always 1, because when a sequence is verified decides what it draws.
+  std::optional<double> compaction_threshold;
 };
 
 // One token that is handed out.
@@ -117,6 +136,25 @@ class Engine {
   // it throws comes out of here.
   Generation stream(std::vector<std::int64_t> const& prompt, Request const& request,
                     std::function<bool(Token const&)> const& on_token) const;
+
+  // A generation for each prompt, in their order. They are decoded together, up to `most_together` at a time, whatever
+  // their lengths; as one ends the next takes its place. Each gets the tokens it would get alone, with the same
+  // options, up to rounding (docs/batch.md), and statistics of its own, of which the seconds are those of the steps it
+  // was in. The networks for this are loaded when a list first comes, and again where a longer one needs larger ones.
+  //
+  // Throws GenerationError: as for one prompt; also where the bundle holds no networks for batches. BundleError: one of
+  // them does not load, or is not what the manifest calls for.
+  std::vector<Generation> generate(std::vector<std::vector<std::int64_t>> const& prompts,
+                                   Request const& request = {}) const;
+
+  // The same, handing each token to `on_token` as it is made, with the number of its prompt, from 0. When that returns
+  // false, the generation of this prompt ends there, and the others go on. What it throws comes out of here and ends
+  // all of them.
+  std::vector<Generation> stream(std::vector<std::vector<std::int64_t>> const& prompts, Request const& request,
+                                 std::function<bool(std::size_t, Token const&)> const& on_token) const;
+
+  // Prompts of a list that are decoded at the same time; 1: a list is refused.
+  std::int64_t most_together() const;
 
   // An empty sequence to `step` by hand. It keeps what it needs of the engine.
   //
