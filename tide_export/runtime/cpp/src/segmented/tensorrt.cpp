@@ -13,13 +13,13 @@
 #include <map>
 #include <mutex>
 
-#include "../names.h"
-#include "../text.h"
-#include "cuda.h"
-#include "engines.h"
-#include "flavour.h"
-#include "plugins.h"
-#include "segment_session.h"
+#include "names.h"
+#include "segmented/cuda.h"
+#include "segmented/engines.h"
+#include "segmented/flavour.h"
+#include "segmented/plugins.h"
+#include "segmented/segment_session.h"
+#include "text.h"
 #include "tide/errors.h"
 
 namespace tide {
