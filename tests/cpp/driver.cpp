@@ -186,8 +186,7 @@ class Driver {
                        room = whole_numbers("start", words.at(3)).at(0);
     std::vector<double> const given =
         words.at(1) == "none" ? std::vector<double>{} : real_numbers("start", words.at(1));
-    states_.erase(number);
-    states_.emplace(number, engine().start(given, limit, room));
+    states_.insert_or_assign(number, engine().start(given, limit, room));  // maybe in the place of another engine's
     return described(states_.at(number)) + "}";
   }
 

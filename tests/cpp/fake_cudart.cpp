@@ -78,7 +78,13 @@ std::size_t fake_cuda_launches() { return launches; }
 
 extern "C" {
 
+cudaError_t cudaDriverGetVersion(int* version) {
+  char const* const given = std::getenv("FAKE_CUDA_DRIVER");
+  *version = given != nullptr ? std::atoi(given) : CUDART_VERSION;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (std::getenv("FAKE_CUDA_DRIVER") != nullptr) return cudaErrorInsufficientDriver;
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? 8 : 9;
   return cudaSuccess;
 }

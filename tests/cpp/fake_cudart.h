@@ -3,7 +3,7 @@
 // Work queued on a stream is done when the stream is synchronized and not before, so what reads or overwrites staging
 // memory too early is found out. What is queued during a capture is recorded and done again, with the very same
 // addresses, at every launch of the graph. Memory is NaN until it is set; copies are checked against what is allocated.
-// The GPU is of compute capability 8.9.
+// The GPU is of compute capability 8.9; FAKE_CUDA_DRIVER in the environment takes it away and is the driver's version.
 // tests/runtime/segmented/fake_cudart.py is its twin.
 #pragma once
 

@@ -188,6 +188,19 @@ def test_engines_for_another_machine_are_refused(opens, copied: Path, changes, k
             opens(copied, "tensorrt-rtx")
 
 
+@pytest.mark.parametrize(
+    ("driver", "sentence"),
+    [
+        ("0", "TensorRT needs an NVIDIA GPU and its driver, and there is none here"),
+        ("12040", r"was built with CUDA \d+\.\d, and the GPU's driver here is for CUDA 12\.4: update the driver, or"),
+    ],
+)
+def test_a_driver_that_is_missing_or_too_old(opens, tensorrt: TensorrtBuild, bundle: Path, driver, sentence) -> None:
+    environment = {"LD_LIBRARY_PATH": str(tensorrt.libraries), "FAKE_CUDA_DRIVER": driver}
+    with pytest.raises(ProviderError, match=sentence):
+        opens(bundle, environment=environment)
+
+
 def test_an_engine_that_cannot_be_read_and_memory_that_cannot_be_had(opens, copied: Path, bundle: Path) -> None:
     engine = copied / names.engine_file("head")
     engine.write_bytes(b"x" * engine.stat().st_size)

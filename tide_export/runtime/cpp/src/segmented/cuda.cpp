@@ -1,4 +1,4 @@
-#include "cuda.h"
+#include "segmented/cuda.h"
 
 #include <cstring>
 #include <iterator>

@@ -12,7 +12,7 @@
 #include <set>
 #include <utility>
 
-#include "device.h"
+#include "segmented/device.h"
 
 namespace tide {
 

@@ -1,4 +1,4 @@
-#include "device.h"
+#include "segmented/device.h"
 
 #include <cstdlib>
 #include <cstring>

@@ -1,10 +1,10 @@
 // What can be said of engines before a library is asked; the sentences are those of
 // tide_export/runtime/segmented/tensorrt.py.
-#include "engines.h"
+#include "segmented/engines.h"
 
 #include <algorithm>
 
-#include "../text.h"
+#include "text.h"
 #include "tide/errors.h"
 
 namespace tide {

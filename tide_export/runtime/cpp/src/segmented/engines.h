@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "../session.h"
+#include "session.h"
 
 namespace tide {
 

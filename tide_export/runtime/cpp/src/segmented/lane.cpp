@@ -1,9 +1,9 @@
-#include "lane.h"
+#include "segmented/lane.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "../names.h"
+#include "names.h"
 #include "tide/errors.h"
 
 namespace tide {

@@ -15,8 +15,8 @@
 #include <set>
 #include <vector>
 
-#include "device.h"
-#include "network.h"
+#include "segmented/device.h"
+#include "segmented/network.h"
 
 namespace tide {
 

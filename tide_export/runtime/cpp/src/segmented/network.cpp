@@ -1,9 +1,9 @@
-#include "network.h"
+#include "segmented/network.h"
 
 #include <algorithm>
 #include <map>
 
-#include "../names.h"
+#include "names.h"
 #include "tide/errors.h"
 
 namespace tide {

@@ -1,5 +1,5 @@
 // In the place of `tensorrt.cpp` where tide_runtime is built without TensorRT.
-#include "engines.h"
+#include "segmented/engines.h"
 #include "tide/errors.h"
 
 namespace tide {

@@ -1,11 +1,11 @@
-#include "ort_networks.h"
+#include "segmented/ort_networks.h"
 
 #include <map>
 
-#include "../names.h"
-#include "../onnxruntime.h"
-#include "../text.h"
-#include "segment_session.h"
+#include "names.h"
+#include "onnxruntime.h"
+#include "segmented/segment_session.h"
+#include "text.h"
 #include "tide/errors.h"
 
 namespace tide {

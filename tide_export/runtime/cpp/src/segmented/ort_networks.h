@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "../session.h"
-#include "network.h"
+#include "segmented/network.h"
+#include "session.h"
 
 namespace tide {
 

@@ -1,4 +1,4 @@
-#include "plugins.h"
+#include "segmented/plugins.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -13,9 +13,9 @@
 #include <string_view>
 #include <vector>
 
-#include "../sha256.h"
-#include "../text.h"
-#include "engines.h"
+#include "segmented/engines.h"
+#include "sha256.h"
+#include "text.h"
 #include "tide/errors.h"
 
 namespace tide {

@@ -9,7 +9,7 @@
 #include <optional>
 #include <string>
 
-#include "../bundle.h"
+#include "bundle.h"
 
 namespace tide {
 

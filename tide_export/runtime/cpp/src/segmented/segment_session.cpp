@@ -1,7 +1,7 @@
 // And one sequence on it: decides, after every router, whether the next segment runs. The same machine as in the
 // branched graph: a token that exits leaves its hidden state waiting before the next segment, a later token takes all
 // that wait along. Where the memory is and what runs the networks is the lane's affair.
-#include "segment_session.h"
+#include "segmented/segment_session.h"
 
 #include <algorithm>
 #include <limits>

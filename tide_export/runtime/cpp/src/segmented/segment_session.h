@@ -5,8 +5,8 @@
 #include <functional>
 #include <mutex>
 
-#include "../session.h"
-#include "lane.h"
+#include "segmented/lane.h"
+#include "session.h"
 
 namespace tide {
 

@@ -9,17 +9,16 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
 #include <map>
 #include <mutex>
 
-#include "../names.h"
-#include "../text.h"
-#include "cuda.h"
-#include "engines.h"
-#include "flavour.h"
-#include "plugins.h"
-#include "segment_session.h"
+#include "names.h"
+#include "segmented/cuda.h"
+#include "segmented/engines.h"
+#include "segmented/flavour.h"
+#include "segmented/plugins.h"
+#include "segmented/segment_session.h"
+#include "text.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -94,14 +93,23 @@ class Library {
   void* handle_;  // stays open: what it started may outlive us
 };
 
+// Of the GPU; {0, 0}: there is none. Throws ProviderError: its driver is too old for the CUDA runtime that is linked.
 ComputeCapability compute_capability() {
   ComputeCapability found;
-  if (cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess ||
-      cudaDeviceGetAttribute(&found.minor, cudaDevAttrComputeCapabilityMinor, 0) != cudaSuccess) {
-    cudaGetLastError();  // which would be taken for another call's
-    return {};
+  if (cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
+      cudaDeviceGetAttribute(&found.minor, cudaDevAttrComputeCapabilityMinor, 0) == cudaSuccess) {
+    return found;
   }
-  return found;
+  cudaGetLastError();  // which would be taken for another call's
+  int driver = 0;      // stays so where there is none
+  cudaDriverGetVersion(&driver);
+  if (driver == 0 || driver / 1000 >= CUDART_VERSION / 1000) return {};
+  auto const shown = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  throw ProviderError("this tide_runtime was built with CUDA " + shown(CUDART_VERSION) +
+                      ", and the GPU's driver here is for CUDA " + shown(driver) +
+                      ": update the driver, or build with an older CUDA toolkit");
 }
 
 std::string dtype_of(nvinfer1::DataType type) {
@@ -243,8 +251,9 @@ struct Engines {
   void load(NetworkSpec const& spec, Bundle const& bundle) {
     std::filesystem::path const path = bundle.path / engine_file(spec.name);
     std::ifstream stream(path, std::ios::binary);
-    std::string const data(std::istreambuf_iterator<char>(stream), {});
-    if (!stream.is_open() || stream.bad()) throw BundleError("cannot read engine " + quoted(path));
+    std::vector<char> data(static_cast<std::size_t>(bundle.manifest.files.at(engine_file(spec.name)).size));
+    stream.read(data.data(), static_cast<std::streamsize>(data.size()));
+    if (!stream) throw BundleError("cannot read engine " + quoted(path));
     LoadedEngine made{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
     made.engine.reset(runtime->deserializeCudaEngine(data.data(), data.size()));
     if (made.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.said());
