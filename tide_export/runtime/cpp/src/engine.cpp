@@ -111,6 +111,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   std::unique_ptr<Batch> const batch = empty_batch(networks->sessions(prompts.size()), manifest(),
                                                    checked.thresholds, checked.waiting, share);
   std::vector<Progress> progress;
+  progress.reserve(prompts.size());
   std::vector<std::unique_ptr<Decoder>> decoders;
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     progress.emplace_back(manifest(), prompts[i], checked.most, checked.stops);

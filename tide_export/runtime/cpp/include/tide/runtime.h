@@ -61,7 +61,7 @@ class Threshold {
   bool for_all_;
 };
 
-// Of the random numbers, 0 or more: one that every sequence starts from, or of a list of prompts one for each.
+// Of the random numbers, 0 or more: one that every sequence starts from, or one for each prompt of a list.
 class Seed {
  public:
   Seed(std::int64_t for_all) : values_{for_all}, for_all_(true) {}
@@ -141,6 +141,7 @@ class Engine {
   // their lengths; as one ends the next takes its place. Each gets the tokens it would get alone, with the same
   // options, up to rounding (docs/batch.md), and statistics of its own, of which the seconds are those of the steps it
   // was in. The networks for this are loaded when a list first comes, and again where a longer one needs larger ones.
+  // (Bare braces around one token, `generate({5})`, are either kind of prompt and do not compile: name the type.)
   //
   // Throws GenerationError: as for one prompt; also where the bundle holds no networks for batches. BundleError: one of
   // them does not load, or is not what the manifest calls for.
