@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cpp_builds import SANITIZE, CppBuild
@@ -29,8 +30,8 @@ def open_cpp(cpp: CppBuild) -> Iterator[Callable[..., CppEngine]]:
     """Opens a bundle in the C++ runtime."""
     opened: list[CppEngine] = []
 
-    def opens(bundle: Path, threads: int | None = 1, verify: bool = True) -> CppEngine:
-        opened.append(CppEngine(cpp.driver, bundle, threads, verify))
+    def opens(bundle: Path, threads: int | None = 1, verify: bool = True, **options: Any) -> CppEngine:
+        opened.append(CppEngine(cpp.driver, bundle, threads, verify, **options))
         return opened[-1]
 
     yield opens

@@ -2,17 +2,23 @@
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from tensorrt_stubs import stubs
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("TIDE_REQUIRE_CPP") == "1"  # in CI nothing is skipped for want of headers
 SYSTEM = (Path("/usr/include"), Path("/usr/local/include"))
 SANITIZE = os.environ.get("TIDE_CPP_SANITIZE", "")  # by hand: address,undefined or thread
+# What costs is reading headers: as one unit it is done once.
+FLAGS = ("-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-O1'}")
+FLAGS += ("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0")
 
 
 def need(condition: bool, reason: str) -> None:
@@ -36,6 +42,13 @@ def headers(cache: Path) -> list[str]:
     return [f"-DONNXRUNTIME_INCLUDE_DIR={found}", f"-DNLOHMANN_JSON_INCLUDE_DIR={json}"]
 
 
+def cuda_headers() -> str:
+    """A folder with the CUDA runtime's, or nothing."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    found = [Path(home) / "include" for home in homes if home]
+    return next((str(at) for at in found if (at / "cuda_runtime_api.h").is_file()), "")
+
+
 def onnxruntime_library() -> Path:
     """The one that the Python runtime uses."""
     spec = find_spec("onnxruntime")
@@ -46,10 +59,20 @@ def onnxruntime_library() -> Path:
     return found[0]
 
 
+class TensorrtBuild(NamedTuple):
+    """The example, the driver on stand-ins for CUDA and TensorRT, the folder that holds the latter, and what it is."""
+
+    program: Path
+    driver: Path
+    libraries: Path
+    version: str
+
+
 class CppBuild:
     """Made once for all workers: `program`, the example, `driver`, and `prefix`, where the runtime is installed."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.program = folder / "build" / "tide_export" / "runtime" / "cpp" / "tide_generate"
         self.driver, self.prefix = folder / "driver" / "tide_driver", folder / "prefix"
         need(shutil.which("cmake") is not None, "there is no cmake")
@@ -58,19 +81,43 @@ class CppBuild:
             if not self.driver.is_file():
                 self._make(folder)
 
-    def _make(self, folder: Path) -> None:
-        # What costs is reading headers: as one unit it is done once.
-        flags = ["-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-O1'}"]
-        flags += ["-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0"]
+    def with_tensorrt(self) -> "TensorrtBuild":
+        """The same of a runtime that is built with the headers in TENSORRT_ROOT."""
+        root = os.environ.get("TENSORRT_ROOT")
+        if not root or not (Path(root) / "include" / "NvInfer.h").is_file():
+            pytest.skip("TENSORRT_ROOT has no TensorRT headers")
+        text = (Path(root) / "include" / "NvInferVersion.h").read_text()
+        version = re.findall(r"#define TRT_(?:MAJOR|MINOR|PATCH|BUILD)_ENTERPRISE (\d+)", text)
+        if len(version) != 4:
+            pytest.skip("TENSORRT_ROOT has headers of TensorRT for RTX, which there is no stand-in for")
+        folder = self._folder / "tensorrt"
+        build, driver, prefix = folder / "build", folder / "driver", folder / "prefix"
+        with (self._folder / "tensorrt.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._build(self._folder, build, f"-DTENSORRT_ROOT={root}", "-DTIDE_WITH_TENSORRT=ON")
+            run(["cmake", "--install", str(build), "--prefix", str(prefix)])
+            (folder / "tensorrt_stubs.h").write_text(stubs(Path(root) / "include"))
+            given = [headers(self._folder / "headers")[0], f"-DTENSORRT_HEADERS={root}/include", f"-DSTUBS={folder}"]
+            self._build_driver(driver, prefix, *given, f"-DTENSORRT_MAJOR={version[0]}")
+        program = build / self.program.relative_to(self._folder / "build")
+        return TensorrtBuild(program, driver / "tide_driver", driver, ".".join(version))
+
+    def _build(self, folder: Path, build: Path, *more: str) -> None:
         library = f"-DONNXRUNTIME_LIBRARY={onnxruntime_library()}"
-        options = [*headers(folder / "headers"), "-DTIDE_WARNINGS_AS_ERRORS=ON", f"-DTIDE_SANITIZE={SANITIZE}", *flags]
-        build = folder / "build"
-        run(["cmake", "--preset", "runtime", "-B", str(build), library, *options])
+        options = [*headers(folder / "headers"), "-DTIDE_WARNINGS_AS_ERRORS=ON", f"-DTIDE_SANITIZE={SANITIZE}", *FLAGS]
+        run(["cmake", "--preset", "runtime", "-B", str(build), library, *options, *more])
         run(["cmake", "--build", str(build)])
+
+    def _make(self, folder: Path) -> None:
+        build = folder / "build"
+        self._build(folder, build)
         run(["cmake", "--install", str(build), "--prefix", str(self.prefix)])
-        driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(folder / "driver")]
-        run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={self.prefix}", *flags])
-        run(["cmake", "--build", str(folder / "driver")])
+        self._build_driver(self.driver.parent, self.prefix)
+
+    def _build_driver(self, build: Path, prefix: Path, *more: str) -> None:
+        driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(build), f"-DCUDA_HEADERS={cuda_headers()}"]
+        run(["cmake", *driver, f"-DCMAKE_PREFIX_PATH={prefix}", *FLAGS, *more])
+        run(["cmake", "--build", str(build)])
 
 
 def run(command: list[str]) -> str:

@@ -1,6 +1,7 @@
 """The C++ runtime behind the Python runtime's interface, through the driver, so that one test can be run on both."""
 
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,18 +29,40 @@ def words(**options: Any) -> list[str]:
     return given
 
 
+def prompts_of(prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Several prompts as tide_generate's options; an empty one is a comma."""
+    return [word for ids in prompts for word in ("--ids", listed(ids) or ",")]
+
+
 def listed(values: Sequence[Any]) -> str:
     return ",".join(map(str, values))
 
 
 class CppEngine:
-    """A driver process with one bundle loaded."""
+    """A driver process with one bundle loaded.
 
-    def __init__(self, driver: Path, bundle: Path, threads: int | None = 1, verify: bool = True) -> None:
-        self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    Attributes:
+        log: what loading said.
+    """
+
+    def __init__(
+        self,
+        driver: Path,
+        bundle: Path,
+        threads: int | None = 1,
+        verify: bool = True,
+        networks: str | None = None,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`networks`: the bundle's segment networks, on "host" or a stand-in "gpu", instead of `options.provider`."""
+        own = os.environ | (environment or {})
+        self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
         self._started = 0
+        command = ["load"] if networks is None else ["networks", networks]
+        given = [*words(threads=threads, **options), *([] if verify else ["--no-verify"])]
         try:
-            self.call("load", str(bundle), *words(threads=threads), *([] if verify else ["--no-verify"]))
+            self.log: list[str] = self.call(*command, str(bundle), *given)
         except BaseException:
             self.close()
             raise
@@ -69,6 +92,15 @@ class CppEngine:
 
     def generate(self, ids: Sequence[int], max_new_tokens: int = 64, **options: Any) -> Generation:
         return self.generation(self.call("generate", *self.request(ids, max_new_tokens, **options)))
+
+    @property
+    def most_together(self) -> int:
+        return int(self.call("most_together"))
+
+    def together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
+        """`Engine.generate` of a list of prompts."""
+        given = [*prompts_of(prompts), *words(max_new_tokens=max_new_tokens, **options)]
+        return [self.generation(one) for one in self.call("together", *given)]
 
     def request(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> list[str]:
         return words(ids=list(ids) or None, max_new_tokens=max_new_tokens, **options)

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "networks.h"
 #include "options.h"
 
 namespace {
@@ -39,15 +40,54 @@ std::string as_json(tide::Generation const& made) {
          "\", \"stats\": " + made.stats.json() + "}";
 }
 
+std::string as_json(std::vector<tide::Generation> const& made) {
+  return list(made.data(), made.size(), [](tide::Generation const& one) { return as_json(one); });
+}
+
+std::vector<std::int64_t> prompt_of(Options const& options) {
+  return options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts.at(0);
+}
+
+// What each of `count` threads makes, all of which begin at once.
+template <typename F>
+std::string at_once(std::size_t count, F const& make) {
+  std::vector<std::string> made(count);
+  std::vector<std::thread> threads;
+  std::atomic<bool> go{false};
+  for (std::size_t t = 0; t < count; ++t) {
+    threads.emplace_back([&, t] {
+      while (!go) std::this_thread::yield();
+      try {
+        made[t] = make(t);
+      } catch (tide::TideError const&) {
+        made[t] = "null";
+      }
+    });
+  }
+  go = true;
+  for (std::thread& thread : threads) thread.join();
+  return list(made.data(), made.size(), [](std::string const& text) { return text; });
+}
+
 class Driver {
  public:
   std::string answer(std::string const& command, Words words) {
     if (command == "load") return load(parse(words));
-    if (command == "generate") return as_json(engine().generate(parse(words).prompt, parse(words).request));
+    if (command == "networks") return load_networks(words.at(0), parse({words.begin() + 1, words.end()}));
+    if (command == "gpu_memory") return limit_gpu_memory(whole_numbers(command, words.at(0)).at(0));
+    if (command == "gpu_graphs") return gpu_graphs();
+    if (command == "machine") return checked_machine(words.at(0), words.at(1), whole_numbers(command, words.at(2)));
+    if (command == "profiles") return picked_profiles(words.at(0), whole_numbers(command, words.at(1)));
+    if (command == "plugins") return found_plugins(words.at(0));
+    if (command == "generate") return as_json(engine().generate(prompt_of(parse(words)), parse(words).request));
+    if (command == "together") return as_json(engine().generate(parse(words).prompts, parse(words).request));
     if (command == "thresholds") return thresholds(parse(words).request);
+    if (command == "most_together") return std::to_string(engine().most_together());
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
     if (command == "stream") return stream(number, parse({words.begin() + 1, words.end()}));
-    if (command == "at_once") return at_once(number, parse({words.begin() + 1, words.end()}));
+    if (command == "at_once") return alone_at_once(number, parse({words.begin() + 1, words.end()}));
+    if (command == "together_at_once") return together_at_once(number, parse({words.begin() + 1, words.end()}));
+    if (command == "stream_together") return stream_together(number, words);
     if (command == "draw") return draw(number, parse({words.begin() + 1, words.end()}));
     if (command == "start") return start(number, words);
     tide::State& state = states_.at(number);
@@ -60,9 +100,17 @@ class Driver {
  private:
   tide::Engine const& engine() const { return engine_.value(); }
 
-  std::string load(Options const& options) {
+  std::string load(Options options) {
+    std::vector<std::string> log;
+    options.load.log = [&](std::string const& sentence) { log.push_back("\"" + sentence + "\""); };
     engine_ = tide::Engine::load(options.bundle, options.load);
-    return "{\"num_layers\": " + std::to_string(engine().manifest().model.num_layers) + "}";
+    return list(log.data(), log.size(), [](std::string const& text) { return text; });
+  }
+
+  std::string load_networks(std::string const& device, Options const& options) {
+    states_.clear();
+    engine_ = engine_on_networks(device, options);
+    return "null";
   }
 
   std::string thresholds(tide::Request const& request) const {
@@ -74,7 +122,7 @@ class Driver {
   // Takes `most` tokens, then wants no more; where it is negative, throws at the first.
   std::string stream(std::int64_t most, Options const& options) const {
     std::vector<std::int64_t> taken;
-    tide::Generation const made = engine().stream(options.prompt, options.request, [&](tide::Token const& token) {
+    tide::Generation const made = engine().stream(prompt_of(options), options.request, [&](tide::Token const& token) {
       if (most < 0) throw std::out_of_range("the callback's own");
       taken.push_back(token.id);
       return static_cast<std::int64_t>(taken.size()) < most;
@@ -82,26 +130,39 @@ class Driver {
     return "{\"taken\": " + list(taken) + ", \"made\": " + as_json(made) + "}";
   }
 
+  // NUMBER MOST OPTIONS: of several prompts, the one of this number takes `most` tokens, then wants no more; where it
+  // is negative, throws at the first.
+  std::string stream_together(std::int64_t number, Words const& words) const {
+    std::int64_t const most = whole_numbers("stream_together", words.at(1)).at(0);
+    Options const options = parse({words.begin() + 2, words.end()});
+    std::vector<std::vector<std::int64_t>> taken(options.prompts.size());
+    auto const on_token = [&](std::size_t prompt, tide::Token const& token) {
+      taken.at(prompt).push_back(token.id);
+      if (static_cast<std::int64_t>(prompt) != number) return true;
+      if (most < 0) throw std::out_of_range("the callback's own");
+      return static_cast<std::int64_t>(taken.at(prompt).size()) < most;
+    };
+    std::vector<tide::Generation> const made = engine().stream(options.prompts, options.request, on_token);
+    std::string const tokens = list(taken.data(), taken.size(), [](auto const& ids) { return list(ids); });
+    return "{\"taken\": " + tokens + ", \"made\": " + as_json(made) + "}";
+  }
+
   // The same request in `count` threads at once, thread t with a prompt that lacks its last t tokens.
-  std::string at_once(std::int64_t count, Options const& options) const {
-    std::vector<std::string> made(static_cast<std::size_t>(count));
-    std::vector<std::thread> threads;
-    std::atomic<bool> go{false};
-    for (std::size_t t = 0; t < made.size(); ++t) {
-      threads.emplace_back([&, t] {
-        while (!go) std::this_thread::yield();
-        std::vector<std::int64_t> prompt = options.prompt;
-        prompt.resize(prompt.size() - t);
-        try {
-          made[t] = as_json(engine().generate(prompt, options.request));
-        } catch (tide::TideError const&) {
-          made[t] = "null";
-        }
-      });
-    }
-    go = true;
-    for (std::thread& thread : threads) thread.join();
-    return list(made.data(), made.size(), [](std::string const& text) { return text; });
+  std::string alone_at_once(std::int64_t count, Options const& options) const {
+    return at_once(static_cast<std::size_t>(count), [&](std::size_t t) {
+      std::vector<std::int64_t> prompt = prompt_of(options);
+      prompt.resize(prompt.size() - t);
+      return as_json(engine().generate(prompt, options.request));
+    });
+  }
+
+  // The same, thread t with all prompts but the last t.
+  std::string together_at_once(std::int64_t count, Options const& options) const {
+    return at_once(static_cast<std::size_t>(count), [&](std::size_t t) {
+      std::vector<std::vector<std::int64_t>> prompts = options.prompts;
+      prompts.resize(prompts.size() - t);
+      return as_json(engine().generate(prompts, options.request));
+    });
   }
 
   // How often each token was the second, of one token the first, with seeds 0, 1, ... count-1.
@@ -109,7 +170,7 @@ class Driver {
     std::map<std::int64_t, std::int64_t> times;
     for (std::int64_t seed = 0; seed < count; ++seed) {
       options.request.seed = seed;
-      std::vector<std::int64_t> const made = engine().generate(options.prompt, options.request).tokens;
+      std::vector<std::int64_t> const made = engine().generate(prompt_of(options), options.request).tokens;
       ++times[made[made.size() > 1 ? 1 : 0]];
     }
     std::string text;
@@ -125,8 +186,7 @@ class Driver {
                        room = whole_numbers("start", words.at(3)).at(0);
     std::vector<double> const given =
         words.at(1) == "none" ? std::vector<double>{} : real_numbers("start", words.at(1));
-    states_.erase(number);
-    states_.emplace(number, engine().start(given, limit, room));
+    states_.insert_or_assign(number, engine().start(given, limit, room));  // maybe in the place of another engine's
     return described(states_.at(number)) + "}";
   }
 

@@ -31,6 +31,17 @@ def test_both_are_timed(tool, cpp: CppBuild, tiny_bundle: Path, tmp_path: Path, 
     assert "Python outside ONNX Runtime" in capsys.readouterr().out
 
 
+def test_lists_are_timed(tool, cpp: CppBuild, demo_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    sizes = ["--sequences", "1,3", "--json", tmp_path / "figures.json"]
+    assert run(tool, monkeypatch, demo_bundle, cpp.program, *sizes) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert list(figures) == ["full", "full, 3 together", "exit at 0.5", "exit at 0.5, 3 together"]
+    for by in figures.values():
+        assert 0 < by[tool.INSIDE] < by[tool.PYTHON]
+        assert by[tool.CPP] > 0
+    assert "Python over C++" in capsys.readouterr().out
+
+
 def test_a_program_that_fails_or_differs_ends_it(tool, tiny_bundle: Path, tmp_path: Path, monkeypatch) -> None:
     program = tmp_path / "program"
     for script, sentence in [

@@ -235,7 +235,7 @@ def test_threads(tiny_bundle: Path, cpp: CppBuild, threads: int) -> None:
         (["BUNDLE"], "the prompt is empty: give at least one token"),
         (["BUNDLE", "--ids", "1,x"], "--ids must be whole numbers, not 'x'"),
         (["BUNDLE", "--ids", "1", "--top-p", "a"], "--top-p must be a number, not 'a'"),
-        (["BUNDLE", "--ids", "1", "--seed", "99999999999999999999"], "--seed must be a whole number"),
+        (["BUNDLE", "--ids", "1", "--seed", "99999999999999999999"], "--seed must be whole numbers"),
         (["BUNDLE", "--ids"], "--ids needs a value"),
         (["BUNDLE", "--ids-file", "/nowhere"], "--ids-file '/nowhere' cannot be read"),
         (["BUNDLE", "--ids", "1", "--threshold", "7"], "threshold must lie in [0, 1], not 7.0"),

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpp_builds import CppBuild
+from cpp_engine import CppEngine, CppState
 from tiny_model import TinyModel
 
 from tide_export.errors import GenerationError
@@ -109,6 +111,21 @@ def test_memory_that_cannot_be_had(tiny: TinyModel, open_cpp: Any, tmp_path: Any
             state.step([1, 2])
         assert state.lengths == [0, 0, 0]
     assert engine.start([0.5, 0.5], 4).step([1, 2]).exit_layer == tiny.reference([1, 2], [0.5, 0.5])[1][-1]
+
+
+def test_a_sequence_outlives_its_engine_and_gives_way_to_another_s(cpp: CppBuild, tiny: TinyModel, tmp_path) -> None:
+    engine = CppEngine(cpp.driver, tiny.write(tmp_path / "one"))
+    state = engine.start([0.5, 0.5], 4)
+    for number in range(2):  # the second takes the place of the first's, whose engine is gone
+        state.step([1, 2, 3])
+        engine.call("load", str(tiny.write(tmp_path / f"other{number}", max_pending=2)))
+        logits, exit_layers, _ = tiny.reference([1, 2, 3, 4], [0.5, 0.5])
+        result = state.step([4])
+        assert result.exit_layer == exit_layers[-1]
+        np.testing.assert_allclose(result.logits, logits[-1], atol=2e-5)
+        state = CppState(engine, 1, [0.5, 0.5], 4, 8)
+        assert state.length == 0
+    engine.close()
 
 
 def test_a_callback_ends_the_stream(tiny_engines: Any) -> None:

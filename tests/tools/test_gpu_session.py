@@ -20,8 +20,13 @@ def session() -> ModuleType:
     try:
         import gpu_session
     finally:
-        sys.path.pop(0)
+        sys.path.remove(str(ROOT / "tools"))
     return gpu_session
+
+
+@pytest.fixture(scope="module")
+def plan(session: ModuleType) -> ModuleType:
+    return sys.modules["gpu_plan"]
 
 
 def script(text: str) -> tuple[str, ...]:
@@ -32,7 +37,7 @@ def test_a_step_that_goes_wrong_does_not_stop_the_others(
     session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = session.Step
-    plan = [
+    todo = [
         step("good", "x", script("print('one'); print('two')")),
         step("bad", "x", script("import sys; print('why'); sys.exit(3)")),
         step("crash", "x", script("import os; os.abort()")),
@@ -46,7 +51,7 @@ def test_a_step_that_goes_wrong_does_not_stop_the_others(
             "last", "x", script("import os; print(os.environ['GIVEN'])"), after=("good",), environment=(("GIVEN", "7"),)
         ),
     ]
-    monkeypatch.setattr(session, "steps", lambda *args: plan)
+    monkeypatch.setattr(session, "steps", lambda *args: todo)
     assert session.main(["-o", str(tmp_path / "out")]) == 1
     found = {entry["step"]: entry for entry in json.loads((tmp_path / "out" / "report.json").read_text())}
     assert {name: entry["outcome"] for name, entry in found.items()} == {
@@ -67,7 +72,7 @@ def test_a_step_that_goes_wrong_does_not_stop_the_others(
     assert "| bad | failed (exit code 3) |" in page
     assert "why" in page
 
-    plan[1] = step("bad", "x", script(""))
+    todo[1] = step("bad", "x", script(""))
     assert session.main(["-o", str(tmp_path / "out"), "--only", "bad", "--only", "rests"]) == 1
     again = {entry["step"]: entry["outcome"] for entry in json.loads((tmp_path / "out" / "report.json").read_text())}
     assert (again["bad"], again["rests"], again["crash"]) == ("passed", "passed", "failed (exit code -6)")
@@ -76,8 +81,8 @@ def test_a_step_that_goes_wrong_does_not_stop_the_others(
 def test_a_session_that_is_out_of_time_says_so(
     session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = [session.Step("long", "", script("import time; time.sleep(60)")), session.Step("late", "", script(""))]
-    monkeypatch.setattr(session, "steps", lambda *args: plan)
+    todo = [session.Step("long", "", script("import time; time.sleep(60)")), session.Step("late", "", script(""))]
+    monkeypatch.setattr(session, "steps", lambda *args: todo)
     started = time.monotonic()
     assert session.main(["-o", str(tmp_path), "--seconds", "1"]) == 1
     assert time.monotonic() - started < 20
@@ -86,13 +91,13 @@ def test_a_session_that_is_out_of_time_says_so(
 
 
 @pytest.mark.parametrize("bundle", [None, "given"])
-def test_every_command_is_one_that_exists(session: ModuleType, tmp_path: Path, bundle: str | None) -> None:
+def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, bundle: str | None) -> None:
     """Options of our own commands are parsed, files of the others are there, what a step rests on comes first."""
     tide = tmp_path / "tide"
-    plan = session.steps(tmp_path, bundle and tmp_path / bundle, tide)
-    names = [step.name for step in plan]
+    todo = plan.steps(tmp_path, bundle and tmp_path / bundle, tide)
+    names = [step.name for step in todo]
     assert len(names) == len(set(names))
-    for number, step in enumerate(plan):
+    for number, step in enumerate(todo):
         assert set(step.after) <= set(names[:number]), step.name
         program, *arguments = step.command
         if arguments[:2] == ["-m", "tide_export.cli"]:
@@ -106,15 +111,22 @@ def test_every_command_is_one_that_exists(session: ModuleType, tmp_path: Path, b
     flavours = {"tensorrt", "tensorrt-rtx"}
     assert {name for name in flavours if any(step.startswith(f"build-{name}-") for step in names)} == flavours
     assert any(step.endswith("-plugins") for step in names)
-    assert (f"export-{session.WEIGHTS[0]}" in names) == (bundle is None)
+    assert (f"export-{plan.WEIGHTS[0]}" in names) == (bundle is None)
+    weights = "given" if bundle else "fp32"
+    for flavour in flavours:  # what one step builds another runs, on engines that a third has built
+        builds = next(step for step in todo if step.name == f"cpp-build-{flavour}")
+        runs = next(step for step in todo if step.name == f"cpp-{flavour}-{weights}")
+        assert set(runs.after) == {builds.name, f"load-{flavour}-{weights}"}
+        assert any(argument.startswith(f"{builds.command[2]}/") for argument in runs.command)
+        assert flavour in runs.command
 
 
 def test_without_a_gpu_every_step_on_one_is_skipped(
-    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: ModuleType, plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "compute_capability", lambda: None)
-    needing = [step for step in session.steps(tmp_path, tmp_path / "b", None) if session.gpu in step.lacks]
-    assert {"kernel-tests", "kernel-times", "sanitizer", "engine-tests", "cuda-given"} <= {
+    monkeypatch.setattr(plan, "compute_capability", lambda: None)
+    needing = [step for step in plan.steps(tmp_path, tmp_path / "b", None) if plan.gpu in step.lacks]
+    assert {"cpp-tensorrt-given", "kernel-tests", "kernel-times", "sanitizer", "engine-tests", "cuda-given"} <= {
         step.name for step in needing
     }
     for step in needing:

@@ -7,18 +7,23 @@
 #include <map>
 
 char const* const kUsage =
-    "usage: tide_generate BUNDLE (--ids 1,2,3 | --ids-file FILE) [options]\n"
-    "Generates behind a prompt of token ids; prints the new ids and what was saved as JSON.\n"
-    "  --ids-file FILE       ids between white space or commas\n"
+    "usage: tide_generate BUNDLE (--ids 1,2,3 | --ids-file FILE) ... [options]\n"
+    "Generates behind prompts of token ids; prints the new ids and what was saved as JSON.\n"
+    "  --ids 1,2,3           a prompt; may be repeated: several are decoded together\n"
+    "  --ids-file FILE       a prompt: ids between white space or commas; may be repeated\n"
     "  --max-new-tokens N    64\n"
     "  --mode MODE           full, exit (the default) or lossless\n"
     "  --threshold T[,T...]  a score above it exits: one in [0, 1], or one per checkpoint; default: the bundle's\n"
     "  --min-layers N        checkpoints with fewer layers behind them never exit\n"
     "  --max-pending N       tokens (in lossless mode drafts) that may wait\n"
     "  --prompt-lookup N     lossless mode: tokens drafted at most from earlier text\n"
-    "  --temperature X  --top-k N  --top-p X  --seed N\n"
+    "  --compaction-threshold X  several prompts: where a smaller share than this needs a segment, only those run it\n"
+    "  --temperature X  --top-k N  --top-p X\n"
+    "  --seed N[,N...]       one that every prompt starts from, or one for each\n"
     "  --stop-ids 1,2        instead of the model's own; --ignore-eos: none\n"
     "  --threads N           of one step; default: one per physical core\n"
+    "  --provider NAME       auto (the default), cpu, tensorrt or tensorrt-rtx\n"
+    "  --plugins LIBRARY     for TensorRT engines that hold plugins\n"
     "  --no-verify           do not check the sha256 of the bundle's files\n";
 
 namespace {
@@ -72,8 +77,8 @@ Options parse(std::vector<std::string> const& arguments) {
   tide::Request& request = options.request;
   using Text = std::string const&;
   std::map<std::string, std::function<void(Text, Text)>> const valued = {
-      {"--ids", [&](Text name, Text text) { options.prompt = whole_numbers(name, text); }},
-      {"--ids-file", [&](Text name, Text file) { options.prompt = whole_numbers(name, read(file)); }},
+      {"--ids", [&](Text name, Text text) { options.prompts.push_back(whole_numbers(name, text)); }},
+      {"--ids-file", [&](Text name, Text file) { options.prompts.push_back(whole_numbers(name, read(file))); }},
       {"--max-new-tokens", [&](Text name, Text text) { request.max_new_tokens = whole(name, text); }},
       {"--mode", [&](Text, Text text) { request.mode = tide::mode_of(text); }},
       {"--threshold",
@@ -84,11 +89,18 @@ Options parse(std::vector<std::string> const& arguments) {
       {"--min-layers", [&](Text name, Text text) { request.min_layers = whole(name, text); }},
       {"--max-pending", [&](Text name, Text text) { request.max_pending = whole(name, text); }},
       {"--prompt-lookup", [&](Text name, Text text) { request.prompt_lookup = whole(name, text); }},
+      {"--compaction-threshold", [&](Text name, Text text) { request.compaction_threshold = real(name, text); }},
       {"--temperature", [&](Text name, Text text) { request.temperature = real(name, text); }},
       {"--top-k", [&](Text name, Text text) { request.top_k = whole(name, text); }},
       {"--top-p", [&](Text name, Text text) { request.top_p = real(name, text); }},
-      {"--seed", [&](Text name, Text text) { request.seed = whole(name, text); }},
+      {"--seed",
+       [&](Text name, Text text) {
+         std::vector<std::int64_t> const values = whole_numbers(name, text);
+         request.seed = values.size() == 1 ? tide::Seed(values[0]) : tide::Seed(values);
+       }},
       {"--stop-ids", [&](Text name, Text text) { request.stop_token_ids = whole_numbers(name, text); }},
+      {"--provider", [&](Text, Text text) { options.load.provider = text; }},
+      {"--plugins", [&](Text, Text text) { options.load.plugins = text; }},
       {"--threads", [&](Text name, Text text) { options.load.threads = whole(name, text); }},
   };
   std::map<std::string, std::function<void()>> const switches = {

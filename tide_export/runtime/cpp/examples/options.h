@@ -8,7 +8,7 @@
 
 struct Options {
   std::string bundle;
-  std::vector<std::int64_t> prompt;
+  std::vector<std::vector<std::int64_t>> prompts;  // in the order given
   tide::LoadOptions load;
   tide::Request request;
   bool help = false;

@@ -1,4 +1,5 @@
 // Generates from a bundle: the least a program needs, and a way to look at a bundle without Python.
+#include <chrono>
 #include <iostream>
 
 #include "options.h"
@@ -12,6 +13,22 @@ std::string as_json(tide::Generation const& generation) {
          "\", \"stats\": " + generation.stats.json() + "}";
 }
 
+// Several prompts together: what `tide-export generate --json` says of them.
+std::string together(tide::Engine const& engine, Options const& options) {
+  auto const started = std::chrono::steady_clock::now();
+  std::vector<tide::Generation> const made = engine.generate(options.prompts, options.request);
+  double const seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  std::size_t total = 0;
+  std::string sequences;
+  for (tide::Generation const& one : made) {
+    total += one.tokens.size();
+    sequences += (sequences.empty() ? "" : ", ") + as_json(one);
+  }
+  return "{\"total_tokens\": " + std::to_string(total) + ", \"seconds\": " + std::to_string(seconds) +
+         ", \"tokens_per_second\": " + std::to_string(static_cast<double>(total) / seconds) + ", \"sequences\": [" +
+         sequences + "]}";
+}
+
 }  // namespace
 
 int main(int count, char** given) {
@@ -23,7 +40,10 @@ int main(int count, char** given) {
     }
     if (options.bundle.empty()) throw tide::ConfigError("no bundle is given: see tide_generate --help");
     tide::Engine const engine = tide::Engine::load(options.bundle, options.load);
-    std::cout << as_json(engine.generate(options.prompt, options.request)) << std::endl;
+    std::vector<std::int64_t> const prompt = options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts[0];
+    std::cout << (options.prompts.size() > 1 ? together(engine, options)
+                                             : as_json(engine.generate(prompt, options.request)))
+              << std::endl;
     return 0;
   } catch (std::exception const& error) {  // tide::TideError, or no memory
     std::cerr << "tide_generate: " << error.what() << std::endl;

@@ -1,17 +1,18 @@
-// How tokens are made out of steps. `OneByOne` makes one of every step; `LosslessDecoder` drafts and verifies.
+// How tokens are made out of steps, apart from who runs the steps: `run_block` on a sequence of its own, a batch
+// (`batch/generate`) for all its decoders at once. `OneByOne` makes a token of every step; `LosslessDecoder` drafts and
+// verifies.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <set>
 #include <vector>
 
 #include "lookup.h"
+#include "sampling.h"
 #include "tide/runtime.h"
 
 namespace tide {
-
-class Sampler;
-struct Choices;
 
 // How far a decoder may draft; the defaults are for bundles that do not say.
 struct DraftLimits {
@@ -20,23 +21,51 @@ struct DraftLimits {
   std::int64_t least_match = 2;  // tokens that must have stood there before
 };
 
-// Chooses the tokens of one sequence.
+// A step that a decoder asks for: the arguments of `State::step`.
+struct StepRequest {
+  std::vector<std::int64_t> ids;
+  std::int64_t logits_to_keep = 1;
+  bool full = false;
+};
+
+// Chooses the tokens of one sequence, which is empty at first and takes no steps but those that are asked for here.
 class Decoder {
  public:
   virtual ~Decoder() = default;
 
-  // Runs steps and returns the next 1 to `most` tokens behind `ids`, which the sequence has not seen: the prompt, or
-  // the last token given.
-  virtual std::vector<Token> block(std::vector<std::int64_t> const& ids, std::int64_t most) = 0;
+  // Begins the next 1 to `most` tokens behind `ids`, which the sequence has not seen: the prompt, or the last token
+  // given.
+  virtual void begin(std::vector<std::int64_t> const& ids, std::int64_t most) = 0;
+
+  // The step that is to be run next.
+  StepRequest const& request() const { return request_; }
+
+  // Goes on with its result. The tokens; none while another step is asked for.
+  virtual std::vector<Token> take(StepResult const& result) = 0;
+
+  // Tokens the sequence is to have once there are tokens: it is rewound to that, for drafts that fell are forgotten.
+  std::int64_t length() const { return length_; }
+
+  // Whether a step that comes to the last segment must give the logits of full depth, also where the token could have
+  // left before and only came along with others.
+  virtual bool verifies() const { return false; }
 
   std::int64_t drafted = 0, accepted = 0;            // drafts made, drafts that stood
   std::int64_t looked_up = 0, lookups_accepted = 0;  // those of them that came from the text
   std::int64_t undone = 0;                           // positions that every layer computed and that were then forgotten
+
+ protected:
+  StepRequest request_;
+  std::int64_t length_ = 0;
 };
 
-// Of an empty sequence, which takes no steps but the decoder's. Without `limits` every step gives a token; with them,
-// `state` must have no limit of what waits.
-std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, State& state, Sampler& sampler,
+// Without `limits` every step gives a token. With them, nothing but `full` may force a token of the sequence through
+// the last segment: where it comes along with other sequences' tokens it is verified there and then, which gives the
+// same greedy tokens, but other drawn ones.
+std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Sampler sampler,
                                       std::optional<DraftLimits> const& limits, std::set<std::int64_t> const& stops);
+
+// The tokens of the block that was begun, whose steps `state` runs one after the other.
+std::vector<Token> run_block(Decoder& decoder, State& state);
 
 }  // namespace tide

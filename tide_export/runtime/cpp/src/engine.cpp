@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <chrono>
 
+#include "batch/generate.h"
+#include "batch/networks.h"
 #include "decoding.h"
+#include "generation.h"
 #include "request.h"
 #include "sampling.h"
 #include "session.h"
@@ -13,67 +16,28 @@
 namespace tide {
 namespace {
 
-// A generation that grows block by block.
-class Progress {
- public:
-  Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::int64_t most,
-           std::set<std::int64_t> stops)
-      : depths_(manifest.depths()),
-        context_(manifest.model.context_length),
-        most_(most),
-        stops_(std::move(stops)),
-        next_ids_(prompt) {
-    made_.stats.checkpoints = manifest.checkpoints;
-    made_.stats.num_layers = manifest.model.num_layers;
-    made_.stats.prompt_tokens = static_cast<std::int64_t>(prompt.size());
+// A request that was checked, with the bundle's own values where it says nothing.
+struct Checked {
+  // `prompts` have been checked; none: it is one by itself, not a list.
+  Checked(Bundle const& bundle, Request const& request, std::optional<std::size_t> prompts)
+      : most(whole_number("max_new_tokens", request.max_new_tokens, 1)),
+        thresholds(resolve_thresholds(bundle.manifest, request)),
+        drafts(draft_limits(bundle, request)),
+        // A decoder that drafts says itself when to verify.
+        waiting(drafts ? kNoLimit : waiting_limit(bundle.manifest, request.max_pending)) {
+    auto const seeds = prompts ? seeds_of(request, *prompts) : std::vector{seed_of(request)};
+    for (std::optional<std::int64_t> const seed : seeds) samplers.emplace_back(request, seed);
+    check_sampling(request);
+    check_exits(bundle, request, prompts.has_value());
+    stops = stops_of(bundle.manifest, request);
   }
 
-  bool ended() const { return ended_; }
-
-  std::vector<Token> block(Decoder& decoder) { return decoder.block(next_ids_, most_ - made_.stats.total_tokens()); }
-
-  // Hands out a block's tokens, up to one that ends the generation; `computed` are the sequence's since.
-  void take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
-            double seconds, std::function<bool(Token const&)> const& on_token) {
-    ExitStats& stats = made_.stats;
-    (made_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
-    stats.drafted = decoder.drafted;
-    stats.accepted = decoder.accepted;
-    stats.looked_up = decoder.looked_up;
-    stats.lookups_accepted = decoder.lookups_accepted;
-    stats.layer_tokens_run = decoder.undone * stats.num_layers;
-    for (std::size_t k = 0; k < depths_.size(); ++k) {
-      stats.layer_tokens_run += computed[k] * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
-    }
-    stats.layer_tokens_total = stats.num_layers * computed[0];
-    for (Token const& token : block) {
-      made_.tokens.push_back(token.id);
-      stats.exit_layer.push_back(token.exit_layer);
-      stats.layers_run.push_back(token.layers_run);
-      bool const wanted = !on_token || on_token(token);
-      if (stops_.count(token.id) == 1) return end(FinishReason::stop);
-      if (stats.total_tokens() == most_) return end(FinishReason::length);
-      if (!wanted) return end(FinishReason::cancelled);
-    }
-    if (computed[0] == context_) end(FinishReason::context);  // the last token has no place left to be read from
-    next_ids_ = {made_.tokens.back()};
-  }
-
-  Generation finished() { return std::move(made_); }
-
- private:
-  void end(FinishReason reason) {
-    made_.finish_reason = reason;
-    ended_ = true;
-  }
-
-  std::vector<std::int64_t> const depths_;
-  std::optional<std::int64_t> const context_;
-  std::int64_t const most_;
-  std::set<std::int64_t> const stops_;
-  std::vector<std::int64_t> next_ids_;
-  Generation made_;
-  bool ended_ = false;
+  std::int64_t most;
+  std::vector<double> thresholds;
+  std::optional<DraftLimits> drafts;
+  std::int64_t waiting;
+  std::vector<Sampler> samplers;
+  std::set<std::int64_t> stops;
 };
 
 }  // namespace
@@ -95,10 +59,15 @@ std::string_view name_of(FinishReason reason) {
 Engine::Engine(std::shared_ptr<Session> session) : session_(std::move(session)) {}
 
 Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& options) {
-  return Engine(std::make_shared<Session>(open_bundle(bundle, options.verify), options.threads));
+  return Engine(open_session(open_bundle(bundle, options.verify), options));
 }
 
 Manifest const& Engine::manifest() const { return session_->manifest(); }
+
+std::int64_t Engine::most_together() const {
+  BatchNetworks const* const networks = session_->batch_networks();
+  return networks == nullptr ? 1 : static_cast<std::int64_t>(networks->most_rows());
+}
 
 Generation Engine::generate(std::vector<std::int64_t> const& prompt, Request const& request) const {
   return stream(prompt, request, nullptr);
@@ -106,26 +75,52 @@ Generation Engine::generate(std::vector<std::int64_t> const& prompt, Request con
 
 Generation Engine::stream(std::vector<std::int64_t> const& prompt, Request const& request,
                           std::function<bool(Token const&)> const& on_token) const {
-  check_prompt(manifest(), prompt);
-  std::int64_t const most = whole_number("max_new_tokens", request.max_new_tokens, 1);
-  std::vector<double> const thresholds = resolve_thresholds(manifest(), request);
-  std::optional<DraftLimits> const drafts = draft_limits(session_->bundle(), request);
-  // A decoder that drafts says itself when to verify.
-  std::int64_t const waiting = drafts ? kNoLimit : waiting_limit(manifest(), request.max_pending);
-  Sampler sampler(request);
-  check_sampling(request);
-  check_exits(session_->bundle(), request);
-  std::set<std::int64_t> const stops = stops_of(manifest(), request);
-  State state = start(thresholds, waiting);
-  std::unique_ptr<Decoder> const decoder = make_decoder(manifest(), state, sampler, drafts, stops);
-  Progress progress(manifest(), prompt, most, stops);
+  check_prompt(manifest(), prompt, "the prompt");
+  Checked checked(session_->bundle(), request, std::nullopt);
+  State state = start(checked.thresholds, checked.waiting);
+  std::unique_ptr<Decoder> const decoder =
+      make_decoder(manifest(), std::move(checked.samplers[0]), checked.drafts, checked.stops);
+  Progress progress(manifest(), prompt, checked.most, checked.stops);
   while (!progress.ended()) {
     auto const started = std::chrono::steady_clock::now();
-    std::vector<Token> const block = progress.block(*decoder);
+    progress.begin(*decoder);
+    std::vector<Token> const block = run_block(*decoder, state);
     std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
     progress.take(block, *decoder, state.computed(), seconds.count(), on_token);
   }
   return progress.finished();
+}
+
+std::vector<Generation> Engine::generate(std::vector<std::vector<std::int64_t>> const& prompts,
+                                         Request const& request) const {
+  return stream(prompts, request, nullptr);
+}
+
+std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> const& prompts, Request const& request,
+                                       std::function<bool(std::size_t, Token const&)> const& on_token) const {
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    check_prompt(manifest(), prompts[i], "prompt " + std::to_string(i + 1));
+  }
+  BatchNetworks* const networks = session_->batch_networks();
+  if (networks == nullptr) {
+    throw GenerationError("this runtime decodes one prompt at a time on the engines of bundle '" +
+                          session_->bundle().path.string() + "': give one prompt at a time, or use provider 'cpu'");
+  }
+  Checked checked(session_->bundle(), request, prompts.size());
+  double const share = share_of(manifest(), request);
+  std::unique_ptr<Batch> const batch = empty_batch(networks->sessions(prompts.size()), manifest(),
+                                                   checked.thresholds, checked.waiting, share);
+  std::vector<Progress> progress;
+  progress.reserve(prompts.size());
+  std::vector<std::unique_ptr<Decoder>> decoders;
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    progress.emplace_back(manifest(), prompts[i], checked.most, checked.stops);
+    decoders.push_back(make_decoder(manifest(), std::move(checked.samplers[i]), checked.drafts, checked.stops));
+  }
+  generate_batch(*batch, progress, decoders, on_token);
+  std::vector<Generation> made;
+  for (Progress& one : progress) made.push_back(one.finished());
+  return made;
 }
 
 State Engine::start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending,
@@ -135,6 +130,8 @@ State Engine::start(std::vector<double> const& thresholds, std::optional<std::in
   std::int64_t const waiting = waiting_limit(manifest(), max_pending);
   try {
     return State(session_, thresholds, waiting, spare);
+  } catch (TideError const&) {
+    throw;
   } catch (std::exception const& error) {  // ONNX Runtime's, or no memory
     throw GenerationError("cannot start a sequence: " + first_line(error));
   }

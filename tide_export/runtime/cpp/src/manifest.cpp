@@ -9,6 +9,7 @@
 #include <set>
 
 #include "bundle.h"
+#include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -140,6 +141,42 @@ std::optional<Drafting> drafting_of(Field const& field) {
                   field["least_match"].whole()};
 }
 
+std::optional<NetworksInfo> networks_of(Field const& field) {
+  if (field.is_null()) return std::nullopt;
+  field.object({"weights", "capacity", "most_tokens", "most_logits", "exit_size", "most_rows", "row_tokens"});
+  return NetworksInfo{field["weights"].text(),      field["capacity"].whole(),  field["most_tokens"].whole(),
+                      field["most_logits"].whole(), field["exit_size"].whole(), field["most_rows"].whole(),
+                      field["row_tokens"].whole()};
+}
+
+std::vector<std::string> texts_of(Field const& field) {
+  return field.list<std::string>([](Field const& entry) { return entry.text(); });
+}
+
+std::optional<PluginsInfo> plugins_of(Field const& field) {
+  if (field.is_null()) return std::nullopt;
+  field.object({"version", "sha256", "engines"});
+  return PluginsInfo{field["version"].text(), field["sha256"].text(), texts_of(field["engines"])};
+}
+
+std::optional<EnginesInfo> engines_of(Field const& field) {
+  if (field.is_null()) return std::nullopt;
+  field.object({"flavour", "version", "compute_capabilities", "weights_sha256", "profiles", "seconds", "plugins"});
+  EnginesInfo engines;
+  engines.flavour = field["flavour"].text();
+  engines.version = field["version"].text();
+  engines.compute_capabilities = texts_of(field["compute_capabilities"]);
+  engines.weights_sha256 = field["weights_sha256"].text();
+  engines.profiles = field["profiles"].list<Profile>([](Field const& entry) {
+    entry.object({"name", "least", "best", "most", "rows"});
+    return Profile{entry["name"].text(), entry["least"].whole(), entry["best"].whole(), entry["most"].whole(),
+                   entry["rows"].whole()};
+  });
+  engines.seconds = field["seconds"].real();
+  engines.plugins = plugins_of(field["plugins"]);
+  return engines;
+}
+
 std::map<std::string, FileInfo> files_of(Field const& field) {
   std::map<std::string, FileInfo> files;
   for (auto const& [name, entry] : field.entries()) {
@@ -155,9 +192,56 @@ bool is_inside(std::string const& name) {
          name.find_first_of(std::string("\\\0", 2)) == std::string::npos;
 }
 
+using Require = std::function<void(bool condition, std::string const& name, std::string const& rule)>;
+
+void check_networks(Manifest const& manifest, Require const& require) {
+  std::vector<std::string> parts = {names::kHead};
+  for (std::size_t k = 0; k <= manifest.checkpoints.size(); ++k) parts.push_back(names::segment(k));
+  if (auto const& networks = manifest.networks) {
+    require(std::set<std::string>{"fp32", "fp16", "bf16"}.count(networks->weights) == 1, "networks.weights",
+            "must be one of fp32, fp16, bf16");
+    std::pair<char const*, std::int64_t> const sizes[] = {
+        {"capacity", networks->capacity},   {"most_tokens", networks->most_tokens},
+        {"most_logits", networks->most_logits}, {"exit_size", networks->exit_size},
+        {"most_rows", networks->most_rows}, {"row_tokens", networks->row_tokens}};
+    for (auto const& [name, size] : sizes) require(size >= 1, std::string("networks.") + name, "must be 1 or more");
+    require(networks->most_rows == 1 || networks->row_tokens <= networks->most_tokens / networks->most_rows,
+            "networks.row_tokens", "must fit most_rows times into most_tokens");
+    for (std::string const& part : parts) {
+      std::string const file = network_file(part);
+      require(manifest.files.count(file) == 1, "files", "does not list " + file);
+    }
+  }
+  if (auto const& engines = manifest.engines) {
+    require(manifest.networks.has_value(), "engines", "needs the field 'networks'");
+    require(engines->flavour == "tensorrt" || engines->flavour == "tensorrt-rtx", "engines.flavour",
+            "must be one of tensorrt, tensorrt-rtx");
+    require(!engines->profiles.empty(), "engines.profiles", "must not be empty");
+    std::int64_t rows = 0;
+    for (Profile const& profile : engines->profiles) {
+      require(1 <= profile.least && profile.least <= profile.best && profile.best <= profile.most, "engines.profiles",
+              "must have least <= best <= most, all 1 or more");
+      rows = std::max(rows, profile.rows);
+    }
+    require(rows == manifest.networks->most_rows, "engines.profiles",
+            "must take as many rows as networks.most_rows");
+    if (auto const& plugins = engines->plugins) {
+      auto const is_part = [&](std::string const& name) {
+        return std::find(parts.begin(), parts.end(), name) != parts.end();
+      };
+      require(!plugins->engines.empty() && std::all_of(plugins->engines.begin(), plugins->engines.end(), is_part),
+              "engines.plugins.engines", "must be some of the engines");
+    }
+    for (std::string const& part : parts) {
+      std::string const file = engine_file(part);
+      require(manifest.files.count(file) == 1, "files", "does not list " + file);
+    }
+  }
+}
+
 // What the types do not say: ranges, and fields that must agree with each other.
 void check(Manifest const& manifest, std::string const& source) {
-  auto const require = [&](bool condition, std::string const& name, std::string const& rule) {
+  Require const require = [&](bool condition, std::string const& name, std::string const& rule) {
     if (!condition) throw BundleError(source + ": field '" + name + "' " + rule);
   };
   auto const all = [](auto const& values, auto const& holds) {
@@ -193,11 +277,13 @@ void check(Manifest const& manifest, std::string const& source) {
   }
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");
+  require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
   require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
           "must be one of exact, propagate");
   require(std::set<std::string>{"fp32", "int8", "int4"}.count(manifest.weights) == 1, "weights",
           "must be one of fp32, int8, int4");
   require(manifest.files.count(kGraphFile) == 1, "files", std::string("does not list ") + kGraphFile);
+  check_networks(manifest, require);
   for (auto const& [name, info] : manifest.files) {
     require(is_inside(name), "files." + name, "is not a path inside the bundle");
     require(info.size >= 0, "files." + name + ".size", "must be 0 or more");
@@ -240,9 +326,12 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   manifest.thresholds = field["thresholds"].reals();
   manifest.min_layers = field["min_layers"].whole();
   manifest.max_pending = field["max_pending"].whole();
+  manifest.compaction_threshold = field["compaction_threshold"].real();
   manifest.kv_cache_strategy = field["kv_cache_strategy"].text();
   manifest.weights = field["weights"].text();
   manifest.drafting = drafting_of(field["drafting"]);
+  manifest.networks = networks_of(field["networks"]);
+  manifest.engines = engines_of(field["engines"]);
   manifest.files = files_of(field["files"]);
   check(manifest, source);
   return manifest;

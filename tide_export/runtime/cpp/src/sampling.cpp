@@ -62,7 +62,7 @@ Choices nucleus(Choices const& all, double share) {
 
 }  // namespace
 
-Sampler::Sampler(Request const& request)
+Sampler::Sampler(Request const& request, std::optional<std::int64_t> seed)
     : temperature_(real_number("temperature", request.temperature)),
       top_k_(static_cast<std::size_t>(request.top_k)),
       top_p_(request.top_p) {
@@ -72,8 +72,8 @@ Sampler::Sampler(Request const& request)
   if (!(0 < top_p_ && top_p_ <= 1)) {
     throw GenerationError("top_p must be above 0 and at most 1, not " + shown(top_p_));
   }
-  if (request.seed) {
-    random_.seed(static_cast<std::uint64_t>(whole_number("seed", *request.seed, 0)));
+  if (seed) {
+    random_.seed(static_cast<std::uint64_t>(whole_number("seed", *seed, 0)));
   } else if (!greedy()) {
     std::random_device device;
     random_.seed(std::uint64_t{device()} << 32 | device());

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -18,8 +19,9 @@ struct Choices {
 
 class Sampler {
  public:
-  // Throws GenerationError: temperature below 0, top_k below 0, top_p outside (0, 1], seed below 0.
-  explicit Sampler(Request const& request);
+  // Takes temperature, top_k and top_p of the request; without a seed it draws one. Throws GenerationError: temperature
+  // below 0, top_k below 0, top_p outside (0, 1], seed below 0.
+  Sampler(Request const& request, std::optional<std::int64_t> seed);
 
   // Whether nothing is drawn: the most likely token is taken.
   bool greedy() const { return temperature_ == 0; }

@@ -1,50 +1,41 @@
-// A checked bundle in an ONNX Runtime session: what all sequences of an engine share.
+// A checked bundle, open in what runs it: all that the sequences of an engine share.
 #pragma once
 
-#include <onnxruntime_cxx_api.h>
-
-#include <cstdint>
+#include <memory>
 #include <optional>
-#include <string>
+#include <vector>
 
 #include "bundle.h"
+#include "sequence.h"
+#include "tide/runtime.h"
 
 namespace tide {
 
-// The graph's fixed names, as tide_export/names.py has them.
-namespace names {
+class BatchNetworks;
 
-constexpr char const* kInputIds = "input_ids";                 // int64 [1, S]
-constexpr char const* kTotalLength = "total_sequence_length";  // int32 []
-constexpr char const* kKeptTokens = "kept_tokens";             // int64 [m, 2], as [0, place from the end]
-constexpr char const* kThresholds = "exit_thresholds";         // float32 [K-1]
-constexpr char const* kLogits = "logits";                      // float32 [m, V]
-constexpr char const* kScores = "router_scores";               // float32 [1, K-1], NaN: not reached
-constexpr char const* kNewPending = "new_pending_states";      // float32 [1, n, D]
-
-std::string skip_threshold(std::size_t k);                 // float32 [1], of segment k >= 1
-std::string pending(std::size_t k);                        // float32 [1, n_k, D], before segment k >= 1
-std::string past(std::size_t layer, char const* kind);     // float32 [1, heads, C, head_dim]; kind: key, value
-std::string present(std::size_t layer, char const* kind);  // the same buffer after the step
-
-}  // namespace names
-
+// Safe to use from several threads.
 class Session {
  public:
-  // Throws BundleError: the graph does not load, or its inputs and outputs are not those of the manifest. ConfigError:
-  // threads below 1. ProviderError: ONNX Runtime is too old.
-  Session(Bundle bundle, std::optional<std::int64_t> threads);
+  explicit Session(Bundle bundle) : bundle_(std::move(bundle)) {}
+  virtual ~Session() = default;
 
   Bundle const& bundle() const { return bundle_; }
   Manifest const& manifest() const { return bundle_.manifest; }
 
-  // `Run` of several threads at once is safe; it is what ONNX Runtime's C++ interface wants to have as not const.
-  Ort::Session& onnxruntime() { return session_; }
+  // An empty sequence, which must not outlive the session. The values are checked; `room` is of K/V buffers that grow.
+  virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
+                                          std::int64_t room) = 0;
+
+  // For several sequences at once; none: they are run one at a time.
+  virtual BatchNetworks* batch_networks() { return nullptr; }
 
  private:
   Bundle bundle_;
-  Ort::Env env_{nullptr};
-  Ort::Session session_{nullptr};
 };
+
+// Opens the bundle on what the options ask for. Throws ProviderError: that is unknown, or cannot run this bundle here;
+// plugins where no engine holds any, threads for a GPU. ConfigError: threads below 1. BundleError: the bundle is
+// damaged.
+std::shared_ptr<Session> open_session(Bundle bundle, LoadOptions const& options);
 
 }  // namespace tide

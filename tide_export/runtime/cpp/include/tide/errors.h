@@ -25,13 +25,14 @@ class BundleError : public TideError {
 };
 
 // A generation request is unusable: empty prompt, prompt beyond the context, option out of range. Or a step failed:
-// no memory, ONNX Runtime failed, logits that are not finite.
+// no memory, what runs the bundle failed, logits that are not finite.
 class GenerationError : public TideError {
  public:
   using TideError::TideError;
 };
 
-// ONNX Runtime cannot be used: the library is older than the headers this one was compiled with.
+// What shall run the bundle cannot run here: ONNX Runtime or TensorRT are missing or of the wrong version, the bundle
+// has no engines for it, there is no GPU or another one than they were built for.
 class ProviderError : public TideError {
  public:
   using TideError::TideError;

@@ -9,8 +9,8 @@
 
 namespace tide {
 
-class Session;  // of the library alone
-struct Manifest;
+class Session;   // of the library alone
+class Sequence;  // likewise
 
 constexpr double kOff = 2.0;  // a threshold that no score is above: its checkpoint never exits
 constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;  // more tokens than can ever wait
@@ -45,7 +45,7 @@ class State {
   //     such, and every step of several tokens.
   //
   // Throws GenerationError: no ids or one outside the vocabulary, more tokens than the model's context holds, no
-  // memory for their K/V, or ONNX Runtime failed.
+  // memory for their K/V, or what runs the bundle failed.
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep = 1, bool full = false);
   StepResult step(std::vector<std::int64_t> const& ids, std::int64_t logits_to_keep = 1, bool full = false);
 
@@ -65,11 +65,11 @@ class State {
 
  private:
   friend class Engine;
-  struct Memory;
   State(std::shared_ptr<Session> session, std::vector<double> const& thresholds, std::int64_t max_pending,
         std::int64_t room);
 
-  std::unique_ptr<Memory> memory_;
+  std::shared_ptr<Session> session_;
+  std::unique_ptr<Sequence> sequence_;
 };
 
 }  // namespace tide

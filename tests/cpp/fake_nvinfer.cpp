@@ -1,0 +1,256 @@
+// What `segmented/tensorrt.cpp` calls of TensorRT, on ONNX Runtime's CPU and the stand-in for the CUDA runtime: a
+// library that is opened as libnvinfer. Its engines are files of text: the network, what its profiles take, and what is
+// wrong with it. It refuses what TensorRT would: shapes beyond the profile, a run before everything is set, a recording
+// of a shape that has not run.
+#include <cuda_runtime_api.h>
+#include <onnxruntime_cxx_api.h>
+
+#include <cstring>
+#include <functional>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "fake_cudart.h"
+#include "tensorrt_stubs.h"
+
+namespace {
+
+constexpr std::int64_t kWorkingMemory = 4096;
+
+struct Description {
+  bool is_input;
+  ONNXTensorElementDataType type;
+  std::vector<std::int64_t> shape;  // -1: tokens, -2: rows
+};
+
+struct Plan {
+  std::string network, wrong;
+  std::vector<std::pair<std::int64_t, std::int64_t>> profiles;  // most tokens and rows
+};
+
+struct FakeConfig final : IRuntimeConfig, StubVRuntimeConfig {
+  FakeConfig() { mImpl = this; }
+  void setExecutionContextAllocationStrategy(ExecutionContextAllocationStrategy given) noexcept override {
+    strategy = given;
+  }
+  ExecutionContextAllocationStrategy strategy = ExecutionContextAllocationStrategy::kSTATIC;
+};
+
+class FakeEngine;
+
+class FakeContext final : public IExecutionContext, StubVExecutionContext {
+ public:
+  explicit FakeContext(FakeEngine& engine) : engine_(engine) { mImpl = this; }
+
+  void setDeviceMemoryV2(void* memory, std::int64_t size) noexcept override {
+    has_memory_ = memory != nullptr && size >= kWorkingMemory;
+  }
+  bool setOptimizationProfileAsync(std::int32_t profile, cudaStream_t) noexcept override {
+    profile_ = profile;
+    return true;
+  }
+  bool setInputShape(char const* name, Dims const& dims) noexcept override;
+  bool setTensorAddress(char const* name, void* data) noexcept override {
+    addresses_[name] = data;
+    return true;
+  }
+  bool enqueueV3(cudaStream_t stream) noexcept override;
+
+ private:
+  FakeEngine& engine_;
+  bool has_memory_ = false;
+  std::int32_t profile_ = -1;
+  std::int64_t tokens_ = 0, last_ = 0;
+  std::map<std::string, void*> addresses_;
+};
+
+class FakeEngine final : public ICudaEngine, StubVCudaEngine {
+ public:
+  FakeEngine(Ort::Env& env, Plan plan) : plan_(std::move(plan)), session_(env, plan_.network.c_str(), options()) {
+    mImpl = this;
+    Ort::AllocatorWithDefaultOptions allocator;
+    for (bool const inputs : {true, false}) {
+      for (std::size_t i = 0; i < (inputs ? session_.GetInputCount() : session_.GetOutputCount()); ++i) {
+        auto const name =
+            inputs ? session_.GetInputNameAllocated(i, allocator) : session_.GetOutputNameAllocated(i, allocator);
+        Ort::TypeInfo const type = inputs ? session_.GetInputTypeInfo(i) : session_.GetOutputTypeInfo(i);
+        auto const tensor = type.GetTensorTypeAndShapeInfo();
+        Description description{inputs, tensor.GetElementType(), tensor.GetShape()};
+        std::vector<char const*> symbols(description.shape.size());
+        tensor.GetSymbolicDimensions(symbols.data(), symbols.size());
+        for (std::size_t d = 0; d < symbols.size(); ++d) {
+          if (description.shape[d] < 0) description.shape[d] = std::string(symbols[d]) == "batch" ? -2 : -1;
+        }
+        names_.push_back(name.get());
+        tensors_[name.get()] = description;
+      }
+    }
+  }
+
+  std::int32_t getNbIOTensors() const noexcept override { return static_cast<std::int32_t>(names_.size()); }
+  char const* getIOTensorName(std::int32_t i) const noexcept override {
+    return names_[static_cast<std::size_t>(i)].c_str();
+  }
+  TensorIOMode getTensorIOMode(char const* name) const noexcept override {
+    return tensors_.at(name).is_input ? TensorIOMode::kINPUT : TensorIOMode::kOUTPUT;
+  }
+  DataType getTensorDataType(char const* name) const noexcept override {
+    static std::map<ONNXTensorElementDataType, DataType> const types = {
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, DataType::kFLOAT},
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, DataType::kHALF},
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, DataType::kINT64},
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, DataType::kBOOL}};
+    return plan_.wrong == "types" ? DataType::kINT8 : types.at(tensors_.at(name).type);
+  }
+  Dims getTensorShape(char const* name) const noexcept override {
+    std::vector<std::int64_t> shape = tensors_.at(name).shape;
+    for (std::int64_t& size : shape) size = size < 0 ? -1 : size;
+    return dims_of(shape);
+  }
+  char const* getAliasedInputTensor(char const* name) const noexcept override {
+    static std::string entry;
+    if (plan_.wrong == "not in place" || std::strncmp(name, "present.", 8) != 0) return nullptr;
+    entry = std::string("past_key_values.") + (name + 8);
+    return entry.c_str();
+  }
+  std::int32_t getNbOptimizationProfiles() const noexcept override {
+    return static_cast<std::int32_t>(plan_.profiles.size());
+  }
+  Dims getProfileShape(char const* name, std::int32_t profile, OptProfileSelector) const noexcept override {
+    auto const [tokens, rows] = plan_.profiles[static_cast<std::size_t>(profile)];
+    return dims_of(sizes(name, tokens, rows));
+  }
+  std::int64_t getDeviceMemorySizeV2() const noexcept override { return kWorkingMemory; }
+  IRuntimeConfig* createRuntimeConfig() noexcept override { return new FakeConfig; }
+  IExecutionContext* createExecutionContextWithRuntimeConfig(IRuntimeConfig* config) noexcept override {
+    auto const strategy = static_cast<FakeConfig*>(config)->strategy;
+    return strategy == ExecutionContextAllocationStrategy::kUSER_MANAGED ? new FakeContext(*this) : nullptr;
+  }
+
+  std::vector<std::int64_t> sizes(char const* name, std::int64_t tokens, std::int64_t rows) const {
+    std::vector<std::int64_t> shape = tensors_.at(name).shape;
+    for (std::int64_t& size : shape) size = size == -1 ? tokens : size == -2 ? rows : size;
+    return shape;
+  }
+  bool takes(std::int32_t profile, std::int64_t tokens) const {
+    return profile >= 0 && tokens <= plan_.profiles[static_cast<std::size_t>(profile)].first;
+  }
+  std::vector<std::string> const& names() const { return names_; }
+
+  void run(std::map<std::string, void*> const& addresses, std::int64_t tokens) {
+    Ort::MemoryInfo const place = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+    Ort::IoBinding binding(session_);
+    for (auto const& [name, tensor] : tensors_) {
+      std::vector<std::int64_t> const shape = sizes(name.c_str(), tokens, 1);
+      static std::map<ONNXTensorElementDataType, std::size_t> const bytes = {
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, 4},
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, 2},
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, 8},
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, 1}};
+      std::size_t size = bytes.at(tensor.type);
+      for (std::int64_t const dim : shape) size *= static_cast<std::size_t>(dim);
+      Ort::Value const value =
+          Ort::Value::CreateTensor(place, addresses.at(name), size, shape.data(), shape.size(), tensor.type);
+      if (tensor.is_input) binding.BindInput(name.c_str(), value);
+      if (!tensor.is_input) binding.BindOutput(name.c_str(), value);
+    }
+    session_.Run(Ort::RunOptions(), binding);
+  }
+
+ private:
+  static Ort::SessionOptions options() {
+    Ort::SessionOptions options;
+    options.SetIntraOpNumThreads(1);
+    return options;
+  }
+  static Dims dims_of(std::vector<std::int64_t> const& sizes) {
+    Dims dims{};
+    dims.nbDims = static_cast<std::int32_t>(sizes.size());
+    std::copy(sizes.begin(), sizes.end(), dims.d);
+    return dims;
+  }
+
+  Plan const plan_;
+  Ort::Session session_;
+  std::vector<std::string> names_;
+  std::map<std::string, Description> tensors_;
+};
+
+bool FakeContext::setInputShape(char const* name, Dims const& dims) noexcept {
+  std::vector<std::int64_t> const given(dims.d, dims.d + dims.nbDims);
+  std::int64_t tokens = tokens_;
+  for (std::size_t d = 0; d < given.size(); ++d) {
+    if (engine_.sizes(name, -1, 1)[d] == -1) tokens = given[d];
+  }
+  if (given != engine_.sizes(name, tokens, 1) || !engine_.takes(profile_, tokens)) return false;
+  tokens_ = tokens;
+  return true;
+}
+
+bool FakeContext::enqueueV3(cudaStream_t stream) noexcept {
+  if (!has_memory_ || addresses_.size() != engine_.names().size()) return false;
+  if (fake_cuda_is_capturing(stream) && last_ != tokens_) return false;
+  last_ = tokens_;
+  fake_cuda_enqueue(stream, [engine = &engine_, addresses = addresses_, tokens = tokens_] {
+    engine->run(addresses, tokens);
+  });
+  return true;
+}
+
+class FakeRuntime final : public IRuntime, StubVRuntime {
+ public:
+  explicit FakeRuntime(ILogger& log) : log_(log) { mImpl = this; }
+
+  ICudaEngine* deserializeCudaEngine(void const* blob, std::size_t size) noexcept override {
+    std::istringstream text(std::string(static_cast<char const*>(blob), size));
+    std::string magic, network;
+    Plan plan;
+    std::getline(text, magic);
+    std::getline(text, plan.network);
+    std::getline(text, plan.wrong);
+    for (std::int64_t most, rows; text >> most >> rows;) plan.profiles.push_back({most, rows});
+    if (magic != "an engine") {
+      log_.log(ILogger::Severity::kINFO, "reading");
+      log_.log(ILogger::Severity::kERROR, "magic tag\ndoes not match");
+      return nullptr;
+    }
+    return new FakeEngine(env_, plan);
+  }
+
+ private:
+  ILogger& log_;
+  Ort::Env env_{ORT_LOGGING_LEVEL_FATAL, "fake"};
+};
+
+// Knows the plugins when a library was loaded.
+struct FakeRegistry final : StubIPluginRegistry {
+  ~FakeRegistry() noexcept override = default;
+  PluginLibraryHandle loadLibrary(char const* path) noexcept override {
+    if (std::strstr(path, "unloved") == nullptr) loaded = true;
+    return nullptr;
+  }
+  IPluginCreatorInterface* getCreator(char const* name, char const* version, char const* space) noexcept override {
+    bool const ours = std::string(name) + version + space == "TideRoute1tide";
+    return loaded && ours ? reinterpret_cast<IPluginCreatorInterface*>(this) : nullptr;
+  }
+  bool loaded = false;
+};
+
+}  // namespace
+
+extern "C" {
+std::int32_t getInferLibMajorVersion() noexcept { return NV_TENSORRT_MAJOR; }
+std::int32_t getInferLibMinorVersion() noexcept { return NV_TENSORRT_MINOR; }
+std::int32_t getInferLibPatchVersion() noexcept { return NV_TENSORRT_PATCH; }
+std::int32_t getInferLibBuildVersion() noexcept { return NV_TENSORRT_BUILD; }
+void* createInferRuntime_INTERNAL(void* log, std::int32_t version) noexcept {
+  return version == NV_TENSORRT_VERSION ? new FakeRuntime(*static_cast<ILogger*>(log)) : nullptr;
+}
+IPluginRegistry* getPluginRegistry() noexcept {
+  static FakeRegistry registry;
+  return &registry;
+}
+}

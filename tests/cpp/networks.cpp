@@ -1,0 +1,103 @@
+#include "networks.h"
+
+#include "segmented/engines.h"
+#include "segmented/ort_networks.h"
+#include "segmented/plugins.h"
+#include "segmented/segment_session.h"
+#ifdef TIDE_FAKE_GPU
+#include "fake_cudart.h"
+#include "segmented/cuda.h"
+#endif
+
+namespace {
+
+#ifdef TIDE_FAKE_GPU
+// A network whose runs are queued on the stand-in's stream, as TensorRT's are on a real one.
+class QueuedNetwork final : public tide::Network {
+ public:
+  QueuedNetwork(std::unique_ptr<tide::Network> network, cudaStream_t stream)
+      : network_(std::move(network)), stream_(stream) {}
+
+  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
+    if (fake_cuda_is_capturing(stream_) && last_ != tokens) {
+      throw std::logic_error("TensorRT asks for a run between a change of shape and a recording");
+    }
+    last_ = tokens;
+    fake_cuda_enqueue(stream_, [this, addresses, tokens] { network_->run(addresses, tokens); });
+  }
+
+ private:
+  std::unique_ptr<tide::Network> const network_;
+  cudaStream_t const stream_;
+  std::int64_t last_ = 0;
+};
+
+std::shared_ptr<tide::Session> on_fake_gpu(tide::Bundle bundle, std::optional<std::int64_t> threads) {
+  auto const networks = std::make_shared<tide::OrtNetworks>(bundle, threads);
+  bundle.manifest.networks->most_tokens = 16;  // so that longer steps are run in parts, and the head too
+  bundle.manifest.networks->most_logits = 2;
+  return std::make_shared<tide::SegmentSession>(std::move(bundle), networks->specs(), [networks] {
+    auto device = std::make_unique<tide::CudaDevice>();
+    tide::LaneParts parts;
+    for (std::unique_ptr<tide::Network>& network : networks->for_a_lane()) {
+      parts.networks.push_back(std::make_unique<QueuedNetwork>(std::move(network), device->stream()));
+    }
+    parts.device = std::move(device);
+    return parts;
+  });
+}
+#endif
+
+}  // namespace
+
+tide::Engine engine_on_networks(std::string const& device, Options const& options) {
+  tide::Bundle bundle = tide::open_bundle(options.bundle, options.load.verify);
+#ifdef TIDE_FAKE_GPU
+  if (device == "gpu") return tide::Engine(on_fake_gpu(std::move(bundle), options.load.threads));
+#endif
+  if (device != "host") throw std::logic_error("this driver has no device '" + device + "'");
+  return tide::Engine(tide::open_networks(std::move(bundle), options.load.threads));
+}
+
+std::string limit_gpu_memory(std::int64_t bytes) {
+#ifdef TIDE_FAKE_GPU
+  fake_cuda_limit(static_cast<std::size_t>(bytes));
+#endif
+  return std::to_string(bytes);
+}
+
+std::string gpu_graphs() {
+#ifdef TIDE_FAKE_GPU
+  return "[" + std::to_string(fake_cuda_graphs()) + ", " + std::to_string(fake_cuda_launches()) + "]";
+#else
+  return "null";
+#endif
+}
+
+std::string checked_machine(std::string const& bundle, std::string const& version,
+                            std::vector<std::int64_t> const& device) {
+  tide::check_machine(tide::open_bundle(bundle, false), version,
+                      {static_cast<int>(device.at(0)), static_cast<int>(device.at(1))});
+  return "null";
+}
+
+std::string picked_profiles(std::string const& bundle, std::vector<std::int64_t> const& tokens) {
+  tide::Manifest const manifest = tide::open_bundle(bundle, false).manifest;
+  std::vector<tide::NetworkSpec> const specs = tide::network_specs(manifest);
+  std::string text;
+  for (tide::NetworkSpec const* spec : {&specs.front(), &specs.back()}) {
+    std::vector<tide::Profile> const profiles = tide::profiles_of(*spec, *manifest.engines, *manifest.networks);
+    for (std::int64_t const count : tokens) {
+      if (spec == &specs.back() && count > manifest.networks->most_logits) continue;
+      text += (text.empty() ? "" : ", ") + std::to_string(tide::pick_profile(profiles, count));
+    }
+  }
+  return "[" + text + "]";
+}
+
+std::string found_plugins(std::string const& given) {
+  auto const found =
+      tide::find_plugins(given == "-" ? std::nullopt : std::optional<std::filesystem::path>(given));
+  if (!found) return "null";
+  return "[\"" + found->version + "\", \"" + found->tensorrt + "\", \"" + found->sha256 + "\"]";
+}

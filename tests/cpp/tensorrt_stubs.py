@@ -1,0 +1,32 @@
+"""Classes that implement TensorRT's interfaces with functions that end the process, written from its public headers:
+what `fake_nvinfer.cpp` derives from, so that it need only say what `segmented/tensorrt.cpp` may call."""
+
+import re
+from pathlib import Path
+
+CLASSES = {  # of the headers, and where they are
+    "VRuntime": "NvInferImpl.h",
+    "VCudaEngine": "NvInferImpl.h",
+    "VExecutionContext": "NvInferImpl.h",
+    "VRuntimeConfig": "NvInferImpl.h",
+    "IPluginRegistry": "NvInferRuntimeCommon.h",
+}
+FUNCTION = re.compile(r"virtual ([^;{}=]*?[\s*&])(\w+)\(([^;{}]*?)\)\s*(const)?\s*(noexcept)?\s*= 0;", re.DOTALL)
+
+
+def stubs(include: Path) -> str:
+    """A header: `Stub<Class>` of every class."""
+    text = "#pragma once\n#include <NvInferRuntime.h>\n#include <cstdlib>\n"
+    text += "using namespace nvinfer1;\nusing namespace apiv;\n"
+    for name, file in CLASSES.items():
+        source = re.sub(r"//[^\n]*", "", (include / file).read_text())
+        body = re.search(rf"\nclass {name}\b[^;{{]*\{{(.*?)\n\}};", source, re.DOTALL)
+        assert body is not None, name
+        lines = []
+        for kind, function, arguments, const, noexcept in FUNCTION.findall(body[1]):
+            types = re.sub(r"\s*=\s*[^,]+", "", " ".join(arguments.split()))  # without defaults
+            if not function.startswith("~"):
+                made = f"{kind.strip()} {function}({types}) {const} {noexcept} override"
+                lines.append(f"  {' '.join(made.split())} {{ std::abort(); }}")
+        text += f"struct Stub{name} : {name} {{\n" + "\n".join(lines) + "\n};\n"
+    return text

@@ -1,0 +1,155 @@
+"""The C++ runtime on segment networks: state machine and memory against the branched graph and Python, on the host and
+on a stand-in for the CUDA runtime that works late, replays what was recorded and has memory that is NaN."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpp_builds import cuda_headers
+from cpp_engine import CppEngine
+from test_cpp_same_tokens import facts
+
+from tide_export.errors import GenerationError
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
+from tide_export.thresholds import OFF
+
+
+@pytest.fixture(scope="module")
+def python(demo_bundle: Path) -> Engine:
+    return load(demo_bundle, provider="cpu", threads=1, verify=False)
+
+
+@pytest.fixture(scope="module", params=["host", "gpu"])
+def segmented(request: pytest.FixtureRequest, demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> CppEngine:
+    if request.param == "gpu" and not cuda_headers():
+        pytest.skip("there are no CUDA headers")
+    return open_cpp(demo_bundle, verify=False, networks=request.param)
+
+
+@pytest.fixture(scope="module")
+def mixed(python: Engine, demo_text_ids: list[int]) -> list[float]:
+    """Medians of the scores on the text, so that every checkpoint takes part."""
+    state = python.start([OFF] * 3)
+    scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[:100]])
+    return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
+
+
+def graphs(engine: CppEngine) -> np.ndarray:
+    """CUDA graphs recorded, and launches of them."""
+    return np.array(engine.call("gpu_graphs") or [0, 0])
+
+
+def assert_same(python: Engine, cpp: CppEngine, ids: list[int], count: int, **options: Any) -> Generation:
+    made = cpp.generate(ids, count, stop_token_ids=[], **options)
+    assert facts(made) == facts(python.generate(ids, count, stop_token_ids=[], **options))
+    return made
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 200])
+def test_full_depth(python, segmented, demo_text_ids, length: int) -> None:
+    assert set(assert_same(python, segmented, demo_text_ids[-length:], 12, mode="full").stats.exit_layer) == {12}
+
+
+@pytest.mark.parametrize(("length", "max_pending"), [(1, 16), (5, 0), (33, 1), (64, 4), (200, 16), (150, 1000)])
+def test_exits(python, segmented, demo_text_ids, mixed, length: int, max_pending: int) -> None:
+    ids, options = demo_text_ids[500 : 500 + length], {"threshold": mixed, "min_layers": 0, "max_pending": max_pending}
+    assert len(set(assert_same(python, segmented, ids, 32, **options).stats.exit_layer)) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup": 0, "max_pending": 2}, {"max_pending": 0}])
+def test_lossless(python, segmented, demo_text_ids, mixed, options: dict[str, int]) -> None:
+    ids = demo_text_ids[100:140] * 2  # repeats itself, so that lookups come to something
+    made = assert_same(python, segmented, ids, 32, mode="lossless", threshold=mixed, **options)
+    assert made.tokens == segmented.generate(ids, 32, mode="full", stop_token_ids=[]).tokens
+    assert made.stats.drafted > made.stats.accepted > 0
+
+
+@pytest.mark.parametrize("max_pending", [1, 4, 16])
+def test_step_by_step_with_all_that_a_step_can_be(python, segmented, demo_text_ids, mixed, max_pending: int) -> None:
+    """1 to 40 tokens, logits of several of them, full steps, windings back, other thresholds."""
+    random, before = np.random.default_rng(max_pending), graphs(segmented)
+    graph, networks = python.start(mixed, max_pending), segmented.start(mixed, max_pending)
+    exits, at, steps = set(), 0, 0
+    while at < 200:
+        steps += 1
+        size = int(random.integers(1, 3) if random.random() < 0.9 else random.integers(3, 41))
+        ids, keep, full = demo_text_ids[at : at + size], 1 + steps % 3 * 20, steps % 7 == 6
+        a, b = graph.step(ids, keep, full), networks.step(ids, keep, full)
+        assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
+        np.testing.assert_allclose(b.scores, a.scores, atol=1e-5)
+        np.testing.assert_allclose(b.logits, a.logits, atol=1e-3)
+        if a.exit_layer == 12:
+            np.testing.assert_allclose(b.rows, a.rows, atol=1e-3)
+        at += size
+        if steps % 9 == 8:
+            at -= min(4, at - 1)
+            graph.rewind(at)
+            networks.rewind(at)
+        if steps % 11 == 10:
+            thresholds = [mixed, [0.0] * 3, [OFF, mixed[1], 0.0]][steps // 11 % 3]
+            graph.set_thresholds(thresholds)
+            networks.set_thresholds(thresholds)
+        assert (networks.lengths, networks.waiting) == (graph.lengths, graph.waiting)
+        exits.add(a.exit_layer)
+    assert exits >= {3, 6, 12}
+    recorded, launches = graphs(segmented) - before
+    if segmented.call("gpu_graphs") != [0, 0]:
+        assert launches > 2 * steps
+        assert recorded < 80, "one per network, number of tokens and place of the result, not one per step"
+
+
+def test_the_whole_context_and_no_token_more(python, segmented, demo_text_ids, mixed) -> None:
+    """Longer than what may wait, and so near the end of the buffers that nothing may be padded."""
+    ids = [*demo_text_ids, *demo_text_ids[:22]]
+    assert_same(python, segmented, ids, 9, threshold=mixed, min_layers=0)
+    state = segmented.start(mixed, 4)
+    state.step(demo_text_ids[:7])
+    before = (state.lengths, state.waiting)
+    for bad, sentence in [
+        ([1] * 1018, "the sequence would have 1025 tokens but the model's context holds 1024"),
+        ([], "a step needs at least one token"),
+        ([4096], "token id 4096, outside the vocabulary"),
+    ]:
+        with pytest.raises(GenerationError, match=sentence):
+            state.step(bad)
+    for length in (-1, 8):
+        with pytest.raises(GenerationError, match=f"a sequence of 7 tokens cannot be rewound to {length}"):
+            state.rewind(length)
+    assert (state.lengths, state.waiting, state.capacity) == (*before, 1024)
+
+
+def test_a_lane_is_used_again_and_by_one_sequence_at_a_time(python, segmented, demo_text_ids, mixed) -> None:
+    ids, options = demo_text_ids[300:330], {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
+    segmented.start([0.0] * 3, 1000).step(demo_text_ids[100:160])  # leaves its K/V, and its states waiting, in a lane
+    expected = [facts(python.generate(ids[: len(ids) - lacking], 16, **options)) for lacking in range(4)]
+    for _ in range(2):
+        answers = segmented.call("at_once", "4", *segmented.request(ids, 16, **options))
+        assert [facts(segmented.generation(answer)) for answer in answers] == expected
+
+
+def test_sampling_draws_what_the_graph_draws(segmented, demo_bundle: Path, open_cpp, demo_text_ids) -> None:
+    graph, options = open_cpp(demo_bundle, verify=False), {"temperature": 0.8, "top_p": 0.9, "seed": 3}
+    for mode in ("exit", "lossless"):
+        one, other = (engine.generate(demo_text_ids[:20], 16, mode=mode, **options) for engine in (graph, segmented))
+        assert facts(one) == facts(other)
+
+
+def test_a_list_of_prompts_is_refused(segmented) -> None:
+    assert segmented.most_together == 1
+    with pytest.raises(GenerationError, match="decodes one prompt at a time on the engines of bundle"):
+        segmented.together([[1, 2], [3]], 4)
+
+
+def test_too_little_memory_is_one_sentence(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> None:
+    if not cuda_headers():
+        pytest.skip("there are no CUDA headers")
+    engine = open_cpp(demo_bundle, verify=False, networks="gpu")
+    engine.call("gpu_memory", str(1 << 20))
+    for _ in range(2):
+        with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
+            engine.start([0.5] * 3)
+    engine.call("gpu_memory", str(1 << 30))
+    engine.start([0.5] * 3).step([1, 2, 3])

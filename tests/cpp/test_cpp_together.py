@@ -1,0 +1,324 @@
+"""A list of prompts in the C++ runtime: tokens, exit layers and every count are those of Python's lists, and where
+nobody comes along with others those of one by one."""
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cpp_builds import CppBuild
+from cpp_engine import CppEngine, prompts_of, words
+
+from tide_export import names
+from tide_export.bundle import write_manifest
+from tide_export.errors import BundleError, GenerationError
+from tide_export.manifest import Manifest
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
+from tide_export.thresholds import OFF
+
+Both = tuple[Engine, CppEngine]
+LENGTHS = (1, 37, 100, 2, 18, 130)
+NEW_TOKENS = 20
+SECONDS = ("prefill_seconds", "decode_seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def both(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> Both:
+    return load(demo_bundle, threads=1), open_cpp(demo_bundle)
+
+
+@pytest.fixture(scope="module")
+def propagating(propagating_bundle: Path, open_cpp: Callable[..., CppEngine]) -> Both:
+    return load(propagating_bundle, threads=1), open_cpp(propagating_bundle)
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_text_ids: list[int]) -> list[list[int]]:
+    return [demo_text_ids[150 * number : 150 * number + length] for number, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def mixed(both: Both, demo_text_ids: list[int]) -> list[float]:
+    """Thresholds that about half of what reaches each checkpoint passes, whatever the routers were trained on."""
+    state = both[0].start([OFF] * 3)
+    scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
+    return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
+
+
+def facts(made: Generation) -> tuple[list[int], str, dict[str, Any]]:
+    stats = {name: value for name, value in made.stats.as_dict().items() if name not in SECONDS}
+    return made.tokens, made.finish_reason, stats
+
+
+def shown(made: Generation) -> tuple[list[int], str, list[int]]:
+    """What is the same whoever else is in the batch, and who comes along."""
+    return made.tokens, made.finish_reason, made.stats.exit_layer
+
+
+def assert_same(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any) -> list[Generation]:
+    python, started = both[0].generate(prompts, count, **options), time.perf_counter()
+    cpp, seconds = both[1].together(prompts, count, **options), time.perf_counter() - started
+    assert [facts(one) for one in cpp] == [facts(one) for one in python]
+    assert all(one.stats.prefill_seconds > 0 for one in cpp)
+    assert all(one.stats.prefill_seconds + one.stats.decode_seconds < seconds for one in cpp)
+    return cpp
+
+
+def alone(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any) -> list[Generation]:
+    return [both[1].generate(prompt, count, **options) for prompt in prompts]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 6])
+def test_full_depth(both: Both, prompts: list[list[int]], count: int) -> None:
+    made = both[1].together(prompts[:count], NEW_TOKENS, mode="full")
+    assert [facts(one) for one in made] == [facts(one) for one in alone(both, prompts[:count], mode="full")]
+    if count:
+        assert_same(both, prompts[:count], mode="full")
+
+
+@pytest.mark.parametrize("max_pending", [1, 4, 16])
+def test_exits(both: Both, prompts: list[list[int]], mixed: list[float], max_pending: int) -> None:
+    options = {"threshold": mixed, "min_layers": 0, "max_pending": max_pending, "stop_token_ids": []}
+    expected = alone(both, prompts, **options)
+    exits = {layers for one in expected for layers in one.stats.exit_layer}
+    assert exits > {3, 12}, "some leave early, some later, some never"
+    assert [facts(one) for one in assert_same(both, prompts, **options)] == [facts(one) for one in expected]
+    along = {}
+    for share in (0.0, 0.5, 1.0):
+        made = assert_same(both, prompts, compaction_threshold=share, **options)
+        assert [shown(one) for one in made] == [shown(one) for one in expected]
+        along[share] = sum(one.stats.layer_tokens_run for one in made)
+    assert along[0.0] > along[1.0], "whoever could wait caught up along"
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup": 0}, {"prompt_lookup": 7, "max_pending": 1}])
+@pytest.mark.parametrize("share", [None, 1.0])
+def test_lossless(
+    both: Both, prompts: list[list[int]], mixed: list[float], share: float | None, options: dict[str, int]
+) -> None:
+    repeated = [prompt * 2 for prompt in prompts]  # so that lookups come to something
+    options = {"max_pending": 4, "threshold": mixed, "stop_token_ids": [], "mode": "lossless"} | options
+    made = assert_same(both, repeated, compaction_threshold=share, **options)
+    full = alone(both, repeated, mode="full", stop_token_ids=[])
+    assert [one.tokens for one in made] == [one.tokens for one in full]
+    accepted, drafted = (sum(getattr(one.stats, name) for one in made) for name in ("accepted", "drafted"))
+    assert 0 < accepted < drafted
+    if share == 1.0:
+        assert [facts(one) for one in made] == [facts(one) for one in alone(both, repeated, **options)]
+
+
+def test_a_cache_that_propagates(propagating: Both, prompts: list[list[int]], mixed: list[float]) -> None:
+    for options in ({"mode": "full"}, {"threshold": mixed, "min_layers": 0}, {"threshold": 0.0, "min_layers": 0}):
+        made = assert_same(propagating, prompts, stop_token_ids=[], **options)
+        expected = alone(propagating, prompts, stop_token_ids=[], **options)
+        assert [facts(one) for one in made] == [facts(one) for one in expected]
+        exits = {layers for one in made for layers in one.stats.exit_layer}
+        assert len(exits) > (2 if options.get("threshold") == mixed else 0)
+    for name, value in (("compaction_threshold", 0.5), ("max_pending", 4)):
+        with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache: .* propagates, so that nothing"):
+            propagating[1].together([[5], [6]], 2, **{name: value})
+    with pytest.raises(GenerationError, match="propagates: export it with kv_cache_strategy exact"):
+        propagating[1].together([[5], [6]], 2, mode="lossless")
+
+
+@pytest.mark.parametrize("kind", ["exact", "propagate"])
+def test_more_prompts_than_places(
+    both: Both, propagating: Both, prompts: list[list[int]], demo_text_ids: list[int], mixed: list[float], kind: str
+) -> None:
+    """33 short ones and 6 others, in at most 32 places; stop tokens end some of them early, and buffers grow."""
+    engines = both if kind == "exact" else propagating
+    many = [demo_text_ids[7 * number : 7 * number + 1 + number % 5] for number in range(33)] + prompts
+    options = {"threshold": mixed, "min_layers": 0}
+    free = engines[0].generate(many[:3], 12, stop_token_ids=[], **options)
+    stops = [one.tokens[4] for one in free]
+    made = assert_same(engines, many, 12, stop_token_ids=stops, **options)
+    assert {one.finish_reason for one in made} == {"stop", "length"}
+    assert len({len(one.tokens) for one in made}) > 3
+    expected = alone(engines, many, 12, stop_token_ids=stops, **options)
+    assert [facts(one) for one in made] == [facts(one) for one in expected]
+
+
+def test_buffers_that_grow(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
+    options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
+    made = both[1].together(prompts[:2], 150, **options)
+    assert [shown(one) for one in made] == [shown(one) for one in alone(both, prompts[:2], 150, **options)]
+
+
+@pytest.mark.parametrize("mode", ["full", "lossless"])
+def test_the_end_of_the_context(both: Both, demo_text_ids: list[int], mode: str) -> None:
+    """A prompt beside which no other is taken in, and one that goes on when it has ended."""
+    context = both[0].manifest.model.context_length
+    assert context is not None
+    long = (demo_text_ids * (1 + context // len(demo_text_ids)))[: context - 3]
+    drafts = {"threshold": 0.0, "prompt_lookup": 6} if mode == "lossless" else {}
+    one, other = assert_same(both, [long, demo_text_ids[:5]], 8, mode=mode, stop_token_ids=[], **drafts)
+    assert (len(one.tokens), one.finish_reason) == (4, "context")
+    assert (len(other.tokens), other.finish_reason) == (8, "length")
+
+
+@pytest.mark.parametrize("mode", ["exit", "lossless"])
+def test_seeds(both: Both, prompts: list[list[int]], mixed: list[float], mode: str) -> None:
+    """Each sequence draws what it draws alone: C++'s own random numbers, in the order of one by one."""
+    options = {"mode": mode, "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
+    options |= {"stop_token_ids": []}
+    cpp, seeds = both[1], [3, 1, 4, 1, 5, 9]
+    together = cpp.together(prompts, NEW_TOKENS, seed=seeds, **options)
+    apart = [cpp.generate(ids, NEW_TOKENS, seed=seed, **options) for ids, seed in zip(prompts, seeds, strict=True)]
+    assert [facts(one) for one in together] == [facts(one) for one in apart]
+    one_for_all = cpp.together(prompts, NEW_TOKENS, seed=7, **options)
+    assert [facts(one) for one in one_for_all] == [facts(one) for one in alone(both, prompts, seed=7, **options)]
+    assert [one.tokens for one in one_for_all] != [one.tokens for one in together]
+    drawn = [[one.tokens for one in cpp.together(prompts[1:3], NEW_TOKENS, **options)] for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+def test_tokens_are_handed_out_as_they_are_made(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
+    options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
+    given = [*prompts_of(prompts[:4]), *words(max_new_tokens=12, **options)]
+    expected = alone(both, prompts[:4], 12, **options)
+    answer = both[1].call("stream_together", "2", "5", *given)
+    made = [both[1].generation(one) for one in answer["made"]]
+    assert answer["taken"] == [one.tokens for one in made]
+    for number, (one, other) in enumerate(zip(made, expected, strict=True)):
+        wanted = 5 if number == 2 else 12
+        assert one.tokens == other.tokens[:wanted]
+        assert one.finish_reason == ("cancelled" if number == 2 else "length")
+    with pytest.raises(RuntimeError, match="the callback's own"):
+        both[1].call("stream_together", "1", "-1", *given)
+    assert_same(both, prompts[:4], 4, **options)
+
+
+def test_lists_in_threads_do_not_touch_each_other(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
+    """Lists of several lengths, one of them beside no other."""
+    options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
+    given = [*prompts_of(prompts[:5]), *words(max_new_tokens=12, **options)]
+    expected = [facts(one) for one in alone(both, prompts[:5], 12, **options)]
+    for lacking, answer in enumerate(both[1].call("together_at_once", "4", *given)):
+        assert [facts(both[1].generation(one)) for one in answer] == expected[: len(expected) - lacking]
+
+
+def test_networks_are_opened_anew_while_others_run(
+    demo_bundle: Path, open_cpp: Callable[..., CppEngine], both: Both, prompts: list[list[int]]
+) -> None:
+    """Threads that ask for 4 places and for 8 at once, of an engine that has none open."""
+    cpp = open_cpp(demo_bundle)
+    given = [*prompts_of(prompts[:6]), *words(max_new_tokens=6, mode="full", stop_token_ids=[])]
+    expected = [facts(one) for one in alone(both, prompts, 6, mode="full", stop_token_ids=[])]
+    for lacking, answer in enumerate(cpp.call("together_at_once", "5", *given)):
+        assert [facts(cpp.generation(one)) for one in answer] == expected[: 6 - lacking]
+
+
+REFUSED: list[tuple[list[list[int]], dict[str, Any], str]] = [
+    ([[1], []], {}, "prompt 2 is empty: give at least one token"),
+    ([[1], [10**7]], {}, "prompt 2 holds token id 10000000, outside the vocabulary"),
+    ([[1] * 5000, [1]], {}, "prompt 1 has 5000 tokens but the model's context holds"),
+    ([[1], [2]], {"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless', not 'exit'"),
+    ([[1], [2]], {"mode": "lossless", "prompt_lookup": -1}, "prompt_lookup must be a whole number, 0 or more"),
+    ([[1], [2]], {"mode": "full", "max_pending": 1}, "max_pending is for modes 'exit' and 'lossless', not 'full'"),
+    (
+        [[1], [2]],
+        {"mode": "full", "compaction_threshold": 0.5},
+        "compaction_threshold is for modes 'exit' and 'lossless', not 'full'",
+    ),
+    (
+        [[1], [2]],
+        {"mode": "lossless", "temperature": 1.0, "compaction_threshold": 0.5},
+        "compaction_threshold is 1 in mode 'lossless' with a temperature: .* draws what it would draw alone",
+    ),
+    ([[1], [2]], {"temperature": 1.0, "seed": [1, 2, 3]}, "there are 3 seeds for 2 prompts: give one for each, or"),
+    ([[1], [2]], {"temperature": 1.0, "seed": [1, -1]}, "seed must be a whole number, 0 or more, not -1"),
+    ([[1], [2]], {"temperature": -1.0}, "temperature must be 0 or more, not -1.0"),
+    ([[1], [2]], {"top_k": 3}, "top_k is for a temperature above 0"),
+    ([[1], [2]], {"compaction_threshold": 1.5}, r"compaction_threshold must lie in \[0, 1\], not 1.5"),
+    ([[1], [2]], {"compaction_threshold": float("nan")}, "compaction_threshold must be a number, not nan"),
+    ([[1], [2]], {"max_new_tokens": 0}, "max_new_tokens must be a whole number, 1 or more, not 0"),
+]
+
+
+@pytest.mark.parametrize(("ids", "options", "sentence"), REFUSED)
+def test_lists_are_refused(both: Both, ids: list[list[int]], options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(GenerationError, match=sentence):
+        both[0].generate(ids, **options)
+    with pytest.raises(GenerationError, match=sentence):
+        both[1].together(ids, **options)
+
+
+def test_what_is_for_lists_is_refused_for_one(both: Both) -> None:
+    for options, sentence in (
+        ({"compaction_threshold": 0.5}, "compaction_threshold is for a list of prompts: one prompt has nothing to be"),
+        ({"temperature": 1.0, "seed": [1, 2]}, r"seed must be a whole number, 0 or more, not \[1, 2\]"),
+    ):
+        for engine in both:
+            with pytest.raises(GenerationError, match=sentence):
+                engine.generate([1, 2], **options)
+
+
+def without(bundle: Path, folder: Path, lost: str) -> Path:
+    """A copy of `bundle` without the batch networks whose names start with `lost`."""
+    folder.mkdir()
+    for file in bundle.iterdir():
+        if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):
+            shutil.copyfile(file, folder / file.name)
+    manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
+    write_manifest(folder, replace(manifest, networks=None, engines=None, files={}))
+    return folder
+
+
+def test_networks_that_are_missing_or_others(
+    demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]
+) -> None:
+    old = open_cpp(without(demo_bundle, tmp_path / "old", "batch_"))
+    assert old.most_together == 1
+    assert len(old.generate([5], 2).tokens) == 2
+    with pytest.raises(GenerationError, match=r"holds no networks for batches .*: give one prompt at a time"):
+        old.together([[5], [6]], 2)
+    folder = without(demo_bundle, tmp_path / "mixed", "batch_4_")
+    for file in demo_bundle.glob("batch_8_*"):
+        shutil.copyfile(file, folder / file.name.replace("_8_", "_4_"))
+    (folder / "batch_8_segment_2.onnx").write_bytes(b"no network")
+    write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
+    mixed = open_cpp(folder)
+    assert mixed.most_together == 32
+    with pytest.raises(BundleError, match=r"batch_4_segment_0\.onnx' has the input .*\.row_4, which its manifest does"):
+        mixed.together([[5], [6]], 2)
+    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*batch_8_segment_2\.onnx': "):
+        mixed.together([[5]] * 5, 2)
+    assert len(mixed.together([[5]] * 9, 2)) == 9  # as many places as another set of networks has
+    assert len(mixed.together([[5]] * 5, 2)) == 5  # which serves smaller batches from then on
+
+
+def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
+    """Lists that fail at their first token, one after the other."""
+    folder = without(demo_bundle, tmp_path / "broken", "batch_8_")
+    head = onnx.load(folder / names.batch_file(names.HEAD), load_external_data=False)
+    places = [{entry.key: entry.value for entry in one.external_data} for one in head.graph.initializer]
+    largest = max((place for place in places if place), key=lambda place: int(place["length"]))
+    with (folder / largest["location"]).open("r+b") as weights:
+        weights.seek(int(largest["offset"]))
+        weights.write(np.full(100, np.nan, np.float32).tobytes())
+    write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
+    cpp = open_cpp(folder)
+    for mode in ("full", "exit", "lossless", "exit"):
+        with pytest.raises(GenerationError, match="the model's logits are not finite"):
+            cpp.together([[5, 6], [7]], 3, mode=mode)
+
+
+def test_the_example_program(cpp: CppBuild, demo_bundle: Path, both: Both, demo_text_ids: list[int], tmp_path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("\n".join(map(str, demo_text_ids[:30])))
+    given = ["--ids", "5,17,3", "--ids-file", file, *words(max_new_tokens=8, threads=1, seed=[1, 2], temperature=0.7)]
+    done = subprocess.run([cpp.program, demo_bundle, *given], capture_output=True, text=True, check=True)
+    answer = json.loads(done.stdout)
+    options = {"seed": [1, 2], "temperature": 0.7}
+    expected = both[1].together([[5, 17, 3], demo_text_ids[:30]], 8, **options)
+    assert [facts(CppEngine.generation(one)) for one in answer["sequences"]] == [facts(one) for one in expected]
+    assert answer["total_tokens"] == sum(len(one.tokens) for one in expected)
+    assert answer["tokens_per_second"] == pytest.approx(answer["total_tokens"] / answer["seconds"], rel=0.01)

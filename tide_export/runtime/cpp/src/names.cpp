@@ -1,0 +1,19 @@
+#include "names.h"
+
+namespace tide {
+namespace names {
+
+std::string skip_threshold(std::size_t k) { return "skip_threshold." + std::to_string(k); }
+std::string pending(std::size_t k) { return "pending_states." + std::to_string(k); }
+std::string past(std::size_t layer, char const* kind) {
+  return "past_key_values." + std::to_string(layer) + "." + kind;
+}
+std::string present(std::size_t layer, char const* kind) { return "present." + std::to_string(layer) + "." + kind; }
+std::string segment(std::size_t k) { return "segment_" + std::to_string(k); }
+
+}  // namespace names
+
+std::string network_file(std::string const& name) { return "segments/" + name + ".onnx"; }
+std::string engine_file(std::string const& name) { return "engines/" + name + ".engine"; }
+
+}  // namespace tide

@@ -1,0 +1,62 @@
+// Which engine runs a bundle here: the one that is asked for, or the best there is. What is asked for by name is had or
+// refused with the reason; "auto" takes the bundle's TensorRT engines where they run, else ONNX Runtime on the CPU, and
+// says which and why not the faster one. The sentences are those of tide_export/runtime/providers.py.
+#include <iostream>
+#include <limits>
+
+#include "graph_session.h"
+#include "segmented/engines.h"
+#include "text.h"
+#include "tide/errors.h"
+
+namespace tide {
+namespace {
+
+using Log = std::function<void(std::string const&)>;
+
+void check(Bundle const& bundle, LoadOptions const& options) {
+  std::string const& provider = options.provider;
+  if (provider != "auto" && provider != "cpu" && !is_flavour(provider)) {
+    throw ProviderError("provider must be one of auto, cpu, tensorrt, tensorrt-rtx, not '" + provider + "'");
+  }
+  if (auto const& threads = options.threads; threads) {
+    if (*threads < 1 || *threads > std::numeric_limits<int>::max()) {
+      throw ConfigError("threads must be a whole number, 1 or more, not " + std::to_string(*threads));
+    }
+  }
+  if (options.plugins && *options.plugins != kNoPlugins) {
+    auto const& engines = bundle.manifest.engines;
+    if (!engines || !engines->plugins) {
+      throw ProviderError("no engine of bundle " + quoted(bundle.path) + " holds plugins: leave plugins away");
+    }
+    if (provider == "cpu") {
+      throw ProviderError("provider 'cpu' runs no engine that could hold plugins: leave plugins away");
+    }
+  }
+  if (options.threads && is_flavour(provider)) {
+    throw ProviderError("threads are for the CPU, and provider '" + provider + "' runs on the GPU: leave threads away");
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Session> open_session(Bundle bundle, LoadOptions const& options) {
+  check(bundle, options);
+  Log const log = options.log ? options.log : [](std::string const& sentence) {
+    std::cerr << "tide_runtime: " + sentence + "\n";
+  };
+  if (is_flavour(options.provider)) return open_engines(std::move(bundle), options.provider, options.plugins, log);
+  if (options.provider == "auto" && bundle.manifest.engines) {
+    std::string const flavour = bundle.manifest.engines->flavour, path = quoted(bundle.path);
+    try {
+      std::shared_ptr<Session> opened = open_engines(bundle, flavour, options.plugins, log);
+      log("running " + path + " with " + title_of(flavour));
+      return opened;
+    } catch (ProviderError const& error) {
+      log("running " + path + " with ONNX Runtime on the CPU, not with " + flavour + ": " + error.what());
+    }
+  }
+  return std::make_shared<GraphSession>(std::move(bundle), options.threads);
+}
+
+}  // namespace tide

@@ -1,0 +1,122 @@
+#include "segmented/cuda.h"
+
+#include <cstring>
+#include <iterator>
+#include <string>
+
+#include "tide/errors.h"
+
+namespace tide {
+namespace {
+
+constexpr std::size_t kMostGraphs = 256;  // recorded per lane; the longest unused goes first
+constexpr std::size_t kMostSeen = 4096;   // kinds of work that came once
+
+// Throws GenerationError: a call of the runtime API did not succeed.
+void require(cudaError_t error, char const* call) {
+  if (error == cudaSuccess) return;
+  std::string const reason = error == cudaErrorMemoryAllocation
+                                 ? "the GPU has not enough free memory for the sequence's buffers"
+                                 : cudaGetErrorString(error);
+  throw GenerationError(std::string("CUDA failed (") + call + "): " + reason);
+}
+
+}  // namespace
+
+CudaDevice::CudaDevice() {
+  try {
+    require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  } catch (GenerationError const& error) {
+    throw ProviderError(std::string("the GPU cannot be used: ") + error.what());
+  }
+}
+
+CudaDevice::~CudaDevice() {
+  cudaStreamSynchronize(stream_);
+  for (auto const& [key, graph] : recorded_) cudaGraphExecDestroy(graph);
+  cudaStreamDestroy(stream_);
+}
+
+Buffer CudaDevice::allocate(std::size_t size) {
+  void* memory = nullptr;
+  require(cudaMalloc(&memory, size), "cudaMalloc");
+  Buffer const buffer{{memory, cudaFree}, static_cast<std::byte*>(memory), size};
+  require(cudaMemsetAsync(memory, 0, size, stream_), "cudaMemsetAsync");
+  return buffer;
+}
+
+Buffer CudaDevice::staging(std::size_t size) {
+  void* memory = nullptr;
+  require(cudaHostAlloc(&memory, size, cudaHostAllocDefault), "cudaHostAlloc");
+  Buffer const buffer{{memory, cudaFreeHost}, static_cast<std::byte*>(memory), size};
+  std::memset(memory, 0, size);
+  return buffer;
+}
+
+void CudaDevice::upload(std::byte* target, std::byte const* source, std::size_t size) {
+  require(cudaMemcpyAsync(target, source, size, cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
+}
+
+void CudaDevice::download(std::byte* target, std::byte const* source, std::size_t size) {
+  require(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+}
+
+void CudaDevice::copy(std::byte* target, std::byte const* source, std::size_t size) {
+  require(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToDevice, stream_), "cudaMemcpyAsync");
+}
+
+void CudaDevice::synchronize() { require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+
+void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
+  if (auto const place = places_.find(key); place != places_.end()) {
+    recorded_.splice(recorded_.end(), recorded_, place->second);
+    require(cudaGraphLaunch(place->second->second, stream_), "cudaGraphLaunch");
+    return;
+  }
+  work();  // an engine that last ran another shape takes up this one in a run that is not recorded
+  if (seen_.erase(key) == 0) {
+    if (seen_.size() == kMostSeen) seen_.clear();
+    seen_.insert(key);
+    return;
+  }
+  recorded_.emplace_back(key, nullptr);
+  auto const place = std::prev(recorded_.end());
+  try {
+    place->second = record(work);
+    places_[key] = place;
+  } catch (...) {  // its key is forgotten, and must come twice again
+    if (place->second != nullptr) cudaGraphExecDestroy(place->second);
+    recorded_.erase(place);
+    throw;
+  }
+  make_room();
+}
+
+// The executable graph of what `work` queues; nothing is run yet.
+cudaGraphExec_t CudaDevice::record(std::function<void()> const& work) {
+  cudaGraph_t graph = nullptr;
+  require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  try {
+    work();
+  } catch (...) {
+    if (cudaStreamEndCapture(stream_, &graph) == cudaSuccess) cudaGraphDestroy(graph);  // or the stream were unusable
+    throw;
+  }
+  require(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
+  cudaGraphExec_t executable = nullptr;
+  cudaError_t const error = cudaGraphInstantiate(&executable, graph, 0);
+  cudaGraphDestroy(graph);
+  require(error, "cudaGraphInstantiate");
+  return executable;
+}
+
+void CudaDevice::make_room() {
+  while (recorded_.size() > kMostGraphs) {
+    synchronize();
+    places_.erase(recorded_.front().first);
+    require(cudaGraphExecDestroy(recorded_.front().second), "cudaGraphExecDestroy");
+    recorded_.pop_front();
+  }
+}
+
+}  // namespace tide

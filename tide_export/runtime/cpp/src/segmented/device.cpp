@@ -1,0 +1,26 @@
+#include "segmented/device.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "tide/errors.h"
+
+namespace tide {
+
+Buffer HostDevice::allocate(std::size_t size) {
+  std::shared_ptr<void> const memory(std::calloc(size + kAlignment, 1), std::free);  // pages come when written to
+  if (memory == nullptr) {
+    throw GenerationError("not enough memory for " + std::to_string(size) + " bytes of a sequence's buffers");
+  }
+  void* start = memory.get();
+  std::size_t space = size + kAlignment;
+  std::align(kAlignment, size, start, space);
+  return {memory, static_cast<std::byte*>(start), size};
+}
+
+void HostDevice::copy(std::byte* target, std::byte const* source, std::size_t size) {
+  std::memcpy(target, source, size);
+}
+
+}  // namespace tide
