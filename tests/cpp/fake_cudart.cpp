@@ -118,6 +118,15 @@ cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size, cudaStrea
   });
   return cudaSuccess;
 }
+cudaError_t cudaMemset2DAsync(void* target, std::size_t pitch, int value, std::size_t width, std::size_t height,
+                              cudaStream_t stream) {
+  if (width > pitch) return cudaErrorInvalidValue;
+  for (std::size_t row = 0; row < height; ++row) {
+    cudaError_t const error = cudaMemsetAsync(static_cast<char*>(target) + row * pitch, value, width, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpyAsync(void* target, void const* source, std::size_t size, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   Place const to = kind == cudaMemcpyDeviceToHost ? Place::host : Place::device,

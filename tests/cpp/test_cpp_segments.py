@@ -1,16 +1,21 @@
 """The C++ runtime on segment networks: state machine and memory against the branched graph and Python, on the host and
 on a stand-in for the CUDA runtime that works late, replays what was recorded and has memory that is NaN."""
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from cpp_builds import cuda_headers
 from cpp_engine import CppEngine
 from test_cpp_same_tokens import facts
 
+from tide_export import names
+from tide_export.bundle import open_bundle, write_manifest
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
@@ -128,6 +133,45 @@ def test_a_lane_is_used_again_and_by_one_sequence_at_a_time(python, segmented, d
     for _ in range(2):
         answers = segmented.call("at_once", "4", *segmented.request(ids, 16, **options))
         assert [facts(segmented.generation(answer)) for answer in answers] == expected
+
+
+@pytest.mark.parametrize("networks", ["host", "gpu"])
+def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(
+    networks: str, demo_bundle: Path, open_cpp: Callable[..., CppEngine], demo_text_ids, mixed, tmp_path: Path
+) -> None:
+    """A model in which one token overflows, as one does in half precision."""
+    if networks == "gpu" and not cuda_headers():
+        pytest.skip("there are no CUDA headers")
+    overflowing = 4095
+    bundle = copy_with_nan(demo_bundle, tmp_path / "bundle", overflowing)
+    engine = open_cpp(bundle, verify=False, networks=networks)
+    options = {"threshold": mixed, "min_layers": 0, "max_pending": 3, "stop_token_ids": []}
+    before = facts(engine.generate(demo_text_ids[:10], 16, **options))
+    for _ in range(2):
+        with pytest.raises(GenerationError, match="not finite"):
+            engine.generate([overflowing, *demo_text_ids[:60]], 16, **options)
+        assert facts(engine.generate(demo_text_ids[:10], 16, **options)) == before
+    with pytest.raises(GenerationError, match="not finite"):  # and all of it waits
+        engine.generate([overflowing, *demo_text_ids[:8]], 1, threshold=0.0, min_layers=0, max_pending=1000)
+    state = engine.start([0.0] * 3, 1000)
+    for token in demo_text_ids[:2]:
+        state.step([token])
+    assert np.isfinite(state.step([7], full=True).logits).all()  # over three tokens, padded to four
+
+
+def copy_with_nan(bundle: Path, folder: Path, token: int) -> Path:
+    """A bundle whose first network embeds one token as NaN."""
+    shutil.copytree(bundle, folder)
+    manifest, file = open_bundle(folder, verify=False).manifest, folder / names.network_file(names.segment(0))
+    model = onnx.load(file, load_external_data=False)
+    (embedding,) = (entry for entry in model.graph.initializer if list(entry.dims) == [4096, 128])
+    weights = onnx.numpy_helper.to_array(embedding, str(file.parent)).copy()
+    weights[token] = np.nan
+    embedding.CopyFrom(onnx.numpy_helper.from_array(weights, embedding.name))
+    onnx.save(model, file)
+    info = replace(manifest.files[names.network_file(names.segment(0))], size=file.stat().st_size)
+    write_manifest(folder, replace(manifest, files={**manifest.files, names.network_file(names.segment(0)): info}))
+    return folder
 
 
 def test_sampling_draws_what_the_graph_draws(segmented, demo_bundle: Path, open_cpp, demo_text_ids) -> None:

@@ -62,6 +62,12 @@ class FakeCudart:
         self.enqueue(lambda: ctypes.memset(address, value, size))
         return (Error.cudaSuccess,)
 
+    def cudaMemset2DAsync(self, address: int, pitch: int, value: int, width: int, height: int, stream: int):
+        assert width <= pitch
+        for row in range(height):
+            self.enqueue(lambda start=address + row * pitch: ctypes.memset(start, value, width))
+        return (Error.cudaSuccess,)
+
     def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int):
         self.enqueue(lambda: ctypes.memmove(target, source, size))
         return (Error.cudaSuccess,)

@@ -1,5 +1,6 @@
 """The state machine over segment networks against the branched graph, step by step: the same in all."""
 
+import ctypes
 import gc
 import threading
 from pathlib import Path
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from fake_cudart import FakeCudart
 
+from tide_export import names
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.segmented.lane import grown
+from tide_export.runtime.segmented.network import kv_buffers
 
 LENGTH = 200
 
@@ -146,6 +149,39 @@ def test_a_lane_is_used_again_by_the_next_sequence_and_by_no_other(segmented, ba
     for thread in threads:
         thread.join()
     assert list(results.values()) == [alone] * 4
+
+
+@pytest.mark.parametrize("device", ["segmented", "on_fake_gpu"])
+def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, device: str, demo_text_ids) -> None:
+    """What a model leaves that overflows: in K/V, in what waits, in what is padded with."""
+    engine: Engine = request.getfixturevalue(device)
+    options = {"threshold": [0.3, 0.5, 0.7], "min_layers": 0, "max_pending": 3}
+    alone = engine.generate(demo_text_ids[:20], 12, **options).tokens
+    overflown = engine.start([0.5] * 3)
+    for count in (50, 5, 1):
+        overflown.step(demo_text_ids[100 : 100 + count])
+    lane = overflown._lane
+    lane._device.synchronize()
+    for k in range(4):
+        for kv in kv_buffers(lane._specs[names.segment(k)]):
+            for head in range(kv.heads):
+                fill_with_nan(lane._fixed[k][kv.name] + head * kv.capacity * kv.size, lane._written[k] * kv.size)
+    for buffer in lane._waiting:
+        fill_with_nan(buffer.address, buffer.size)
+    del overflown
+    gc.collect()
+    following = engine.start([-1.0] * 3, max_pending=8)
+    assert following._lane is lane
+    for token in demo_text_ids[:2]:
+        following.step([token])
+    assert np.isfinite(following.step([7], full=True).logits).all()  # over three tokens, padded to four
+    del following
+    gc.collect()
+    assert engine.generate(demo_text_ids[:20], 12, **options).tokens == alone
+
+
+def fill_with_nan(address: int, size: int) -> None:
+    ctypes.memset(address, 0xFF, size)
 
 
 def test_the_context_is_the_end_and_a_failed_step_changes_nothing(segmented, demo_text_ids) -> None:

@@ -1,7 +1,8 @@
 """Several sequences on segment networks: each gets, step by step, what it gets alone, on the host and on a fake GPU."""
 
+import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -211,6 +212,48 @@ def test_a_lane_serves_the_next_batch_and_a_larger_one_takes_its_place(engines) 
     networks.generate([[5], [6]], 4, **options)
     gc.collect()
     assert backend._free_batches == [large]
+
+
+@pytest.mark.parametrize("device", ["host", "fake_gpu"])
+def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, engines, device: str) -> None:
+    """What a model leaves that overflows: in K/V, in what waits, in what runs read of places that take no part."""
+    _, networks, thresholds = engines
+    engine = networks if device == "host" else request.getfixturevalue(device)
+    options = {"threshold": thresholds, "min_layers": 0, "max_pending": 3}
+    engine._session._free_batches.clear()
+    alone = engine.generate(PROMPTS[:3], NEW_TOKENS, **options)
+    gc.collect()
+    (lane,) = engine._session._free_batches
+
+    def overflow(places: Sequence[int]) -> None:
+        lane._device.synchronize()
+        for place in places:
+            for kv, buffer in (entry for past in lane._past for entry in past):
+                for head in range(kv.heads):
+                    start = buffer.address + place * kv.bytes + head * kv.capacity * kv.size
+                    ctypes.memset(start, 0xFF, lane._written[place] * kv.size)
+            for k, row in enumerate(lane._row[1:], 1):
+                ctypes.memset(lane._door(k, place), 0xFF, lane._waiting_tokens * row)
+        ctypes.memset(lane._entry.address, 0xFF, lane._entry.size)
+
+    assert all(lane._written)
+    overflow(range(lane.rows))
+    batch = engine.start_batch([-1.0] * len(thresholds), 8, 1.0, 3)
+    assert batch._lane is lane
+
+    def step(new: dict[int, list[int]], full: Sequence[int] = ()) -> None:
+        assert all(np.isfinite(result.logits).all() for result in batch.step(new, full=full).values())
+
+    places = [batch.join() for _ in range(3)]
+    step(dict.fromkeys(places, PROMPTS[2]))
+    batch.leave(1)
+    overflow([1])
+    assert batch.join() == 1
+    step({0: [5], 1: [5], 2: [5]})
+    step({0: [6], 2: [6]})
+    step({0: [7], 2: [7]}, full=(0, 2))  # the place between them has nothing to run, and takes part as padding
+    step({1: [8]}, full=(1,))
+    assert_same(engine.generate(PROMPTS[:3], NEW_TOKENS, **options), alone)
 
 
 def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCudart) -> None:

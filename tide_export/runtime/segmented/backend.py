@@ -53,6 +53,8 @@ class SegmentBackend:
         if lane is None:
             device, networks = self._open_lane()
             lane = Lane(self.specs, networks, device, self._info, self._waiting_rows)
+        else:
+            lane.clear()
         weakref.finalize(user, self._free.append, lane)
         return lane
 
@@ -80,5 +82,7 @@ class SegmentBackend:
         if lane is None:
             device, networks = self._open_lane()
             lane = BatchLane(self.specs, networks, device, self._info, rows, self._waiting_rows)
+        else:
+            lane.clear(range(lane.rows))
         weakref.finalize(user, self._free_batches.append, lane)
         return lane

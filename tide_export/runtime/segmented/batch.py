@@ -87,6 +87,7 @@ class SegmentedBatch:
         self._limit = min(manifest.model.context_length or backend.capacity, backend.capacity)
         self._lane = backend.batch_lane(self, places)
         self._free = list(range(min(places, backend.most_rows)))
+        self._used = set[int]()  # places that hold what a sequence has left
 
     @property
     def free(self) -> int:
@@ -96,12 +97,16 @@ class SegmentedBatch:
     def join(self) -> int:
         """The place of a new, empty sequence: the first, because neighbours run together."""
         place = heapq.heappop(self._free)
+        if place in self._used:
+            self._lane.clear([place])
+            self._used.remove(place)
         self.rows[place] = SegmentedRow(self._segments)
         return place
 
     def leave(self, place: int) -> None:
         """Frees a place."""
         del self.rows[place]
+        self._used.add(place)
         heapq.heappush(self._free, place)
 
     def step(

@@ -20,7 +20,7 @@ from tide_export import names
 from tide_export.manifest import NetworksInfo
 from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
 from tide_export.runtime.segmented.lane import grown
-from tide_export.runtime.segmented.network import Network, NetworkSpec
+from tide_export.runtime.segmented.network import KvBuffer, Network, NetworkSpec, kv_buffers
 from tide_export.runtime.segmented.ranges import Run, padded, runs_over
 
 SCORES, FLAGS = 0, 1  # parts of a verdict
@@ -102,6 +102,7 @@ class BatchLane:
         self._exit_row = head.inputs[names.EXIT_STATES].size()
         self._final_row = specs[names.segment(self._count - 1)].outputs[names.FINAL_STATES].size()
         self._past = [self._allocate_past(specs[names.segment(k)]) for k in range(self._count)]
+        self._written = [0] * rows  # tokens of each place's K/V buffers that may not be zero
         self._waiting = [self._allocate(rows * waiting_tokens * row) for row in self._row[1:]]  # before segments 1, ...
         self._waiting_tokens = waiting_tokens
         self._entry = self._allocate(info.most_tokens * max(self._row))
@@ -118,10 +119,19 @@ class BatchLane:
     def _allocate(self, size: int) -> Buffer:
         return self._device.allocate(max(size, ALIGNMENT))
 
-    def _allocate_past(self, spec: NetworkSpec) -> list[tuple[str, Buffer, int]]:
-        """Name, memory and bytes of a place, of every K/V buffer of a segment."""
-        sizes = {name: entry.size() for name, entry in spec.inputs.items() if name.startswith("past_key_values.")}
-        return [(name, self._allocate(self.rows * size), size) for name, size in sizes.items()]
+    def _allocate_past(self, spec: NetworkSpec) -> list[tuple[KvBuffer, Buffer]]:
+        """Memory of every K/V buffer of a segment, of all places."""
+        return [(kv, self._allocate(self.rows * kv.bytes)) for kv in kv_buffers(spec)]
+
+    def clear(self, places: Sequence[int]) -> None:
+        """Leaves nothing of the sequences that were at some places for the next ones (see `Lane.clear`), nor to be read
+        as padding."""
+        for place in places:
+            for kv, buffer in (entry for past in self._past for entry in past):
+                start, stride = buffer.address + place * kv.bytes, kv.capacity * kv.size
+                self._device.clear(start, self._written[place] * kv.size, kv.heads, stride)
+            self._written[place] = 0
+        self._device.clear(self._entry.address, self._entry.size)
 
     def _slot(self, k: int, index: int) -> _Slot:
         """The slot of a run of segment k, ready to be written to."""
@@ -174,6 +184,8 @@ class BatchLane:
             index += run.first == 0  # the parts of a prompt share a slot
             slot = self._slot(k, index)
             chunks = {place: min(counts[place] - run.first, run.tokens) for place in run.places}
+            for place in range(run.start, run.stop):
+                self._written[place] = max(self._written[place], lengths[place] + run.first + run.tokens)
             slot.told.host(LENGTHS, np.int64)[: run.rows] = lengths[run.start : run.stop]
             slot.told.host(LENGTHS, np.int64)[0] += run.first
             last = slot.told.host(LAST, np.int64)
@@ -226,9 +238,9 @@ class BatchLane:
             addresses[names.EXIT_THRESHOLD] = slot.told.address(THRESHOLD)
             addresses[names.ROUTER_SCORE] = slot.verdict.address(SCORES)
             addresses[names.EXIT_FLAG] = slot.verdict.address(FLAGS)
-        for name, buffer, size in self._past[k]:
-            addresses[name] = buffer.address + run.start * size
-            addresses[name.replace("past_key_values.", "present.")] = addresses[name]
+        for kv, buffer in self._past[k]:
+            addresses[kv.name] = buffer.address + run.start * kv.bytes
+            addresses[kv.name.replace("past_key_values.", "present.")] = addresses[kv.name]
 
         def work() -> None:
             slot.told.upload(*((IDS, 8 * rows * run.tokens) if k == 0 else (THRESHOLD, 4)))

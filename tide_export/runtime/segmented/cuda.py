@@ -72,7 +72,7 @@ class CudaDevice:
         address = int(self._call("cudaMalloc", size))
         owner = _Owner()
         weakref.finalize(owner, self._cuda.cudaFree, address)
-        self._call("cudaMemsetAsync", address, 0, size, self.stream)
+        self.clear(address, size)
         return Buffer(address, size, owner)
 
     def staging(self, size: int) -> np.ndarray:
@@ -91,6 +91,12 @@ class CudaDevice:
 
     def copy(self, target: int, source: int, size: int) -> None:
         self._copy(target, source, size, "cudaMemcpyDeviceToDevice")
+
+    def clear(self, target: int, size: int, count: int = 1, stride: int = 0) -> None:
+        if count == 1:  # a stride may not be 2 GiB or more
+            self._call("cudaMemsetAsync", target, 0, size, self.stream)
+        else:
+            self._call("cudaMemset2DAsync", target, stride, 0, size, count, self.stream)
 
     def _copy(self, target: int, source: int, size: int, kind: str) -> None:
         self._call("cudaMemcpyAsync", target, source, size, getattr(self._cuda.cudaMemcpyKind, kind), self.stream)

@@ -51,6 +51,10 @@ class Device(Protocol):
         """Between places of the device that do not overlap."""
         ...
 
+    def clear(self, target: int, size: int, count: int = 1, stride: int = 0) -> None:
+        """Zeroes `size` bytes of the device at `count` places, `stride` bytes apart."""
+        ...
+
     def launch(self, key: Hashable, work: Callable[[], None]) -> None:
         """Queues what `work` queues. Of equal keys the work is equal, addresses included, so it may be recorded."""
         ...
@@ -86,6 +90,10 @@ class HostDevice:
 
     def copy(self, target: int, source: int, size: int) -> None:
         ctypes.memmove(target, source, size)
+
+    def clear(self, target: int, size: int, count: int = 1, stride: int = 0) -> None:
+        for place in range(count):
+            ctypes.memset(target + place * stride, 0, size)
 
     def launch(self, key: Hashable, work: Callable[[], None]) -> None:
         work()

@@ -17,7 +17,7 @@ import numpy as np
 from tide_export import names
 from tide_export.manifest import NetworksInfo
 from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
-from tide_export.runtime.segmented.network import Network, NetworkSpec
+from tide_export.runtime.segmented.network import Network, NetworkSpec, kv_aliases, kv_buffers
 from tide_export.runtime.segmented.ranges import padded
 
 # A segment's small inputs, and its verdict, each at an aligned place of one block that crosses in one copy.
@@ -73,13 +73,14 @@ class Lane:
         self._verdict_host: list[np.ndarray] = []
         for k in range(self._segments):
             self._add_segment(k, waiting_rows)
-        self._waiting.append(self._allocate(waiting_rows * self._row[-1]))
+        self._waiting.append(device.allocate(max(waiting_rows * self._row[-1], ALIGNMENT)))
         logits = specs[names.HEAD].outputs[names.LOGITS]
         self._vocabulary = logits.dims(1)[-1]
         self._logits = self._allocate(logits.size(info.most_logits))
         self._logits_host = device.staging(self._logits.size).view(np.float32)
         self._kept = 0  # the last segment's last so many tokens are in its rows ...
         self._kept_from = 0  # ... from this one on
+        self._written = [0] * self._segments  # tokens of each segment's K/V buffers that may not be zero
         self._queued: set[int] = set()  # segments whose control block the queue may not have read yet
 
     def _add_segment(self, k: int, waiting_rows: int) -> None:
@@ -89,7 +90,7 @@ class Lane:
         self._verdict.append(verdict)
         self._control_host.append(device.staging(control.size))
         self._verdict_host.append(device.staging(verdict.size))
-        self._waiting.append(self._allocate(waiting_rows * self._row[k]))
+        self._waiting.append(device.allocate(max(waiting_rows * self._row[k], ALIGNMENT)))
         fixed = {
             names.PAST_LENGTHS: control.address + LENGTH,
             names.LAST_TOKENS: control.address + LAST,
@@ -99,16 +100,27 @@ class Lane:
             fixed[names.EXIT_THRESHOLD] = control.address + THRESHOLD
             fixed[names.ROUTER_SCORE] = verdict.address + SCORE
             fixed[names.EXIT_FLAG] = verdict.address + FLAG
-        for name, tensor in spec.inputs.items():
-            if name.startswith("past_key_values."):
-                fixed[name] = self._allocate(tensor.size()).address
-                fixed[name.replace("past_key_values.", "present.")] = fixed[name]
+        for output, name in kv_aliases(spec).items():
+            fixed[name] = fixed[output] = self._allocate(spec.inputs[name].size()).address
         self._fixed.append(fixed)
 
     def _allocate(self, size: int) -> Buffer:
         buffer = self._device.allocate(max(size, ALIGNMENT))
         self._owned.append(buffer)
         return buffer
+
+    def clear(self) -> None:
+        """Makes the lane as it was when it was made, for another sequence.
+
+        What lies behind the last token counts for nothing in attention, but as a factor of zero, and zero times NaN is
+        NaN: a sequence that the model made overflow must leave nothing behind.
+        """
+        for k, written in enumerate(self._written):
+            for kv in kv_buffers(self._specs[names.segment(k)]):
+                self._device.clear(self._fixed[k][kv.name], written * kv.size, kv.heads, kv.capacity * kv.size)
+            self._written[k] = 0
+        for buffer in self._waiting:  # of which padding is read
+            self._device.clear(buffer.address, buffer.size)
 
     def set_threshold(self, k: int, threshold: float) -> None:
         """Segment k's router exits above this from its next run on."""
@@ -136,6 +148,7 @@ class Lane:
         for first in range(0, count, self.most_tokens):
             chunk = min(count - first, self.most_tokens)
             tokens = padded(chunk, length + first, self.most_tokens, self._capacity)
+            self._written[k] = max(self._written[k], length + first + tokens)
             self._settle(k)
             control = self._control_host[k]
             control[LENGTH : LENGTH + 8].view(np.int64)[0] = length + first

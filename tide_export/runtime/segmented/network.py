@@ -6,7 +6,7 @@ before anything is bound, because what is bound are bare addresses.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tide_export import names
 from tide_export.errors import BundleError
@@ -84,6 +84,29 @@ def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
         for name in spec.inputs
         if name.startswith("past_key_values.")
     }
+
+
+class KvBuffer(NamedTuple):
+    """A K/V buffer as memory: of each sequence `heads` blocks of `capacity` tokens of `size` bytes."""
+
+    name: str
+    heads: int
+    capacity: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """Of one sequence."""
+        return self.heads * self.capacity * self.size
+
+
+def kv_buffers(spec: NetworkSpec) -> list[KvBuffer]:
+    """Those a network reads and writes, by the names of its inputs."""
+    found = []
+    for name in kv_aliases(spec).values():
+        _, heads, capacity, _ = spec.inputs[name].dims(1)
+        found.append(KvBuffer(name, heads, capacity, spec.inputs[name].size() // (heads * capacity)))
+    return found
 
 
 def from_tensorrt(spec: NetworkSpec, found: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ Buffer CudaDevice::allocate(std::size_t size) {
   void* memory = nullptr;
   require(cudaMalloc(&memory, size), "cudaMalloc");
   Buffer const buffer{{memory, cudaFree}, static_cast<std::byte*>(memory), size};
-  require(cudaMemsetAsync(memory, 0, size, stream_), "cudaMemsetAsync");
+  clear(buffer.address, size, 1, 0);
   return buffer;
 }
 
@@ -63,6 +63,14 @@ void CudaDevice::download(std::byte* target, std::byte const* source, std::size_
 
 void CudaDevice::copy(std::byte* target, std::byte const* source, std::size_t size) {
   require(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToDevice, stream_), "cudaMemcpyAsync");
+}
+
+void CudaDevice::clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) {
+  if (count == 1) {  // a stride may not be 2 GiB or more
+    require(cudaMemsetAsync(target, 0, size, stream_), "cudaMemsetAsync");
+  } else {
+    require(cudaMemset2DAsync(target, stride, 0, size, count, stream_), "cudaMemset2DAsync");
+  }
 }
 
 void CudaDevice::synchronize() { require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }

@@ -31,6 +31,7 @@ class CudaDevice final : public Device {
   void upload(std::byte* target, std::byte const* source, std::size_t size) override;
   void download(std::byte* target, std::byte const* source, std::size_t size) override;
   void copy(std::byte* target, std::byte const* source, std::size_t size) override;
+  void clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) override;
   void launch(WorkKey const& key, std::function<void()> const& work) override;
   void synchronize() override;
 

@@ -23,4 +23,8 @@ void HostDevice::copy(std::byte* target, std::byte const* source, std::size_t si
   std::memcpy(target, source, size);
 }
 
+void HostDevice::clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) {
+  for (std::size_t place = 0; place < count; ++place) std::memset(target + place * stride, 0, size);
+}
+
 }  // namespace tide

@@ -48,6 +48,9 @@ class Device {
   // Between places of the device that do not overlap.
   virtual void copy(std::byte* target, std::byte const* source, std::size_t size) = 0;
 
+  // Zeroes `size` bytes at `count` places, `stride` bytes apart.
+  virtual void clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) = 0;
+
   // Queues what `work` queues. Of equal keys the work is equal, addresses included, so it may be recorded.
   virtual void launch(WorkKey const& key, std::function<void()> const& work) = 0;
 
@@ -63,6 +66,7 @@ class HostDevice final : public Device {
   void upload(std::byte* target, std::byte const* source, std::size_t size) override { copy(target, source, size); }
   void download(std::byte* target, std::byte const* source, std::size_t size) override { copy(target, source, size); }
   void copy(std::byte* target, std::byte const* source, std::size_t size) override;
+  void clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) override;
   void launch(WorkKey const&, std::function<void()> const& work) override { work(); }
   void synchronize() override {}
 };

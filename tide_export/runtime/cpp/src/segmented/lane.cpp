@@ -74,6 +74,21 @@ Lane::Segment Lane::made(std::size_t k) {
   return segment;
 }
 
+void Lane::clear() {
+  for (Segment& segment : segments_) {
+    for (std::size_t output = 0; output < segment.spec->tensors.size(); ++output) {
+      std::size_t const input = segment.spec->alias(output);
+      if (input == output) continue;  // no K/V buffer
+      Tensor const& kv = segment.spec->tensors[input];  // [1, heads, capacity, head_dim]
+      auto const heads = static_cast<std::size_t>(kv.shape[1]), capacity = static_cast<std::size_t>(kv.shape[2]);
+      std::size_t const stride = kv.size() / heads, used = stride / capacity * static_cast<std::size_t>(segment.written);
+      device_->clear(segment.addresses[input], used, heads, stride);
+    }
+    segment.written = 0;
+  }
+  for (Buffer const& waiting : waiting_) device_->clear(waiting.address, waiting.size, 1, 0);  // of which padding is read
+}
+
 void Lane::set_threshold(std::size_t k, float threshold) {
   settle(k);
   segments_[k].control_host.at<float>(kThresholdAt) = threshold;
@@ -91,6 +106,7 @@ void Lane::run(std::size_t k, std::int64_t const* ids, std::int64_t count, std::
   for (std::int64_t first = 0; first < count; first += most) {
     std::int64_t const chunk = std::min(count - first, most);
     std::int64_t const tokens = padded(chunk, length + first, most, info_.capacity);
+    segments_[k].written = std::max(segments_[k].written, length + first + tokens);
     settle(k);
     Buffer const& control = segments_[k].control_host;
     control.at<std::int64_t>(kLengthAt) = length + first;

@@ -42,6 +42,11 @@ class Lane {
   Lane& operator=(Lane const&) = delete;
   ~Lane();
 
+  // Makes the lane as it was when it was made, for another sequence. What lies behind the last token counts for nothing
+  // in attention, but as a factor of zero, and zero times NaN is NaN: a sequence that the model made overflow must leave
+  // nothing behind. Throws GenerationError: the device has failed.
+  void clear();
+
   // Segment k's router exits above this from its next run on.
   void set_threshold(std::size_t k, float threshold);
 
@@ -74,6 +79,7 @@ class Lane {
     Buffer control, control_host;  // its small inputs, which cross in one copy
     Buffer verdict, verdict_host;  // and its router's outputs
     std::vector<Buffer> owned;
+    std::int64_t written = 0;  // tokens of its K/V buffers that may not be zero
   };
 
   Buffer allocate(std::size_t size) { return device_->allocate(std::max(size, kAlignment)); }

@@ -102,14 +102,19 @@ std::unique_ptr<Sequence> SegmentSession::start(std::vector<float> const& thresh
 }
 
 std::unique_ptr<Lane> SegmentSession::take() {
+  std::unique_ptr<Lane> lane;
   {
     std::lock_guard<std::mutex> const lock(mutex_);
     if (!free_.empty()) {
-      std::unique_ptr<Lane> lane = std::move(free_.back());
+      lane = std::move(free_.back());
       free_.pop_back();
-      return lane;
+    } else {
+      free_.reserve(++lanes_);  // giving it back must not fail
     }
-    free_.reserve(++lanes_);  // giving it back must not fail
+  }
+  if (lane != nullptr) {
+    lane->clear();
+    return lane;
   }
   return std::make_unique<Lane>(specs_, open_lane_(), *manifest().networks, waiting_rows_);
 }
