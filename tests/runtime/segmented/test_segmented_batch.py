@@ -251,6 +251,7 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, engines, d
     assert batch.join() == 1
     step({0: [5], 1: [5], 2: [5]})
     step({0: [6], 2: [6]})
+    overflow([])
     step({0: [7], 2: [7]}, full=(0, 2))  # the place between them has nothing to run, and takes part as padding
     step({1: [8]}, full=(1,))
     assert_same(engine.generate(PROMPTS[:3], NEW_TOKENS, **options), alone)

@@ -124,14 +124,12 @@ class BatchLane:
         return [(kv, self._allocate(self.rows * kv.bytes)) for kv in kv_buffers(spec)]
 
     def clear(self, places: Sequence[int]) -> None:
-        """Leaves nothing of the sequences that were at some places for the next ones (see `Lane.clear`), nor to be read
-        as padding."""
+        """Leaves nothing of the sequences that were at some places for the next ones (see `Lane.clear`)."""
         for place in places:
             for kv, buffer in (entry for past in self._past for entry in past):
                 start, stride = buffer.address + place * kv.bytes, kv.capacity * kv.size
                 self._device.clear(start, self._written[place] * kv.size, kv.heads, stride)
             self._written[place] = 0
-        self._device.clear(self._entry.address, self._entry.size)
 
     def _slot(self, k: int, index: int) -> _Slot:
         """The slot of a run of segment k, ready to be written to."""
@@ -210,7 +208,8 @@ class BatchLane:
         return slot.told.address(IDS)
 
     def _enter(self, k: int, run: Run, chunks: Mapping[int, int], waited: Mapping[int, int]) -> int:
-        """Where the hidden states of a run lie, [rows, tokens, D]; of those that have nothing to run, anything."""
+        """Where the hidden states of a run lie, [rows, tokens, D]; behind what there is to run, zeros or what such
+        padding became in the segments before: never another sequence's, which may be NaN (see `Lane.clear`)."""
         whole = self._last_runs.get((run.start, run.rows, run.tokens))
         if whole is not None and run.first == 0 and not any(waited[place] for place in chunks):
             return whole
@@ -222,6 +221,8 @@ class BatchLane:
                 take = max(0, min(held - skip, room))
                 copies.append((target, address + skip * row, take * row))
                 target, room, skip = target + take * row, room - take, max(0, skip - held)
+        if sum(chunks.values()) < run.rows * run.tokens:
+            self._device.clear(self._entry.address, run.rows * run.tokens * row)
         self._copy(copies)
         return self._entry.address
 
