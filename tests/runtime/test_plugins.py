@@ -193,7 +193,7 @@ def test_engines_with_plugins_need_the_library(
     class Stop(Exception):
         pass
 
-    def stop(library):
+    def stop(flavour, library):
         raise Stop
 
     monkeypatch.setattr(on_tensorrt, "_Runtime", stop)
