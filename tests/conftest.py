@@ -6,10 +6,15 @@ import fcntl
 import functools
 import gc
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tide_export import __version__
 
 # Tracing makes objects by the million, nearly all of which die of their own accord: Python's collector, at its default
 # of looking every 700 of them, takes a fifteenth of the suite's time.
@@ -94,6 +99,25 @@ def propagating_bundle(demo_model: Path, demo_bundle: Path, shared: Path) -> Pat
             routers = ["--routers", str(demo_bundle / "routers.safetensors")]
             assert main(["export", str(demo_model), "-o", str(bundle), *routers, *options]) == 0
     return bundle
+
+
+@pytest.fixture(scope="session")
+def compile_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a stand-in for the plugin library that says these versions."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+
+    def make(name: str, version: str = __version__, tensorrt: str = "11.1", more: str = "") -> Path:
+        source = tmp_path_factory.mktemp("library") / f"{name}.c"
+        source.write_text(
+            f'const char* tide_plugins_version(void) {{ return "{version}"; }}\n'
+            f'const char* tide_plugins_tensorrt_version(void) {{ return "{tensorrt}"; }}\n{more}'
+        )
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", source.with_suffix(".so"), source], check=True)
+        return source.with_suffix(".so")
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -208,28 +208,10 @@ def test_networks_unlike_their_manifest_are_refused(cpp, changed, tiny_bundle: P
     refused(cpp, tiny_bundle, ProviderError, "holds no segment networks: export it with --target", networks="host")
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A stand-in for the plugin library that says these versions."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    folder = tmp_path_factory.mktemp("libraries")
-
-    def make(name: str, version: str = __version__, tensorrt: str = "11.1", more: str = "") -> Path:
-        source = folder / f"{name}.c"
-        source.write_text(
-            f'const char* tide_plugins_version(void) {{ return "{version}"; }}\n'
-            f'const char* tide_plugins_tensorrt_version(void) {{ return "{tensorrt}"; }}\n{more}'
-        )
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", source.with_suffix(".so"), source], check=True)
-        return source.with_suffix(".so")
-
-    return make
-
-
-def test_the_plugin_library_is_found_and_asked(driver, library, cpp: CppBuild, tiny_bundle: Path, monkeypatch) -> None:
-    ours = library("ours")
+def test_the_plugin_library_is_found_and_asked(
+    driver, compile_library, cpp: CppBuild, tiny_bundle: Path, monkeypatch
+) -> None:
+    ours = compile_library("ours")
     digest = hashlib.sha256(ours.read_bytes()).hexdigest()
     assert driver.call("plugins", str(ours)) == [__version__, "11.1", digest]
     assert driver.call("plugins", "-") is None
@@ -258,9 +240,9 @@ def test_the_plugin_library_is_found_and_asked(driver, library, cpp: CppBuild, t
     ],
     ids=["away", "old", "no library", "cut", "dies"],
 )
-def test_a_plugin_library_that_cannot_be_used(driver, library, made, sentence: str) -> None:
+def test_a_plugin_library_that_cannot_be_used(driver, compile_library, made, sentence: str) -> None:
     with pytest.raises(ProviderError, match=sentence):
-        driver.call("plugins", str(made(library)))
+        driver.call("plugins", str(made(compile_library)))
 
 
 def cut(path: Path) -> Path:

@@ -215,20 +215,7 @@ def test_an_engine_that_cannot_be_read_and_memory_that_cannot_be_had(opens, copi
     opened.close()
 
 
-def test_engines_with_plugins_need_the_library(opens, copied: Path, tmp_path: Path) -> None:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-
-    def library(name: str, tensorrt: str = "11.1") -> Path:
-        source = tmp_path / f"{name}.c"
-        source.write_text(
-            f'const char* tide_plugins_version(void) {{ return "{__version__}"; }}\n'
-            f'const char* tide_plugins_tensorrt_version(void) {{ return "{tensorrt}"; }}\n'
-        )
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", source.with_suffix(".so"), source], check=True)
-        return source.with_suffix(".so")
-
+def test_engines_with_plugins_need_the_library(opens, copied: Path, tmp_path: Path, compile_library) -> None:
     changed(copied, plugins=PluginsInfo(__version__, "0" * 64, ("segment_0",)))
     for options, sentence in [
         (
@@ -237,14 +224,14 @@ def test_engines_with_plugins_need_the_library(opens, copied: Path, tmp_path: Pa
         ),
         ({"plugins": "none"}, "no plugin library is named here"),
         (
-            {"plugins": library("older", "10.3")},
+            {"plugins": compile_library("older", tensorrt="10.3")},
             r"was compiled for TensorRT 10\.3 and [\d.]+ is installed: build",
         ),
-        ({"plugins": library("unloved")}, r"TensorRT cannot load the plugin library '.*unloved\.so'"),
+        ({"plugins": compile_library("unloved")}, r"TensorRT cannot load the plugin library '.*unloved\.so'"),
     ]:
         with pytest.raises(ProviderError, match=sentence):
             opens(copied, **options)
-    engine = opens(copied, "auto", plugins=library("ours"))
+    engine = opens(copied, "auto", plugins=compile_library("ours"))
     another, running = engine.log
     assert "ours.so' is another build than the engines of bundle" in another
     assert running.endswith("with TensorRT")
@@ -253,7 +240,7 @@ def test_engines_with_plugins_need_the_library(opens, copied: Path, tmp_path: Pa
     with pytest.raises(
         ProviderError, match=f"hold plugins of tide_export 0.0.9, but the library .* is of {__version__}"
     ):
-        opens(copied, plugins=library("ours"))
+        opens(copied, plugins=compile_library("ours"))
 
 
 def test_a_machine_without_the_library_is_told_so(tensorrt: TensorrtBuild, bundle: Path) -> None:

@@ -5,7 +5,6 @@ The libraries here are stand-ins that a C compiler makes; the real one is in tes
 
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,27 +26,6 @@ from tide_export.runtime.providers import open_provider
 from tide_export.runtime.segmented import tensorrt as on_tensorrt
 
 NEEDED = PluginsInfo(__version__, "0" * 64, ("segment_0",))
-
-
-@pytest.fixture(scope="module")
-def compile_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A shared library that says these versions."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("there is no C compiler")
-    folder = tmp_path_factory.mktemp("libraries")
-
-    def make(name: str, version: str = __version__, tensorrt: str = "11.1", more: str = "") -> Path:
-        source = folder / f"{name}.c"
-        source.write_text(
-            f'const char* tide_plugins_version(void) {{ return "{version}"; }}\n'
-            f'const char* tide_plugins_tensorrt_version(void) {{ return "{tensorrt}"; }}\n{more}'
-        )
-        library = folder / f"{name}.so"
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-        return library
-
-    return make
 
 
 @pytest.fixture(scope="module")
