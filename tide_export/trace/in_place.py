@@ -22,10 +22,11 @@ def functional(node: Node) -> OpOverload | None:
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None or overload not in packet.overloads():
         return None
-    written, *others = (argument for argument in node.args if isinstance(argument, Node))
-    if written is not node.args[0] or _is_shared(written, node):
+    written, *others = node.args
+    if not isinstance(written, Node) or _is_shared(written, node):
         return None
-    kept = all(_keeps_dtype(written.meta["val"].dtype, other.meta.get("val")) for other in others)
+    read = (other.meta.get("val") for other in others if isinstance(other, Node))
+    kept = all(_keeps_dtype(written.meta["val"].dtype, tensor) for tensor in read)
     return getattr(packet, overload) if kept else None
 
 
