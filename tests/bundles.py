@@ -1,10 +1,12 @@
 """Small bundles of names and bytes, for the tests of what becomes of bundles on disk."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tide_export import names
 from tide_export.bundle import Manifest, ModelInfo, TensorInfo, write_manifest, writing_bundle
 
 
@@ -81,3 +83,14 @@ def edit(path: Path, *keys: str | int, value: object) -> None:
 
 def tuned(manifest: Manifest) -> Manifest:
     return replace(manifest, thresholds=(0.25, 0.75), tuning={"epsilon": 0.05, "path": [{"risk": 0.5, "p": None}]})
+
+
+def without(bundle: Path, folder: Path, lost: str) -> Path:
+    """A copy of a bundle, no links to it, without its folders and the files whose names start with `lost`."""
+    folder.mkdir()
+    for file in bundle.iterdir():
+        if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):
+            shutil.copyfile(file, folder / file.name)
+    manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
+    write_manifest(folder, replace(manifest, networks=None, engines=None, files={}))
+    return folder

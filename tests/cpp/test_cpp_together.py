@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from bundles import without
 from cpp_builds import CppBuild
 from cpp_engine import CppEngine, prompts_of, words
 
@@ -259,17 +259,6 @@ def test_what_is_for_lists_is_refused_for_one(both: Both) -> None:
         for engine in both:
             with pytest.raises(GenerationError, match=sentence):
                 engine.generate([1, 2], **options)
-
-
-def without(bundle: Path, folder: Path, lost: str) -> Path:
-    """A copy of `bundle` without the batch networks whose names start with `lost`."""
-    folder.mkdir()
-    for file in bundle.iterdir():
-        if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):
-            shutil.copyfile(file, folder / file.name)
-    manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
-    write_manifest(folder, replace(manifest, networks=None, engines=None, files={}))
-    return folder
 
 
 def test_networks_that_are_missing_or_others(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bundles import without
 
 from tide_export import names
 from tide_export.bundle import write_manifest
@@ -186,17 +187,6 @@ def test_what_is_refused(engine: Engine, prompts: list, options: dict, says: str
 def test_an_array_of_prompts(engine: Engine) -> None:
     found = engine.generate(np.array([[5, 6], [7, 8]]), 3, mode="full")
     assert same(found, [engine.generate([5, 6], 3, mode="full"), engine.generate([7, 8], 3, mode="full")])
-
-
-def without(bundle: Path, folder: Path, lost: str) -> Path:
-    """A copy of `bundle`, no links to it, without the batch networks whose names start with `lost`."""
-    folder.mkdir()
-    for file in bundle.iterdir():
-        if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):
-            shutil.copyfile(file, folder / file.name)
-    manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
-    write_manifest(folder, replace(manifest, networks=None, engines=None, files={}))
-    return folder
 
 
 def test_a_bundle_without_networks_for_batches(demo_bundle: Path, tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 That this is what the rule says, `tests/parity/test_propagate.py` shows."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundles import without
 
 from tide_export import names
 from tide_export.bundle import write_manifest
@@ -102,17 +102,6 @@ def test_there_is_nothing_to_choose(engine: Engine) -> None:
         engine.stream([5], 2, max_pending=4)
     with pytest.raises(GenerationError, match="propagates"):
         engine.generate([[5], [6]], 2, mode="lossless")
-
-
-def without(bundle: Path, folder: Path, lost: str) -> Path:
-    """A copy of `bundle`, no links to it, without the files whose names start with `lost`."""
-    folder.mkdir()
-    for file in bundle.iterdir():
-        if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):
-            shutil.copyfile(file, folder / file.name)
-    manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
-    write_manifest(folder, replace(manifest, files={}))
-    return folder
 
 
 def test_networks_that_are_missing_or_others(propagating_bundle: Path, tmp_path: Path) -> None:
