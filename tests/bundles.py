@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tide_export import names
-from tide_export.bundle import Manifest, ModelInfo, TensorInfo, write_manifest, writing_bundle
+from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
+from tide_export.bundle.store import write_manifest, writing_bundle
 
 
 def make_manifest(name: str = "model") -> Manifest:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tide_export.cli import main
+from tide_export.cli.main import main
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

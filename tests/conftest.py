@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tide_export import __version__
+from tide_export.version import __version__
 
 # Tracing makes objects by the million, nearly all of which die of their own accord: Python's collector, at its default
 # of looking every 700 of them, takes a fifteenth of the suite's time.
@@ -32,7 +32,7 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_source(demo_model: Path):
-    from tide_export.model import load_model
+    from tide_export.model.source import load_model
 
     return load_model(str(demo_model))
 
@@ -63,8 +63,8 @@ def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
 
     It has the networks for TensorRT too, and no engines.
     """
-    from tide_export import pipeline
     from tide_export.config import TideConfig
+    from tide_export.pipeline import flow as pipeline
 
     bundle = shared / "demo-bundle"
     with (shared / "demo-bundle.lock").open("w") as lock:
@@ -89,7 +89,7 @@ def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
 def propagating_bundle(demo_model: Path, demo_bundle: Path, shared: Path) -> Path:
     """The demo model with the routers of the demo bundle and `--kv-cache-strategy propagate`, from the command line;
     made once for all workers."""
-    from tide_export.cli import main
+    from tide_export.cli.main import main
 
     bundle = shared / "propagating-bundle"
     with (shared / "propagating-bundle.lock").open("w") as lock:

@@ -1,7 +1,8 @@
 """Tiny seeded models, one row per family, with the family's own features on and every parameter randomised.
 
-The one list behind the parity tests and `tools/models.py`, which runs every row and writes docs/models.md. A row that
-cannot be exported stays, with `refused` holding a part of the sentence that says why. To add a family, add a row.
+The one list behind the parity tests and `tools/checks/model_families.py`, which runs every row and writes
+docs/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that says why. To add
+a family, add a row.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from tide_export.model import SourceModel, auto_class, reference_attention, wrap_model
+from tide_export.model.source import SourceModel, auto_class, reference_attention, wrap_model
 
 LAYERS = 3
 CHECKPOINTS = (1, 2)

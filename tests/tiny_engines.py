@@ -1,25 +1,28 @@
-"""Engines of the tiny models in `families`, through the stages of `pipeline.export`: what the parity tests run."""
+"""Engines of the tiny models in `families`, through the stages of `pipeline.flow.export`: what the parity tests run."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from families import CONTEXT
 
-from tide_export.bundle import open_bundle, write_manifest, writing_bundle
+from tide_export.bundle.manifest import EXACT, PROPAGATE
+from tide_export.bundle.store import open_bundle, write_manifest, writing_bundle
+from tide_export.compose.cut import Pieces, cut
+from tide_export.compose.propagate import compose_propagating
+from tide_export.compose.step_graph import compose
 from tide_export.config import TideConfig
-from tide_export.graph import compose, compose_propagating, cut
-from tide_export.graph.cut import Pieces
-from tide_export.lower import lower_for_onnxruntime, networks_for_tensorrt, save_batch_networks
-from tide_export.manifest import EXACT, PROPAGATE
-from tide_export.model import SourceModel
+from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.lower.onnxruntime.packed import save_batch_networks
+from tide_export.lower.tensorrt.lower import networks_for_tensorrt
+from tide_export.model.source import SourceModel
 from tide_export.names import BATCH_SIZES
-from tide_export.package import context_length, make_manifest, save_graph
-from tide_export.routers import RouterSet
+from tide_export.pipeline.contents import context_length, make_manifest, save_graph
+from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.segmented.onnxruntime import open_segments
-from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.runtime.session import open_session
-from tide_export.trace import trace
+from tide_export.runtime.onnxruntime.segments import open_segments
+from tide_export.runtime.onnxruntime.session import open_session
+from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.trace.tracer import trace
 
 
 def bound(source: SourceModel) -> int:
@@ -40,8 +43,8 @@ def engine_of(
     strategy: str = EXACT,
     batch: bool = False,
 ) -> Engine:
-    """`source` with `routers` as an engine on one thread, through the stages of `pipeline.export`; its networks for
-    the smallest batches too, if `batch`."""
+    """`source` with `routers` as an engine on one thread, through the stages of `pipeline.flow.export`; its networks
+    for the smallest batches too, if `batch`."""
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
     graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()), source.quantized)

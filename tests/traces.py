@@ -11,8 +11,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from tide_export.model import SourceModel
-from tide_export.trace import TracedModel, trace
+from tide_export.model.source import SourceModel
+from tide_export.trace.tracer import TracedModel, trace
 
 
 class Traces:

@@ -1,7 +1,7 @@
 """tide_export: from a Hugging Face causal LM with early-exit routers to an engine that really skips layers.
 
 `tide_export.load(bundle)` runs a bundle and needs numpy and one engine alone; everything that makes a bundle
-(`pipeline`, `calibrate`, `trace`, ...) is imported only when asked for and needs the `export` extra.
+(`pipeline.flow`, `calibrate`, `trace`, ...) is imported only when asked for and needs the `export` extra.
 `tide_export.register_adapter` tells where the parts of a model are that cannot be found by themselves.
 """
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from tide_export.errors import TideError
 
 if TYPE_CHECKING:
-    from tide_export.anatomy import Anatomy, register_adapter
+    from tide_export.model.structure import Anatomy, register_adapter
     from tide_export.runtime.engine import Engine, load
 
-__version__ = "0.1.0"
+from tide_export.version import __version__
+
 __all__ = ["Anatomy", "Engine", "TideError", "__version__", "load", "register_adapter"]
 
 
@@ -24,7 +25,7 @@ def __getattr__(name: str) -> object:
 
         return getattr(engine, name)
     if name in ("Anatomy", "register_adapter"):
-        from tide_export import anatomy
+        from tide_export.model import structure as anatomy
 
         return getattr(anatomy, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Every knob of calibration and export, validated once, with TIDE's names and defaults where TIDE has them.
 
-`TideConfig` is filled by the command line (or by a library user), read by `calibrate` and `pipeline`, and stored in the
-router file and the bundle's manifest as provenance.
+`TideConfig` is filled by the command line (or by a library user), read by `calibrate` and `pipeline.flow`, and stored
+in the router file and the bundle's manifest as provenance.
 """
 
 from typing import Literal
@@ -78,7 +78,7 @@ class TideConfig(BaseModel):
     def resolve_checkpoints(self, num_layers: int) -> tuple[int, ...]:
         """The checkpoints of a model with `num_layers` layers, ascending; never after the last layer.
 
-        `auto` cannot be resolved without running the model: `calibrate.placement` does it.
+        `auto` cannot be resolved without running the model: `calibration.placement` does it.
 
         Raises:
             ConfigError: none fits, or an explicit one lies outside 1 .. num_layers-1 or is repeated.

@@ -53,8 +53,8 @@ def present(layer: int, kind: str) -> str:
     return f"present.{layer}.{kind}"
 
 
-# The networks of one segment each, and of the head (see `lower.tensorrt`). T is float32, float16 or bfloat16; rows of a
-# batch may be padded on the right.
+# The networks of one segment each, and of the head (see `lower.tensorrt.lower`). T is float32, float16 or bfloat16;
+# rows of a batch may be padded on the right.
 HIDDEN_STATES = "hidden_states"  # input: T [B, S, D], of segments behind the first, which takes INPUT_IDS [B, S]
 PAST_LENGTHS = "past_lengths"  # input: int64 [B], tokens in the segment's K/V cache before the run
 LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each row's last real token, 0 .. S-1
@@ -67,12 +67,12 @@ EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
 # The head takes EXIT_STATES, T [B, S, D'], and gives LOGITS, float32 [B, S, V].
 
 
-# The networks of a batch, one per segment (see `lower.batch`): N tokens of all rows behind one another, R rows at most,
-# m rows asked about. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D], LAST_TOKENS [m] (places among the N) and
-# the K/V buffers `row(past(..), r)` of each row; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m, D'],
-# ROUTER_SCORE [m, 1, 1] and `row(present(..), r)`. The head takes EXIT_STATES and gives LOGITS [1, m, V]. All float32.
-# Where K/V are propagated, each segment behind the first has one more network, `skipped(k)`, from the HIDDEN_STATES
-# [1, m, D] that m tokens left with before it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
+# The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of all rows behind one another, R
+# rows at most, m rows asked about. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D], LAST_TOKENS [m] (places among
+# the N) and the K/V buffers `row(past(..), r)` of each row; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m,
+# D'], ROUTER_SCORE [m, 1, 1] and `row(present(..), r)`. The head takes EXIT_STATES and gives LOGITS [1, m, V]. All
+# float32. Where K/V are propagated, each segment behind the first has one more network, `skipped(k)`, from the
+# HIDDEN_STATES [1, m, D] that m tokens left with before it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
 POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's place in its own sequence
 ROW_TOKENS = "row_tokens"  # input: int64 [R], how many of the N are each row's; 0: the row is left alone
 ROW_LENGTHS = "row_lengths"  # input: int32 [R], tokens in each row's K/V cache after the run; 1 where it is left alone

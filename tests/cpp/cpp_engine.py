@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from tide_export import errors
-from tide_export.runtime.generation import Generation
-from tide_export.runtime.state import ROOM, StepResult
-from tide_export.runtime.stats import ExitStats
+from tide_export.runtime.branched.sequence import ROOM, StepResult
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.decoding.stats import ExitStats
 
 COUNTED = ("exit_layer", "layers_run", "layer_tokens_run", "layer_tokens_total", "drafted", "accepted", "looked_up")
 COUNTED += ("lookups_accepted", "prompt_tokens", "num_layers", "prefill_seconds", "decode_seconds")

@@ -14,11 +14,12 @@ from bundles import edit
 from cpp_builds import CppBuild
 from cpp_engine import CppEngine
 
-from tide_export import __version__, names
-from tide_export.bundle import open_bundle, write_manifest
+from tide_export import names
+from tide_export.bundle.manifest import EnginesInfo, Profile
+from tide_export.bundle.store import open_bundle, write_manifest
 from tide_export.errors import BundleError, ConfigError, GenerationError, ProviderError
-from tide_export.manifest import EnginesInfo, Profile
 from tide_export.runtime.engine import load
+from tide_export.version import __version__
 
 VERSION = "11.1.0.106"
 PROFILES = (

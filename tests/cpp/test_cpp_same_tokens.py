@@ -12,9 +12,9 @@ from cpp_builds import CppBuild
 from cpp_engine import CppEngine
 
 from tide_export.errors import GenerationError
+from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.generation import Generation
-from tide_export.thresholds import OFF
+from tide_export.thresholds.resolve import OFF
 
 Both = tuple[Engine, CppEngine]
 SECONDS = ("prefill_seconds", "decode_seconds", "tokens_per_second")

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tide_export.runtime.sampling import Sampler
-from tide_export.thresholds import OFF
+from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.thresholds.resolve import OFF
 
 DRAWS = 1200
 PROMPT = [3, 1, 4, 1, 5]

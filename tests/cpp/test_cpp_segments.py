@@ -15,11 +15,11 @@ from cpp_engine import CppEngine
 from test_cpp_same_tokens import facts
 
 from tide_export import names
-from tide_export.bundle import open_bundle, write_manifest
+from tide_export.bundle.store import open_bundle, write_manifest
 from tide_export.errors import GenerationError
+from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.generation import Generation
-from tide_export.thresholds import OFF
+from tide_export.thresholds.resolve import OFF
 
 
 @pytest.fixture(scope="module")

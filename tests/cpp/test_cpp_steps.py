@@ -8,10 +8,10 @@ from cpp_builds import CppBuild
 from cpp_engine import CppEngine, CppState
 from tiny_model import TinyModel
 
+from tide_export.bundle.manifest import Drafting
 from tide_export.errors import GenerationError
-from tide_export.manifest import Drafting
 from tide_export.runtime.engine import load
-from tide_export.thresholds import OFF
+from tide_export.thresholds.resolve import OFF
 
 
 def random_ids(count: int, seed: int) -> list[int]:

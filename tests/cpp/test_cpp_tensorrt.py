@@ -15,13 +15,14 @@ from cpp_builds import CppBuild, TensorrtBuild
 from cpp_engine import CppEngine
 from test_cpp_same_tokens import facts
 
-from tide_export import __version__, names
-from tide_export.bundle import open_bundle, write_manifest
+from tide_export import names
+from tide_export.bundle.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
+from tide_export.bundle.store import open_bundle, write_manifest
 from tide_export.errors import BundleError, GenerationError, ProviderError, TideError
-from tide_export.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.segmented.network import of_network, specs
-from tide_export.thresholds import OFF
+from tide_export.runtime.segmented.network_spec import of_network, specs
+from tide_export.thresholds.resolve import OFF
+from tide_export.version import __version__
 
 PROFILES = (
     *(Profile("decode", 1, 1, 1, 1), Profile("catch-up", 1, 16, 32, 1), Profile("prefill", 1, 512, 1024, 1)),

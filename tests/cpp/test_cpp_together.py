@@ -17,12 +17,12 @@ from cpp_builds import CppBuild
 from cpp_engine import CppEngine, prompts_of, words
 
 from tide_export import names
-from tide_export.bundle import write_manifest
+from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
-from tide_export.manifest import Manifest
+from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.generation import Generation
-from tide_export.thresholds import OFF
+from tide_export.thresholds.resolve import OFF
 
 Both = tuple[Engine, CppEngine]
 LENGTHS = (1, 37, 100, 2, 18, 130)

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tide_export.build.rebuild import rebuild
-from tide_export.bundle import Bundle
+from tide_export.bundle.store import Bundle
+from tide_export.engines.rebuild import rebuild
 from tide_export.errors import ProviderError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.flavours import FLAVOURS, import_library
-from tide_export.runtime.gpu import compute_capability
-from tide_export.runtime.plugins import find_plugins
+from tide_export.runtime.tensorrt.flavours import FLAVOURS, import_library
+from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.plugins import find_plugins
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_every_engine_equals_onnx_runtime(engines: Bundle) -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "compare_engines.py"))
+    tool = runpy.run_path(str(ROOT / "tools" / "checks" / "engines.py"))
     assert tool["main"](str(engines.path)) == 0
 
 

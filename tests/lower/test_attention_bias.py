@@ -5,7 +5,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export.lower.passes import GroupQueryAttentionPass
+from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
 from tide_export.names import DOMAIN, OP_ATTENTION
 
 HEADS, WIDTH, CAPACITY, TOTAL, SCALE = 4, 16, 64, 30, 0.3

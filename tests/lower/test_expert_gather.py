@@ -5,8 +5,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export.lower.passes import expert_gather
-from tide_export.lower.passes.expert_gather import ExpertGatherPass, most_gathering
+from tide_export.lower.tensorrt import expert_gather
+from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, most_gathering
 from tide_export.names import DOMAIN, OP_EXPERT_MATMUL
 
 ROWS, EXPERTS, K, N = 7, 3, 4, 5

@@ -5,13 +5,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export.lower.passes import (
-    ExpertMatMulPass,
-    FlatProductsPass,
-    PackedProjectionsPass,
-    SkipNormsPass,
-    TransposedWeightsPass,
-)
+from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
+from tide_export.lower.onnxruntime.flat_matmuls import FlatProductsPass
+from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
+from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
+from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
 
 FLOAT = ir.DataType.FLOAT
 RNG = np.random.default_rng(0)

@@ -7,8 +7,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export.lower.passes.half_precision import HalfPrecisionPass
-from tide_export.lower.passes.scatter_attention import ScatterAttentionPass
+from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
+from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
 from tide_export.names import DOMAIN, OP_ATTENTION
 
 B, H, KV, S, D, C = 2, 4, 2, 3, 8, 12

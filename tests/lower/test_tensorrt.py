@@ -13,14 +13,14 @@ from families import build
 from tiny_engines import bound
 
 from tide_export import names
-from tide_export.bundle import open_bundle
+from tide_export.bundle.store import open_bundle
+from tide_export.compose.cut import cut
 from tide_export.errors import GraphError, UnsupportedModelError
-from tide_export.graph import cut
-from tide_export.lower import check_operators, networks_for_tensorrt
-from tide_export.lower import tensorrt as lowering
-from tide_export.lower.passes.half_precision import HalfPrecisionPass
-from tide_export.spread import spread_routers
-from tide_export.trace import trace
+from tide_export.lower.tensorrt import lower as lowering
+from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
+from tide_export.lower.tensorrt.lower import check_operators, networks_for_tensorrt
+from tide_export.routers.random_routers import spread_routers
+from tide_export.trace.tracer import trace
 
 CAPACITY, CHECKPOINT, WIDTH = 48, 2, 64
 RNG = np.random.default_rng(0)

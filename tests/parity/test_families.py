@@ -11,11 +11,11 @@ from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.export_check import dividing_thresholds
-from tide_export.parity import check_exit, check_full, check_lossless
-from tide_export.spread import spread_routers
-from tide_export.thresholds import OFF
-from tide_export.trace import trace
+from tide_export.routers.random_routers import spread_routers
+from tide_export.thresholds.resolve import OFF
+from tide_export.trace.tracer import trace
+from tide_export.verify.export_gate import dividing_thresholds
+from tide_export.verify.parity import check_exit, check_full, check_lossless
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]  # none, one and five windows long
 NEW_TOKENS = 24

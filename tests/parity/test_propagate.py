@@ -10,14 +10,14 @@ import torch
 from families import CHECKPOINTS, LAYERS, build
 from tiny_engines import engine_of
 
-from tide_export.export_check import dividing_thresholds
-from tide_export.manifest import PROPAGATE
-from tide_export.oracle import oracle
-from tide_export.parity import FORGIVEN_GAP, check_exit, check_full
-from tide_export.runtime.batch.propagate import PropagatingBatch
-from tide_export.runtime.batch.step import RowResult
-from tide_export.spread import spread_routers
-from tide_export.thresholds import OFF
+from tide_export.bundle.manifest import PROPAGATE
+from tide_export.routers.random_routers import spread_routers
+from tide_export.runtime.decoding.depth_rule import RowResult
+from tide_export.runtime.packed.propagate import PropagatingBatch
+from tide_export.thresholds.resolve import OFF
+from tide_export.verify.export_gate import dividing_thresholds
+from tide_export.verify.oracle import oracle
+from tide_export.verify.parity import FORGIVEN_GAP, check_exit, check_full
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(20)]]
 TOGETHER = [PROMPTS[2], PROMPTS[0], [(i * 53) % 400 + 9 for i in range(33)], PROMPTS[1], [11, 4, 8]]

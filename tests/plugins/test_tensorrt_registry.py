@@ -15,14 +15,15 @@ import onnx_ir as ir
 import pytest
 from native_builds import ROOT
 
-from tide_export import __version__, names
-from tide_export.build import run_worker
+from tide_export import names
+from tide_export.compose.router_op import route_attributes, route_function
+from tide_export.engines.build import run_worker
 from tide_export.errors import BuildError
-from tide_export.graph.route import route_attributes, route_function
-from tide_export.routers import RouterArrays
-from tide_export.runtime.flavours import TENSORRT_RTX
-from tide_export.runtime.plugins import find_plugins
+from tide_export.routers.router_set import RouterArrays
+from tide_export.runtime.tensorrt.flavours import TENSORRT_RTX
+from tide_export.runtime.tensorrt.plugins import find_plugins
 from tide_export.trace.tracer import OPSET
+from tide_export.version import __version__
 
 PLUGINS = ["TideRoute", "TideExitScatter", "TideCompact", "TideGatherPending"]
 
@@ -97,7 +98,7 @@ def test_the_library_says_whose_it_is(library):
     found = find_plugins(library)
     assert found.version == __version__
     assert re.fullmatch(r"11\.\d+", found.tensorrt)
-    register = "import sys, tensorrt_rtx; from tide_export.runtime.plugins import register as r;"
+    register = "import sys, tensorrt_rtx; from tide_export.runtime.tensorrt.plugins import register as r;"
     twice = f"{register} r(tensorrt_rtx, sys.argv[1]); r(tensorrt_rtx, sys.argv[1])"
     subprocess.run([sys.executable, "-c", twice, str(library)], check=True, cwd=ROOT)
 

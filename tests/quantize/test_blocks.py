@@ -6,8 +6,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from tide_export.manifest import Quantization
-from tide_export.quantize.blocks import Blocks, from_integers, joined, round_to_nearest, split
+from tide_export.bundle.manifest import Quantization
+from tide_export.quantize.rounding import Blocks, from_integers, joined, round_to_nearest, split
 
 
 def settings(bits: int = 4, block_size: int = 32, symmetric: bool = True) -> Quantization:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from families import build
 
+from tide_export.bundle.manifest import Quantization
 from tide_export.errors import ConfigError
-from tide_export.manifest import Quantization
-from tide_export.quantize import gptq, quantization_settings, quantize_model
+from tide_export.quantize import gptq
+from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.matrices import find_matrices
+from tide_export.quantize.settings import quantization_settings
 
 INT4 = Quantization("rtn", 4, 32, True, 4)
 GPTQ = Quantization("gptq", 4, 32, True, 4)

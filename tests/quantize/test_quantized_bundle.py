@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tide_export.bundle import open_bundle
-from tide_export.cli import main
-from tide_export.model import load_model
-from tide_export.routers import RouterSet
+from tide_export.bundle.store import open_bundle
+from tide_export.cli.main import main
+from tide_export.model.source import load_model
+from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
-from tide_export.validate import validate
+from tide_export.verify.validate import validate
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,15 +9,15 @@ import torch
 from families import CHECKPOINTS, LAYERS, build
 from tiny_engines import engine_of, pieces_of
 
+from tide_export.bundle.manifest import Quantization
 from tide_export.errors import BundleError
-from tide_export.export_check import dividing_thresholds
-from tide_export.manifest import Quantization
-from tide_export.parity import TOLERANCES, check_exit, check_full
-from tide_export.quantize import quantize_model
-from tide_export.quantize.stored import float32_session, restore
+from tide_export.quantize.flow import quantize_model
+from tide_export.routers.random_routers import spread_routers
 from tide_export.runtime.engine import Engine
-from tide_export.spread import spread_routers
-from tide_export.thresholds import OFF
+from tide_export.thresholds.resolve import OFF
+from tide_export.verify.export_gate import dividing_thresholds
+from tide_export.verify.parity import TOLERANCES, check_exit, check_full
+from tide_export.verify.quantized import float32_session, restore
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 24

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tide_export.cli import main
+from tide_export.bundle.manifest import Quantization
+from tide_export.cli.main import main
 from tide_export.errors import ConfigError
-from tide_export.manifest import Quantization
-from tide_export.pipeline import export
-from tide_export.quantize import quantization_settings
+from tide_export.pipeline.flow import export
+from tide_export.quantize.settings import quantization_settings
 
 
 def test_defaults_and_choices() -> None:

@@ -6,7 +6,7 @@ import pytest
 import report_data
 from report_reader import Page, read
 
-from tide_export.report import write_report
+from tide_export.report.write import write_report
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tide_export.calibrate.evaluation import Assessment, Convergence, Costs, Evaluation, Example
+from tide_export.calibration.assessment import Assessment, Convergence, Costs, Evaluation, Example
 
 WORDS = "def| f|(|x|):|\n|   | return| x| <| 3| &| x|\n|\n|print|(f|)|\n"
 

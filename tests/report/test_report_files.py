@@ -10,7 +10,8 @@ import pytest
 import report_data
 
 from tide_export.errors import ConfigError
-from tide_export.report import check_report_path, plots, write_report
+from tide_export.report import plots
+from tide_export.report.write import check_report_path, write_report
 
 
 def test_a_good_path_leaves_nothing_behind(tmp_path):
@@ -42,7 +43,7 @@ def test_a_folder_that_cannot_be_written_to():
 
 
 def test_the_path_is_checked_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("tide_export.report.investigate", lambda _: pytest.fail("it went to work"))
+    monkeypatch.setattr("tide_export.report.write.investigate", lambda _: pytest.fail("it went to work"))
     with pytest.raises(ConfigError):
         write_report(report_data.make(n=100), tmp_path / "r.pdf")
 
@@ -58,7 +59,7 @@ def test_files_are_ordinary_ones(written):
 @pytest.fixture
 def quick(monkeypatch):
     """Files are what is tested: one picture is drawn, the page is not."""
-    monkeypatch.setattr("tide_export.report.render", lambda *_: "<!DOCTYPE html>\n")
+    monkeypatch.setattr("tide_export.report.write.render", lambda *_: "<!DOCTYPE html>\n")
 
 
 def test_an_old_report_is_replaced(tmp_path, quick):

@@ -5,14 +5,7 @@ import pytest
 import report_data
 
 from tide_export.errors import CalibrationError
-from tide_export.report.findings import (
-    TARGETS,
-    fixed_flops,
-    halves,
-    investigate,
-    perfect_outcome,
-    precision_recall,
-)
+from tide_export.report.findings import TARGETS, fixed_flops, halves, investigate, perfect_outcome, precision_recall
 
 
 @pytest.fixture(scope="module")

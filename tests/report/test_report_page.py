@@ -10,9 +10,9 @@ import report_data
 from matplotlib.image import imread
 from report_reader import read
 
-from tide_export.calibrate.evaluation import Example
-from tide_export.report import write_report
+from tide_export.calibration.assessment import Example
 from tide_export.report.findings import halves, investigate
+from tide_export.report.write import write_report
 
 NASTY = "<script>alert('1')</script> & \"x\"</span></div>"
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import report_data
 
-from tide_export.report import headline
 from tide_export.report.findings import investigate
 from tide_export.report.sentence import default_sentence, verdict
+from tide_export.report.write import headline
 
 
 def said(assessment):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tide_export.runtime.sampling import Sampler
+from tide_export.runtime.decoding.sampling import Sampler
 
 
 def joint(

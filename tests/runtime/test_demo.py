@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds import OFF
+from tide_export.thresholds.resolve import OFF
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "demo-llama"

@@ -8,8 +8,9 @@ import pytest
 from tiny_model import TinyModel
 
 from tide_export.errors import BundleError, GenerationError
-from tide_export.runtime.engine import Engine, Generation, load
-from tide_export.thresholds import OFF
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.engine import Engine, load
+from tide_export.thresholds.resolve import OFF
 
 PROMPT = [5, 17, 3]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tide_export.runtime import huge_pages
-from tide_export.runtime.huge_pages import HUGE, anonymous_ranges, new_ranges, on_huge_pages
+from tide_export.runtime.onnxruntime import huge_pages
+from tide_export.runtime.onnxruntime.huge_pages import HUGE, anonymous_ranges, new_ranges, on_huge_pages
 
 MAPS = """\
 00400000-00600000 r-xp 00000000 fe:00 77                                 /usr/bin/python 3

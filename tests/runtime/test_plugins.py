@@ -11,19 +11,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from tide_export import __version__, build, names
-from tide_export.build import rebuild as rebuilding
-from tide_export.build.worker import build as build_one
-from tide_export.bundle import Bundle, open_bundle, write_manifest
-from tide_export.cli import main
+from tide_export import names
+from tide_export.bundle.manifest import EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.store import Bundle, open_bundle, write_manifest
+from tide_export.cli.main import main
+from tide_export.engines import build
+from tide_export.engines import rebuild as rebuilding
+from tide_export.engines.worker import build as build_one
 from tide_export.errors import BuildError, ConfigError, ProviderError
-from tide_export.manifest import EnginesInfo, PluginsInfo, Profile
-from tide_export.pipeline import export
-from tide_export.runtime import plugins as looking
-from tide_export.runtime.flavours import TENSORRT, TENSORRT_RTX
-from tide_export.runtime.plugins import find_plugins, plugins_to_build_with, plugins_to_load, register
+from tide_export.pipeline.flow import export
 from tide_export.runtime.providers import open_provider
-from tide_export.runtime.segmented import tensorrt as on_tensorrt
+from tide_export.runtime.tensorrt import engines as on_tensorrt
+from tide_export.runtime.tensorrt import plugins as looking
+from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
+from tide_export.runtime.tensorrt.plugins import find_plugins, plugins_to_build_with, plugins_to_load, register
+from tide_export.version import __version__
 
 NEEDED = PluginsInfo(__version__, "0" * 64, ("segment_0",))
 

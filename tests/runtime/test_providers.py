@@ -11,17 +11,25 @@ from types import SimpleNamespace
 import pytest
 
 from tide_export import names
-from tide_export.bundle import Bundle, open_bundle, write_manifest
-from tide_export.cli import main
+from tide_export.bundle.manifest import EnginesInfo, Profile
+from tide_export.bundle.store import Bundle, open_bundle, write_manifest
+from tide_export.cli.main import main
 from tide_export.errors import BundleError, GenerationError, ProviderError
-from tide_export.manifest import EnginesInfo, Profile
 from tide_export.runtime import providers
+from tide_export.runtime.branched.sequence import SequenceState
 from tide_export.runtime.engine import load
-from tide_export.runtime.flavours import DAMAGED, REFUSALS, TENSORRT, TENSORRT_RTX, built_for, check_header, runs_on
-from tide_export.runtime.segmented import onnxruntime as on_onnxruntime
-from tide_export.runtime.segmented import tensorrt as on_tensorrt
-from tide_export.runtime.segmented.tensorrt import pick_profile
-from tide_export.runtime.state import SequenceState
+from tide_export.runtime.onnxruntime import segments as on_onnxruntime
+from tide_export.runtime.tensorrt import engines as on_tensorrt
+from tide_export.runtime.tensorrt.engines import pick_profile
+from tide_export.runtime.tensorrt.flavours import (
+    DAMAGED,
+    REFUSALS,
+    TENSORRT,
+    TENSORRT_RTX,
+    built_for,
+    check_header,
+    runs_on,
+)
 
 PROFILES = (Profile("decode", 1, 1, 1, 8), Profile("catch-up", 1, 16, 32, 8), Profile("prefill", 1, 512, 1024, 1))
 

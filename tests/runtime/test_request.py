@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from tiny_model import TinyModel
 
-from tide_export.bundle import open_bundle
+from tide_export.bundle.store import open_bundle
 from tide_export.errors import ConfigError, GenerationError, ProviderError
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import check_exits
-from tide_export.thresholds import MODES
-from tide_export.validate import validate
+from tide_export.thresholds.resolve import MODES
+from tide_export.verify.validate import validate
 
 GIVEN = {"threshold": 0.9, "min_layers": 4, "max_pending": 1, "compaction_threshold": 0.0}
 REFUSED = {  # option -> mode -> what is said

@@ -8,7 +8,7 @@ import pytest
 from tiny_model import TinyModel
 
 from tide_export import names
-from tide_export.bundle import write_manifest, writing_bundle
+from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.errors import BundleError, ConfigError
 from tide_export.runtime.engine import load
 

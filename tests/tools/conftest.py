@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def _tools_on_path() -> Iterator[None]:
-    folder = str(Path(__file__).parents[2] / "tools")
+    folder = str(Path(__file__).parents[2] / "tools" / "benchmarks")
     sys.path.insert(0, folder)
     yield
     sys.path.remove(folder)
@@ -18,7 +18,7 @@ def _tools_on_path() -> Iterator[None]:
 @pytest.fixture
 def demo_graphs(tmp_path: Path, demo_bundle: Path, demo_model: Path) -> Path:
     """A kept folder of graphs, all of which are the demo bundle: at full depth it is the graph without branches."""
-    from benchmarking.graphs import BRANCHED, PLAIN, Graphs, Recipe
+    from harness.graphs import BRANCHED, PLAIN, Graphs, Recipe
 
     folder = tmp_path / "graphs"
     Graphs(Recipe(str(demo_model)), folder)

@@ -1,4 +1,4 @@
-"""`tools/gpu_session.py`: whatever a step does, the others run and the report says what became of each."""
+"""`tools/checks/gpu_session.py`: whatever a step does, the others run and the report says what became of each."""
 
 import json
 import shutil
@@ -9,24 +9,24 @@ from types import ModuleType
 
 import pytest
 
-from tide_export.cli_options import build_parser
+from tide_export.cli.options import build_parser
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def session() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools"))
+    sys.path.insert(0, str(ROOT / "tools" / "checks"))
     try:
         import gpu_session
     finally:
-        sys.path.remove(str(ROOT / "tools"))
+        sys.path.remove(str(ROOT / "tools" / "checks"))
     return gpu_session
 
 
 @pytest.fixture(scope="module")
 def plan(session: ModuleType) -> ModuleType:
-    return sys.modules["gpu_plan"]
+    return sys.modules["gpu_steps"]
 
 
 def script(text: str) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, bund
     for number, step in enumerate(todo):
         assert set(step.after) <= set(names[:number]), step.name
         program, *arguments = step.command
-        if arguments[:2] == ["-m", "tide_export.cli"]:
+        if arguments[:2] == ["-m", "tide_export.cli.main"]:
             options = build_parser().parse_args(arguments[2:])
             assert options.command in ("export", "build", "generate", "bench")
         elif program == sys.executable and arguments[0] != "-m":

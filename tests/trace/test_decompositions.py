@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from torch.onnx._internal.exporter import _fx_passes
 
 from tide_export.trace import tracer
-from tide_export.trace.decompositions import spared_decompositions
+from tide_export.trace.exporter.decompositions import spared_decompositions
 
 
 def decompositions(monkeypatch: pytest.MonkeyPatch) -> list:

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from tide_export.anatomy import first_tensor
+from tide_export.bundle.manifest import Quantization
 from tide_export.errors import CalibrationError, ConfigError
-from tide_export.manifest import Quantization
-from tide_export.model import SourceModel
-from tide_export.quantize.blocks import Blocks, from_integers, round_to_nearest
+from tide_export.model.source import SourceModel
+from tide_export.model.structure import first_tensor
 from tide_export.quantize.matrices import Matrix
+from tide_export.quantize.rounding import Blocks, from_integers, round_to_nearest
 
 DAMPING = 0.01  # of the Hessian's mean diagonal, added to it, as in the paper
 

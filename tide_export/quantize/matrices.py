@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tide_export.model import SourceModel
+from tide_export.model.source import SourceModel
 
 SMALLEST = 16  # rows and columns; a gate of one output is not worth a block
 PRODUCTS: dict[type[nn.Module], Callable] = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from tide_export.bundle.manifest import BLOCK_SIZES, QUANTIZATION_METHODS, Quantization
 from tide_export.errors import ConfigError
-from tide_export.manifest import BLOCK_SIZES, QUANTIZATION_METHODS, Quantization
 
 BITS = {"int8": 8, "int4": 4}
 QUANTIZED = tuple(BITS)

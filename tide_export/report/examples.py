@@ -5,7 +5,7 @@ Part of `page`. Everything in a passage is somebody's text: it is escaped, and i
 
 from collections.abc import Sequence
 
-from tide_export.calibrate.evaluation import Example
+from tide_export.calibration.assessment import Example
 from tide_export.report.theme import DARK, LIGHT, Theme, text_on
 from tide_export.report.wording import escaped, made_visible
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tide_export.calibrate.evaluation import Assessment, Costs, Evaluation, Outcome
-from tide_export.calibrate.reliability import Reliability, reliability
+from tide_export.calibration.assessment import Assessment, Costs, Evaluation, Outcome
+from tide_export.calibration.calibration_error import Reliability, reliability
 from tide_export.errors import CalibrationError
-from tide_export.frontier import OFF, Point, cheapest, frontier, measure
+from tide_export.thresholds.pareto import OFF, Point, cheapest, frontier, measure
 
 TARGETS = (0.995, 0.99, 0.98, 0.95, 0.90)
 SMALLER_HALF = 0.25  # of all tokens: with less, one document is nearly all there is

@@ -7,16 +7,16 @@ a model or data set can ever bring one in.
 import base64
 from importlib.resources import files
 
-from tide_export import __version__
-from tide_export.calibrate.evaluation import Assessment
-from tide_export.calibrate.reliability import BINS
+from tide_export.calibration.assessment import Assessment
+from tide_export.calibration.calibration_error import BINS
 from tide_export.report import plots
 from tide_export.report.examples import colours_css, legend, passage
 from tide_export.report.findings import Findings
+from tide_export.report.html_tables import quality_table, record_tables, routers_table
 from tide_export.report.sentence import HEADLINE_TARGET, Verdict, default_sentence, saved_share
-from tide_export.report.tables import quality_table, record_tables, routers_table
 from tide_export.report.theme import DARK, LIGHT
 from tide_export.report.wording import change, counted, escaped, flops, number, percent
+from tide_export.version import __version__
 
 ROUGH = 2000  # tokens measured on: with fewer, a tenth of a percent is a token or two
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -25,7 +25,9 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 def render(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
     """The whole file."""
     checkpoints = len(assessment.evaluation.checkpoints)
-    style = files("tide_export.report").joinpath("style.css").read_text(encoding="utf-8") + colours_css(checkpoints)
+    style = files("tide_export.report").joinpath("style.css").read_text(encoding="utf-8") + colours_css(
+        checkpoints
+    )
     title = f"Early exits of {assessment.model}"
     sections: list[str] = [
         _top(assessment, findings, verdict, title),

@@ -16,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tide_export.calibrate.evaluation import Assessment, Outcome
-from tide_export.calibrate.reliability import Reliability
+from tide_export.calibration.assessment import Assessment, Outcome
+from tide_export.calibration.calibration_error import Reliability
 from tide_export.report.findings import Findings, RouterFinding, fixed_flops
 from tide_export.report.theme import LIGHT, Theme
 from tide_export.report.wording import NARROW

@@ -6,7 +6,7 @@ Second step of `write_report`, from `findings` alone; the command line may print
 import math
 from dataclasses import dataclass
 
-from tide_export.calibrate.evaluation import Assessment
+from tide_export.calibration.assessment import Assessment
 from tide_export.report.findings import Choice, Findings, RouterFinding
 from tide_export.report.wording import listed, number, percent
 

@@ -1,4 +1,1 @@
-"""Runs a bundle: `engine` generates, `session` holds ONNX Runtime, `state` one sequence, `sampling` picks tokens.
-
-Everything here imports with numpy alone; ONNX Runtime is loaded when the first bundle is.
-"""
+"""Runs a bundle; NumPy and one engine, no PyTorch."""

@@ -15,16 +15,18 @@ from typing import Any, overload
 
 import numpy as np
 
-from tide_export.bundle import Bundle, Manifest, open_bundle
+from tide_export.bundle.manifest import PROPAGATE, Drafting, Manifest
+from tide_export.bundle.store import Bundle, open_bundle
 from tide_export.errors import GenerationError
-from tide_export.manifest import PROPAGATE, Drafting
-from tide_export.runtime.batch.generate import empty_batch, generate_batch
-from tide_export.runtime.batch.networks import MOST_ROWS, BatchNetworks
-from tide_export.runtime.batch.rule import AnyBatch
-from tide_export.runtime.decoding import Decoder, OneByOne, run_block
-from tide_export.runtime.generation import FinishReason, Generation, Progress
-from tide_export.runtime.lossless import DraftLimits, LosslessDecoder, Rewindable
+from tide_export.runtime.branched.sequence import NO_LIMIT, ROOM, SequenceState, State
+from tide_export.runtime.decoding.continuous_batching import empty_batch, generate_batch
+from tide_export.runtime.decoding.decoder import Decoder, OneByOne, run_block
+from tide_export.runtime.decoding.depth_rule import AnyBatch
+from tide_export.runtime.decoding.generation import FinishReason, Generation, Progress
+from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, Rewindable
+from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.options import whole_number
+from tide_export.runtime.packed.networks import MOST_ROWS, BatchNetworks
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import (
     check_exits,
@@ -38,9 +40,7 @@ from tide_export.runtime.request import (
     thresholds_of,
     waiting_limit,
 )
-from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.segmented.batch import SegmentedBatch
-from tide_export.runtime.state import NO_LIMIT, ROOM, SequenceState, State
 
 
 def load(

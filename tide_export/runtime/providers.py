@@ -10,17 +10,17 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tide_export.bundle import Bundle
+from tide_export.bundle.store import Bundle
 from tide_export.errors import ProviderError
-from tide_export.runtime.flavours import FLAVOURS
-from tide_export.runtime.gpu import compute_capability
-from tide_export.runtime.plugins import NONE
+from tide_export.runtime.branched.sequence import SequenceState
+from tide_export.runtime.onnxruntime.segments import open_segments
+from tide_export.runtime.onnxruntime.session import check_threads, open_session
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.onnxruntime import open_segments
-from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.runtime.segmented.tensorrt import open_engines
-from tide_export.runtime.session import check_threads, open_session
-from tide_export.runtime.state import SequenceState
+from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.runtime.tensorrt.engines import open_engines
+from tide_export.runtime.tensorrt.flavours import FLAVOURS
+from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.plugins import NONE
 
 logger = logging.getLogger("tide_export")
 
@@ -38,9 +38,8 @@ def open_provider(
     """Opens `bundle` on an engine.
 
     Args:
-        provider: one of PROVIDERS.
-        threads: threads one step may use on the CPU; None: one per physical core.
-        plugins: the library of plugins, for TensorRT engines that hold some; None: the one `runtime.plugins` finds.
+        provider: one of PROVIDERS. threads: threads one step may use on the CPU; None: one per physical core. plugins:
+        the library of plugins, for TensorRT engines that hold some; None: the one `runtime.tensorrt.plugins` finds.
 
     Raises:
         ProviderError: the provider is unknown, or cannot run this bundle here; or plugins for a bundle or a provider

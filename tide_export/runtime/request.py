@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from tide_export.bundle import Bundle, Manifest
+from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.store import Bundle
 from tide_export.errors import GenerationError
-from tide_export.manifest import PROPAGATE
-from tide_export.runtime.lossless import DraftLimits
+from tide_export.runtime.decoding.lossless import DraftLimits
 from tide_export.runtime.options import real_number, whole_number
-from tide_export.thresholds import resolve_thresholds
+from tide_export.thresholds.resolve import resolve_thresholds
 
 EXITS = ("threshold", "min_layers", "max_pending", "compaction_threshold")  # options of who leaves, and who waits
 

@@ -1,5 +1,1 @@
-"""Second stage: the whole model through `torch.onnx.export` once, with symbolic attention and checkpoint markers."""
-
-from tide_export.trace.tracer import TracedModel, trace
-
-__all__ = ["TracedModel", "trace"]
+"""Exports the whole model once, as one graph with symbolic attention and checkpoint markers."""

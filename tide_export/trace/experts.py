@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tide_export.model import quiet_transformers
+from tide_export.model.source import quiet_transformers
 from tide_export.names import DOMAIN, OP_EXPERT_MATMUL
 
 IMPLEMENTATION = "tide_export"

@@ -21,19 +21,19 @@ from torch import nn
 from torch.fx import config as fx_config
 from transformers import PreTrainedModel
 
-from tide_export.anatomy import first_tensor, with_states
 from tide_export.errors import TideError, TraceError, UnsupportedModelError
-from tide_export.model import SourceModel
+from tide_export.model.source import SourceModel
+from tide_export.model.structure import first_tensor, with_states
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
-from tide_export.trace import complex_ops  # noqa: F401 (registers its operators)
-from tide_export.trace.absent import absent_weights, bring_weights
-from tide_export.trace.attention import refuse_ignored_attention, symbolic_attention
-from tide_export.trace.decompositions import spared_decompositions
+from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
+from tide_export.trace.attention.masks import layer_masks
+from tide_export.trace.attention.matching import ExplicitAttentionPass, attends_by_itself, symbolic_sdpa
 from tide_export.trace.experts import symbolic_experts
-from tide_export.trace.explicit import ExplicitAttentionPass, attends_by_itself, symbolic_sdpa
-from tide_export.trace.masks import layer_masks
-from tide_export.trace.products import symbolic_products
-from tide_export.trace.standstill import passing_cache, short_rotary
+from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
+from tide_export.trace.exporter.decompositions import spared_decompositions
+from tide_export.trace.offloaded_weights import absent_weights, bring_weights
+from tide_export.trace.quantized_linear import symbolic_products
+from tide_export.trace.static_rope import passing_cache, short_rotary
 
 OPSET = 23
 NO_CONTEXT_LENGTH = 2048  # tokens an attention bias is kept for where neither the model nor the caller sets a bound

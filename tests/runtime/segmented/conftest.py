@@ -10,14 +10,14 @@ from fake_gpu import FakeGpu
 from families import CHECKPOINTS, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
-from tide_export.bundle import Bundle, open_bundle
-from tide_export.export_check import dividing_thresholds
+from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.routers.random_routers import spread_routers
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.segmented import cuda
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.onnxruntime import open_segments
-from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.spread import spread_routers
+from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.verify.export_gate import dividing_thresholds
 
 
 @pytest.fixture(scope="session")

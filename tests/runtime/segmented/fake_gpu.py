@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fake_cudart import FakeCudart
 
-from tide_export.manifest import Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.segmented import cuda
 from tide_export.runtime.segmented.backend import SegmentBackend
 

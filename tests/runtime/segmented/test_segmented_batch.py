@@ -13,13 +13,13 @@ from fake_cudart import FakeCudart
 from families import CHECKPOINTS, LAYERS
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.batch import generate as batch_generate
+from tide_export.runtime.decoding import continuous_batching as batch_generate
+from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine, decoder_of
-from tide_export.runtime.sampling import Sampler
-from tide_export.runtime.segmented import batch_lane
+from tide_export.runtime.segmented import batch_memory as batch_lane
 from tide_export.runtime.segmented.batch import SegmentedBatch
-from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.thresholds import OFF
+from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.thresholds.resolve import OFF
 
 NEW_TOKENS = 24
 PLACES = 3

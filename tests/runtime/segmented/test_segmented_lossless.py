@@ -10,16 +10,16 @@ from distribution import deviation, joint
 from fake_cudart import FakeCudart
 from families import LAYERS
 
-from tide_export.manifest import Drafting
+from tide_export.bundle.manifest import Drafting
+from tide_export.runtime.branched.sequence import NO_LIMIT, State
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.generation import Generation
-from tide_export.runtime.sampling import Sampler
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.batch import SegmentedBatch
-from tide_export.runtime.segmented.batch_lane import BatchLane
-from tide_export.runtime.segmented.state import SegmentedState
-from tide_export.runtime.state import NO_LIMIT, State
-from tide_export.thresholds import OFF
+from tide_export.runtime.segmented.batch_memory import BatchLane
+from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.thresholds.resolve import OFF
 
 NEW_TOKENS = 24
 ALWAYS = 0.0

@@ -9,13 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 
+from tide_export.bundle.manifest import Manifest, NetworksInfo
 from tide_export.errors import GenerationError
-from tide_export.manifest import Manifest, NetworksInfo
-from tide_export.runtime.segmented.batch_lane import BatchLane
+from tide_export.runtime.segmented.batch_memory import BatchLane
 from tide_export.runtime.segmented.device import Device
-from tide_export.runtime.segmented.lane import Lane
-from tide_export.runtime.segmented.network import Network, NetworkSpec
-from tide_export.runtime.segmented.ranges import padded
+from tide_export.runtime.segmented.network_spec import Network, NetworkSpec
+from tide_export.runtime.segmented.run_plan import padded
+from tide_export.runtime.segmented.sequence_memory import Lane
 
 OpenLane = Callable[[], tuple[Device, Mapping[str, Network]]]
 

@@ -1,7 +1,7 @@
 """Several sequences over networks of one segment each: after every segment, which of them go on, as `batch.rule` says.
 
 `Engine.generate` of a list of prompts uses a `SegmentedBatch` where the engine is TensorRT or ONNX Runtime on CUDA, and
-a `runtime.batch.step.Batch` on the CPU. Where the memory is and what runs the networks is `batch_lane`'s affair.
+a `runtime.packed.batch.Batch` on the CPU. Where the memory is and what runs the networks is `batch_lane`'s affair.
 """
 
 import heapq
@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from tide_export.bundle import Manifest
-from tide_export.runtime.batch.rule import RowResult, runners, still_needing
+from tide_export.bundle.manifest import Manifest
+from tide_export.runtime.branched.sequence import check_rewind, check_step
+from tide_export.runtime.decoding.depth_rule import RowResult, runners, still_needing
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.state import check_rewind, check_step
-from tide_export.thresholds import OFF
+from tide_export.thresholds.resolve import OFF
 
 
 class SegmentedRow:

@@ -1,0 +1,38 @@
+"""What the calibration tests share: the repository's own small trained model, its tokenizer, its bundled text."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tide_export.data.sequences import load_tokenizer, read_sequences
+from tide_export.model.source import load_model
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
+
+
+@pytest.fixture(scope="session")
+def demo():
+    return load_model(ROOT / "demo" / "demo-llama")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_tokenizer(ROOT / "demo" / "demo-llama")
+
+
+@pytest.fixture(scope="session")
+def sequences(tokenizer):
+    """12 sequences of 48 tokens, from several documents."""
+    return list(read_sequences(str(TEXT), tokenizer, length=48, limit=12))
+
+
+@pytest.fixture
+def write_jsonl(tmp_path):
+    def write(name, rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write

@@ -1,0 +1,154 @@
+"""Several processes give the sample that one gives, bit for bit; one that dies hangs no other and costs no work."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import collecting
+import numpy as np
+import pytest
+
+from tide_export.calibration import distributed as processes
+from tide_export.calibration.distributed import Processes
+from tide_export.cli.main import main
+from tide_export.errors import CalibrationError
+from tide_export.routers.router_set import RouterSet
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("collecting.py")
+LAUNCH = [
+    *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+]
+
+
+def environment(temporary, **more):
+    """As many threads as this process has: torch adds up in another order with another number."""
+    import torch
+
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    threads = str(torch.get_num_threads())
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": threads, "TMPDIR": str(temporary)} | more
+
+
+@pytest.fixture(scope="module")
+def expected(demo):
+    return collecting.arrays(collecting.sample_of(demo))
+
+
+def same(found, expected):
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert np.array_equal(found[name], array), name
+
+
+def test_two_processes_give_what_one_gives(expected, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        [*LAUNCH, str(SCRIPT), str(tmp_path)],
+        env=environment(tmp_path / "tmp"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        with np.load(tmp_path / f"{rank}.npz") as found:
+            same(found, expected)
+    assert not list((tmp_path / "tmp").glob("tide-calibration-*"))
+
+
+def test_two_processes_calibrate_to_the_file_that_one_writes(tmp_path):
+    """All the way through the command line: checkpoints chosen, lenses and routers fitted, one report written."""
+    command = ["calibrate", str(ROOT / "demo" / "demo-llama"), "-q"]
+    command += ["--dataset", str(ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl")]
+    command += ["--checkpoints", "auto", "--exit-strategy", "lens", "--lens-rank", "4", "--router-epochs", "2"]
+    command += ["--calibration-samples", "16", "--calibration-length", "64"]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    output = ["-o", str(tmp_path / "one" / "r.safetensors")]
+    assert main([*command, *output]) == 0
+    output = ["-o", str(tmp_path / "two" / "r.safetensors"), "--report", str(tmp_path / "two" / "report.html")]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "tide_export.cli.main",
+            *command,
+            *output,
+        ],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'two' / 'r.safetensors'}\n"  # of the main process alone
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {"r.safetensors", "report.html", "report.png"}
+    one, two = (RouterSet.load(tmp_path / name / "r.safetensors") for name in ("one", "two"))
+    assert two.provenance == one.provenance
+    same({n: t.numpy() for n, t in two.tensors().items()}, {n: t.numpy() for n, t in one.tensors().items()})
+
+
+def test_one_dies_the_other_ends_and_the_rest_is_resumed(expected, demo, tmp_path, monkeypatch):
+    """Without a launcher to stop the survivor: it must notice by itself. What both had done is kept."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(tmp_path), str(tmp_path / "cache"), "2", "1"],
+            env=environment(tmp_path, **common, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert started[1].returncode == -signal.SIGKILL
+    assert started[0].returncode == 1, errors[0]
+    assert "CalibrationError: another process of this calibration ended or hangs" in errors[0]
+    assert not list(tmp_path.glob("*.npz"))
+
+    batches = len(np.load(tmp_path / "cache" / "done.npy"))
+    left = batches - batches // 2 - batches % 2 - 2  # process 0 did its half, process 1 did two
+    passes = []
+    raw_states = type(demo).raw_states
+    monkeypatch.setattr(type(demo), "raw_states", lambda *args: passes.append(1) or raw_states(*args))
+    same(collecting.arrays(collecting.sample_of(demo, tmp_path / "cache")), expected)
+    assert 0 < left == len(passes) < batches
+    same(collecting.arrays(collecting.sample_of(demo, tmp_path / "cache")), expected)
+    assert len(passes) == left  # a complete folder is only read
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {"WORLD_SIZE": "8"}])
+def test_alone_without_a_launcher(variables, monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "_join", lambda: pytest.fail("accelerate was asked"))
+    alone = Processes.current()
+    assert (alone.rank, alone.count, alone.main) == (0, 1, True)
+    alone.barrier()
+    assert alone.from_main("folder") == "folder"
+
+
+def test_processes_on_several_machines_are_refused(monkeypatch):
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CalibrationError, match="4 processes on several machines"):
+        Processes.current()

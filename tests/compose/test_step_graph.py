@@ -1,0 +1,199 @@
+"""The composed graph as a document: one `If` a segment, functions with plugin attributes, weights stored once,
+valid."""
+
+import collections
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from families import HEADS
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tide_export import names
+from tide_export.compose.cut import cut
+from tide_export.compose.step_graph import compose
+from tide_export.errors import GraphError
+from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.model.source import wrap_model
+from tide_export.routers.router_set import LensArrays, RouterArrays
+from tide_export.runtime.engine import load
+from tide_export.thresholds.resolve import OFF
+from tide_export.trace.tracer import trace
+
+CHECKPOINTS = (3, 6, 9)
+
+
+@pytest.fixture(scope="module")
+def pieces(demo_source, traces):
+    return cut(traces(demo_source, CHECKPOINTS), 1024)
+
+
+def random_arrays(width: int, shortlist: int = 0, hidden: int = 8) -> dict[int, RouterArrays]:
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    rows = draw(width, shortlist) if shortlist else None
+    return {
+        c: RouterArrays(draw(width, hidden), draw(hidden, 1), 0.5, rows, draw(2, hidden) if shortlist else None)
+        for c in CHECKPOINTS
+    }
+
+
+def random_lenses(width: int, rank: int = 4) -> dict[int, LensArrays]:
+    rng = np.random.default_rng(1)
+    shapes = ((width, rank), (rank, width), (width,))
+    return {c: LensArrays(*(rng.normal(size=shape).astype(np.float32) for shape in shapes)) for c in CHECKPOINTS}
+
+
+@pytest.fixture(scope="module")
+def routers(demo_source):
+    return random_arrays(demo_source.normed_size)
+
+
+@pytest.fixture(scope="module")
+def composed(pieces, routers):
+    """Routers of TIDE's form, no lens."""
+    return compose(pieces, routers)
+
+
+@pytest.fixture(scope="module")
+def model(pieces, routers):
+    return lower_for_onnxruntime(compose(pieces, routers))  # lowering changes its graph: one of its own
+
+
+@pytest.fixture(scope="module")
+def full_form(demo_source, pieces):
+    """Routers with a shortlist of 6 tokens, and lenses."""
+    return compose(pieces, random_arrays(demo_source.normed_size, shortlist=6), random_lenses(demo_source.hidden_size))
+
+
+def test_the_bundle_graph_passes_the_checker_with_shape_inference(demo_bundle: Path) -> None:
+    onnx.checker.check_model(str(demo_bundle / names.GRAPH_FILE), full_check=True)
+
+
+def test_one_if_per_segment_behind_the_first(model) -> None:
+    ifs = [node for node in model.graph if node.op_type == "If"]
+    assert len(ifs) == 3
+    for k, node in enumerate(ifs, start=1):
+        skip, run = node.attributes["then_branch"].as_graph(), node.attributes["else_branch"].as_graph()
+        assert (skip.name, run.name) == (f"skip_{k}", f"segment_{k}")
+        assert {n.op_type for n in skip} == {"Identity"}
+        assert sum(n.op_type == "GroupQueryAttention" for n in run) == 3
+
+
+def test_routers_are_functions_that_a_plugin_can_take(model) -> None:
+    (function,) = model.functions.values()
+    assert (function.domain, function.name) == ("tide", "TideRoute")
+    calls = [node for node in model.graph.all_nodes() if node.op_type == "TideRoute"]
+    assert len(calls) == len(CHECKPOINTS)
+    for call in calls:
+        assert call.attributes["plugin_namespace"].as_string() == "tide"
+        assert call.attributes["plugin_version"].as_string() == "1"
+        assert call.attributes["norm"].as_string() == "none"  # the candidate it reads has been through the norm
+
+
+def test_our_operator_names_collide_with_no_onnx_operator() -> None:
+    # TensorRT dispatches on the bare op type, whatever its domain.
+    known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
+    assert not known & {names.OP_ROUTE, names.OP_ATTENTION, names.OP_CHECKPOINT}
+
+
+def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model) -> None:
+    count = collections.Counter(node.op_type for node in model.graph.all_nodes())
+    assert count["GroupQueryAttention"] == 12
+    assert count["MatMul"] == 12 * 5
+    assert count["Transpose"] == count["RotaryEmbedding"] == 0
+    assert count["Gemm"] == 1
+    # All norms of the layers but the first of each segment, whose addition is on the other side of the door; and the
+    # final norm behind each segment.
+    assert count["SkipSimplifiedLayerNormalization"] == 24 - 4 + 4
+    for node in model.graph.all_nodes():
+        if node.op_type == "GroupQueryAttention":
+            assert node.inputs[1] is None
+            assert node.attributes["do_rotary"].as_int() == 1
+
+
+def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, demo_source, demo_bundle: Path) -> None:
+    stored = sum(value.const_value.nbytes for value in model.graph.initializers.values())
+    weights = sum(p.numel() * 4 for p in demo_source.model.parameters())
+    tables = 2 * 1024 * 16 * 4
+    assert weights < stored < weights + tables + 3 * (128 * 8 + 8) * 4 + 4096
+    for node in model.graph.all_nodes():
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                assert not attribute.as_graph().initializers
+
+
+def test_the_head_sees_as_many_last_positions_as_are_asked_for(demo_source, demo_bundle: Path) -> None:
+    engine, ids = load(demo_bundle), (np.arange(20) * 37 % demo_source.vocab_size).tolist()
+    full = engine.start([OFF] * len(CHECKPOINTS))
+    assert full.step(ids).rows.shape == (1, demo_source.vocab_size)
+    full.rewind(0)
+    rows = full.step(ids, logits_to_keep=7).rows
+    with torch.no_grad():
+        expected = demo_source.model(torch.tensor([ids])).logits[0, -7:].numpy()
+    np.testing.assert_allclose(rows, expected, atol=2e-4)
+    leaving = engine.start([-1.0] * len(CHECKPOINTS), max_pending=100)
+    assert leaving.step(ids, logits_to_keep=7).rows.shape == (1, demo_source.vocab_size)
+
+
+def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> None:
+    torch.manual_seed(0)
+    source = wrap_model(LlamaForCausalLM(LlamaConfig(**{**HEADS, "num_hidden_layers": 1})), "one layer")
+    model = lower_for_onnxruntime(compose(cut(trace(source, ()), 64), {}))
+    assert not any(node.op_type == "If" for node in model.graph)
+    assert {value.name for value in model.graph.inputs if not value.name.startswith("past")} == {
+        names.INPUT_IDS,
+        names.TOTAL_LENGTH,
+        names.KEPT_TOKENS,
+    }
+
+
+@pytest.mark.parametrize(("form", "parameters"), [("composed", 5), ("full_form", 7)])
+def test_every_router_call_gives_the_function_what_it_takes(request, form: str, parameters: int) -> None:
+    """Candidate, threshold, down, up, bias; with a shortlist its rows too, and confidence."""
+    model = request.getfixturevalue(form)
+    (function,) = model.functions.values()
+    assert len(function.inputs) == parameters
+    calls = [node for node in model.graph.all_nodes() if node.op_type == names.OP_ROUTE]
+    assert [len(call.inputs) for call in calls] == [parameters] * len(CHECKPOINTS)
+    count = collections.Counter(node.op_type for node in function)
+    assert count["TopK"] == count["LogSoftmax"] == (form == "full_form")
+
+
+def test_a_lens_stands_at_every_checkpoint_and_not_behind_the_last_segment(full_form, composed) -> None:
+    stored = {name for name in full_form.graph.initializers if name.startswith("lenses.")}
+    assert stored == {f"lenses.{c}.{part}" for c in CHECKPOINTS for part in ("down", "up", "bias")}
+    products = [sum(node.op_type == "MatMul" for node in model.graph.all_nodes()) for model in (full_form, composed)]
+    assert products[0] - products[1] == 2 * len(CHECKPOINTS)
+
+
+def test_a_missing_router_or_one_of_another_width_is_refused(pieces, routers) -> None:
+    with pytest.raises(GraphError, match="after layer 9"):
+        compose(pieces, {c: routers[c] for c in (3, 6)})
+    with pytest.raises(GraphError, match="no router of width 128"):
+        compose(pieces, random_arrays(64))
+
+
+def test_the_shortlist_is_stored_once(full_form) -> None:
+    assert [name for name in full_form.graph.initializers if "shortlist" in name] == ["shortlist"]
+
+
+def test_routers_of_two_shortlists_are_refused(pieces, routers) -> None:
+    with pytest.raises(GraphError, match="differ in their shortlists"):
+        compose(pieces, routers | {6: random_arrays(128, shortlist=6)[6]})
+    with pytest.raises(GraphError, match="differ in their shortlists"):
+        compose(pieces, random_arrays(128, shortlist=6) | {6: random_arrays(128, shortlist=7)[6]})
+
+
+def test_a_missing_lens_or_one_of_another_width_is_refused(pieces, routers) -> None:
+    lenses = random_lenses(128)
+    with pytest.raises(GraphError, match="no lens of width 128 for the checkpoint after layer 9"):
+        compose(pieces, routers, {c: lenses[c] for c in (3, 6)})
+    with pytest.raises(GraphError, match="no lens of width 128 for the checkpoint after layer 3"):
+        compose(pieces, routers, random_lenses(64))

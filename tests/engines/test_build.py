@@ -1,0 +1,372 @@
+"""Real engines of TensorRT for RTX, built without a GPU; and how a builder's death is told."""
+
+import shutil
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+from tide_export import names
+from tide_export.bundle.manifest import Manifest, NetworksInfo
+from tide_export.bundle.profiles import profiles_for, run_sizes, with_rows
+from tide_export.bundle.store import open_bundle, write_manifest
+from tide_export.cli.main import main
+from tide_export.engines import build
+from tide_export.engines.build import _check_built, build_engines, require_builder, run_worker
+from tide_export.engines.rebuild import rebuild
+from tide_export.errors import BuildError, BundleError, ConfigError, GenerationError, ProviderError
+from tide_export.runtime.segmented.network_spec import kv_aliases, of_network, specs
+from tide_export.runtime.tensorrt import flavours
+from tide_export.runtime.tensorrt.engines import _check_engine, _Runtime, pick_profile
+from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
+from tide_export.runtime.tensorrt.gpu import compute_capability
+
+PARTS = [*(names.segment(k) for k in range(4)), names.HEAD]
+
+
+@pytest.fixture(scope="module")
+def built(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the demo bundle with engines of TensorRT for RTX."""
+    bundle = tmp_path_factory.mktemp("built") / "bundle"
+    shutil.copytree(demo_bundle, bundle)
+    assert main(["build", str(bundle), "--target", "tensorrt-rtx", "-q"]) == 0
+    return bundle
+
+
+def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bundle: Path) -> None:
+    opened, before = open_bundle(built), open_bundle(demo_bundle)
+    manifest = opened.manifest
+    assert manifest.targets == ("onnxruntime", "tensorrt-rtx")
+    assert manifest.engines is not None
+    assert manifest.engines.flavour == "tensorrt-rtx"
+    assert manifest.engines.version == require_builder(TENSORRT_RTX)
+    assert manifest.engines.weights_sha256 == manifest.model.weights_sha256
+    assert manifest.networks is not None
+    profiles = [(profile.name, profile.most, profile.rows) for profile in manifest.engines.profiles]
+    assert profiles == [
+        ("decode", 1, 1),
+        ("catch-up", 32, 1),
+        ("prefill", 1024, 1),
+        ("batch-decode", 1, 8),
+        ("batch-catch-up", 32, 8),
+    ]
+    assert (manifest.networks.most_rows, manifest.networks.row_tokens) == (8, 32)
+    for part in PARTS:
+        assert manifest.files[names.engine_file(part)].size > 100_000
+    assert {file: info for file, info in manifest.files.items() if not file.startswith("engines/")} == (
+        before.manifest.files
+    )
+
+
+def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
+    """As far as can be read without a GPU: the plan names its inputs and outputs, those of further profiles too."""
+    opened = open_bundle(built, verify=False)
+    assert opened.manifest.networks is not None
+    for part, spec in specs(opened.manifest, opened.manifest.networks).items():
+        plan = opened.file(names.engine_file(part)).read_bytes()
+        for tensor in (*spec.inputs, *spec.outputs):
+            assert tensor.encode() in plan, (part, tensor)
+        assert (b"[profile 4]" in plan) == (part != names.HEAD)
+        assert b"[profile 1]" in plan
+        assert b"[profile 5]" not in plan
+
+
+def test_an_engine_has_a_header_the_library_knows(built: Path) -> None:
+    """It asks for a GPU then; of a header that is damaged it says so without."""
+    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    runtime = _Runtime(TENSORRT_RTX, trt)
+    for part in PARTS:
+        engine = (built / names.engine_file(part)).read_bytes()
+        if compute_capability() is None:
+            with pytest.raises(ProviderError, match="CUDA"):
+                runtime.load(engine, part)
+        with pytest.raises(BundleError, match="it is no engine, or a damaged one"):
+            runtime.load(bytes(8) + engine[8:], part)
+
+
+@pytest.mark.parametrize("weights", ["fp16", "bf16"])
+def test_half_precision_networks_become_engines(weights: str, half_precision, tmp_path: Path) -> None:
+    networks, manifest = half_precision(weights)
+    networks.save(tmp_path)
+    manifest = replace(manifest, networks=networks.info(manifest))
+    info = build_engines(tmp_path, manifest, TENSORRT_RTX)  # refuses other types, shapes, or K/V that is not in place
+    assert info.compute_capabilities == ()
+    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), names.HEAD]
+    assert all((tmp_path / names.engine_file(part)).stat().st_size > 100_000 for part in parts)
+
+
+@pytest.fixture(scope="module")
+def half_precision():
+    """Networks of a tiny model in a precision, and a manifest they fit."""
+    from families import build as make_model
+    from tiny_engines import bound
+
+    from tide_export.compose.cut import cut
+    from tide_export.compose.step_graph import compose
+    from tide_export.config import TideConfig
+    from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+    from tide_export.lower.tensorrt.lower import networks_for_tensorrt
+    from tide_export.pipeline.contents import make_manifest
+    from tide_export.routers.random_routers import spread_routers
+    from tide_export.trace.tracer import trace
+
+    source = make_model("llama")
+    routers = spread_routers(source, (2,), range(3, 43), bottleneck=16)
+    pieces = cut(trace(source, routers.checkpoints, bound(source)), 64)
+    graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), routers.lens_arrays()))
+    manifest = make_manifest(source, routers, TideConfig(), graph, 64)
+    return lambda weights: (networks_for_tensorrt(pieces, routers.arrays(), None, 64, weights), manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda found: found["inputs"].pop(names.PAST_LENGTHS), "'segment_1' has no input past_lengths"),
+        (lambda found: found["outputs"].update(more=["FLOAT", [1]]), "'segment_1' has the output more"),
+        (lambda found: found["inputs"].update(hidden_states=["HALF", [-1, -1, 128]]), "hidden_states is float16"),
+        (
+            lambda found: found["inputs"].update(hidden_states=["FLOAT", [-1, -1, 64]]),
+            r"float32 \['rows', 'tokens', 64",
+        ),
+        (lambda found: found["inputs"].update(hidden_states=["FLOAT", [1, -1, 128]]), r"hidden_states is float32 \[1,"),
+        (lambda found: found.update(profiles=3), "took 3 of the 5 optimization profiles of segment_1"),
+        (lambda found: found["aliases"].popitem(), "does not update the K/V cache of segment_1 in place"),
+    ],
+)
+def test_an_engine_unlike_its_network_is_refused(demo_bundle: Path, change, says: str) -> None:
+    manifest = open_bundle(demo_bundle, verify=False).manifest
+    assert manifest.networks is not None
+    spec = specs(manifest, manifest.networks)["segment_1"]
+    types = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
+
+    def as_found(tensors) -> dict[str, list]:
+        free = {name: [-1 if isinstance(dim, str) else dim for dim in tensor.shape] for name, tensor in tensors.items()}
+        return {name: [types[tensor.dtype], free[name]] for name, tensor in tensors.items()}
+
+    aliases = {name.replace("past_key_values", "present"): name for name in spec.inputs if name.startswith("past_key")}
+    found = {"inputs": as_found(spec.inputs), "outputs": as_found(spec.outputs), "aliases": aliases}
+    found["profiles"] = 5
+    _check_built("segment_1", spec, found, 5)
+    change(found)
+    with pytest.raises((BuildError, BundleError), match=says):
+        _check_built("segment_1", spec, found, 5)
+
+
+JOB = {"networks": [{"name": "segment_0"}], "timing_cache": None}
+BEGIN = "import json,os,sys,signal; json.load(sys.stdin); print(json.dumps({'event':'building','network':'segment_0'}))"
+
+
+@pytest.mark.parametrize(
+    ("death", "says"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed while building segment_0 (SIGSEGV)"),
+        ("os.abort()", "crashed while building segment_0 (SIGABRT)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed while building segment_0, most likely because memory ran"),
+        ("sys.exit(3)", "ended with exit code 3 while building segment_0"),
+        ("None", "ended with exit code 0 while building segment_0"),
+    ],
+)
+def test_a_builder_s_death_is_one_sentence_with_its_last_words(death: str, says: str) -> None:
+    script = f"{BEGIN}; print('thinking\\\\nno kernel\\\\nfor this', file=sys.stderr); sys.stdout.flush(); {death}"
+    with pytest.raises(BuildError) as error:
+        run_worker(JOB, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", script.replace("\\\\n", "\\n")))
+    assert says in str(error.value)
+    assert "its last words: thinking | no kernel | for this" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_builder_that_dies_before_it_reads_is_told_too() -> None:
+    big = {**JOB, "timing_cache": "x" * 1_000_000}
+    with pytest.raises(BuildError, match="crashed before it built anything"):
+        run_worker(big, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", "import os; os.abort()"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [("MemoryError()", "not enough memory"), ("ProviderError('TensorRT cannot load it')", "TensorRT cannot load it")],
+)
+def test_what_goes_wrong_in_the_builder_is_its_sentence(raised: str, says: str) -> None:
+    script = (
+        "from tide_export.engines.build import worker; from tide_export.errors import ProviderError\n"
+        f"def fail(*given): raise {raised}\n"
+        "worker.build = fail; raise SystemExit(worker.main())"
+    )
+    with pytest.raises(BuildError, match=f"TensorRT for RTX 1.7 cannot build segment_0: {says}"):
+        run_worker(JOB, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", script))
+
+
+def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp_path: Path, capsys) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(built, bundle)
+    spoil(bundle)
+    before = (bundle / names.MANIFEST_FILE).read_bytes()
+    assert main(["build", str(bundle), "-q"]) == 2
+    line = capsys.readouterr().err
+    assert "cannot build segment_2" in line
+    assert len(line.splitlines()) == 1
+    assert (bundle / names.MANIFEST_FILE).read_bytes() == before
+    open_bundle(bundle)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["bundle"]
+
+
+def spoil(bundle: Path) -> None:
+    """Segment 2 with an operator nobody knows, in a bundle whose hashes fit."""
+    path = bundle / names.network_file("segment_2")
+    model = onnx.load(str(path), load_external_data=False)
+    model.graph.node[0].op_type = "Abacus"
+    path.write_bytes(model.SerializeToString())
+    write_manifest(bundle, Manifest.from_json((bundle / names.MANIFEST_FILE).read_text()))
+
+
+def test_progress_adds_up_to_the_networks(demo_bundle: Path, tmp_path: Path) -> None:
+    events = [
+        {"event": "building", "network": "segment_0"},
+        *[{"event": "step", "of": 4}] * 9,
+        {"event": "built", "network": "segment_0", "inputs": {}, "outputs": {}, "aliases": {}},
+    ]
+    script = f"import json,sys; json.load(sys.stdin); [print(json.dumps(event)) for event in {events!r}]"
+    amounts: list[float] = []
+    run_worker(JOB, TENSORRT_RTX, "1.7", amounts.append, ("-c", script))
+    assert sum(amounts) == pytest.approx(1.0)
+    assert len(amounts) == 4
+
+
+def info_of(capacity: int, max_pending: int, rows: int = 1, bound: int | None = None) -> NetworksInfo:
+    sizes = run_sizes(capacity, max_pending, rows, bound)
+    return NetworksInfo("fp32", capacity, sizes[0], sizes[1], 16, sizes[2], sizes[3])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 100])
+@pytest.mark.parametrize(
+    ("capacity", "max_pending"), [(1024, 16), (1000, 15), (4096, 0), (8, 16), (1, 1), (131072, 40)]
+)
+def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_pending: int, rows: int) -> None:
+    info = info_of(capacity, max_pending, rows)
+    profiles = profiles_for(info)
+    assert all(1 <= p.least <= p.best <= p.most <= capacity for p in profiles)
+    prefill = profiles[2]
+    assert prefill.most == min(1024, capacity)
+    assert pick_profile(profiles, 1) == 0
+    for tokens in {2, max_pending + 1, prefill.most} & set(range(2, prefill.most + 1)):
+        assert profiles[pick_profile(profiles, tokens)].most >= tokens
+    if 1 < max_pending + 1 <= min(1024, capacity):
+        assert profiles[pick_profile(profiles, max_pending + 1)].name == "catch-up"
+    assert info.most_rows == min(rows, info.most_tokens)
+    assert info.most_logits >= info.most_rows, "the head runs once over a batch"
+    for several in range(2, info.most_rows + 1):
+        assert profiles[pick_profile(profiles, 1, several)].name == "batch-decode"
+        if info.row_tokens > 1:
+            assert profiles[pick_profile(profiles, info.row_tokens, several)].name == "batch-catch-up"
+    with pytest.raises(GenerationError, match=f"{info.most_rows + 1} sequences exceeds the engine's profiles"):
+        pick_profile(profiles, 1, info.most_rows + 1)
+    if info.most_rows > 1:
+        with pytest.raises(GenerationError, match="of each of 2 sequences exceeds the engine's profiles, which take"):
+            pick_profile(profiles, info.row_tokens + 1, 2)
+
+
+def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
+    """Of a model whose experts are gathered; any number of tokens up to there is still taken."""
+    for most in (1, 5):
+        info = info_of(1024, 16, 8, most)
+        profiles = profiles_for(info)
+        assert [p.most * p.rows for p in profiles] == ([1, 1, 1] if most == 1 else [1, 5, 5, 5, 5])
+        assert all(1 <= p.least <= p.best <= p.most for p in profiles)
+
+
+def test_more_sequences_are_asked_for_when_engines_are_built(demo_bundle: Path, tmp_path: Path, monkeypatch) -> None:
+    info = open_bundle(demo_bundle, verify=False).manifest.networks
+    assert info is not None
+    assert with_rows(info, 8) == info
+    assert (with_rows(info, 64).most_rows, with_rows(info, 64).row_tokens) == (64, 16)
+    assert with_rows(info, 1).most_rows == 1
+    bundle = tmp_path / "bundle"
+    shutil.copytree(demo_bundle, bundle)
+    with pytest.raises(ConfigError, match="batch_size must be a whole number from 1 to 256, not 0"):
+        rebuild(bundle, "tensorrt-rtx", batch_size=0)
+    manifest = open_bundle(bundle, verify=False).manifest
+    write_manifest(bundle, replace(manifest, networks=with_rows(info, 1)))
+    with pytest.raises(BuildError, match=r"take one sequence at a time .* export it again with --batch-size"):
+        rebuild(bundle, "tensorrt-rtx", batch_size=4)
+
+
+class FoundEngine:
+    """What the runtime asks an engine it has loaded, from a bundle's own manifest."""
+
+    def __init__(self, spec, profiles) -> None:
+        self.spec, self.profiles = spec, profiles
+        self.tensors = [*((name, "INPUT") for name in spec.inputs), *((name, "OUTPUT") for name in spec.outputs)]
+        self.num_io_tensors, self.num_optimization_profiles = len(self.tensors), len(profiles)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.tensors[index][0]
+
+    def get_tensor_mode(self, name: str):
+        return types.SimpleNamespace(name=dict(self.tensors)[name])
+
+    def _of(self, name: str):
+        return self.spec.inputs.get(name) or self.spec.outputs[name]
+
+    def get_tensor_dtype(self, name: str):
+        types_of = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
+        return types.SimpleNamespace(name=types_of[self._of(name).dtype])
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return [-1 if isinstance(dim, str) else dim for dim in self._of(name).shape]
+
+    def get_aliased_input_tensor(self, name: str) -> str:
+        return kv_aliases(self.spec)[name]
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        return [tuple(self._of(name).dims(self.profiles[profile].most, self.profiles[profile].rows))] * 3
+
+
+def test_an_engine_for_fewer_sequences_than_its_manifest_says_is_refused(demo_bundle: Path) -> None:
+    manifest = open_bundle(demo_bundle, verify=False).manifest
+    assert manifest.networks is not None
+    for name, spec in specs(manifest, manifest.networks).items():
+        profiles = of_network(name, profiles_for(manifest.networks), manifest.networks)
+        _check_engine(FoundEngine(spec, profiles), spec, profiles, "x.engine")
+        fewer = tuple(replace(profile, rows=min(profile.rows, 4)) for profile in profiles)
+        if fewer != profiles:
+            with pytest.raises(BundleError, match=r"takes past_lengths of \[4\] at most in profile batch-decode"):
+                _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")
+        else:
+            assert name == names.HEAD
+            with pytest.raises(BundleError, match="has 1 optimization profiles, not the 2"):
+                _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
+
+
+def test_the_library_knows_the_questions_an_engine_is_asked() -> None:
+    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    asked = [name for name in vars(FoundEngine) if name.startswith("get_")]
+    assert [name for name in [*asked, "num_optimization_profiles"] if not hasattr(trt.ICudaEngine, name)] == []
+
+
+def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flavour, package, extra in ((TENSORRT, "tensorrt", "gpu"), (TENSORRT_RTX, "tensorrt-rtx", "rtx")):
+        monkeypatch.setattr(flavours.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+        with pytest.raises(ProviderError, match=rf"pip install {package}, or tide_export\[{extra}\]"):
+            require_builder(flavour)
+
+
+def test_tensorrt_without_a_gpu_says_where_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "import_library", lambda flavour: types.SimpleNamespace(__version__="11.1"))
+    monkeypatch.setattr(build, "compute_capability", lambda: None)
+    with pytest.raises(
+        BuildError, match=r"builds for the GPU it finds and there is none here: run `tide-export build`"
+    ):
+        require_builder(TENSORRT)
+
+
+def test_a_bundle_without_networks_cannot_be_built(tmp_path: Path, demo_bundle: Path) -> None:
+    with pytest.raises(BundleError, match="does not exist"):
+        rebuild(tmp_path / "none", "tensorrt-rtx")
+    bundle = tmp_path / "bundle"
+    shutil.copytree(demo_bundle, bundle)
+    shutil.rmtree(bundle / names.NETWORKS_FOLDER)
+    manifest = open_bundle(demo_bundle, verify=False).manifest
+    write_manifest(bundle, replace(manifest, networks=None, targets=("onnxruntime",)))
+    with pytest.raises(BuildError, match="holds no segment networks to build from"):
+        rebuild(bundle, "tensorrt-rtx")

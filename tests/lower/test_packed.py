@@ -1,0 +1,55 @@
+"""The networks of a batch hold no weights of their own: they point into those of the graph, or are refused."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from tide_export import names
+from tide_export.errors import GraphError, UnsupportedModelError
+from tide_export.lower.onnxruntime.packed import INLINE_BYTES, _point_to, check_positions
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("demo_bundle", [names.HEAD]), ("propagating_bundle", [names.HEAD, *(names.skipped(k) for k in (1, 2, 3))])],
+)
+def test_every_network_reads_the_weights_of_the_graph(
+    kind: str, more: list[str], request: pytest.FixtureRequest
+) -> None:
+    bundle: Path = request.getfixturevalue(kind)
+    parts = [names.segment(k) for k in range(4)]
+    files = [names.batch_file(name, rows) for name in parts for rows in names.BATCH_SIZES]
+    files += map(names.batch_file, more)
+    assert {file.name for file in bundle.glob("batch_*")} == set(files)
+    for file in files:
+        assert (bundle / file).stat().st_size < 500_000
+        model = onnx.load(bundle / file, load_external_data=False)
+        outside = [weight for weight in model.graph.initializer if weight.external_data]
+        assert {entry.value for weight in outside for entry in weight.external_data if entry.key == "location"} == {
+            names.WEIGHTS_FILE
+        }
+        inside = sum(weight.ByteSize() for weight in model.graph.initializer if not weight.external_data)
+        assert inside < INLINE_BYTES
+
+
+def test_a_weight_that_the_graph_does_not_hold_is_refused() -> None:
+    array = np.zeros(INLINE_BYTES // 4 + 1, np.float32)
+    value = ir.Value(name="layers.0.weight", const_value=ir.tensor(array, name="layers.0.weight"))
+    with pytest.raises(GraphError, match=r"layers\.0\.weight"):
+        _point_to(value, None)
+
+
+@pytest.mark.parametrize("as_data", [True, False])
+def test_positions_counted_from_the_first_are_refused(as_data: bool) -> None:
+    """`position_ids[0] + arange` is refused, a table read at every position is not."""
+    states, positions, other = (ir.Value(name=name) for name in ("states", "position_ids", "other"))
+    node = ir.node("Gather", [positions, other] if as_data else [other, positions])
+    piece = ir.Graph([states, positions, other], node.outputs, nodes=[node], opset_imports={"": 23})
+    if not as_data:
+        check_positions(piece)
+        return
+    with pytest.raises(UnsupportedModelError, match="one token's position"):
+        check_positions(piece)

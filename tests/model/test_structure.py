@@ -1,0 +1,89 @@
+"""Parts that cannot be found by watching: an adapter tells them, and is not believed blindly."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tf
+from families import SIZES
+from tiny_engines import engine_of
+
+import tide_export
+from tide_export.errors import UnsupportedModelError
+from tide_export.model.source import SourceModel, wrap_model
+from tide_export.routers.random_routers import spread_routers
+from tide_export.verify.parity import check_exit, check_full
+
+NAME = "LoudForCausalLM"
+PROMPT = [(i * 37) % 500 + 3 for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def example() -> dict:
+    """What the example of docs/adapters.md defines, run as it stands there."""
+    text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    scope: dict = {"__name__": __name__}
+    exec(code, scope)
+    tide_export.register_adapter(NAME, None)
+    return scope
+
+
+@pytest.fixture
+def adapter(example: dict) -> Iterator[dict]:
+    tide_export.register_adapter(NAME, example["loud_anatomy"])
+    yield example
+    tide_export.register_adapter(NAME, None)
+
+
+def loud(example: dict) -> tf.PreTrainedModel:
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 2})
+    model = example[NAME]._from_config(config, attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def test_without_the_adapter_the_model_is_refused(example: dict) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"outside any module.*register_adapter"):
+        wrap_model(loud(example), "loud")
+
+
+def test_with_the_adapter_of_the_documentation_it_exports(adapter: dict, tmp_path: Path) -> None:
+    source: SourceModel = wrap_model(loud(adapter), "loud")
+    assert len(source.anatomy.tail) == 2
+    routers = spread_routers(source, (1,), PROMPT * 3, bottleneck=8)
+    engine = engine_of(source, routers, tmp_path / "bundle")
+    full = check_full(engine, source, [PROMPT], 12)
+    exits = check_exit(engine, source, routers, [PROMPT], 24, [0.5])
+    assert full.holds, full.differences
+    assert exits.holds, exits.differences
+    assert set(exits.exits) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda right: replace(right, tail=right.tail[:1]), "a tail that does not lead from its last layer"),
+        (lambda right: replace(right, layers=torch.nn.ModuleList([torch.nn.Identity()])), "1 layers that ran 0 times"),
+        (lambda right: replace(right, backbone=torch.nn.Identity()), "its Identity gives no last_hidden_state"),
+    ],
+)
+def test_an_adapter_that_is_wrong_is_refused(example: dict, wrong, says: str) -> None:
+    tide_export.register_adapter(NAME, lambda model: wrong(example["loud_anatomy"](model)))
+    try:
+        with pytest.raises(UnsupportedModelError, match=says):
+            wrap_model(loud(example), "loud")
+    finally:
+        tide_export.register_adapter(NAME, None)
+
+
+def test_an_adapter_serves_subclasses(adapter: dict) -> None:
+    class Louder(adapter[NAME]):  # type: ignore[misc, name-defined]
+        pass
+
+    assert len(wrap_model(loud({NAME: Louder}), "louder").anatomy.tail) == 2

@@ -1,0 +1,151 @@
+"""Which token is picked: against a naive reference, against statistics, and the same twice for one seed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tide_export.errors import GenerationError
+from tide_export.runtime.decoding.sampling import Sampler
+
+LOGITS = np.array([0.3, 2.0, -1.0, 2.0, 0.3, 1.2, -40.0, 0.3, 0.9, -0.2], np.float32)
+
+
+def naive(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """The textbook, in Python floats: sort, cut at k, softmax, cut where the sum reaches p, normalise."""
+    ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if top_k:
+        ranked = ranked[:top_k]
+    weights = [math.exp((logits[token] - max(logits)) / temperature) for token in ranked]
+    shares = [weight / sum(weights) for weight in weights]
+    kept: dict[int, float] = {}
+    for token, share in zip(ranked, shares, strict=True):
+        kept[token] = share
+        if top_p < 1 and math.fsum(kept.values()) >= top_p:
+            break
+    return {token: share / sum(kept.values()) for token, share in kept.items()}
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [0, 1, 2, 4, 9, 10, 1000])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
+def test_the_distribution_is_the_textbook_s(temperature: float, top_k: int, top_p: float) -> None:
+    ids, probabilities = Sampler(temperature, top_k, top_p).distribution(LOGITS)
+    found = dict(zip(ids.tolist(), probabilities.tolist(), strict=True))
+    expected = naive(LOGITS.tolist(), temperature, top_k, top_p)
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert probabilities.dtype == np.float64
+    assert probabilities.sum() == pytest.approx(1.0, abs=1e-12)
+
+
+def test_the_distribution_of_a_large_vocabulary() -> None:
+    logits = np.random.default_rng(0).standard_normal(5000).astype(np.float32) * 4
+    ids, probabilities = Sampler(0.8, 50, 0.9).distribution(logits)
+    found = dict(zip(ids.tolist(), probabilities.tolist(), strict=True))
+    assert found == pytest.approx(naive(logits.tolist(), 0.8, 50, 0.9), rel=1e-9)
+    assert 1 < len(found) < 50
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.5, 0, 0.8), (2.0, 7, 0.9)]
+)
+def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
+    draws = 20000
+    sampler = Sampler(temperature, top_k, top_p, seed=1)
+    counts = np.bincount([sampler(LOGITS) for _ in range(draws)], minlength=len(LOGITS))
+    expected = naive(LOGITS.tolist(), temperature, top_k, top_p)
+    for token, count in enumerate(counts):
+        share = expected.get(token, 0.0)
+        # Five standard deviations; a token that cannot be drawn has none and must never come.
+        assert abs(count - draws * share) <= 5 * math.sqrt(draws * share * (1 - share)) + (1 if share else 0), token
+    chi_square = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in expected.items() if draws * p >= 5)
+    assert chi_square < len(expected) + 6 * math.sqrt(2 * len(expected))
+
+
+def test_the_same_seed_gives_the_same_tokens() -> None:
+    def draw(seed: int) -> list[int]:
+        sampler = Sampler(1.0, seed=seed)
+        return [sampler(LOGITS) for _ in range(50)]
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+
+
+def test_no_seed_is_a_new_seed() -> None:
+    samplers = [Sampler(1.0), Sampler(1.0)]
+    first, second = ([sampler(LOGITS) for _ in range(200)] for sampler in samplers)
+    assert first != second
+
+
+def test_greedy_takes_the_lowest_id_of_equals() -> None:
+    assert Sampler()(LOGITS) == 1
+    assert Sampler(0.0, top_k=3, top_p=0.1, seed=5)(LOGITS) == 1
+    assert Sampler()(np.zeros(4, np.float32)) == 0
+    assert isinstance(Sampler()(LOGITS), int)
+    assert isinstance(Sampler(1.0)(LOGITS), int)
+
+
+def test_greedy_agrees_with_torch() -> None:
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(3)
+    for _ in range(200):
+        logits = random.integers(0, 4, 30).astype(np.float32)  # full of ties
+        assert Sampler()(logits) == torch.from_numpy(logits).argmax().item()
+
+
+def test_top_k_keeps_exactly_k_and_the_lowest_ids_of_equals() -> None:
+    ids, _ = Sampler(1.0, top_k=3).distribution(np.array([1.0, 2.0, 1.0, 1.0, 1.0], np.float32))
+    assert ids.tolist() == [0, 1, 2]
+
+
+def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform() -> None:
+    assert {Sampler(1e-300, seed=seed)(LOGITS) for seed in range(50)} == {1, 3}  # the two best are equal
+    _, probabilities = Sampler(1e300).distribution(LOGITS)
+    np.testing.assert_allclose(probabilities, 0.1)
+
+
+def test_tokens_masked_with_minus_infinity_are_never_drawn() -> None:
+    logits = LOGITS.copy()
+    logits[1] = logits[3] = -np.inf
+    assert Sampler()(logits) == 5
+    ids, probabilities = Sampler(1.0).distribution(logits)
+    assert probabilities[ids.tolist().index(1)] == 0.0
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_are_an_error(broken: float, temperature: float) -> None:
+    logits = LOGITS.copy()
+    logits[4] = broken
+    with pytest.raises(GenerationError, match="not finite"):
+        Sampler(temperature)(logits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": "1"},
+        {"temperature": None},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_k": True},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_p": math.nan},
+        {"seed": -1},
+        {"seed": 0.5},
+        {"seed": "abc"},
+    ],
+)
+def test_options_out_of_range_are_named(options: dict) -> None:
+    with pytest.raises(GenerationError, match=next(iter(options))):
+        Sampler(**options)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    sampler = Sampler(np.float32(0.5), np.int64(3), np.float64(0.9), np.uint8(1))  # type: ignore[arg-type]
+    assert (sampler.temperature, sampler.top_k, sampler.top_p) == (0.5, 3, 0.9)

@@ -1,0 +1,211 @@
+"""A list of prompts on the demo model: every sequence gets what it gets alone, whatever else is in the batch."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundles import without
+
+from tide_export import names
+from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.store import write_manifest
+from tide_export.errors import BundleError, GenerationError
+from tide_export.runtime.decoding import continuous_batching as batch_generate
+from tide_export.runtime.decoding.decoder import OneByOne
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.packed.batch import Batch
+from tide_export.thresholds.resolve import OFF
+
+CHECKPOINTS = (3, 6, 9)
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def engine(demo_bundle: Path) -> Engine:
+    return load(demo_bundle, threads=1)
+
+
+def alone(engine: Engine, prompts: list[list[int]], **options) -> list[Generation]:
+    depth = {} if options.get("mode") == "full" else {"min_layers": 0}
+    return [engine.generate(prompt, NEW_TOKENS, **depth, **options) for prompt in prompts]
+
+
+def same(together: list[Generation], one_by_one: list[Generation]) -> bool:
+    assert len(together) == len(one_by_one)
+    return all(
+        (a.tokens, a.finish_reason, a.stats.exit_layer) == (b.tokens, b.finish_reason, b.stats.exit_layer)
+        for a, b in zip(together, one_by_one, strict=True)
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_full_depth_is_that_of_one_by_one(engine: Engine, prompts: list[list[int]], count: int) -> None:
+    together = engine.generate(prompts[:count], NEW_TOKENS, mode="full")
+    expected = alone(engine, prompts[:count], mode="full")
+    assert same(together, expected)
+    assert [one.stats.layers_run for one in together] == [one.stats.layers_run for one in expected]
+
+
+@pytest.mark.parametrize("max_pending", [1, 4])
+def test_exits_are_those_of_one_by_one(
+    engine: Engine, prompts: list[list[int]], mixed: list[float], max_pending: int
+) -> None:
+    options = {"threshold": mixed, "max_pending": max_pending, "stop_token_ids": []}
+    expected = alone(engine, prompts, **options)
+    exits = {layers for one in expected for layers in one.stats.exit_layer}
+    assert exits > {3, 12}, "some leave early, some later, some never"
+    apart = engine.generate(prompts, NEW_TOKENS, min_layers=0, compaction_threshold=1.0, **options)
+    assert same(apart, expected)
+    for one, other in zip(apart, expected, strict=True):
+        assert one.stats.layers_run == other.stats.layers_run
+        assert one.stats.layer_tokens_run == other.stats.layer_tokens_run
+        assert one.stats.layer_tokens_total == other.stats.layer_tokens_total
+    for share in (0.0, 0.5):
+        along = engine.generate(prompts, NEW_TOKENS, min_layers=0, compaction_threshold=share, **options)
+        assert same(along, expected)
+    # Whoever could wait caught up along, so more passes were run.
+    along = engine.generate(prompts, NEW_TOKENS, min_layers=0, compaction_threshold=0.0, **options)
+    assert sum(sum(one.stats.layers_run) for one in along) > sum(sum(one.stats.layers_run) for one in apart)
+
+
+def test_a_lone_row_goes_deep_by_itself(engine: Engine, prompts: list[list[int]]) -> None:
+    """The compaction itself, seen in what each segment is run over."""
+    first, *_ = engine.manifest.checkpoints
+    seen: dict[float, list[list[int]]] = {}
+    for share in (0.0, 1.0):
+        assert engine._batch_networks is not None
+        batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [OFF] * 3, 16, share)
+        places = [batch.join() for _ in range(4)]
+        batch.step(dict(zip(places, prompts, strict=False)))
+        batch._thresholds[:] = -1.0  # everyone leaves at the first checkpoint ...
+        batch.step({place: [5] for place in places[:2]})
+        assert [batch.rows[place].lengths[0] - batch.rows[place].lengths[1] for place in places] == [1, 1, 0, 0]
+        runs: list[list[int]] = []
+        for segment in batch._segments[1:]:
+            _record(segment, runs)
+        batch._max_pending = 1  # ... but for those of whom two would wait
+        results = batch.step({places[0]: [6], places[2]: [7], places[3]: [8]})
+        assert {result.exit_layer for result in results.values()} == {first}
+        seen[share] = runs
+        assert batch.rows[places[1]].lengths == [len(prompts[1]) + 1, *[len(prompts[1])] * 3], "it was not in the step"
+    assert seen[1.0] == [[places[0]]] * 3
+    assert seen[0.0] == [sorted([places[0], places[2], places[3]])] * 3
+
+
+def _record(segment, runs: list[list[int]]) -> None:
+    run = segment.run
+
+    def recorded(places, *arguments) -> None:
+        runs.append(list(places))
+        run(places, *arguments)
+
+    segment.run = recorded
+
+
+def test_every_sequence_draws_from_its_own_seed(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
+    options = {"threshold": mixed, "temperature": 0.9, "top_p": 0.95}
+    assert same(
+        engine.generate(prompts, NEW_TOKENS, min_layers=0, seed=7, **options), alone(engine, prompts, seed=7, **options)
+    )
+    seeds = [3, 1, 4, 1, 5]
+    together = engine.generate(prompts, NEW_TOKENS, min_layers=0, seed=seeds, **options)
+    pairs = zip(prompts, seeds, strict=True)
+    assert same(together, [alone(engine, [prompt], seed=seed, **options)[0] for prompt, seed in pairs])
+
+
+def test_sequences_end_one_by_one(engine: Engine, prompts: list[list[int]]) -> None:
+    tokens = [one.tokens for one in alone(engine, prompts, mode="full", stop_token_ids=[])]
+    stops = [tokens[0][2], tokens[3][7]]
+    together = engine.generate(prompts, NEW_TOKENS, mode="full", stop_token_ids=stops)
+    assert same(together, alone(engine, prompts, mode="full", stop_token_ids=stops))
+    assert len({len(one.tokens) for one in together}) > 1
+    assert "stop" in {one.finish_reason for one in together}
+
+
+def test_more_prompts_than_places(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
+    """As a sequence ends the next takes its place; and long prompts wait for a step of their own."""
+    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 60)
+    assert engine._batch_networks is not None
+    sessions = engine._batch_networks._open(4)
+    batch = Batch(sessions, engine.manifest, mixed, 4, 1.0)
+    wanted = prompts + prompts[::-1]
+    many = [np.array(prompt) for prompt in wanted]
+    stop = frozenset(alone(engine, prompts[:1], threshold=mixed, max_pending=4, stop_token_ids=[])[0].tokens[3:5])
+    decoders = [lambda row: OneByOne(Sampler(), (*CHECKPOINTS, 12))] * 10
+    found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, stop)
+    assert same(found, alone(engine, wanted, threshold=mixed, max_pending=4, stop_token_ids=list(stop)))
+    assert batch.free == 4
+    assert not batch.rows
+
+
+def test_the_context_s_end(engine: Engine, demo_text_ids: list[int]) -> None:
+    context = engine.manifest.model.context_length
+    assert context is not None
+    long = (demo_text_ids * (1 + context // len(demo_text_ids)))[: context - 3]
+    short = demo_text_ids[:5]
+    one, other = engine.generate([long, short], 8, mode="full", stop_token_ids=[])
+    assert (len(one.tokens), one.finish_reason) == (4, "context")
+    assert (len(other.tokens), other.finish_reason) == (8, "length")
+    assert one.tokens == engine.generate(long, 8, mode="full", stop_token_ids=[]).tokens
+
+
+def test_kv_buffers_grow(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
+    monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)
+    found = engine.generate(prompts, NEW_TOKENS, min_layers=0, threshold=mixed)
+    assert same(found, alone(engine, prompts, threshold=mixed))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "says"),
+    [
+        ([[1], []], {}, "prompt 2 is empty"),
+        ([[1], [10**7]], {}, "prompt 2 holds token id"),
+        ([[1], 2], {}, "prompt 2 must be a flat list"),
+        ([[1], [2]], {"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless'"),
+        ([[1], [2]], {"mode": "lossless", "prompt_lookup": -1}, "prompt_lookup must be"),
+        (
+            [[1], [2]],
+            {"mode": "lossless", "temperature": 1.0, "compaction_threshold": 0.5},
+            "draws what it would draw alone",
+        ),
+        ([[1], [2]], {"seed": [1]}, "1 seeds for 2 prompts"),
+        ([[1], [2]], {"seed": [1, -1]}, "seed must be"),
+        ([[1], [2]], {"compaction_threshold": 1.5}, "compaction_threshold must lie"),
+        ([[1], [2]], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([1, 2], {"compaction_threshold": 0.5}, "compaction_threshold is for a list"),
+    ],
+)
+def test_what_is_refused(engine: Engine, prompts: list, options: dict, says: str) -> None:
+    with pytest.raises(GenerationError, match=says):
+        engine.generate(prompts, **options)
+
+
+def test_an_array_of_prompts(engine: Engine) -> None:
+    found = engine.generate(np.array([[5, 6], [7, 8]]), 3, mode="full")
+    assert same(found, [engine.generate([5, 6], 3, mode="full"), engine.generate([7, 8], 3, mode="full")])
+
+
+def test_a_bundle_without_networks_for_batches(demo_bundle: Path, tmp_path: Path) -> None:
+    engine = load(without(demo_bundle, tmp_path / "old", "batch_"), threads=1)
+    assert len(engine.generate([5], 2).tokens) == 2
+    with pytest.raises(GenerationError, match="holds no networks for batches"):
+        engine.generate([[5], [6]], 2)
+
+
+def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
+    folder = without(demo_bundle, tmp_path / "mixed", "batch_4_")
+    for file in demo_bundle.glob("batch_8_*"):
+        shutil.copyfile(file, folder / file.name.replace("_8_", "_4_"))
+    write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
+    with pytest.raises(BundleError, match="batch_4_segment_0"):
+        load(folder, threads=1).generate([[5], [6]], 2)
+
+
+def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
+    bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
+    with pytest.raises(GenerationError, match="propagates"):
+        Engine(bundle, engine._session).generate([[5], [6]], 2, mode="lossless")

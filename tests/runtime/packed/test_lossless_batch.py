@@ -1,0 +1,260 @@
+"""Lossless mode for a list of prompts: the full model's tokens, whoever else drafts, verifies, is rewound meanwhile."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tide_export.bundle.manifest import Drafting
+from tide_export.errors import GenerationError
+from tide_export.runtime.branched.sequence import NO_LIMIT
+from tide_export.runtime.decoding import continuous_batching as batch_generate
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.onnxruntime.session import import_onnxruntime
+from tide_export.runtime.packed.batch import Batch
+from tide_export.runtime.packed.row import Row
+from tide_export.runtime.packed.segment import SegmentRun
+from tide_export.thresholds.resolve import OFF
+
+LENGTHS = (1, 37, 90, 2, 18, 60)
+NEW_TOKENS = 24
+ALWAYS = 0.0
+
+
+@pytest.fixture(scope="module")
+def engine(demo_bundle: Path) -> Engine:
+    return load(demo_bundle, threads=1)
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_text_ids: list[int]) -> list[list[int]]:
+    return [demo_text_ids[150 * number : 150 * number + length] for number, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def full(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    return [engine.generate(prompt, NEW_TOKENS, mode="full", stop_token_ids=[]).tokens for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def mixed(engine: Engine, demo_text_ids: list[int]) -> list[float]:
+    """Thresholds that about two thirds of what reaches each checkpoint pass: too many for all of them to be right."""
+    state = engine.start([OFF] * len(engine.manifest.checkpoints))
+    scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
+    return np.clip(np.quantile(scores, 0.33, axis=0), 0.0, 1.0).tolist()
+
+
+def tokens_of(generations: list[Generation]) -> list[list[int]]:
+    return [one.tokens for one in generations]
+
+
+def counts(one: Generation) -> dict:
+    """Everything about a generation but its seconds."""
+    stats = one.stats.as_dict()
+    timed = ("prefill_seconds", "decode_seconds", "tokens_per_second")
+    return {
+        "tokens": one.tokens,
+        "reason": one.finish_reason,
+        **{name: value for name, value in stats.items() if name not in timed},
+    }
+
+
+@pytest.mark.parametrize(
+    ("exits", "max_pending", "lookup"), [("mixed", 1, 0), ("mixed", 4, 5), ("always", 4, 0), ("always", 2, 5)]
+)
+def test_greedy_tokens_are_the_full_model_s(
+    engine: Engine,
+    prompts: list[list[int]],
+    full: list[list[int]],
+    mixed: list[float],
+    exits: str,
+    max_pending: int,
+    lookup: int,
+) -> None:
+    options = {"threshold": mixed if exits == "mixed" else ALWAYS, "max_pending": max_pending, "prompt_lookup": lookup}
+    options |= {"mode": "lossless", "stop_token_ids": []}
+    together = {
+        share: engine.generate(prompts, NEW_TOKENS, compaction_threshold=share, **options) for share in (None, 0.5, 1.0)
+    }
+    for found in together.values():
+        assert tokens_of(found) == full
+        for one in found:
+            stats = one.stats
+            assert stats.total_tokens == NEW_TOKENS
+            assert stats.total_exited + stats.lookups_accepted == stats.accepted
+            assert stats.remaining_tokens == NEW_TOKENS - stats.accepted
+    # Each by itself: the very steps that it takes alone.
+    for one, prompt in zip(together[1.0], prompts, strict=True):
+        assert counts(one) == counts(engine.generate(prompt, NEW_TOKENS, **options))
+    drafted, accepted = (sum(getattr(one.stats, name) for one in together[None]) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted, "drafts stand, and fall"
+    assert (sum(one.stats.looked_up for one in together[None]) > 0) == bool(lookup)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_who_comes_along_is_verified_at_once(
+    engine: Engine, prompts: list[list[int]], full: list[list[int]], share: float
+) -> None:
+    """One sequence asks for full depth while the other, which has a draft waiting, would make the next."""
+    assert engine._batch_networks is not None
+    batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [ALWAYS] * 3, NO_LIMIT, share)
+    one, other = batch.join(), batch.join()
+    first = batch.step({one: prompts[1], other: prompts[2]}, {one: 1, other: 1}, [one, other])
+    known = {place: int(result.logits.argmax()) for place, result in first.items()}
+    assert known == {one: full[1][0], other: full[2][0]}
+    drafted = batch.step({other: [known[other]]}, {other: 1})[other]
+    assert (drafted.exit_layer, drafted.segments_run, len(drafted.rows)) == (3, 1, 1)
+    draft = [int(drafted.logits.argmax())]
+    result = batch.step({one: [known[one]], other: draft}, {one: 1, other: 2}, [one])
+    assert result[one].exit_layer == 12
+    assert result[one].rows.argmax(-1).tolist() == [full[1][1]]
+    own = result[other]
+    if share == 1.0:
+        assert (own.exit_layer, own.segments_run, len(own.rows)) == (3, 1, 1)
+        own = batch.step({other: [5]}, {other: 3}, [other])[other]  # its own decision: all that waits
+        assert own.exit_layer == 12
+        assert len(own.rows) == 3
+    else:
+        assert (own.exit_layer, own.segments_run, len(own.rows)) == (12, 4, 2)
+    assert int(own.rows[0].argmax()) == full[2][1]
+    alone = engine.start([OFF] * 3)
+    rows = alone.step([*prompts[2], known[other], *draft], logits_to_keep=2).rows
+    np.testing.assert_allclose(own.rows[:2], rows, atol=1e-4)
+    # And back again: what the buffers hold beyond is written over.
+    batch.rows[other].rewind(len(prompts[2]) + 1)
+    again = batch.step({other: full[2][1:4]}, {other: 3}, [other])[other]
+    assert again.rows.argmax(-1).tolist() == full[2][2:5]
+
+
+def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts: list[list[int]]) -> None:
+    """Asked for more, it must not be given its neighbour's."""
+    assert engine._batch_networks is not None
+    batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [OFF] * 3, NO_LIMIT, 1.0)
+    one, other = batch.join(), batch.join()
+    result = batch.step({one: prompts[1], other: prompts[3]}, {one: 1, other: 9}, [one, other])
+    assert len(prompts[3]) == 2
+    expected = engine.start([OFF] * 3).step(prompts[3], logits_to_keep=9).rows
+    np.testing.assert_allclose(result[other].rows, expected, atol=1e-4)
+    assert len(result[one].rows) == 1
+
+
+def test_coming_along_saves_steps(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
+    """What it is for: the last segment reads its weights for all at once."""
+    runs: list[int] = []
+    run = SegmentRun.run
+
+    def counted(self, places, *arguments) -> None:
+        if self._last:
+            runs.append(len(places))
+        run(self, places, *arguments)
+
+    monkeypatch.setattr(SegmentRun, "run", counted)
+    deep = {}
+    for share in (None, 1.0):
+        engine.generate(
+            prompts[:4], NEW_TOKENS, mode="lossless", threshold=mixed, prompt_lookup=0, stop_token_ids=[],
+            compaction_threshold=share,
+        )  # fmt: skip
+        deep[share] = len(runs)
+        runs.clear()
+    assert deep[None] < deep[1.0]
+
+
+def test_drawn_tokens_are_those_drawn_alone(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
+    """Also where others verify in between: the random numbers are used up in the same order."""
+    options = {"mode": "lossless", "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
+    seeds = [3, 1, 4, 1, 5, 9]
+    together = engine.generate(prompts, NEW_TOKENS, seed=seeds, **options)
+    alone = [engine.generate(ids, NEW_TOKENS, seed=seed, **options) for ids, seed in zip(prompts, seeds, strict=True)]
+    assert [counts(one) for one in together] == [counts(one) for one in alone]
+    drafted, accepted = (sum(getattr(one.stats, name) for one in together) for name in ("drafted", "accepted"))
+    assert 0 < accepted < drafted
+    assert tokens_of(together) != tokens_of(engine.generate(prompts, NEW_TOKENS, seed=7, **options))
+
+
+@pytest.mark.parametrize("lookup", [0, 7])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_stop_token_ends_its_own_sequence(
+    engine: Engine, prompts: list[list[int]], full: list[list[int]], share: float, lookup: int
+) -> None:
+    stops = [full[0][2], full[3][7], full[4][11]]
+    options = {"threshold": ALWAYS, "max_pending": 5, "prompt_lookup": lookup, "stop_token_ids": stops}
+    found = engine.generate(prompts, NEW_TOKENS, mode="lossless", compaction_threshold=share, **options)
+    for one, tokens in zip(found, full, strict=True):
+        end = next((number for number, token in enumerate(tokens) if token in stops), None)
+        assert one.tokens == (tokens if end is None else tokens[: end + 1])
+        assert one.finish_reason == ("length" if end is None else "stop")
+    assert len({len(one.tokens) for one in found}) > 2
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_not_one_token_more_than_asked_for(
+    engine: Engine, prompts: list[list[int]], full: list[list[int]], most: int
+) -> None:
+    found = engine.generate(prompts, most, mode="lossless", threshold=ALWAYS, stop_token_ids=[])
+    assert tokens_of(found) == [tokens[:most] for tokens in full]
+    assert engine.generate(np.zeros((0, 3), int), most, mode="lossless") == []
+
+
+@pytest.mark.parametrize("lookup", [0, 6])
+def test_the_context_is_filled_to_its_last_place(
+    engine: Engine, prompts: list[list[int]], full: list[list[int]], lookup: int
+) -> None:
+    """Contexts that end at many places of a block, each with another sequence that goes on a little."""
+    for room in (0, 1, 2, 5, 8):
+        model = replace(engine.manifest.model, context_length=LENGTHS[1] + room)
+        short = Engine(
+            replace(engine.bundle, manifest=replace(engine.manifest, model=model)), engine._session, threads=1
+        )
+        short._batch_networks = engine._batch_networks
+        one, other = short.generate(
+            [prompts[1], prompts[0]], 15, mode="lossless", threshold=ALWAYS, max_pending=4, prompt_lookup=lookup,
+            stop_token_ids=[],
+        )  # fmt: skip
+        assert (one.tokens, one.finish_reason) == (full[1][: room + 1], "context")
+        assert (other.tokens, other.finish_reason) == (full[0][:15], "length")
+
+
+def test_more_prompts_than_places(
+    engine: Engine, prompts: list[list[int]], full: list[list[int]], mixed: list[float], monkeypatch
+) -> None:
+    """A prompt takes the place of a sequence that ended while the others draft and verify; its rewinds are its own."""
+    monkeypatch.setattr("tide_export.runtime.engine.MOST_ROWS", 2)
+    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 160)
+    monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)  # buffers grow, too
+    places: list[int] = []
+    join = Batch.join
+    assert engine._batch_networks is not None
+    monkeypatch.setattr(engine._batch_networks, "_opened", engine._batch_networks._open(4))
+    monkeypatch.setattr(Batch, "join", lambda batch: places.append(batch.free) or join(batch))
+    found = engine.generate(prompts + prompts[::-1], NEW_TOKENS, mode="lossless", threshold=mixed, stop_token_ids=[])
+    assert tokens_of(found) == full + full[::-1]
+    assert len(places) == 12
+    assert min(places) < 3, "several at a time"
+
+
+def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]], full: list[list[int]]) -> None:
+    never = engine.drafting_as(Drafting((1.0,) * 3, 0, 0, 1, {}))
+    never._batch_networks = engine._batch_networks
+    found = never.generate(prompts[:2], NEW_TOKENS, mode="lossless", stop_token_ids=[])
+    assert tokens_of(found) == full[:2]
+    assert not any(one.stats.drafted for one in found)
+
+
+def test_a_row_forgets_what_waits_too() -> None:
+    model = SimpleNamespace(kv_shapes=[(1, 4)] * 3, context_length=None, hidden_size=2)
+    row = Row(import_onnxruntime(), SimpleNamespace(model=model, segment_sizes=(1, 1, 1)))
+    row.lengths = [9, 7, 4]
+    row.waiting = [np.zeros((n, 2), np.float32) + np.arange(n)[:, None] for n in (0, 2, 3)]
+    with pytest.raises(GenerationError, match="cannot be rewound to 10"):
+        row.rewind(10)
+    row.rewind(8)
+    assert (row.lengths, [len(waits) for waits in row.waiting]) == ([8, 7, 4], [0, 1, 3])
+    row.rewind(6)
+    assert (row.lengths, [len(waits) for waits in row.waiting]) == ([6, 6, 4], [0, 0, 2])
+    assert row.waiting[2][:, 0].tolist() == [0, 1]
+    row.rewind(3)
+    assert (row.lengths, [len(waits) for waits in row.waiting]) == ([3, 3, 3], [0, 0, 0])

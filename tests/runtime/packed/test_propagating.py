@@ -1,0 +1,117 @@
+"""A list of prompts where K/V are propagated: every sequence gets what it gets alone, whatever else is in the batch.
+That this is what the rule says, `tests/parity/test_propagate.py` shows."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundles import without
+
+from tide_export import names
+from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.store import write_manifest
+from tide_export.errors import BundleError, GenerationError
+from tide_export.runtime.decoding import continuous_batching as batch_generate
+from tide_export.runtime.decoding.continuous_batching import empty_batch
+from tide_export.runtime.decoding.decoder import OneByOne
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.packed.propagate import PropagatingBatch
+
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def engine(propagating_bundle: Path) -> Engine:
+    return load(propagating_bundle, threads=1)
+
+
+def alone(engine: Engine, prompts: list[list[int]], **options) -> list[Generation]:
+    return [engine.generate(prompt, NEW_TOKENS, **options) for prompt in prompts]
+
+
+def same(together: list[Generation], one_by_one: list[Generation]) -> bool:
+    def told(one: Generation):
+        stats = one.stats
+        passes = (stats.exit_layer, stats.layers_run, stats.layer_tokens_run, stats.layer_tokens_total)
+        return one.tokens, one.finish_reason, *passes
+
+    return [told(one) for one in together] == [told(one) for one in one_by_one]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_list_is_as_one_by_one(engine: Engine, prompts: list[list[int]], mixed: list[float], count: int) -> None:
+    for options in ({"mode": "full"}, {"threshold": mixed}, {"threshold": 0.0}):
+        options |= {"stop_token_ids": []} | ({"min_layers": 0} if "threshold" in options else {})
+        expected = alone(engine, prompts[:count], **options)
+        assert same(engine.generate(prompts[:count], NEW_TOKENS, **options), expected), options
+        if count == 5 and options.get("threshold") == mixed:
+            exits = {layers for one in expected for layers in one.stats.exit_layer}
+            assert exits > {3, 12}, "some leave early, some later, some never"
+
+
+def test_sequences_join_as_others_end(
+    engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch
+) -> None:
+    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 60)
+    monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)  # and their buffers grow
+    assert engine._batch_networks is not None
+    batch = empty_batch(engine._batch_networks._open(4), engine.manifest, mixed, 16, 1.0)
+    assert isinstance(batch, PropagatingBatch)
+    wanted = prompts + prompts[::-1]
+    stop = alone(engine, prompts[:1], threshold=mixed, min_layers=0, stop_token_ids=[])[0].tokens[3:5]
+    expected = alone(engine, wanted, threshold=mixed, min_layers=0, stop_token_ids=stop)
+    assert len({len(one.tokens) for one in expected}) > 1
+    many = [np.array(prompt) for prompt in wanted]
+    decoders = [lambda row: OneByOne(Sampler(), (3, 6, 9, 12)) for _ in wanted]
+    found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, frozenset(stop))
+    assert same(found, expected)
+    assert not batch.rows
+
+
+def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]]) -> None:
+    """A first step, and one of several tokens; beside them a sequence that leaves as soon as it may."""
+    assert engine._batch_networks is not None
+    batch = PropagatingBatch(engine._batch_networks.sessions(4), engine.manifest, [0.0] * 3)
+    states = {batch.join(): engine.start([0.0] * 3) for _ in range(3)}
+    one, two, three = sorted(states)
+    for feeds in (
+        {one: prompts[1], two: [5]},
+        {one: [6], two: [7], three: prompts[0]},
+        {one: [8], two: [9, 10, 11], three: [12]},
+        {two: [13], three: [14]},
+        {one: [15], two: [16], three: [17]},
+    ):
+        results = batch.step(feeds)
+        for place, ids in feeds.items():
+            found, expected = results[place], states[place].step(ids)
+            assert found.exit_layer == expected.exit_layer == (12 if len(ids) > 1 or states[place].length == 1 else 3)
+            assert found.segments_run == expected.segments_run
+            assert np.abs(found.logits - expected.logits).max() < 1e-4
+            assert batch.rows[place].computed == states[place].computed
+            assert batch.rows[place].lengths == states[place].lengths
+
+
+def test_there_is_nothing_to_choose(engine: Engine) -> None:
+    for name, value in (("compaction_threshold", 0.5), ("max_pending", 4)):
+        with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache: .* propagates, so that nothing"):
+            engine.generate([[5], [6]], 2, **{name: value})
+    with pytest.raises(GenerationError, match="max_pending is for an exact K/V cache"):
+        engine.stream([5], 2, max_pending=4)
+    with pytest.raises(GenerationError, match="propagates"):
+        engine.generate([[5], [6]], 2, mode="lossless")
+
+
+def test_networks_that_are_missing_or_others(propagating_bundle: Path, tmp_path: Path) -> None:
+    old = load(without(propagating_bundle, tmp_path / "old", "batch_"), threads=1)
+    assert len(old.generate([5], 2).tokens) == 2
+    with pytest.raises(GenerationError, match="holds no networks for batches"):
+        old.generate([[5], [6]], 2)
+    folder, wrong = tmp_path / "mixed", names.batch_file(names.skipped(1))
+    without(propagating_bundle, folder, wrong)
+    shutil.copyfile(propagating_bundle / names.batch_file(names.skipped(2)), folder / wrong)
+    write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
+    with pytest.raises(BundleError, match="batch_skipped_1"):
+        load(folder, threads=1).generate([[5], [6]], 2)

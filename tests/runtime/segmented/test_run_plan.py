@@ -1,0 +1,60 @@
+"""Which places run together: everything once and in order, nothing beyond a buffer's end, in as few runs as can be."""
+
+import numpy as np
+import pytest
+
+from tide_export.bundle.manifest import NetworksInfo
+from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
+
+INFO = NetworksInfo("fp32", 100, most_tokens=32, most_logits=8, exit_size=16, most_rows=6, row_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "tokens"),
+    [(1, 0, 1), (2, 0, 2), (3, 0, 4), (17, 5, 32), (33, 0, 33), (48, 0, 48), (3, 97, 3), (3, 96, 4), (1, 99, 1)],
+)
+def test_runs_are_padded_to_a_power_of_two_that_fits(count: int, length: int, tokens: int) -> None:
+    assert padded(count, length, most=48, capacity=100) == tokens
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "runs"),
+    [
+        ({0: 1, 1: 1, 2: 1}, [7] * 6, [Run((0, 1, 2), 1)]),
+        ({2: 1}, [7] * 6, [Run((2,), 1)]),
+        ({1: 1, 4: 3}, [7] * 6, [Run((1, 4), 4)]),  # those in between are padding
+        ({1: 5, 4: 3}, [7] * 6, [Run((1, 4), 5)]),  # no more than a row may take
+        ({0: 1, 3: 40, 4: 3}, [7] * 6, [Run((0, 4), 4), Run((3,), 32), Run((3,), 8, 32)]),  # the prompt last, in parts
+        ({0: 1, 1: 1, 2: 4}, [7, 99, 7, 0, 0, 0], [Run((0, 1), 1), Run((2,), 4)]),  # no room for padding at place 1
+        ({0: 4, 1: 1, 2: 4}, [7, 99, 7, 0, 0, 0], [Run((0,), 4), Run((1,), 1), Run((2,), 4)]),
+        ({0: 4, 2: 4}, [7, 100, 7, 0, 0, 0], [Run((0,), 4), Run((2,), 4)]),  # nor for one that is idle
+        ({0: 3, 1: 3}, [7, 97, 7, 0, 0, 0], [Run((0, 1), 3)]),  # not a power of two, but together
+    ],
+)
+def test_neighbours_go_together_where_there_is_room(counts, lengths, runs) -> None:
+    assert runs_over(counts, lengths, INFO) == runs
+
+
+def test_everything_is_run_once_and_nothing_beyond_the_end() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(2000):
+        lengths = [int(n) for n in random.choice([0, 3, 60, 94, 97, 99, 100], 6)]
+        counts = {}
+        for place in range(6):
+            room = 100 - lengths[place]
+            if room and random.random() < 0.6:
+                counts[place] = int(random.integers(1, min(room, 3 if random.random() < 0.7 else 60) + 1))
+        done = dict.fromkeys(counts, 0)
+        written = list(lengths)  # what must not be written over any more
+        for run in runs_over(counts, lengths, INFO):
+            assert run.tokens * run.rows <= INFO.most_tokens
+            assert run.rows == 1 or run.tokens <= INFO.row_tokens
+            for place in range(run.start, run.stop):
+                begin = lengths[place] + (run.first if place in run.places else 0)
+                assert begin + run.tokens <= INFO.capacity
+                assert begin >= written[place]
+            for place in run.places:
+                assert run.first == done[place]
+                done[place] = min(counts[place], run.first + run.tokens)
+                written[place] = lengths[place] + done[place]
+        assert done == counts

@@ -1,0 +1,92 @@
+"""`tools/checks/model_families.py`: a row is what running it gave, a row that fails stays and says why, the page has
+every family."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import families
+import pytest
+import transformers as tf
+
+from tide_export.errors import GraphError, UnsupportedModelError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def models() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "tools" / "checks"))
+    try:
+        import model_families as models
+    finally:
+        sys.path.pop(0)
+    return models
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One family of two layers."""
+    sizes = {**families.HEADS, "num_hidden_layers": 2}
+    monkeypatch.setattr(families, "FAMILIES", {"tiny": families.Family(lambda: tf.LlamaConfig(**sizes), ("a|b",))})
+    monkeypatch.setattr(families, "CHECKPOINTS", (1,))
+
+
+def test_a_row_is_calibrated_exported_and_compared(models: ModuleType, tiny: None, tmp_path: Path) -> None:
+    row = models.make_row(families, "tiny", tmp_path)
+    assert row.note == ""
+    assert (row.expected, row.onnxruntime, row.layers, row.tensorrt_rtx) == (True, "yes", "2 of 2", "3 engines")
+    assert re.match(r"equal \(\de-0[5-9]\)$", row.full)
+    assert row.exit.startswith("equal (")
+    assert int(row.seconds) >= 1
+    assert "| a\\|b |" in row.markdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (UnsupportedModelError("LlamaForCausalLM is odd"), "refused", True),
+        (GraphError("the graph differs"), "refused", False),
+        (RuntimeError("a bug\nwith details"), "fails", False),
+    ],
+)
+def test_a_row_that_fails_stays_and_says_why(
+    models: ModuleType,
+    tiny: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    status: str,
+    expected: bool,
+) -> None:
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(models, "export", fail)
+    config = families.FAMILIES["tiny"].config
+    monkeypatch.setitem(families.FAMILIES, "tiny", families.Family(config, refused="is odd"))
+    output = tmp_path / "models.md"
+    assert models.main(["-o", str(output)]) == (0 if expected else 1)
+    (line,) = [line for line in output.read_text().splitlines() if line.startswith("| tiny |")]
+    assert f"| {status} |" in line
+    assert str(error).splitlines()[0] in line
+    assert "\n" not in line
+
+
+def test_rows_are_chosen_by_name(models: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        models.main(["--only", "no such family"])
+    assert "no family 'no such family'" in capsys.readouterr().err
+
+
+def test_the_committed_page_has_a_row_for_every_family_as_expected() -> None:
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "models.md").read_text().splitlines() if line[:2] == "| "]
+    found = {row[0].removeprefix("| "): row for row in rows[2:]}
+    assert list(found) == list(families.FAMILIES), "run tools/checks/model_families.py"
+    for name, family in families.FAMILIES.items():
+        assert found[name][5] == ("refused" if family.refused else "yes"), name
+        assert found[name][1] == ", ".join(family.features), name
+        if not family.refused:
+            assert found[name][3].startswith("equal"), name
+            assert found[name][4].startswith("equal"), name

@@ -1,0 +1,70 @@
+"""`tools/benchmarks/modes.py` on the demo bundle: every mode gets a row, and what they say is what the engine does."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
+
+
+@pytest.fixture(scope="module")
+def benchmark_modes():
+    sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
+    try:
+        import modes as benchmark_modes
+    finally:
+        sys.path.pop(0)
+    return benchmark_modes
+
+
+def test_rows_and_files(benchmark_modes, demo_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    options = ["--prompts", "4", "--new-tokens", "12", "--threads", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmark_modes", str(demo_bundle), "--dataset", str(TEXT), *options])
+    assert benchmark_modes.main() == 0
+    rows = json.loads((tmp_path / "modes.json").read_text())
+    assert [row["mode"] for row in rows] == ["full", *["exit"] * 6, *["static"] * 3, "lossless"]
+    full, *exits = [row for row in rows if row["mode"] in ("full", "exit")]
+    assert (full["agreement"], full["layers"], full["speedup"]) == (1.0, 12.0, 1.0)
+    by_threshold = [row["layers"] for row in exits[:5]]
+    assert by_threshold == sorted(by_threshold)  # a higher threshold never runs fewer layers
+    assert next(row["layers"] for row in rows if row["mode"] == "static") < 6
+    assert rows[-1]["agreement"] == 1.0
+    assert (tmp_path / "modes.png").stat().st_size > 10_000
+    assert "static" in (tmp_path / "modes.md").read_text()
+    assert "4 prompts of 48 tokens" in capsys.readouterr().out
+
+
+def test_several_together(
+    benchmark_modes, demo_bundle: Path, propagating_bundle: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Together the tokens and passes are those of one by one, of both kinds of K/V cache."""
+    options = ["--prompts", "2", "--new-tokens", "8", "--threads", "1", "--thresholds", "0.5", "--out", str(tmp_path)]
+    line = ["benchmark_modes", str(demo_bundle), str(propagating_bundle), "--dataset", str(TEXT), *options]
+    tables = []
+    for more in ([], ["--together", "2"]):
+        monkeypatch.setattr(sys, "argv", [*line, *more])
+        assert benchmark_modes.main() == 0
+        rows = json.loads((tmp_path / "modes.json").read_text())
+        tables.append({(r["bundle"], r["mode"], r["setting"], r["together"]): r for r in rows})
+    alone, together = tables
+    assert {row["together"] for row in alone.values()} == {1}
+    assert len(together) == 7
+    assert (together.pop((demo_bundle.name, "full", "", 1))["speedup"]) == 1.0
+    for (bundle, mode, setting, count), row in together.items():
+        assert count == 2
+        if mode == "full":
+            assert (row["agreement"], row["layers"]) == (1.0, 12.0)
+        else:
+            one = alone[bundle, mode, setting, 1]
+            assert (row["agreement"], row["layers"]) == pytest.approx((one["agreement"], one["layers"]), abs=1e-9)
+
+
+def test_another_token_in_lossless_mode_is_a_failure(benchmark_modes, demo_bundle: Path, tmp_path, monkeypatch) -> None:
+    seen = benchmark_modes.Seen(0.9, 1.0, 1.0)
+    monkeypatch.setattr(benchmark_modes, "generate", lambda engine, mode, prompt, said: iter([seen]))
+    options = ["--prompts", "2", "--new-tokens", "3", "--threads", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmark_modes", str(demo_bundle), "--dataset", str(TEXT), *options])
+    assert benchmark_modes.main() == 1

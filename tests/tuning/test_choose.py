@@ -1,0 +1,93 @@
+"""Candidates from the path, and the whole choice simulated: its true risk is above epsilon no more often than delta."""
+
+from math import sqrt
+
+import numpy as np
+import pytest
+
+from tide_export.tuning.choose import MOST_CANDIDATES, candidates, certify
+from tide_export.tuning.measure import Measurement
+
+LAYERS, DEPTH, POSITIONS = (3, 6, 9), 12, 6
+
+
+def population(prompts: int, seed: int = 0) -> Measurement:
+    """Prompts of very different difficulty, with routers that know something about it, and deeper ones more."""
+    random = np.random.default_rng(seed)
+    easy = random.normal(size=(prompts, 1, 1))  # of a whole prompt: its positions hang together
+    sure = easy + random.normal(size=(prompts, POSITIONS, 3)) + np.array([0.5, 1.5, 2.5])
+    scores = 1 / (1 + np.exp(-(sure + 0.7 * random.normal(size=sure.shape))))
+    right = random.random(sure.shape) < 1 / (1 + np.exp(-2.5 * sure))
+    return Measurement(
+        scores.astype(np.float32), np.where(right, 5, 6), np.full((prompts, POSITIONS), 5), LAYERS, DEPTH
+    )
+
+
+def pick(whole: Measurement, numbers: np.ndarray) -> Measurement:
+    return Measurement(whole.scores[numbers], whole.early[numbers], whole.full[numbers], LAYERS, DEPTH)
+
+
+def test_candidates_go_from_safe_to_aggressive_in_steps_below_epsilon():
+    epsilon = 0.1
+    path = candidates(population(300), epsilon)
+    risks, layers = [1 - point.agreement for point in path], [point.layers for point in path]
+    assert 10 < len(path) <= MOST_CANDIDATES
+    assert risks[0] < 0.2 * epsilon
+    assert epsilon < risks[-1] <= 1.5 * epsilon
+    assert max(np.diff(risks)) < 0.15 * epsilon
+    assert np.corrcoef(risks, layers)[0, 1] < -0.9
+    assert all(point.layers < DEPTH for point in path)
+
+
+def test_no_more_candidates_than_asked_for_and_both_ends_stay():
+    whole = population(300)
+    few, many = candidates(whole, 0.1, most=4), candidates(whole, 0.1)
+    assert len(few) == 4
+    assert (few[0], few[-1]) == (many[0], many[-1])
+
+
+def test_routers_that_know_nothing_leave_no_candidate_that_is_safe():
+    whole = population(300)
+    wrong = Measurement(whole.scores, np.full_like(whole.early, 6), whole.full, LAYERS, DEPTH)
+    found = candidates(wrong, 0.05)
+    assert [point.agreement < 0.95 for point in found] == [True]
+    assert [tested.passed for tested in certify(wrong, found, 0.05, 0.1)] == [False]
+
+
+def test_the_walk_ends_at_the_first_failure():
+    path, calibration = population(100, seed=1), population(200, seed=2)
+    points = candidates(path, 0.1)
+    tested = certify(calibration, points, 0.1, 0.1)
+    assert 1 < len(tested) < len(points)
+    assert [one.passed for one in tested] == [True] * (len(tested) - 1) + [False]
+    assert [one.thresholds for one in tested] == [point.thresholds for point in points[: len(tested)]]
+    for one in tested:
+        assert one.risk == pytest.approx(calibration.losses(one.thresholds).mean())
+        assert one.layers == pytest.approx(calibration.outcome(one.thresholds)[1].mean())
+
+
+def test_the_true_risk_is_above_epsilon_no_more_often_than_delta():
+    """Paths and tests drawn anew from a population whose risks are known, many times."""
+    epsilon, delta, runs = 0.1, 0.2, 80
+    whole = population(4000)
+    random = np.random.default_rng(5)
+    bad = found = 0
+    for _ in range(runs):
+        points = candidates(pick(whole, random.integers(4000, size=40)), epsilon, most=12)
+        tested = certify(pick(whole, random.integers(4000, size=120)), points, epsilon, delta)
+        passed = [one for one in tested if one.passed]
+        if passed:
+            found += 1
+            bad += whole.losses(passed[-1].thresholds).mean() > epsilon
+            assert passed[-1].layers < DEPTH
+    assert bad / runs <= delta + 3 * sqrt(delta * (1 - delta) / runs)
+    assert found > 0.9 * runs
+
+
+def test_the_most_aggressive_candidate_of_such_a_path_is_bad_indeed():
+    """Or the simulation above could not fail: what is merely hoped for on the path is above epsilon."""
+    whole = population(4000)
+    random = np.random.default_rng(5)
+    for _ in range(10):
+        points = candidates(pick(whole, random.integers(4000, size=40)), 0.1)
+        assert whole.losses(points[-1].thresholds).mean() > 0.1

@@ -1,0 +1,160 @@
+"""The replay of lossless mode against lossless mode itself, and the search against every setting there is."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tide_export.bundle.manifest import Drafting
+from tide_export.runtime.engine import Engine
+from tide_export.tuning.measure import Measurement, measure_prompts
+from tide_export.tuning.replay import DRAFTS, NONE_FOUND, Replayed, StepCosts, best_setting, look_up, replay, step_costs
+
+COSTS = StepCosts(draft=(1.0, 2.0), verify={1: 4.0, 5: 6.0}, block={1: 4.0, 5: 8.0}, plain=4.0)
+NO_TEXT = [[0]]  # a prompt in which nothing is found
+
+
+def recording(scores: list, agrees: list) -> Measurement:
+    """One text of tokens 1, 2, 3 ...; scores [P, 2], agrees [P, 2]."""
+    full = np.arange(1, len(scores) + 1)[None]
+    early = np.where(agrees, full[0, :, None], -1)[None]
+    return Measurement(np.array(scores, np.float32)[None], early, full, (2, 4), 6)
+
+
+def exits_alone(replayed: Replayed) -> tuple[float, int, int]:
+    assert (replayed.looked_up, replayed.lookups_accepted) == (0, 0)
+    return replayed.seconds, replayed.drafted, replayed.accepted
+
+
+def test_a_replay_by_hand() -> None:
+    one = recording([[0.9, 0.9], [0.1, 0.9], [0.9, 0.9], [0.1, 0.1]], [[1, 1], [1, 0], [1, 1], [1, 1]])
+    # Two drafts (1 + 2 seconds), the second wrong; verified over 3 (5 s): 2 tokens. One more draft (1 s), then the
+    # routers say no: over 2 (4.5 s): 2 tokens.
+    assert exits_alone(replay(one, COSTS, (0.5, 0.5), 2)) == ((3 + 5 + 1 + 4.5) / 4, 3, 2)
+    assert exits_alone(replay(one, COSTS, (1.0, 1.0), 2)) == (4.0, 0, 0)
+    assert exits_alone(replay(one, COSTS, (0.5, 0.5), 0)) == (4.0, 0, 0)
+
+
+def test_a_replay_with_lookups_by_hand() -> None:
+    one = recording([[0.9, 0.9], [0.1, 0.1], [0.1, 0.1], [0.1, 0.1], [0.1, 0.1]], [[1, 1]] * 5)
+    # A right draft (1 s), then a guess of 3 of which 2 are right: 4 tokens at once, 1 more waited: 7 + .5 s for 4
+    # tokens. Then a guess of one, wrong: 2 at once, 5 s.
+    found = replay(one, COSTS, (0.5, 0.5), 2, [[NONE_FOUND, 2, 0, 0, 0]], 3)
+    assert found == Replayed((1 + 7.5 + 5) / 5, 1, 1, 4, 2)
+    # Behind a wrong draft a guess is in vain, and says nothing of guesses.
+    one = recording([[0.9, 0.9], [0.1, 0.1]], [[0, 0], [1, 1]])
+    assert replay(one, COSTS, (0.5, 0.5), 2, [[NONE_FOUND, 1]], 3) == Replayed((1 + 5.5 + 5) / 3, 1, 0, 2, 1)
+
+
+def test_what_lookups_are_worth_along_a_text() -> None:
+    full = np.array([[3, 1, 2, 3, 4, 1]])
+    assert look_up([[1, 2]], full, 2) == [[NONE_FOUND, NONE_FOUND, NONE_FOUND, 1, 0, NONE_FOUND]]
+    assert look_up([[1, 2]], full, 1)[0][:4] == [NONE_FOUND, NONE_FOUND, 2, 1]
+
+
+def test_nothing_pays_when_every_draft_is_wrong() -> None:
+    wrong = recording([[0.9, 0.9]] * 20, [[0, 0]] * 20)
+    found = best_setting(wrong, COSTS, NO_TEXT)
+    assert found.thresholds == (1.0, 1.0)
+    assert (found.speedup, found.max_drafts, found.lookup) == (1.0, 0, 0)
+
+
+def test_a_text_that_repeats_itself_is_looked_up() -> None:
+    wrong = recording([[0.9, 0.9]] * 24, [[0, 0]] * 24)
+    circle = replace(wrong, full=np.array([[5, 6, 7] * 8]))
+    found = best_setting(circle, COSTS, NO_TEXT)
+    assert found.thresholds == (1.0, 1.0)
+    assert found.lookup > 0
+    lookups = look_up(NO_TEXT, circle.full, found.least_match)
+    replayed = replay(circle, COSTS, found.thresholds, 0, lookups, found.lookup)
+    assert found.speedup == COSTS.plain / replayed.seconds > 1.5
+    assert replayed.lookups_accepted > 12
+
+
+def test_the_search_finds_what_trying_everything_finds() -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.random((6, 40, 2)).astype(np.float32)
+    agrees = rng.random((6, 40, 2)) < scores**0.5
+    full = np.broadcast_to(np.arange(1, 41), (6, 40))
+    noisy = Measurement(scores, np.where(agrees, full[..., None], -1), full, (2, 4), 6)
+    costs = StepCosts(draft=(0.3, 0.7), verify={1: 1.0, 13: 1.6}, block={1: 1.0, 13: 2.0}, plain=1.0)
+    found = best_setting(noisy, costs, NO_TEXT * 6)
+    assert found.lookup == 0
+    assert found.speedup == costs.plain / replay(noisy, costs, found.thresholds, found.max_drafts).seconds
+    everything = max(
+        costs.plain / replay(noisy, costs, thresholds, drafts).seconds
+        for thresholds in itertools.product(np.linspace(0, 1, 11), repeat=2)
+        for drafts in DRAFTS
+    )
+    assert found.speedup > 1.05
+    assert found.speedup > everything - 0.03
+
+
+@pytest.fixture(scope="module")
+def engine(demo_bundle) -> Engine:
+    from tide_export.runtime.engine import load
+
+    return load(demo_bundle, threads=1)
+
+
+def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -> None:
+    """Drafts behind a wrong draft differ, so the counts are near; with one draft at a time they are equal."""
+    rng = np.random.default_rng(1)
+    count, length = len(engine.manifest.checkpoints), 24
+    prompts = [rng.integers(5, 4000, 12).tolist() for _ in range(6)]
+    full = [engine.generate(p, 60, mode="full", stop_token_ids=[]).tokens for p in prompts]
+    texts = [p + tokens[:-1] for p, tokens in zip(prompts, full, strict=True)]
+    recorded = measure_prompts(engine, texts, 12, engine.manifest.checkpoints)
+    assert (recorded.full == np.array(full)).all()
+    thresholds = [float(value) for value in np.quantile(recorded.scores, 0.4, axis=(0, 1))]
+    costs = StepCosts((0.1,) * count, {1: 1.0, 2: 1.0}, {1: 1.0}, 1.0)
+    drafted = accepted = 0
+    for p in prompts:
+        stats = engine.generate(
+            p, length, mode="lossless", threshold=thresholds, max_pending=1, prompt_lookup=0, stop_token_ids=[]
+        ).stats
+        drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
+    # The first token behind the prompt is never drafted, the last may not be: replay what lies between.
+    inner = Measurement(
+        recorded.scores[:, 1 : length - 1],
+        recorded.early[:, 1 : length - 1],
+        recorded.full[:, 1 : length - 1],
+        recorded.layers,
+        recorded.depth,
+    )
+    expected = replay(inner, costs, thresholds, 1)
+    assert 0 < expected.accepted < expected.drafted
+    assert abs(drafted - expected.drafted) <= len(prompts)
+    assert abs(accepted - expected.accepted) <= len(prompts)
+
+
+def test_the_replay_expects_the_lookups_that_generating_has(engine: Engine) -> None:
+    """With exits off nothing is guessed, so only the first and the last token of a generation are left to differ."""
+    off, length, prompts = [1.0] * len(engine.manifest.checkpoints), 60, [[50, 60, 70] * 3, [300, 301, 300, 302] * 2]
+    full = [engine.generate(p, length, mode="full", stop_token_ids=[]).tokens for p in prompts]
+    nothing = np.empty((2, length, 0))
+    recorded = Measurement(nothing.astype(np.float32), nothing.astype(np.int64), np.array(full), (), 12)
+    lookups = look_up(prompts, recorded.full, 2)
+    expected = replay(recorded, StepCosts((), {1: 1.0}, {1: 1.0}, 1.0), (), 0, lookups, 8)
+    stats = [
+        engine.drafting_as(Drafting(tuple(off), 0, 8, 2, {})).generate(p, length, mode="lossless", stop_token_ids=[])
+        for p in prompts
+    ]
+    looked_up, accepted = (sum(getattr(s.stats, name) for s in stats) for name in ("looked_up", "lookups_accepted"))
+    assert expected.lookups_accepted > 20
+    assert abs(looked_up - expected.looked_up) <= 16
+    assert abs(accepted - expected.lookups_accepted) <= 16
+
+
+def test_step_costs_are_those_of_the_steps(engine: Engine) -> None:
+    costs = step_costs(engine, [5, 6, 7, 8], most=4, rounds=5)
+    assert len(costs.draft) == len(engine.manifest.checkpoints)
+    assert list(costs.verify) == list(costs.block) == [1, 2, 3, 4, 5]
+    assert min(costs.draft) < costs.plain  # a third of the layers against all of them
+
+
+def test_a_run_over_what_waited_and_what_is_new() -> None:
+    assert [COSTS.verifying(n) for n in (0, 2, 4, 9)] == [4.0, 5.0, 6.0, 6.0]
+    assert [COSTS.verifying(0, n) for n in (1, 3, 5)] == [4.0, 6.0, 8.0]
+    assert COSTS.verifying(2, 3) == 6.0 + 1.0

@@ -1,0 +1,175 @@
+"""Prompts decoded together against one by one: equal, not equal, undecided, and not in the bundle at all."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.cli.main import main
+from tide_export.model.source import SourceModel, load_model
+from tide_export.names import ROUTERS_FILE
+from tide_export.routers.router_set import RouterSet
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.onnxruntime.segments import open_segments
+from tide_export.runtime.packed.batch import Batch
+from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.segmented.batch_memory import BatchLane
+from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.thresholds.resolve import OFF
+from tide_export.verify.batch_parity import Together, check_together
+from tide_export.verify.parity import Check, Tolerance
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "demo" / "demo-llama")
+TEXT = str(ROOT / "tide_export" / "*.py")
+NEW_TOKENS, PENDING, THRESHOLDS = 6, 4, [0.5, 0.7, OFF]
+
+
+@pytest.fixture(scope="module")
+def bundle(demo_bundle: Path) -> Bundle:
+    return open_bundle(demo_bundle, verify=False)
+
+
+@pytest.fixture(scope="module")
+def graph(demo_bundle: Path) -> Engine:
+    return load(demo_bundle, provider="cpu", threads=1, verify=False)
+
+
+@pytest.fixture(scope="module")
+def backend(bundle: Bundle) -> SegmentBackend:
+    return open_segments(bundle, threads=1)
+
+
+@pytest.fixture(scope="module")
+def source() -> SourceModel:
+    return load_model(MODEL)
+
+
+@pytest.fixture(scope="module")
+def routers(bundle: Bundle) -> RouterSet:
+    return RouterSet.load(bundle.file(ROUTERS_FILE))
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_text_ids: list[int]) -> list[list[int]]:
+    return [demo_text_ids[50 * number : 50 * number + length] for number, length in enumerate((1, 3, 7, 7, 20, 40))]
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]], tolerance: Tolerance) -> dict[str, Check]:
+    options = {"full": {}, "exit": {"threshold": [min(t, 1.0) for t in THRESHOLDS], "min_layers": 0}, "lossless": {}}
+    checks = {}
+    for mode, given in options.items():
+        check = checks[mode] = Check("0.5" if mode == "exit" else mode, THRESHOLDS, tolerance=tolerance)
+        for prompt in prompts:
+            out = engine.generate(prompt, NEW_TOKENS, mode=mode, stop_token_ids=[], **given)
+            check.written.append((out.tokens, out.stats.exit_layer))
+    return checks
+
+
+@pytest.fixture(scope="module")
+def alone(graph: Engine, prompts: list[list[int]]) -> dict[str, Check]:
+    return one_by_one(graph, prompts, Tolerance(1e-4, 1e-3))
+
+
+@pytest.fixture(params=["graph", "segments"])
+def engine(request, bundle: Bundle, graph: Engine, backend: SegmentBackend) -> Engine:
+    return graph if request.param == "graph" else Engine(bundle, backend, SegmentedState)
+
+
+def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are given each other's logits."""
+    graph, networks = Batch._logits, BatchLane.logits
+
+    def rolled(lane: BatchLane) -> dict[int, np.ndarray]:
+        found = networks(lane)
+        rows = np.roll(np.concatenate(list(found.values())), 1, axis=0)
+        return dict(zip(found, np.split(rows, np.cumsum([len(own) for own in found.values()])[:-1]), strict=True))
+
+    monkeypatch.setattr(Batch, "_logits", lambda batch, states: np.roll(graph(batch, states), 1, axis=0))
+    monkeypatch.setattr(BatchLane, "logits", rolled)
+
+
+def test_equal_tokens_need_no_reference(engine: Engine, prompts, alone) -> None:
+    done: list[float] = []
+    found = check_together(engine, None, None, prompts, alone, PENDING, advance=done.append)
+    assert found.holds
+    assert (found.prompts, [check.tokens for check in found.checks], done) == (4, [4 * NEW_TOKENS] * 3, [1, 1, 1])
+    tokens = 12 * NEW_TOKENS
+    said = f"4 prompts together (full, exit at 0.5, lossless): all {tokens} tokens are those of one by one"
+    assert found.lines() == [said]
+
+
+@pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
+def test_a_neighbour_s_logits_are_found_out(
+    engine: Engine, source, routers, prompts, alone, mode: str, monkeypatch
+) -> None:
+    neighbours(monkeypatch)
+    found = check_together(engine, source, routers, prompts, {mode: alone[mode]}, PENDING, "segments")
+    (check,) = found.checks
+    assert not found.holds
+    assert 0 < check.wrong <= check.tokens == 4 * NEW_TOKENS
+    first, *others = found.lines()
+    assert first.startswith(f"segments, 4 prompts together ({check.name}): ")
+    assert f"({check.wrong} wrong, {check.forgiven} forgiven)" in first
+    assert others
+    assert all("new token" in line for line in others)
+    assert found.as_dict()["checks"][0]["wrong"] == check.wrong
+
+
+def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts, alone, monkeypatch) -> None:
+    exits = alone["exit"]
+    full = replace(exits, thresholds=[OFF] * 3, differences=[], name="0.5")
+    assert {layer for _, layers in exits.written for layer in layers} > {12}
+    found = check_together(graph, source, routers, prompts, {"exit": full}, PENDING)
+    assert found.holds, "what differs from one by one is held to the reference at the thresholds it ran with"
+    ran = replace(exits, written=[(tokens, [12] * NEW_TOKENS) for tokens, _ in exits.written])
+    assert check_together(graph, source, routers, prompts, {"exit": ran}, PENDING).holds
+    step = Batch.step
+
+    def deep(*arguments, **options):
+        return {place: result._replace(exit_layer=12) for place, result in step(*arguments, **options).items()}
+
+    monkeypatch.setattr(Batch, "step", deep)
+    wrong = check_together(graph, source, routers, prompts, {"exit": exits}, PENDING)
+    assert not wrong.holds
+    assert all("left after layer 12 instead of" in line for line in wrong.lines()[1:])
+
+
+def test_where_the_reference_is_undecided_it_is_forgiven(graph: Engine, source, routers, prompts, monkeypatch) -> None:
+    neighbours(monkeypatch)
+    alone = one_by_one(graph, prompts, Tolerance(1e4, 1e-3))
+    found = check_together(graph, source, routers, prompts, {"full": alone["full"]}, PENDING)
+    (check,) = found.checks
+    assert found.holds
+    assert check.forgiven
+    assert f"(0 wrong, {check.forgiven} forgiven)" in found.lines()[0]
+
+
+def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, backend: SegmentBackend, prompts, alone):
+    files = {name: info for name, info in bundle.manifest.files.items() if not name.startswith("batch_")}
+    without = Engine(replace(bundle, manifest=replace(bundle.manifest, files=files)), graph._session)
+    single = SegmentBackend(bundle.manifest, replace(backend._info, most_rows=1), backend.specs, backend._open_lane)
+    for engine in (without, Engine(bundle, single, SegmentedState)):
+        assert engine.most_together == 1
+        done: list[float] = []
+        found = check_together(engine, None, None, prompts, alone, PENDING, "segments", done.append)
+        assert (found.holds, found.checks, sum(done)) == (True, [], 3)
+        assert found.lines() == [
+            "segments, several prompts together: not in this bundle, which takes one at a time (its export said why, "
+            "or --batch-size 1 was given)"
+        ]
+    assert (graph.most_together, Engine(bundle, backend, SegmentedState).most_together) == (32, 8)
+    lonely = check_together(graph, None, None, prompts[:1], alone, PENDING)
+    assert lonely.lines() == ["several prompts together: not compared, there is one prompt"]
+    assert lonely == Together("", 0, [], "not compared, there is one prompt")
+
+
+def test_the_command_s_exit_code_is_1(demo_bundle: Path, capsys, monkeypatch) -> None:
+    neighbours(monkeypatch)
+    small = ["--prompts", "2", "--new-tokens", "3", "--threshold", "0.5", "--provider", "cpu"]
+    assert main(["validate", str(demo_bundle), "--model", MODEL, "--dataset", TEXT, *small]) == 1
+    said = capsys.readouterr().out
+    assert "2 prompts together (full, exit at " in said
+    assert "DOES NOT HOLD" in said

@@ -1,0 +1,1 @@
+"""The artefact on disk: its manifest, and reading and writing it safely."""

@@ -1,0 +1,237 @@
+"""`tide-export inspect`: says what is in a bundle, as a dictionary and as text.
+
+Reads the manifest alone (and checks the files against it), so it needs neither an engine nor PyTorch, and it shows what
+a bundle promises before anything runs it.
+"""
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.formatting import size, table
+from tide_export.thresholds.resolve import resolve_thresholds
+
+REPORT = "report"  # where the calibration record keeps one entry per checkpoint (see `calibration.fit_router.assess`)
+REPORT_COLUMNS = ("positive_rate", "exit_rate", "precision", "recall", "accuracy", "loss", "base_loss", "tokens")
+
+TUNING_COLUMNS = ("path_risk", "risk", "p_value", "layers", "passed")
+
+
+def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any]:
+    """Everything `inspect` prints, ready for JSON.
+
+    Raises:
+        BundleError: not a bundle, or a file of it is missing, truncated or (with `verify`) corrupt.
+    """
+    bundle = open_bundle(path, verify=verify)
+    manifest = bundle.manifest
+    model = manifest.model
+    return {
+        "bundle": str(bundle.path),
+        "created": manifest.created,
+        "model": {
+            "name": model.name,
+            "architecture": model.architecture,
+            "weights_sha256": model.weights_sha256,
+            "num_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "context_length": model.context_length,
+            "eos_token_ids": list(model.eos_token_ids),
+        },
+        "targets": list(manifest.targets),
+        "weights": manifest.weights,
+        "quantization": None if manifest.quantization is None else asdict(manifest.quantization),
+        "opset": manifest.opset,
+        "min_layers": manifest.min_layers,
+        "max_pending": manifest.max_pending,
+        "kv_cache_strategy": manifest.kv_cache_strategy,
+        "compaction_threshold": manifest.compaction_threshold,
+        "kv_bytes_per_token": sum(2 * 4 * heads * width for heads, width in model.kv_shapes),  # K and V, float32
+        "segments": _segments(bundle),
+        "networks": None if manifest.networks is None else asdict(manifest.networks),
+        "engines": None if manifest.engines is None else asdict(manifest.engines),
+        "inputs": [asdict(tensor) for tensor in manifest.inputs],
+        "outputs": [asdict(tensor) for tensor in manifest.outputs],
+        "calibration": manifest.calibration,
+        "tuning": manifest.tuning,
+        "tuning_in_force": _in_force(manifest),
+        "versions": manifest.versions,
+        "files": {name: asdict(info) for name, info in manifest.files.items()},
+        "files_verified": verify,
+    }
+
+
+def _in_force(manifest: Manifest) -> bool:
+    """Whether the thresholds are those that were certified: a manifest edited by hand promises nothing."""
+    record = manifest.tuning or {}
+    stored = (record.get("thresholds"), record.get("min_layers"))
+    return bool(record.get("certified")) and stored == (list(manifest.thresholds), manifest.min_layers)
+
+
+def _segments(bundle: Bundle) -> list[dict[str, Any]]:
+    """One entry per segment: its layers (first, last; both included) and the checkpoint that ends it, if one does."""
+    manifest = bundle.manifest
+    active = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
+    segments, first = [], 0
+    for k, layers in enumerate(manifest.segment_sizes):
+        entry: dict[str, Any] = {"segment": k, "first_layer": first, "last_layer": first + layers - 1}
+        first += layers
+        if k < len(manifest.checkpoints):
+            entry |= {
+                "checkpoint": first,
+                "threshold": manifest.thresholds[k],
+                "exits": active[k] < 1,
+            }  # no score is above 1
+        segments.append(entry)
+    return segments
+
+
+def _quantization(described: dict[str, Any]) -> str:
+    how = described["quantization"]
+    if how is None:
+        return ""
+    points = "" if how["symmetric"] else ", with zero points"
+    return (
+        f", {how['bits']} bits by {how['method']}, blocks of {how['block_size']}{points}, level {how['accuracy_level']}"
+    )
+
+
+def render(described: dict[str, Any]) -> str:
+    """The text `inspect` prints."""
+    model, files = described["model"], described["files"]
+    total = sum(info["size"] for info in files.values())
+    checked = "sizes and sha256 match" if described["files_verified"] else "sizes match, sha256 not checked"
+    lines = [
+        f"bundle     {described['bundle']}  ({'+'.join(described['targets'])}, {described['weights']}, "
+        f"opset {described['opset']})",
+        f"created    {described['created']}",
+        f"model      {model['name']}  ({model['architecture']}, {model['num_layers']} layers, "
+        f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']})",
+        f"weights    sha256 {model['weights_sha256'][:12]}{_quantization(described)}",
+        f"context    {model['context_length'] or 'unlimited'} tokens, "
+        f"{size(described['kv_bytes_per_token'])} of K/V per token",
+        f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
+        f"exits      from {described['min_layers']} layers on; " + _waiting(described),
+        "",
+        "segments",
+        table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
+    ]
+    lines += _network_lines(described["networks"], described["engines"])
+    lines += ["", *_calibration_lines(described["calibration"])]
+    lines += ["", *_tuning_lines(described["tuning"], described["tuning_in_force"])]
+    for key in ("inputs", "outputs"):
+        rows = [[name, dtype, shape] for name, dtype, shape in _grouped(described[key])]
+        lines += ["", key, table(["name", "type", "shape"], rows, left=3)]
+    lines += [
+        "",
+        f"files      {size(total)} in {len(files)} files; {checked}",
+        table(["file", "size", "sha256"], [[n, size(f["size"]), f["sha256"][:12]] for n, f in files.items()]),
+        "",
+        "made with  " + ", ".join(f"{tool} {version}" for tool, version in sorted(described["versions"].items())),
+    ]
+    return "\n".join(lines)
+
+
+def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | None) -> list[str]:
+    """What the bundle has for TensorRT, if anything."""
+    if networks is None:
+        return []
+    lines = [
+        "",
+        f"networks   {networks['weights']}, K/V buffers of {networks['capacity']} tokens, runs over at most "
+        f"{networks['most_tokens']}, {networks['most_rows']} sequences together",
+    ]
+    if engines is None:
+        return [*lines, "engines    none: tide-export build makes them"]
+    gpus = ", ".join(engines["compute_capabilities"]) or "8.0 and later"
+    profiles = ", ".join(f"{p['name']} {p['rows']} x {p['least']}-{p['most']}" for p in engines["profiles"])
+    return [
+        *lines,
+        f"engines    {engines['flavour']} {engines['version']}, compute capability {gpus}, built in "
+        f"{engines['seconds']:g} s",
+        f"profiles   sequences x tokens of a run: {profiles}",
+        f"plugins    {_plugins(engines['plugins'])}",
+    ]
+
+
+def _waiting(described: dict[str, Any]) -> str:
+    if described["kv_cache_strategy"] == PROPAGATE:
+        return "K/V of skipped layers are made from the exit state (propagate)"
+    return f"at most {described['max_pending']} tokens wait before a segment runs"
+
+
+def _plugins(plugins: dict[str, Any] | None) -> str:
+    if plugins is None:
+        return "none: the networks' functions"
+    return f"of tide_export {plugins['version']} in {', '.join(plugins['engines'])}"
+
+
+def _segment_row(segment: dict[str, Any]) -> list[object]:
+    layers = f"{segment['first_layer']}-{segment['last_layer']}"
+    if "checkpoint" not in segment:
+        return [segment["segment"], layers, "-", "-"]
+    off = "off" if segment["threshold"] >= 1 else "off (min_layers)"
+    note = _short(segment["threshold"]) if segment["exits"] else off
+    return [segment["segment"], layers, f"{segment['checkpoint']} layers", note]
+
+
+def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
+    """The calibration record: its plain fields in a line each, its report per checkpoint as a table."""
+    if not record:
+        return ["calibration  none recorded (routers from elsewhere)"]
+    lines = ["calibration"]
+    for key, value in record.items():
+        if key != REPORT and isinstance(value, str | int | float):
+            shown = value[:12] if key.endswith("sha256") and isinstance(value, str) else value
+            lines.append(f"  {key}: {shown}")
+    report = record.get(REPORT)
+    if report:
+        rows = [[layers, *(_short(entry.get(c)) for c in REPORT_COLUMNS)] for layers, entry in report.items()]
+        lines += ["", table(["checkpoint", *REPORT_COLUMNS], rows)]
+    return lines
+
+
+def _tuning_lines(record: dict[str, Any] | None, in_force: bool) -> list[str]:
+    """What `tune` promises of the thresholds, its numbers in a line each, and the candidates it tested as a table."""
+    if not record:
+        return ["thresholds  without a guarantee (see `tune`)"]
+    lines = ["thresholds  certified by `tune`"]
+    if not record.get("certified"):
+        lines = ["thresholds  `tune` found none that passed: nothing exits"]
+    elif not in_force:
+        lines = ["thresholds  are NOT those that `tune` certified: the record below is not about them"]
+    for key, value in record.items():
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            shown = value[:12] if key.endswith("sha256") and isinstance(value, str) else value
+            lines.append(f"  {key}: {_short(shown)}")
+    tested = record.get("path")
+    if isinstance(tested, list) and tested and all(isinstance(entry, dict) for entry in tested):
+        rows = [[number, *(_short(entry.get(c)) for c in TUNING_COLUMNS)] for number, entry in enumerate(tested, 1)]
+        lines += ["", table(["candidate", *TUNING_COLUMNS], rows)]
+    return lines
+
+
+def _short(value: object) -> object:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _grouped(tensors: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Tensors that differ only in a number in their name (one per layer or segment) as one row: `past.{0..11}.key`."""
+    groups: dict[tuple, list[int | None]] = {}
+    for tensor in tensors:
+        parts = tensor["name"].split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        pattern = tuple("#" if i == number else part for i, part in enumerate(parts))
+        key = (pattern, tensor["dtype"], "[" + ", ".join(map(str, tensor["shape"])) + "]")
+        groups.setdefault(key, []).append(int(parts[number]) if number is not None else None)
+    rows = []
+    for (pattern, dtype, shape), found in groups.items():
+        numbers = [n for n in found if n is not None]
+        span = f"{{{min(numbers)}..{max(numbers)}}}" if len(numbers) > 1 else "".join(map(str, numbers))
+        rows.append((".".join(span if part == "#" else part for part in pattern), dtype, shape))
+    return rows

@@ -1,0 +1,348 @@
+"""What `tide.json` says of a bundle: the fields, and a parser that takes nothing on trust.
+
+`pipeline.flow` fills a `Manifest`, `tune` puts other thresholds into it, `bundle` writes and reads it, the runtimes
+take shapes, checkpoints and defaults from it. A manifest comes from a disk or a download: every field is there, of its
+type and in range, or it is refused by name.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import pairwise
+from math import isfinite
+from pathlib import PurePosixPath
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from tide_export.errors import BundleError
+from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, network_file, segment
+
+SCHEMA = "tide_export.bundle.store/6"
+WEIGHTS = ("fp32", "int8", "int4")  # of the graph
+QUANTIZATION_METHODS = ("rtn", "gptq")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+NETWORK_WEIGHTS = ("fp32", "fp16", "bf16")
+EXACT, PROPAGATE = "exact", "propagate"
+KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
+TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+FLAVOURS = TARGETS[1:]
+OMITTED = ("quantization",)  # fields of the manifest that are not written when None, lest older bundles be refused
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The source model, as far as a runtime needs it."""
+
+    name: str  # what the user called it: a Hub id or a folder
+    architecture: str  # e.g. "LlamaForCausalLM"
+    weights_sha256: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int | None  # tokens; None: the model has no limit of its own
+    eos_token_ids: tuple[int, ...]
+    kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One input or output of the graph; a dimension is a number, or a name when it varies."""
+
+    name: str
+    dtype: str  # numpy's name: "float32", "int64", "int32"
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the graph's matrices were made small integers (see `quantize`)."""
+
+    method: str  # rtn or gptq
+    bits: int  # 4 or 8
+    block_size: int  # weights of one scale
+    symmetric: bool  # without zero points
+    accuracy_level: int  # MatMulNBits's: 0 the engine's choice, 1 float32, 2 float16, 3 bfloat16, 4 int8 products
+
+
+@dataclass(frozen=True)
+class NetworksInfo:
+    """The networks of one segment each, and of the head, that the bundle holds beside its graph."""
+
+    weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
+    capacity: int  # tokens their K/V buffers hold
+    most_tokens: int  # tokens one run may take; longer prompts are run in parts
+    most_logits: int  # tokens one run of the head may take
+    exit_size: int  # width of the states the head takes
+    most_rows: int  # sequences one run may take, and a batch may have; 1: no batches
+    row_tokens: int  # tokens of each sequence in a run over several
+
+
+@dataclass(frozen=True)
+class Profile:
+    """An optimization profile: fewest, most usual and most tokens of each sequence in a run, and most sequences."""
+
+    name: str
+    least: int
+    best: int
+    most: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class PluginsInfo:
+    """The plugin library that engines were built with, and which of them hold its plugins."""
+
+    version: str  # release of tide_export; engines are loaded with that release's library alone
+    sha256: str  # of the library's file
+    engines: tuple[str, ...]  # their names: segment_0, ...
+
+
+@dataclass(frozen=True)
+class EnginesInfo:
+    """The engines that were built from those networks."""
+
+    flavour: str  # tensorrt or tensorrt-rtx
+    version: str  # of that library; engines run on no other
+    compute_capabilities: tuple[str, ...]  # of the GPUs they run on, such as "8.9"; empty: 8.0 and later
+    weights_sha256: str  # of the source model, as `model.weights_sha256`
+    profiles: tuple[Profile, ...]
+    seconds: float  # that building took
+    plugins: PluginsInfo | None = None  # None: the networks' functions were built instead
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size in bytes and sha256 (hex) of one file of the bundle."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How `lossless` mode drafts; chosen for speed by `tune --mode lossless`, never a matter of quality."""
+
+    thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: early exits do not pay
+    max_drafts: int  # drafts by early exits that may wait for one verification
+    lookup: int  # tokens drafted at most from earlier text; 0: that does not pay
+    least_match: int  # tokens that must have stood there before
+    tuning: dict[str, Any]  # what was measured where (see `tuning.lossless`)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `tide.json` says. `write_manifest` fills `files`; everything else is the exporter's to give."""
+
+    model: ModelInfo
+    checkpoints: tuple[int, ...]  # layers run at each, ascending, never the last layer; empty: a full-depth graph
+    thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]
+    min_layers: int  # checkpoints with fewer layers behind them never exit
+    max_pending: int  # default of the runtime input
+    kv_cache_strategy: str  # one of KV_CACHE_STRATEGIES: what becomes of the K/V of skipped layers
+    weights: str  # precision of the graph's weights
+    targets: tuple[str, ...]
+    opset: int
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    calibration: dict[str, Any] | None  # provenance of the routers
+    versions: dict[str, str]  # of the tools that made the bundle
+    created: str  # ISO 8601
+    # Of several sequences in one step, in [0, 1]: where a smaller share than this needs a segment, only those run it.
+    compaction_threshold: float = 1.0
+    tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tuning.report`); None: they were not
+    drafting: Drafting | None = None  # of lossless mode; None: it was not tuned
+    networks: NetworksInfo | None = None
+    engines: EnginesInfo | None = None
+    quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
+    files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
+
+    @property
+    def segment_sizes(self) -> tuple[int, ...]:
+        """Layers of each segment, shallowest first; they add up to `model.num_layers`."""
+        edges = (0, *self.checkpoints, self.model.num_layers)
+        return tuple(end - start for start, end in pairwise(edges))
+
+    def to_json(self) -> str:
+        """The text of `tide.json`."""
+        written = {name: value for name, value in asdict(self).items() if name not in OMITTED or value is not None}
+        return json.dumps({"schema": SCHEMA, **written}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = MANIFEST_FILE) -> "Manifest":
+        """Parses strictly: every field present (but those of `OMITTED`), of its type and in range, and no other field.
+
+        Raises:
+            BundleError: naming `source` and the field.
+        """
+        try:
+            data = json.loads(text, parse_constant=_refuse_constant)
+        except ValueError as error:
+            raise BundleError(f"{source} is not valid JSON: {error}") from None
+        if not isinstance(data, dict) or not isinstance(schema := data.pop("schema", None), str):
+            raise BundleError(f"{source} is not the manifest of a bundle: it has no field 'schema'")
+        if schema != SCHEMA:
+            raise BundleError(
+                f"{source} has schema {schema!r} but this release reads {SCHEMA!r}: "
+                "use the tide_export release that wrote it, or export again"
+            )
+        manifest = _parse(cls, data, source, "")
+        _check(manifest, source)
+        return manifest
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
+    """`value` (from JSON) as the type `kind`; `where` is the dotted field name for the message."""
+
+    def wrong(expected: str) -> BundleError:
+        shown = json.dumps(value, ensure_ascii=False)
+        return BundleError(f"{source}: field '{where}' must be {expected}, not {shown[:60]}")
+
+    if kind is Any:
+        return value
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        return _parse_fields(kind, value, source, where)
+    if isinstance(kind, UnionType):
+        options = [option for option in get_args(kind) if option is not NoneType]
+        if value is None and NoneType in get_args(kind):
+            return None
+        if len(options) > 1:
+            options = [option for option in options if type(value) is option] or options
+        return _parse(options[0], value, source, where)
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        item = get_args(kind)[1]
+        return {key: _parse(item, entry, source, f"{where}.{key}") for key, entry in value.items()}
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise wrong("a list")
+        items = get_args(kind)
+        if items[-1] is Ellipsis:
+            items = (items[0],) * len(value)
+        if len(items) != len(value):
+            raise wrong(f"a list of {len(items)}")
+        return tuple(
+            _parse(item, e, source, f"{where}.{i}") for i, (item, e) in enumerate(zip(items, value, strict=True))
+        )
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise wrong("a number")
+        return float(value)
+    if type(value) is not kind:  # not isinstance: true is no int
+        raise wrong({int: "a whole number", str: "a string", bool: "true or false"}[kind])
+    return value
+
+
+def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str) -> T:
+    prefix = f"{where}." if where else ""
+    hints = get_type_hints(kind)
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    for name in names:
+        if name not in value and not (kind is Manifest and name in OMITTED):
+            raise BundleError(f"{source}: field '{prefix}{name}' is missing")
+    for name in value:
+        if name not in names:
+            raise BundleError(f"{source}: field '{prefix}{name}' is unknown")
+    return kind(
+        **{name: _parse(hints[name], value[name], source, f"{prefix}{name}") for name in names if name in value}
+    )
+
+
+def _check(manifest: Manifest, source: str) -> None:
+    """What the types do not say: ranges, and fields that must agree with each other."""
+
+    def require(condition: bool, name: str, rule: str) -> None:
+        if not condition:
+            raise BundleError(f"{source}: field '{name}' {rule}")
+
+    model, points = manifest.model, manifest.checkpoints
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        require(getattr(model, name) >= 1, f"model.{name}", "must be 1 or more")
+    require(model.context_length is None or model.context_length >= 1, "model.context_length", "must be 1 or more")
+    require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
+    require(len(model.kv_shapes) == model.num_layers, "model.kv_shapes", "must have one entry per layer")
+    require(all(h >= 1 and d >= 1 for h, d in model.kv_shapes), "model.kv_shapes", "holds a size below 1")
+    require(list(points) == sorted(set(points)), "checkpoints", "must be distinct and ascending")
+    require(all(1 <= p < model.num_layers for p in points), "checkpoints", f"must lie in 1..{model.num_layers - 1}")
+    require(len(manifest.thresholds) == len(points), "thresholds", "must have one value per checkpoint")
+    require(all(0 <= value <= 1 for value in manifest.thresholds), "thresholds", "must lie in [0, 1]")
+    drafting = manifest.drafting
+    if drafting is not None:
+        require(len(drafting.thresholds) == len(points), "drafting.thresholds", "must have one value per checkpoint")
+        require(all(0 <= value <= 1 for value in drafting.thresholds), "drafting.thresholds", "must lie in [0, 1]")
+        require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
+        require(drafting.lookup >= 0, "drafting.lookup", "must be 0 or more")
+        require(drafting.least_match >= 1, "drafting.least_match", "must be 1 or more")
+    require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
+    require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
+    require(
+        manifest.kv_cache_strategy in KV_CACHE_STRATEGIES,
+        "kv_cache_strategy",
+        f"must be one of {', '.join(KV_CACHE_STRATEGIES)}",
+    )
+    require(0 <= manifest.compaction_threshold <= 1, "compaction_threshold", "must lie in [0, 1]")
+    require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
+    require(
+        bool(manifest.targets) and set(manifest.targets) <= set(TARGETS),
+        "targets",
+        f"must be some of {', '.join(TARGETS)}",
+    )
+    require(GRAPH_FILE in manifest.files, "files", f"does not list {GRAPH_FILE}")
+    _check_networks(manifest, require)
+    _check_quantization(manifest, require)
+    for name, info in manifest.files.items():
+        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts and "\\" not in name
+        require(inside and name not in ("", ".", MANIFEST_FILE), f"files.{name}", "is not a path inside the bundle")
+        require(info.size >= 0, f"files.{name}.size", "must be 0 or more")
+        is_hash = len(info.sha256) == 64 and set(info.sha256) <= set("0123456789abcdef")
+        require(is_hash, f"files.{name}.sha256", "must be 64 lower-case hex digits")
+
+
+def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
+    networks, engines = manifest.networks, manifest.engines
+    parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), HEAD]
+    if networks is not None:
+        require(networks.weights in NETWORK_WEIGHTS, "networks.weights", f"must be one of {', '.join(NETWORK_WEIGHTS)}")
+        for name in ("capacity", "most_tokens", "most_logits", "exit_size", "most_rows", "row_tokens"):
+            require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
+        together = networks.most_rows * networks.row_tokens if networks.most_rows > 1 else 1
+        require(together <= networks.most_tokens, "networks.row_tokens", "must fit most_rows times into most_tokens")
+        for file in map(network_file, parts):
+            require(file in manifest.files, "files", f"does not list {file}")
+    if engines is not None:
+        require(networks is not None, "engines", "needs the field 'networks'")
+        require(engines.flavour in FLAVOURS, "engines.flavour", f"must be one of {', '.join(FLAVOURS)}")
+        require(bool(engines.profiles), "engines.profiles", "must not be empty")
+        for profile in engines.profiles:
+            ordered = 1 <= profile.least <= profile.best <= profile.most
+            require(ordered, "engines.profiles", "must have least <= best <= most, all 1 or more")
+        rows = max((profile.rows for profile in engines.profiles), default=0)
+        if networks is not None:
+            require(rows == networks.most_rows, "engines.profiles", "must take as many rows as networks.most_rows")
+        if engines.plugins is not None:
+            holders = engines.plugins.engines
+            require(
+                bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the engines"
+            )
+        for file in map(engine_file, parts):
+            require(file in manifest.files, "files", f"does not list {file}")
+
+
+def _check_quantization(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
+    how = manifest.quantization
+    bits = {"int8": 8, "int4": 4}.get(manifest.weights)
+    require((how is not None) == (bits is not None), "quantization", "must be there for weights int8 and int4 alone")
+    if how is None:
+        return
+    require(how.method in QUANTIZATION_METHODS, "quantization.method", f"is none of {', '.join(QUANTIZATION_METHODS)}")
+    require(how.bits == bits, "quantization.bits", f"must be {bits} for weights {manifest.weights}")
+    require(how.block_size in BLOCK_SIZES, "quantization.block_size", f"is none of {', '.join(map(str, BLOCK_SIZES))}")
+    require(how.accuracy_level in range(5), "quantization.accuracy_level", "must lie in 0..4")

@@ -1,0 +1,321 @@
+"""The bundle on disk: writing one so that a crash never leaves half of it, opening one with every file checked.
+
+`pipeline.flow` writes a bundle at the very end, inside `writing_bundle`: files go into a hidden sibling folder that is
+renamed into place at the end, under a lock. `runtime.engine.load` opens one with `open_bundle`, which checks every file
+against the size and sha256 in `tide.json` before an engine sees it. `tune` swaps the manifest alone, with
+`replace_manifest`. Needs the standard library alone.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tide_export.bundle.manifest import FileInfo, Manifest, ModelInfo, TensorInfo
+from tide_export.errors import BundleError
+from tide_export.names import MANIFEST_FILE
+
+__all__ = [
+    "Bundle",
+    "FileInfo",
+    "Manifest",
+    "ModelInfo",
+    "TensorInfo",
+    "open_bundle",
+    "replace_manifest",
+    "write_manifest",
+    "writing_bundle",
+]
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # what numpy's tofile says when the disk is full
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle on disk whose manifest was read and whose files were checked."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        """Path of one of the bundle's files.
+
+        Raises:
+            BundleError: the manifest lists no such file.
+        """
+        if name not in self.manifest.files:
+            raise BundleError(f"bundle '{self.path}' has no file {name}")
+        return self.path / name
+
+
+def open_bundle(path: str | os.PathLike[str], verify: bool = True) -> Bundle:
+    """Reads the manifest and checks that every file it lists is there, with its size and (`verify`) its sha256.
+
+    Raises:
+        BundleError: not a bundle, a manifest this release cannot read, or a file missing, truncated or corrupt.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise BundleError(f"bundle '{folder}' does not exist")
+    if not (folder / MANIFEST_FILE).is_file():
+        raise BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}")
+    try:
+        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"cannot read '{folder / MANIFEST_FILE}': {error}") from None
+    manifest = Manifest.from_json(text, source=f"'{folder / MANIFEST_FILE}'")
+    for name, expected in manifest.files.items():
+        _check_file(folder / name, expected, verify)
+    return Bundle(folder, manifest)
+
+
+@contextlib.contextmanager
+def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling folder to write a bundle into; a clean exit renames it to `path`.
+
+    The body writes its files and last calls `write_manifest`. On any exception the temporary folder is removed and
+    what was at `path` stays as it was. A process killed in the middle leaves hidden siblings that the next export to
+    the same path removes.
+
+    Args:
+        path: where the bundle shall be; missing parent folders are made.
+        overwrite: replace an existing bundle at `path`; anything else that is there is never replaced.
+
+    Raises:
+        BundleError: `path` exists, another export to it is running, the folder cannot be made, or no space is left.
+    """
+    target = Path(path).resolve()
+    _refuse_existing(target, overwrite)
+    temporary = target.parent / f".{target.name}.tide-tmp"
+    parked = target.parent / f".{target.name}.tide-old"
+    made_parents: list[Path] = []
+    done = False
+    try:
+        try:
+            made_parents = _make_parents(target.parent)
+        except OSError as error:
+            raise BundleError(f"cannot make folder '{target.parent}': {error.strerror}") from None
+        with _lock(target):
+            _clean_up_after_killed_export(target, temporary, parked)
+            _refuse_existing(target, overwrite)  # again: the export we may have waited out could have finished
+            try:
+                temporary.mkdir()
+            except OSError as error:
+                raise BundleError(f"cannot write to '{target.parent}': {error.strerror}") from None
+            try:
+                yield temporary
+                if not (temporary / MANIFEST_FILE).is_file():
+                    raise BundleError(f"bundle '{target}' was not written: the export made no {MANIFEST_FILE}")
+                _refuse_existing(target, overwrite)  # a long export: the user may have put something there
+                _put_in_place(temporary, target, parked)
+                done = True
+            except Exception as error:
+                if _is_no_space(error):
+                    raise BundleError(
+                        f"no space left on the disk for bundle '{target}': nothing was written"
+                    ) from error
+                raise
+            finally:
+                # After an exchange this is the old bundle; after a failure, the half-written new one.
+                shutil.rmtree(temporary, ignore_errors=True)
+    finally:
+        if not done:
+            for parent in reversed(made_parents):
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Writes `tide.json` over everything else in `folder`, with sizes and hashes, and flushes all of it to the disk.
+
+    Returns:
+        The manifest as it will be read back, `files` filled.
+
+    Raises:
+        BundleError: the manifest is one that `Manifest.from_json` would refuse.
+    """
+    found = {}
+    for file in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
+        name = file.relative_to(folder).as_posix()
+        if name != MANIFEST_FILE:
+            found[name] = FileInfo(file.stat().st_size, _sha256(file))
+            _fsync(file)
+    text = replace(manifest, files=found).to_json()
+    written = Manifest.from_json(text)
+    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    _fsync(folder / MANIFEST_FILE)
+    for name in found:  # some writers (safetensors) shut other users out; a bundle has one mode, the user's umask's
+        (folder / name).chmod((folder / MANIFEST_FILE).stat().st_mode)
+    for subfolder in [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
+        _fsync(subfolder)
+    return written
+
+
+def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
+    """Puts another `tide.json` into a bundle, in one step; the files it lists, and their hashes, stay what they are.
+
+    A reader sees the old manifest or the new one. Whatever goes wrong, the old one stays.
+
+    Args:
+        bundle: as it was opened; a bundle that was exported or tuned anew since then is left alone.
+        manifest: its `files` must be the bundle's own.
+
+    Raises:
+        BundleError: the bundle has changed since it was opened, an export to it is running, it cannot be written to,
+            or the manifest is one that `Manifest.from_json` would refuse.
+    """
+    folder = bundle.path.resolve()
+    file, temporary = folder / MANIFEST_FILE, folder / f".{MANIFEST_FILE}.tide-tmp"
+    text = replace(manifest, files=bundle.manifest.files).to_json()
+    written = Manifest.from_json(text, source=f"the new '{file}'")
+    with _lock(folder):
+        if open_bundle(folder, verify=False).manifest != bundle.manifest:
+            raise BundleError(f"bundle '{bundle.path}' was changed by something else meanwhile: it is left as it is")
+        try:
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.chmod(file.stat().st_mode)
+                _fsync(temporary)
+                temporary.replace(file)
+                _fsync(folder)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            reason = "no space left on the disk" if _is_no_space(error) else error.strerror
+            raise BundleError(f"cannot write '{file}', which stays as it was: {reason}") from error
+    return Bundle(bundle.path, written)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def _check_file(file: Path, expected: FileInfo, verify: bool) -> None:
+    advice = "export the bundle again or copy it anew"
+    try:
+        size = file.stat().st_size
+        if not file.is_file():
+            raise BundleError(f"bundle file '{file}' is not a file")
+        if size < expected.size:
+            raise BundleError(f"bundle file '{file}' is truncated: {size} of {expected.size} bytes; {advice}")
+        if size > expected.size:
+            raise BundleError(f"bundle file '{file}' has {size} bytes instead of {expected.size}; {advice}")
+        if verify and _sha256(file) != expected.sha256:
+            raise BundleError(f"bundle file '{file}' is corrupt: its sha256 is not the manifest's; {advice}")
+    except FileNotFoundError:
+        raise BundleError(f"bundle file '{file}' is missing; {advice}") from None
+    except OSError as error:
+        raise BundleError(f"cannot read bundle file '{file}': {error.strerror}") from None
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- taking and keeping the place on disk ----------------------------------------------------------------------------
+
+
+def _refuse_existing(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise BundleError(f"output '{target}' already exists: choose another name, or overwrite it with --overwrite")
+    if not (target / MANIFEST_FILE).is_file():
+        raise BundleError(f"output '{target}' exists and is not a bundle (no {MANIFEST_FILE}): it is not overwritten")
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Makes `folder` and its parents; returns those that were not there, outermost first."""
+    missing = [entry for entry in [folder, *folder.parents] if not entry.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+@contextlib.contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """Holds the one lock of writers to `target`; the kernel drops it when the process dies, however it dies."""
+    import fcntl  # not at the top: running a bundle must work where there is no flock
+
+    file = target.parent / f".{target.name}.tide-lock"
+    while True:
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise BundleError(f"cannot write to '{target.parent}': {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise BundleError(f"another export to '{target}' is running, or a tuning of it") from None
+        except OSError as error:
+            os.close(descriptor)
+            raise BundleError(f"cannot lock '{file}': {error.strerror}") from None
+        # Between our open and our flock the last holder may have removed the file: then we hold a lock nobody sees.
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _clean_up_after_killed_export(target: Path, temporary: Path, parked: Path) -> None:
+    """Only with the lock held: then no living export owns these folders."""
+    if parked.exists() and not target.exists():
+        parked.rename(target)  # killed between the two renames of `_put_in_place`
+    for folder in (temporary, parked):
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _put_in_place(temporary: Path, target: Path, parked: Path) -> None:
+    if not target.exists():
+        temporary.rename(target)  # fails, harmlessly, should someone make a folder there this very moment
+    elif not _exchange(temporary, target):
+        target.rename(parked)
+        try:
+            temporary.rename(target)
+        except BaseException:
+            parked.rename(target)
+            raise
+        shutil.rmtree(parked, ignore_errors=True)
+    _fsync(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swaps two folders in one step (Linux renameat2); False where kernel or file system cannot."""
+    at_cwd, rename_exchange = -100, 2
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), rename_exchange) == 0
+
+
+def _is_no_space(error: BaseException | None) -> bool:
+    """Whether a full disk, quota or file-size limit lies behind `error`, also when a library wrapped it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            return True
+        # Writers in Rust (safetensors, tokenizers) keep the text alone, numpy not even that.
+        if any(os.strerror(code) in str(error) for code in NO_SPACE) or SHORT_WRITE.fullmatch(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

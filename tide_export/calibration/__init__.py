@@ -1,0 +1,1 @@
+"""Fits routers and lenses on text."""

@@ -1,0 +1,76 @@
+"""Fits one lens to the sample of one checkpoint, with `exit_strategy = "lens"`: between `collect` and the labels.
+
+A tuned lens (Belrose et al., arXiv 2303.08112) of low rank: trained to bring the head's distribution on the translated
+state as near as possible (in KL divergence) to the full model's, everything else frozen. The validation split decides
+which epoch's weights are kept, the identity being one of them, so a lens is never worse than none there.
+"""
+
+import copy
+from typing import Any
+
+import torch
+
+from tide_export.calibration.collect import Sample
+from tide_export.calibration.labels import blocks, divergence, normed
+from tide_export.config import TideConfig
+from tide_export.errors import CalibrationError
+from tide_export.model.source import SourceModel
+from tide_export.routers.router_set import Lens
+
+BATCH_TOKENS = 512
+VALIDATION_TOKENS = 4096
+
+
+def fit_lens(
+    source: SourceModel, train: Sample, validation: Sample, config: TideConfig, checkpoint: int
+) -> tuple[Lens, dict[str, Any]]:
+    """The lens of `checkpoint` and a record of `kl_before` and `kl_after` on validation tokens, and `best_epoch`.
+
+    Raises:
+        CalibrationError: the loss is not a number.
+    """
+    seed = config.seed * 1013 + checkpoint
+    rank = max(1, min(config.lens_rank, source.hidden_size // 2))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lens = Lens(source.hidden_size, rank)
+    generator = torch.Generator().manual_seed(seed)
+    raw, full = train.raw[checkpoint], train.raw[source.num_layers]
+    # Fitted to states of unit size, as routers are: the size folds out of the bias afterwards.
+    size = float(raw[:8192].square().mean().sqrt().clamp_min(1e-12))
+    held = torch.randperm(validation.kept, generator=generator)[:VALIDATION_TOKENS]
+    held_raw, held_full = validation.raw[checkpoint][held], normed(source, validation.raw[source.num_layers][held])
+
+    def exits(states: torch.Tensor) -> torch.Tensor:
+        return source.normed((lens(states / size) * size).to(source.device))
+
+    def held_out() -> float:
+        with torch.no_grad():
+            return float(divergence(source, exits(held_raw).float().cpu(), held_full).mean())
+
+    optimizer = torch.optim.Adam(lens.parameters(), lr=config.lens_learning_rate)
+    batch = next(blocks(source, BATCH_TOKENS)).stop  # fewer where the logits of so many would be too large at once
+    steps = config.lens_epochs * -(-min(config.lens_tokens, train.kept) // batch)
+    before = best_loss = held_out()
+    best, best_epoch, step = copy.deepcopy(lens.state_dict()), 0, 0
+    for epoch in range(1, config.lens_epochs + 1):
+        for rows in torch.randperm(train.kept, generator=generator)[: config.lens_tokens].split(batch):
+            for group in optimizer.param_groups:
+                group["lr"] = config.lens_learning_rate * (1 - step / steps)
+            with torch.no_grad():
+                target = source.head(source.normed(full[rows].to(source.device))[None])[0].float().log_softmax(-1)
+            answer = source.head(exits(raw[rows])[None])[0].float().log_softmax(-1)
+            loss = (target.exp() * (target - answer)).sum(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+        if (current := held_out()) < best_loss:
+            best_loss, best, best_epoch = current, copy.deepcopy(lens.state_dict()), epoch
+        elif current != current:
+            raise CalibrationError(f"the lens at checkpoint {checkpoint} cannot be fitted: its loss is not a number")
+    lens.load_state_dict(best)
+    with torch.no_grad():
+        lens.up.bias.mul_(size)
+    lens.eval().requires_grad_(False)
+    return lens, {"kl_before": before, "kl_after": best_loss, "best_epoch": best_epoch, "rank": rank}

@@ -1,0 +1,90 @@
+"""Parts sequences into training, validation and test, between documents wherever there are enough: part of `calibrate`.
+
+Tokens of one document resemble each other, so a router that is measured on a document it was fitted to looks better
+than it is. Training fits, validation decides when to stop and what a score means, test measures and sees nothing else.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tide_export.data.sequences import TokenSequence
+from tide_export.errors import CalibrationError, ConfigError
+
+
+@dataclass(frozen=True)
+class Split:
+    """Three parts without a sequence in common, none empty, training the largest.
+
+    `unit` is "documents": no document is in two parts; or "sequences" where the documents were too few for that.
+    """
+
+    train: list[TokenSequence]
+    validation: list[TokenSequence]
+    test: list[TokenSequence]
+    unit: str
+
+
+def split_sequences(
+    sequences: Sequence[TokenSequence], validation_fraction: float, test_fraction: float, seed: int
+) -> Split:
+    """Takes whole documents for test and then for validation, in an order drawn by `seed`, while they fit.
+
+    Where that gives less than half of a fraction (few or long documents), the one document nearest to it is taken, if
+    it has no more than a third of all tokens. If there is none, or training would not be the largest part, the last
+    sequences are taken instead, whatever their documents.
+
+    Raises:
+        ConfigError: the fractions leave less for training than one of them.
+        CalibrationError: fewer than three sequences.
+    """
+    fractions = (validation_fraction, test_fraction)
+    if min(fractions) <= 0 or 1 - sum(fractions) < max(fractions) - 1e-9:
+        raise ConfigError(
+            f"validation_fraction {validation_fraction:g} and test_fraction {test_fraction:g} must be above 0 and "
+            "leave the largest share for training"
+        )
+    if len(sequences) < 3:
+        raise CalibrationError(
+            f"the dataset gives {len(sequences)} sequence(s): routers need at least 3, to fit, to validate and to test"
+        )
+    tokens: Counter[int] = Counter()
+    for sequence in sequences:
+        tokens[sequence.document] += len(sequence.ids)
+    order = np.random.default_rng(seed).permutation(sorted(tokens)).tolist()
+    test = _whole_documents(tokens, order, test_fraction * tokens.total(), tokens.total() / 3)
+    rest = [document for document in order if document not in test]
+    validation = _whole_documents(tokens, rest, validation_fraction * tokens.total(), tokens.total() / 3)
+    sizes = [sum(tokens[document] for document in part) for part in (validation, test)]
+    if validation and test and tokens.total() - sum(sizes) >= max(sizes):
+        return Split(
+            [sequence for sequence in sequences if sequence.document not in validation | test],
+            [sequence for sequence in sequences if sequence.document in validation],
+            [sequence for sequence in sequences if sequence.document in test],
+            "documents",
+        )
+    tested = max(1, int(test_fraction * len(sequences)))
+    validated = max(1, int(validation_fraction * len(sequences)))
+    trained = len(sequences) - validated - tested
+    return Split(
+        list(sequences[:trained]),
+        list(sequences[trained : trained + validated]),
+        list(sequences[trained + validated :]),
+        "sequences",
+    )
+
+
+def _whole_documents(tokens: Counter[int], order: Sequence[int], wanted: float, largest: float) -> set[int]:
+    """Documents of `order` with about `wanted` tokens together; none where no choice comes near."""
+    chosen: set[int] = set()
+    taken = 0
+    for document in order:
+        if taken + tokens[document] <= wanted:
+            chosen.add(document)
+            taken += tokens[document]
+    if taken >= wanted / 2:
+        return chosen
+    fitting = [document for document in sorted(order) if wanted / 2 <= tokens[document] <= largest]
+    return set(sorted(fitting, key=lambda document: abs(tokens[document] - wanted))[:1])

@@ -1,0 +1,1 @@
+"""Documents, cut into sequences of tokens."""

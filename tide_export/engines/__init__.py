@@ -1,0 +1,1 @@
+"""Builds TensorRT engines from the segment networks of a bundle."""

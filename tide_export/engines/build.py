@@ -1,0 +1,213 @@
+"""Builds a bundle's engines: every segment network and the head, by TensorRT or TensorRT for RTX.
+
+Called by `pipeline.flow.export` on the folder a bundle is written into, and by `rebuild` on a copy of one, so that a
+bundle gets all its engines or none. `worker` does the building in a process of its own; here the job is made, its
+progress shown, its end judged, and what was built compared with what the runtime will bind.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tide_export import names
+from tide_export.bundle.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
+from tide_export.bundle.profiles import profiles_for
+from tide_export.errors import BuildError
+from tide_export.progress import stage
+from tide_export.runtime.segmented.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
+from tide_export.runtime.tensorrt.flavours import Flavour, built_for, import_library
+from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.plugins import PluginLibrary
+
+logger = logging.getLogger("tide_export")
+
+LOG_LINES = 3  # of a builder that died
+WORKER = ("-m", "tide_export.engines.worker")
+
+
+def require_builder(flavour: Flavour) -> str:
+    """The version of the flavour's library, which must be able to build here.
+
+    Raises:
+        BuildError: Polygraphy is not installed, or there is no GPU where one is needed.
+        ProviderError: the library is not installed.
+    """
+    library = import_library(flavour)
+    if importlib.util.find_spec("polygraphy") is None:
+        raise BuildError(f"building engines needs Polygraphy: pip install tide_export[{flavour.extra}]")
+    if not flavour.builds_without_gpu and compute_capability() is None:
+        raise BuildError(
+            f"{flavour.title} builds for the GPU it finds and there is none here: run `tide-export build` on a machine "
+            "that has one, or use --target tensorrt-rtx, which builds without"
+        )
+    return str(library.__version__)
+
+
+def build_engines(
+    folder: Path, manifest: Manifest, flavour: Flavour, plugins: PluginLibrary | None = None
+) -> EnginesInfo:
+    """Builds an engine from every network in `folder` and writes it to `folder`/engines.
+
+    Args:
+        manifest: of the bundle in the making, with `networks`; its files need not be listed yet.
+        plugins: taken in place of the networks' functions, as `plugins_to_build_with` gives it.
+
+    Raises:
+        BuildError: an engine could not be built, or the builder died; its last log lines are in the message.
+        ProviderError: the library is not installed.
+    """
+    version, info = require_builder(flavour), manifest.networks
+    if info is None:
+        raise BuildError("the bundle holds no segment networks to build engines from: export it for that target")
+    expected = specs(manifest, info)
+    profiles = profiles_for(info)
+    (folder / names.ENGINES_FOLDER).mkdir()
+    job = {
+        "networks": [
+            {
+                "name": name,
+                "source": str(folder / names.network_file(name)),
+                "engine": str(folder / names.engine_file(name)),
+                "profiles": [_shapes(spec, profile) for profile in of_network(name, profiles, info)],
+            }
+            for name, spec in expected.items()
+        ],
+        "timing_cache": str(_timing_cache(flavour, version)) if flavour.has_timing_cache else None,
+        "plugins": None if plugins is None else str(plugins.path),
+    }
+    if plugins is not None:
+        logger.info("building with the plugins of '%s'", plugins.path)
+    started = time.perf_counter()
+    with stage(f"building {len(expected)} engines with {flavour.title} {version}", total=len(expected)) as advance:
+        built = run_worker(job, flavour, version, advance)
+    for name, spec in expected.items():
+        _check_built(name, spec, built[name], len(of_network(name, profiles, info)))
+    seconds = time.perf_counter() - started
+    capabilities = built_for(flavour, compute_capability())
+    weights = manifest.model.weights_sha256
+    used = None if plugins is None else _plugins_used(plugins, expected, built)
+    return EnginesInfo(flavour.name, version, capabilities, weights, profiles, round(seconds, 1), used)
+
+
+def _plugins_used(
+    plugins: PluginLibrary, expected: Mapping[str, NetworkSpec], built: Mapping[str, Mapping[str, Any]]
+) -> PluginsInfo | None:
+    """Which engines hold plugins: all that have a router; None where there is no router in the model.
+
+    Raises:
+        BuildError: TensorRT built a function's body although it was given the plugin.
+    """
+    routed = tuple(name for name, spec in expected.items() if names.ROUTER_SCORE in spec.outputs)
+    for name in routed:
+        if not built[name]["plugins"]:
+            raise BuildError(f"TensorRT did not take the plugin {names.OP_ROUTE} of '{plugins.path}' in {name}")
+    return PluginsInfo(plugins.version, plugins.sha256, routed) if routed else None
+
+
+def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
+    """Least, best and most shape of every input under a profile. Several sequences are built for as many as there may
+    be: with fewer, whichever kernel is chosen, a run waits for the weights."""
+    sizes = ((profile.least, 1), (profile.best, profile.rows), (profile.most, profile.rows))
+    return {name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes] for name, tensor in spec.inputs.items()}
+
+
+def _timing_cache(flavour: Flavour, version: str) -> Path:
+    """Where kernel times of earlier builds are kept; one file per version, in the user's cache folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
+    base.mkdir(parents=True, exist_ok=True)
+    return base / f"{flavour.name}-{version}.timing"
+
+
+def run_worker(
+    job: Mapping[str, Any],
+    flavour: Flavour,
+    version: str,
+    advance: Callable[[float], object],
+    command: Sequence[str] = WORKER,
+) -> dict[str, dict[str, Any]]:
+    """Runs a job in a process of its own; what it says of every network it built.
+
+    Args:
+        advance: called with the share of a network that is done.
+        command: what Python runs, for tests of how a builder can die.
+
+    Raises:
+        BuildError: a network was refused, or the process died.
+    """
+    rtx = "1" if flavour.module == "tensorrt_rtx" else "0"
+    environment = os.environ | {"POLYGRAPHY_USE_TENSORRT_RTX": rtx, "POLYGRAPHY_AUTOINSTALL_DEPS": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    built: dict[str, dict[str, Any]] = {}
+    current, done = "", 0.0
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        with subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        ) as worker:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            try:
+                try:
+                    json.dump(job, worker.stdin)
+                    worker.stdin.close()
+                except BrokenPipeError:
+                    pass  # it died at once: its exit code says how
+                refused = None
+                for line in worker.stdout:
+                    event = json.loads(line)
+                    if event["event"] == "building":
+                        current, done = event["network"], 0.0
+                    elif event["event"] == "step" and done + 1 / event["of"] < 1:
+                        done += 1 / event["of"]
+                        advance(1 / event["of"])
+                    elif event["event"] == "built":
+                        built[current] = event
+                        advance(1 - done)
+                    elif event["event"] == "refused":
+                        refused = event["reason"]
+                code = worker.wait()
+            except BaseException:
+                worker.kill()
+                raise
+        log.seek(0)
+        last_lines = [" ".join(line.split()) for line in log.read().splitlines() if line.strip()][-LOG_LINES:]
+    what = f"{flavour.title} {version}"
+    where = f"while building {current}" if current else "before it built anything"
+    said = f"; its last words: {' | '.join(last_lines)}" if last_lines else ""
+    if refused is not None:
+        raise BuildError(f"{what} cannot build {current}: {' '.join(refused.split())[:300]}{said}")
+    if code == -signal.SIGKILL:
+        raise BuildError(f"{what} was killed {where}, most likely because memory ran out{said}")
+    if code < 0:
+        raise BuildError(f"{what} crashed {where} ({signal.Signals(-code).name}){said}")
+    missing = [network["name"] for network in job["networks"] if network["name"] not in built]
+    if code or missing:
+        raise BuildError(f"{what} ended with exit code {code} {where}{said}")
+    return built
+
+
+def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any], profiles: int) -> None:
+    """What TensorRT made of a network must be what the runtime binds, K/V updated in place included, in all profiles.
+
+    Raises:
+        BuildError: saying what differs.
+    """
+
+    spec.check(from_tensorrt(spec, built["inputs"]), from_tensorrt(spec, built["outputs"]), name)
+    if kv_aliases(spec) != built["aliases"]:
+        raise BuildError(f"TensorRT does not update the K/V cache of {name} in place: it found {built['aliases']}")
+    if built["profiles"] != profiles:
+        raise BuildError(f"TensorRT took {built['profiles']} of the {profiles} optimization profiles of {name}")

@@ -1,0 +1,1 @@
+"""Rewrites for ONNX Runtime, one pass a file."""

@@ -1,0 +1,1 @@
+"""Rewrites for TensorRT and TensorRT for RTX, one pass a file."""

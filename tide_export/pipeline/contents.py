@@ -1,0 +1,163 @@
+"""What goes into a bundle beside the graph: weights file, tokenizer, and the manifest that describes it all.
+
+Called by `pipeline.flow` once the graph is lowered; `bundle` then puts the folder in place.
+"""
+
+import logging
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from tide_export import names
+from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
+from tide_export.config import TideConfig
+from tide_export.data.sequences import load_tokenizer
+from tide_export.errors import ConfigError, ModelError
+from tide_export.model.source import SourceModel
+from tide_export.routers.router_set import RouterSet
+from tide_export.trace.attention.masks import layer_masks
+from tide_export.trace.tracer import OPSET
+from tide_export.version import __version__
+
+logger = logging.getLogger("tide_export")
+
+INLINE_BYTES = 1024  # weights up to this size are in the graph's own file
+
+
+def context_length(source: SourceModel, max_length: int | None) -> int:
+    """Tokens a sequence of the bundle may have: `max_length`, at most what the graph is exact for.
+
+    Raises:
+        ConfigError: `max_length` is out of range, or the model sets no bound and none is given.
+        UnsupportedModelError: the model attends in a way that cannot be exported.
+    """
+    own, why = source.context_length, "the model's context"
+    if own is not None and own == source.longrope_length:
+        why = "longer ones would change the rotary angles of tokens already cached (longrope)"
+    blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) if mask and mask.kind == "chunk"]
+    if blocks and (own is None or min(blocks) < own):
+        own, why = min(blocks), "layers attend in blocks of that many tokens"
+    if max_length is None:
+        if own is None:
+            raise ConfigError(f"{source.name} sets no context length of its own: give --max-length")
+        if own != getattr(source.text_config, "max_position_embeddings", None):
+            logger.warning("the bundle holds sequences of at most %d tokens: %s", own, why)
+        return own
+    if max_length < 2 or (own is not None and max_length > own):
+        raise ConfigError(f"max_length must lie in 2..{own or 'any'} ({why}), not {max_length}")
+    return max_length
+
+
+def save_graph(graph: ir.Model, folder: Path) -> None:
+    """Writes model.onnx and, beside it, every weight of more than a few bytes in model.onnx.data.
+
+    Two weights that are one array under two shapes (a quantized head tied to the embedding) are written once.
+    """
+    shared = _shared_weights(graph)
+    if not shared:
+        ir.save(graph, folder / names.GRAPH_FILE, external_data=names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
+        return
+    weights = graph.graph.initializers
+    held = {name: value.const_value for name, value in weights.items()}
+    try:
+        for name in shared:
+            weights[name].const_value = ir.tensor(np.zeros(0, np.uint8), name=name)  # until its owner has a place
+        ir.external_data.unload_from_model(graph, folder, names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
+        for name, owner in shared.items():
+            place, tensor = weights[owner].const_value, held[name]
+            assert isinstance(place, ir.ExternalTensor)
+            assert tensor is not None
+            weights[name].const_value = ir.ExternalTensor(
+                place.location,
+                place.offset,
+                place.length,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+            )
+        ir.save(graph, folder / names.GRAPH_FILE)
+    finally:  # as `ir.save` does: the caller's graph stays as it was
+        for name, tensor in held.items():
+            weights[name].const_value = tensor
+
+
+def _shared_weights(graph: ir.Model) -> dict[str, str]:
+    """Weights that are an array which another one is too, under another shape, each with the other's name."""
+    first: dict[tuple[int, int], str] = {}
+    shared: dict[str, str] = {}
+    for name, value in graph.graph.initializers.items():
+        array = value.const_value.raw if isinstance(value.const_value, ir.Tensor) else None
+        if isinstance(array, np.ndarray) and array.nbytes > INLINE_BYTES:
+            owner = first.setdefault((array.ctypes.data, array.nbytes), name)
+            if owner != name:
+                shared[name] = owner
+    return shared
+
+
+def save_tokenizer(model: str, folder: Path) -> None:
+    """Copies the model's tokenizer; a model that has none still exports, for callers that bring token ids."""
+    try:
+        load_tokenizer(model).save_pretrained(folder)
+    except ModelError as error:
+        # As text: a handler that keeps records would keep the traceback with it, and by that the model.
+        logger.warning("the bundle has no tokenizer, only token ids can be given to it: %s", str(error))
+
+
+def make_manifest(
+    source: SourceModel, routers: RouterSet, config: TideConfig, graph: ir.Model, length: int
+) -> Manifest:
+    """The manifest of a bundle, but for its files."""
+    past = [value for value in graph.graph.inputs if (value.name or "").startswith("past_key_values.")]
+    keys = [value.shape for value in past if (value.name or "").endswith(".key")]
+    return Manifest(
+        model=ModelInfo(
+            name=source.name,
+            architecture=source.architecture,
+            weights_sha256=source.weights_sha256,
+            num_layers=source.num_layers,
+            hidden_size=source.hidden_size,
+            vocab_size=source.vocab_size,
+            context_length=length,
+            eos_token_ids=source.eos_token_ids,
+            kv_shapes=tuple((int(shape[1]), int(shape[3])) for shape in keys if shape is not None),  # type: ignore[arg-type]
+        ),
+        checkpoints=routers.checkpoints,
+        thresholds=(config.exit_threshold,) * len(routers.checkpoints),
+        min_layers=config.min_layers,
+        max_pending=config.max_pending,
+        kv_cache_strategy=config.kv_cache_strategy,
+        compaction_threshold=config.compaction_threshold,
+        weights="fp32" if source.quantized is None else f"int{source.quantized.settings.bits}",
+        targets=("onnxruntime",),
+        opset=OPSET,
+        inputs=tuple(_tensor_info(value) for value in graph.graph.inputs),
+        outputs=tuple(_tensor_info(value) for value in graph.graph.outputs),
+        calibration=routers.provenance or None,
+        versions={
+            "tide_export": __version__,
+            **_versions("torch", "transformers", "onnxscript", "onnx-ir", "onnxruntime"),
+        },
+        quantization=None if source.quantized is None else source.quantized.settings,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _tensor_info(value: ir.Value) -> TensorInfo:
+    assert value.name is not None
+    assert value.dtype is not None
+    assert value.shape is not None
+    shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
+    return TensorInfo(value.name, value.dtype.numpy().name, shape)
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,90 @@
+"""The suitability report: whether a model gains from leaving early, as an HTML page and a PNG, for people to decide by.
+
+Stands at the end of calibration: `Assessment` -> findings (numbers) -> verdict (a sentence) -> plots and page -> files.
+Call `check_report_path` before the hours of calibration and `write_report` after them. Needs matplotlib, which is part
+of the `export` extra.
+"""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+from tide_export.calibration.assessment import Assessment
+from tide_export.errors import ConfigError
+from tide_export.report.findings import investigate
+from tide_export.report.page import render
+from tide_export.report.plots import overview
+from tide_export.report.sentence import verdict
+
+__all__ = ["check_report_path", "headline", "write_report"]
+
+
+def check_report_path(path: str | os.PathLike[str]) -> None:
+    """Refuses a path that `write_report` could not write, and leaves nothing behind.
+
+    Raises:
+        ConfigError: the suffix is not .html, a folder is in the way, or the folder is missing or not writable.
+    """
+    target = Path(path)
+    if target.suffix != ".html":
+        raise ConfigError(f"report {target} must end in .html")
+    for file in (target, target.with_suffix(".png")):
+        if file.is_dir():
+            raise ConfigError(f"report {target} cannot be written: {file} is a folder")
+    if not target.parent.is_dir():
+        raise ConfigError(f"report {target} cannot be written: there is no folder {target.parent}")
+    try:
+        # Asked by doing it: permissions alone do not tell of a read-only file system.
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"report {target} cannot be written to {target.parent}: {error.strerror}") from None
+
+
+def headline(assessment: Assessment) -> str:
+    """The report's first sentence alone, for the log.
+
+    Raises:
+        CalibrationError: fewer than two held-out tokens.
+    """
+    return verdict(assessment, investigate(assessment)).sentence
+
+
+def write_report(assessment: Assessment, path: Path) -> str:
+    """Writes the page to `path` and its main panels to a PNG of the same name beside it; returns the first sentence.
+
+    Both files are complete before either is put in place, replacing what was there.
+
+    Raises:
+        ConfigError: as in `check_report_path`, or the disk is full.
+        CalibrationError: fewer than two held-out tokens.
+    """
+    target = Path(path)
+    check_report_path(target)
+    findings = investigate(assessment)
+    answer = verdict(assessment, findings)
+    _put(
+        {
+            target.with_suffix(".png"): overview(assessment, findings, answer.sentence),
+            target: render(assessment, findings, answer).encode("utf-8"),
+        },
+        target,
+    )
+    return answer.sentence
+
+
+def _put(contents: dict[Path, bytes], report: Path) -> None:
+    """Writes all files beside their places, then renames them."""
+    partial = {file: file.with_name(f".{file.name}.{os.getpid()}.partial") for file in contents}
+    try:
+        for file, content in contents.items():
+            partial[file].write_bytes(content)
+        for file in contents:
+            partial[file].replace(file)
+    except OSError as error:
+        raise ConfigError(f"report {report} cannot be written: {error.strerror}") from None
+    finally:
+        for file in partial.values():
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)

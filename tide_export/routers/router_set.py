@@ -1,0 +1,353 @@
+"""What stands at a checkpoint: a router, and with `exit_strategy = "lens"` a lens; their file; TIDE's own `router.pt`.
+
+Written by `calibrate`, read by `export`, by the oracle and by `validate`. A lens translates the raw state of its
+checkpoint towards the last layer's (tuned lens, arXiv 2303.08112); without one the state is taken as it is, which is
+TIDE's rule. A router reads the *normed* state behind the lens, exactly what the head would see, and answers with a
+score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
+
+What an MLP of that size cannot compute is how sure the head would be, and nothing tells more about whether the answer
+is final. So a router of ours also reads a *shortlist*: the head's logits of the few hundred tokens the model says most,
+of which the log-probabilities of the first and the second (among the shortlist alone) join the hidden layer.
+"""
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from tide_export.errors import RouterFileError
+from tide_export.model.source import SourceModel
+
+logger = logging.getLogger("tide_export")
+
+FORMAT = "tide_export.routers.router_set/2"
+CONFIDENCE = 2  # numbers a shortlist's logits are summed up in
+
+
+class Router(nn.Module):
+    """One checkpoint's router; `forward` maps normed states [..., D] to scores [...].
+
+    Attributes:
+        down: Linear(D, R, no bias).
+        up: Linear(R, 1); TIDE's has no bias, which is a bias of 0.
+        shortlist: rows of the head [N, D], a buffer that is not trained; None for TIDE's form.
+        confidence: Linear(2, R, no bias) on what `summary` says of the shortlist.
+    """
+
+    shortlist: torch.Tensor | None
+
+    def __init__(self, hidden_size: int, bottleneck: int, shortlist: torch.Tensor | None = None):
+        super().__init__()
+        self.down = nn.Linear(hidden_size, bottleneck, bias=False)
+        self.up = nn.Linear(bottleneck, 1)
+        nn.init.zeros_(self.up.bias)
+        self.register_buffer("shortlist", shortlist)
+        if shortlist is not None:
+            self.confidence = nn.Linear(CONFIDENCE, bottleneck, bias=False)
+
+    def summary(self, normed: torch.Tensor) -> torch.Tensor:
+        """[..., 2]: log-probability of the shortlist's likeliest and second likeliest token, for states [..., D]."""
+        assert self.shortlist is not None
+        return (normed @ self.shortlist.T).log_softmax(-1).topk(2, dim=-1).values
+
+    def logit(self, normed: torch.Tensor) -> torch.Tensor:
+        """The score before the sigmoid, [...]."""
+        return self.logit_with(normed, self.summary(normed) if self.shortlist is not None else None)
+
+    def logit_with(self, normed: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
+        """`logit`, the summary [..., 2] being known already (None for TIDE's form)."""
+        hidden = self.down(normed)
+        if summary is not None:
+            hidden = hidden + self.confidence(summary)
+        return self.up(nn.functional.silu(hidden)).squeeze(-1)
+
+    def forward(self, normed: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.logit(normed))
+
+
+class Lens(nn.Module):
+    """A low-rank affine translator of raw states [..., D]: x + up(down(x)) + bias; starts as the identity."""
+
+    def __init__(self, hidden_size: int, rank: int):
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, hidden_size)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw + self.up(self.down(raw))
+
+
+@dataclass(frozen=True)
+class RouterArrays:
+    """A router's weights in float32, laid out for `x @ weight`.
+
+    Attributes:
+        down: [D, R].
+        up: [R, 1].
+        shortlist: [D, N], or None.
+        confidence: [2, R]; None without a shortlist.
+        bias: what is added to the logit.
+    """
+
+    down: np.ndarray
+    up: np.ndarray
+    bias: float
+    shortlist: np.ndarray | None = None
+    confidence: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class LensArrays:
+    """A lens's weights in float32: down [D, r] and up [r, D], laid out for `x @ weight`, and bias [D]."""
+
+    down: np.ndarray
+    up: np.ndarray
+    bias: np.ndarray
+
+
+@dataclass(frozen=True)
+class RouterSet:
+    """The routers, and lenses, of one model.
+
+    Attributes:
+        routers: layers run at the checkpoint -> its router, ascending.
+        provenance: JSON-able record of how they were made: source model, weights hash, dataset, config, versions,
+            per-checkpoint report. Empty for routers imported from TIDE, which records nothing.
+        lenses: layers run -> its lens; empty for identity exits, else one for every checkpoint.
+    """
+
+    routers: dict[int, Router]
+    provenance: dict[str, Any] = field(default_factory=dict)
+    lenses: dict[int, Lens] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> tuple[int, ...]:
+        return tuple(sorted(self.routers))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.routers[self.checkpoints[0]].down.in_features
+
+    @property
+    def bottleneck(self) -> int:
+        return self.routers[self.checkpoints[0]].down.out_features
+
+    @property
+    def strategy(self) -> str:
+        """TIDE's `exit_strategy`: "identity" or "lens"."""
+        return "lens" if self.lenses else "identity"
+
+    def exit_state(self, source: SourceModel, layers: int, raw: torch.Tensor) -> torch.Tensor:
+        """Normed states [..., D'] of an exit after `layers` layers, from raw states [..., D]: lens, then norm."""
+        lens = self.lenses.get(layers)
+        return source.normed(raw if lens is None else lens.to(raw.device)(raw))
+
+    def arrays(self) -> dict[int, RouterArrays]:
+        """Layers run -> the router's weights."""
+        return {layers: _router_arrays(router) for layers, router in self.routers.items()}
+
+    def lens_arrays(self) -> dict[int, LensArrays]:
+        """Layers run -> the lens's weights."""
+        return {
+            layers: LensArrays(_array(lens.down.weight.T), _array(lens.up.weight.T), _array(lens.up.bias))
+            for layers, lens in self.lenses.items()
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All weights by their names in the file; the shortlist, which the routers share, once."""
+        found: dict[str, torch.Tensor] = {}
+        for layers, router in self.routers.items():
+            for name, tensor in router.state_dict().items():
+                found[name if name == "shortlist" else f"routers.{layers}.{name}"] = tensor
+        for layers, lens in self.lenses.items():
+            found |= {f"lenses.{layers}.{name}": tensor for name, tensor in lens.state_dict().items()}
+        return {name: tensor.detach().float().cpu().contiguous() for name, tensor in found.items()}
+
+    def sizes(self) -> str:
+        """What routers and lenses weigh, for people."""
+
+        def kib(prefix: str) -> str:
+            found = [t for name, t in self.tensors().items() if name.startswith(prefix)]
+            return f"{sum(t.numel() * t.element_size() for t in found) / 1024:.0f} KiB"
+
+        parts = [f"{len(self.routers)} routers {kib('routers.')}"]
+        if any(router.shortlist is not None for router in self.routers.values()):
+            parts.append(f"shortlist {kib('shortlist')}")
+        if self.lenses:
+            parts.append(f"{len(self.lenses)} lenses {kib('lenses.')}")
+        return ", ".join(parts)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes safetensors with the provenance in its metadata; a file already there is replaced atomically.
+
+        Raises:
+            RouterFileError: the folder does not exist or cannot be written.
+        """
+        target = Path(path)
+        metadata = {"format": FORMAT, "provenance": json.dumps(self.provenance, sort_keys=True)}
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            save_file(self.tensors(), partial, metadata=metadata)
+            partial.replace(target)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise RouterFileError(f"cannot write router file {target}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "RouterSet":
+        """Reads our safetensors, or TIDE's `router.pt` (its layer index l becomes checkpoint l + 1).
+
+        Raises:
+            RouterFileError: missing, truncated, corrupt, or not a router file.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise RouterFileError(f"no router file at {path}")
+        return _load_tide(path) if path.suffix in (".pt", ".pth", ".bin") else _load_safetensors(path)
+
+    def check(self, source: SourceModel, path: str | os.PathLike) -> None:
+        """Refuses routers made for another depth, width or model than `source`.
+
+        Raises:
+            RouterFileError: naming `path` and what differs.
+        """
+        if self.checkpoints[-1] >= source.num_layers:
+            raise RouterFileError(
+                f"router file {path} has a checkpoint after layer {self.checkpoints[-1]} but {source.name} has "
+                f"{source.num_layers} layers: it was made for a deeper model"
+            )
+        if self.hidden_size != source.normed_size:
+            raise RouterFileError(
+                f"router file {path} is for hidden size {self.hidden_size} but {source.name} has {source.normed_size}"
+            )
+        for layers, lens in self.lenses.items():
+            if lens.down.in_features != source.hidden_size:
+                raise RouterFileError(
+                    f"router file {path}: the lens at checkpoint {layers} is for hidden size {lens.down.in_features} "
+                    f"but {source.name} has {source.hidden_size}"
+                )
+        depth = self.provenance.get("num_layers")
+        if depth is not None and depth != source.num_layers:
+            raise RouterFileError(
+                f"router file {path} was made for a model of {depth} layers but {source.name} has {source.num_layers}"
+            )
+        weights = self.provenance.get("weights_sha256")
+        if weights is not None and weights != source.weights_sha256:
+            raise RouterFileError(
+                f"router file {path} was calibrated on {self.provenance.get('model', 'another model')!r}, "
+                f"whose weights differ from those of {source.name}: calibrate again"
+            )
+
+    def check_quantization(self, source: SourceModel, path: str | os.PathLike) -> None:
+        """Warns of routers that were calibrated with the model's weights in another precision than they have now."""
+        now = None if source.quantized is None else asdict(source.quantized.settings)
+        if self.provenance and self.provenance.get("quantization") != now:
+            logger.warning("router file %s was calibrated on weights of another precision: its scores may be off", path)
+
+
+def _router_arrays(router: Router) -> RouterArrays:
+    down, up, bias = _array(router.down.weight.T), _array(router.up.weight.T), float(router.up.bias.detach())
+    if router.shortlist is None:
+        return RouterArrays(down, up, bias)
+    return RouterArrays(down, up, bias, _array(router.shortlist.T), _array(router.confidence.weight.T))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+
+
+def _load_safetensors(path: Path) -> RouterSet:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise RouterFileError(f"router file {path} is truncated or corrupt: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise RouterFileError(
+            f"{path} is not a router file of this release (format {metadata.get('format')!r}, not {FORMAT!r}): "
+            "calibrate again"
+        )
+    parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {"routers": {}, "lenses": {}}
+    shortlist = tensors.pop("shortlist", None)
+    if shortlist is not None and (shortlist.ndim != 2 or len(shortlist) < 2):
+        raise RouterFileError(f"router file {path} has a misshapen shortlist")
+    try:
+        for key, tensor in tensors.items():
+            kind, layers, name = key.split(".", 2)
+            parts[kind].setdefault(int(layers), {})[name] = tensor
+        provenance = json.loads(metadata.get("provenance", "{}"))
+    except (ValueError, KeyError) as error:
+        raise RouterFileError(f"router file {path} is corrupt: {error}") from error
+    if not isinstance(provenance, dict):
+        raise RouterFileError(f"router file {path} is corrupt: its provenance is no record")
+    routers = _build(parts["routers"], path, shortlist)
+    lenses = {layers: _build_lens(weights, layers, path) for layers, weights in sorted(parts["lenses"].items())}
+    if lenses and lenses.keys() != routers.keys():
+        raise RouterFileError(f"router file {path} holds lenses for {list(lenses)} but routers for {list(routers)}")
+    return RouterSet(routers, provenance, lenses)
+
+
+def _load_tide(path: Path) -> RouterSet:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        weights = {int(layer) + 1: dict(parts) for layer, parts in state["router_layers"].items()}
+    except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
+        reason = " ".join(str(error).split())[:150]
+        raise RouterFileError(f"router file {path} is not a TIDE router.pt, or is damaged ({reason})") from error
+    return RouterSet(_build(weights, path, None))
+
+
+def _build(
+    weights: dict[int, dict[str, torch.Tensor]], path: Path, shortlist: torch.Tensor | None
+) -> dict[int, Router]:
+    if not weights:
+        raise RouterFileError(f"router file {path} holds no router")
+    routers = {}
+    for layers, parts in sorted(weights.items()):
+        down, up = parts.get("down.weight"), parts.get("up.weight")
+        if layers < 1:
+            raise RouterFileError(f"router file {path} has a router after {layers} layers: checkpoints count from 1")
+        what = f"router file {path}: the router at checkpoint {layers}"
+        if down is None or up is None or down.ndim != 2 or tuple(up.shape) != (1, down.shape[0]):
+            raise RouterFileError(f"{what} has missing or misshapen weights")
+        if shortlist is not None and shortlist.shape[1] != down.shape[1]:
+            raise RouterFileError(f"{what} is of another width than the shortlist")
+        state = {"up.bias": torch.zeros(1), **parts} | ({} if shortlist is None else {"shortlist": shortlist})
+        router = Router(down.shape[1], down.shape[0], shortlist)
+        _fill(router, state, what)
+        routers[layers] = router
+    if len({router.down.weight.shape for router in routers.values()}) != 1:
+        raise RouterFileError(f"router file {path} mixes routers of different widths")
+    return routers
+
+
+def _build_lens(parts: dict[str, torch.Tensor], layers: int, path: Path) -> Lens:
+    what = f"router file {path}: the lens at checkpoint {layers}"
+    down = parts.get("down.weight")
+    if down is None or down.ndim != 2:
+        raise RouterFileError(f"{what} has missing or misshapen weights")
+    lens = Lens(down.shape[1], down.shape[0])
+    _fill(lens, parts, what)
+    return lens
+
+
+def _fill(module: nn.Module, parts: dict[str, torch.Tensor], what: str) -> None:
+    """Gives `module` the weights of a file, frozen; refuses missing, misshapen and non-finite ones."""
+    expected = module.state_dict()
+    if parts.keys() != expected.keys() or any(parts[name].shape != expected[name].shape for name in expected):
+        raise RouterFileError(f"{what} has missing or misshapen weights")
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in parts.values()):
+        raise RouterFileError(f"{what} holds NaN or infinity")
+    module.load_state_dict({name: tensor.float() for name, tensor in parts.items()})
+    module.eval().requires_grad_(False)

@@ -1,0 +1,235 @@
+"""`tide-export bench`: how much faster decoding gets when tokens leave early, on this machine, in this run.
+
+Modes of the same graph take turns, so that a busy moment hits all of them alike: `full` (no token exits), `exit` (the
+thresholds asked for), `lossless` (exits are drafts, as the bundle was tuned) and `first` (every token leaves at the
+first checkpoint and no deeper segment is ever forced: the most that exits could give). What is compared is a ratio of
+medians; milliseconds of another run or machine mean nothing here. Decoding is greedy and timed as a whole, so that the
+steps in which a deep segment catches up are in the average.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tide_export.bundle.manifest import EXACT, PROPAGATE, Drafting, Manifest
+from tide_export.errors import ConfigError
+from tide_export.formatting import percent, table
+from tide_export.names import TOKENIZER_FILE
+from tide_export.runtime.decoding.lossless import DraftLimits
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.request import check_exits
+from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.thresholds.resolve import resolve_thresholds
+
+PROMPT = """\
+Question: a train leaves the station at nine and travels at eighty kilometres an hour. A second train leaves one
+hour later and travels at a hundred and twenty. When does the second train overtake the first? Explain each step and
+write a function that computes it.
+
+def overtaking_time(start_a, speed_a, start_b, speed_b):
+    \"\"\"Return the time at which the second train overtakes the first.\"\"\"
+"""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run the graph: its name, what it gives `Engine.generate`, and the thresholds that come of it."""
+
+    name: str
+    options: dict[str, Any]
+    thresholds: list[float]
+    max_pending: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of one mode."""
+
+    prefill_ms: float
+    decode_ms: float  # per token, the average of the run
+    layers: int  # decoder layers run while decoding; a catch-up over several waiting tokens counts once
+    exits: Counter[int]  # layers -> decoded tokens that left there
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The runs of every mode; the first mode is full depth, which the ratios are against."""
+
+    bundle: str
+    prompt: str  # where the prompt's ids come from
+    prompt_tokens: int
+    new_tokens: int
+    threads: int | None
+    depth: int
+    modes: list[Mode]
+    runs: dict[str, list[Timing]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bundle": self.bundle,
+            "prompt": self.prompt,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "threads": self.threads,
+            "repeat": len(self.runs[self.modes[0].name]),
+            "modes": [self._mode(mode) for mode in self.modes],
+        }
+
+    def _mode(self, mode: Mode) -> dict[str, Any]:
+        runs, full = self.runs[mode.name], self.runs[self.modes[0].name]
+        decode, prefill = median(run.decode_ms for run in runs), median(run.prefill_ms for run in runs)
+        exits = runs[0].exits
+        return {
+            "name": mode.name,
+            "thresholds": mode.thresholds,
+            "max_pending": mode.max_pending,
+            "prefill_ms": prefill,
+            "decode_ms_per_token": decode,
+            "prefill_speedup": median(run.prefill_ms for run in full) / prefill,
+            "decode_speedup": median(run.decode_ms for run in full) / decode,
+            "layers_per_token": runs[0].layers / self.new_tokens,
+            "exits_per_layer": {str(layers): count for layers, count in sorted(exits.items())},
+        }
+
+    def render(self) -> str:
+        """The table the command prints."""
+        rows = []
+        for mode in map(self._mode, self.modes):
+            left = sum(count for layers, count in mode["exits_per_layer"].items() if int(layers) < self.depth)
+            rows.append(
+                [
+                    mode["name"],
+                    f"{mode['decode_ms_per_token']:.3f}",
+                    f"{mode['decode_speedup']:.2f}x",
+                    f"{mode['prefill_ms']:.2f}",
+                    f"{mode['prefill_speedup']:.2f}x",
+                    f"{mode['layers_per_token']:.2f}",
+                    percent(left, self.new_tokens),
+                ]
+            )
+        repeat = len(self.runs[self.modes[0].name])
+        threads = "default threads" if self.threads is None else f"{self.threads} threads"
+        headers = ["mode", "ms/token", "speed-up", "prefill ms", "speed-up", "layers/token", "tokens exited"]
+        return "\n".join(
+            [
+                f"{self.bundle}: {self.prompt_tokens} prompt tokens ({self.prompt})",
+                f"{self.new_tokens} tokens decoded greedily, medians of {repeat} interleaved runs, {threads}",
+                "",
+                table(headers, rows),
+                "",
+                "  exit: the thresholds asked for; lossless: exits are drafts, verified, so the tokens are full's;",
+                "  first: every token leaves at the first checkpoint (the upper bound)",
+            ]
+        )
+
+
+def bench(
+    bundle: str | os.PathLike[str],
+    *,
+    prompt: str | None = None,
+    prompt_tokens: int = 64,
+    new_tokens: int = 64,
+    repeat: int = 9,
+    threshold: float | Sequence[float] | None = None,
+    min_layers: int | None = None,
+    max_pending: int | None = None,
+    provider: str = "auto",
+    threads: int | None = None,
+    verify: bool = True,
+    plugins: str | os.PathLike[str] | None = None,
+) -> BenchReport:
+    """Times the modes, `repeat` runs each after one that does not count.
+
+    Args:
+        prompt: text to continue; None: a built-in one. A bundle without a tokenizer gets random ids (seed 0) instead.
+        prompt_tokens: the prompt is cut to this many, or repeated up to it.
+        threshold, min_layers, max_pending: of the mode `exit`; None: the bundle's own.
+        provider, threads, verify, plugins: see `tide_export.load`.
+
+    Raises:
+        ConfigError: a number below 1, or more tokens than the model's context holds.
+        BundleError, ProviderError: see `tide_export.load`.
+        GenerationError: a threshold outside [0, 1] or of a wrong count, or an option that changes nothing here.
+    """
+    for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeat", repeat)):
+        if value < 1:
+            raise ConfigError(f"{name} must be 1 or more, not {value}")
+    engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins)
+    manifest = engine.manifest
+    given = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+    check_exits(engine.bundle, "exit", given)
+    context = manifest.model.context_length
+    if context is not None and prompt_tokens + new_tokens > context:
+        raise ConfigError(
+            f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the model's context of {context}"
+        )
+    modes = _modes(manifest, threshold, min_layers, max_pending, prompt_tokens + new_tokens)
+    ids, origin = _prompt_ids(Path(bundle), manifest, prompt, prompt_tokens)
+    runs: dict[str, list[Timing]] = {mode.name: [] for mode in modes}
+    for i in range(repeat + 1):
+        for mode in modes:
+            timing = _run(engine, mode, ids, new_tokens)
+            if i > 0:  # the first round pays for memory and caches
+                runs[mode.name].append(timing)
+    return BenchReport(str(bundle), origin, prompt_tokens, new_tokens, threads, manifest.model.num_layers, modes, runs)
+
+
+def _modes(
+    manifest: Manifest,
+    threshold: float | Sequence[float] | None,
+    min_layers: int | None,
+    max_pending: int | None,
+    longest: int,
+) -> list[Mode]:
+    def mode(name: str, kind: str, value: float | Sequence[float] | None, layers: int, pending: int) -> Mode:
+        options: dict[str, Any] = {"mode": kind}
+        if kind != "full" and manifest.checkpoints:
+            options |= {"threshold": value, "min_layers": layers}
+            if manifest.kv_cache_strategy == EXACT:
+                options["max_pending"] = pending
+        given = 0.0 if value is None else value
+        return Mode(name, options, resolve_thresholds(manifest.checkpoints, given, layers, kind), pending)
+
+    pending = manifest.max_pending if max_pending is None else max_pending
+    if pending < 0:
+        raise ConfigError(f"max_pending must be 0 or more, not {pending}")
+    full = mode("full", "full", None, 0, pending)
+    drafting = manifest.drafting or Drafting(manifest.thresholds, *DraftLimits(), {})
+    lossless = mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts)
+    if not manifest.checkpoints:
+        return [full, lossless]
+    wanted = manifest.thresholds if threshold is None else threshold
+    layers = manifest.min_layers if min_layers is None else min_layers
+    exits = mode("exit", "exit", wanted, layers, pending)
+    first = mode("first", "exit", 0.0, 0, longest)
+    return [full, exits, first] if manifest.kv_cache_strategy == PROPAGATE else [full, exits, lossless, first]
+
+
+def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int) -> tuple[list[int], str]:
+    """`count` prompt ids and where they come from."""
+    if prompt is None and TOKENIZER_FILE not in manifest.files:
+        ids = np.random.default_rng(0).integers(0, manifest.model.vocab_size, count).tolist()
+        return ids, "random ids, seed 0: the bundle has no tokenizer"
+    ids = BundleTokenizer(bundle).encode(PROMPT if prompt is None else prompt)
+    source = "the built-in text" if prompt is None else "the text given"
+    if count > len(ids):
+        source += ", again and again"  # which lossless mode finds easy to continue
+    whole = ids * -(-count // len(ids))
+    return whole[:count], source
+
+
+def _run(engine: Engine, mode: Mode, prompt: list[int], new_tokens: int) -> Timing:
+    # The first token comes from the prompt's own step.
+    stats = engine.generate(prompt, new_tokens + 1, stop_token_ids=[], **mode.options).stats
+    return Timing(
+        prefill_ms=1e3 * stats.prefill_seconds,
+        decode_ms=1e3 * stats.decode_seconds / new_tokens,
+        layers=sum(stats.layers_run[1:]),
+        exits=Counter(stats.exit_layer[1:]),
+    )

@@ -1,0 +1,1 @@
+"""One sequence on the branched graph, which decides for itself which segments run."""

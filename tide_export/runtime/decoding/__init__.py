@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling, drafting and verifying, the generation loop, statistics."""

@@ -1,0 +1,92 @@
+"""What a generation gives back, how it grows and when it ends: shared by one sequence (`engine`) and several
+(`batch.generate`)."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tide_export.bundle.manifest import Manifest
+from tide_export.runtime.decoding.decoder import Block, Decoder, Token
+from tide_export.runtime.decoding.stats import ExitStats
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished generation.
+
+    Attributes:
+        tokens: the new token ids; the stop token, if one came, is the last.
+        stats: exits, layers run, seconds.
+        finish_reason: "stop" (a stop token), "length" (max_new_tokens), "context" (the model's context is full).
+    """
+
+    tokens: list[int]
+    stats: ExitStats
+    finish_reason: FinishReason
+
+
+class Progress:
+    """A generation that grows block by block.
+
+    Attributes:
+        tokens: made so far.
+        stats: of them.
+        ending: why the last token made is the last of all; None while more will come.
+    """
+
+    def __init__(self, manifest: Manifest, prompt: np.ndarray, max_new_tokens: int, stop: Container[int]) -> None:
+        """Nothing is generated behind `prompt` yet."""
+        self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
+        self.tokens: list[int] = []
+        self.ending: FinishReason | None = None
+        self._next_ids: np.ndarray | list[int] = prompt
+        self._segment_sizes, self._context = manifest.segment_sizes, manifest.model.context_length
+        self._most, self._stop = max_new_tokens, stop
+
+    def block(self, decoder: Decoder) -> Block:
+        """The steps to the next tokens."""
+        return decoder.block(self._next_ids, self._most - self.stats.total_tokens)
+
+    def take(self, block: Sequence[Token], decoder: Decoder, computed: Sequence[int], seconds: float) -> list[int]:
+        """The ids of a block's tokens, up to one that ends the generation.
+
+        Args:
+            computed: tokens of the sequence that each segment has run over since.
+            seconds: that the block took.
+        """
+        stats, taken, first = self.stats, list[int](), not self.stats.total_tokens
+        for token in block:
+            stats.record(token.exit_layer, token.layers_run)
+            taken.append(token.id)
+            self.ending = self._ending(token.id)
+            if self.ending is not None:
+                break
+        else:
+            if computed[0] == self._context:
+                self.ending = "context"  # the last token has no place left to be read from
+        self.tokens += taken
+        self._next_ids = taken[-1:]
+        if first:
+            stats.prefill_seconds += seconds
+        else:
+            stats.decode_seconds += seconds
+        stats.drafted, stats.accepted = decoder.drafted, decoder.accepted
+        stats.looked_up, stats.lookups_accepted = decoder.looked_up, decoder.lookups_accepted
+        kept = sum(n * size for n, size in zip(computed, self._segment_sizes, strict=True))
+        stats.layer_tokens_run = kept + decoder.undone * stats.num_layers
+        stats.layer_tokens_total = stats.num_layers * computed[0]
+        return taken
+
+    def finished(self) -> Generation:
+        """All of it, once there is an `ending`."""
+        assert self.ending is not None
+        return Generation(self.tokens, self.stats, self.ending)
+
+    def _ending(self, token: int) -> FinishReason | None:
+        if token in self._stop:
+            return "stop"
+        return "length" if self.stats.total_tokens == self._most else None

@@ -1,0 +1,1 @@
+"""ONNX Runtime: sessions, their options and their memory."""

@@ -1,0 +1,110 @@
+"""The segment networks on ONNX Runtime: on the CPU, where they judge what TensorRT is given, and on CUDA.
+
+The sessions are shared, every lane has its own bindings. Tensors are bound as bare addresses of the lane's device.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tide_export import names
+from tide_export.bundle.store import Bundle
+from tide_export.errors import BundleError, GenerationError, ProviderError
+from tide_export.runtime.onnxruntime.session import first_line, import_onnxruntime, session_options
+from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.segmented.device import Device, HostDevice
+from tide_export.runtime.segmented.network_spec import ROWS, TOKENS, NetworkSpec, Tensor, specs
+
+BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which numpy has no type for
+
+
+def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = None) -> SegmentBackend:
+    """The bundle's segment networks in ONNX Runtime.
+
+    Args:
+        device: "cpu" or "cuda".
+        threads: threads one run may use on the CPU; None leaves it to ONNX Runtime.
+
+    Raises:
+        ProviderError: the bundle has no segment networks or none that run there, or ONNX Runtime or the GPU is missing.
+        BundleError: a network does not load, or is not the manifest's.
+    """
+    manifest, info = bundle.manifest, bundle.manifest.networks
+    if info is None:
+        raise ProviderError(
+            f"bundle '{bundle.path}' holds no segment networks: export it with --target tensorrt or tensorrt-rtx"
+        )
+    if info.weights == "bf16" and device == "cpu":
+        raise ProviderError(
+            f"the segment networks of bundle '{bundle.path}' are bfloat16, which ONNX Runtime does not run on the CPU"
+        )
+    ort = import_onnxruntime()
+    providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"]}[device]
+    if providers[0] not in ort.get_available_providers():
+        raise ProviderError(f"this ONNX Runtime has no {providers[0]}: pip install tide_export[gpu]")
+    options = session_options(ort, threads)
+    expected = specs(manifest, info)
+    sessions = {}
+    for name, spec in expected.items():
+        file = bundle.file(names.network_file(name))
+        try:
+            session = ort.InferenceSession(str(file), options, providers=providers)
+        except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
+            raise BundleError(f"ONNX Runtime cannot load '{file}': {first_line(error)}") from error
+        if session.get_providers()[0] != providers[0]:
+            raise ProviderError(f"ONNX Runtime found no {device} device it can use for '{file}'")
+        spec.check(_tensors(session.get_inputs()), _tensors(session.get_outputs()), str(file))
+        sessions[name] = session
+
+    def open_lane() -> tuple[Device, Mapping[str, Any]]:
+        if device == "cpu":
+            return HostDevice(), {
+                name: _OrtNetwork(session, expected[name], "cpu") for name, session in sessions.items()
+            }
+        from tide_export.runtime.segmented.cuda import CudaDevice
+
+        queue = CudaDevice(records=False)  # ONNX Runtime runs on a stream of its own
+        return queue, {name: _OrtNetwork(session, expected[name], "cuda", queue) for name, session in sessions.items()}
+
+    return SegmentBackend(manifest, info, expected, open_lane)
+
+
+class _OrtNetwork:
+    """One session with the bindings of one lane."""
+
+    def __init__(self, session: Any, spec: NetworkSpec, device: str, queue: Device | None = None) -> None:
+        self._session, self._spec, self._device, self._queue = session, spec, device, queue
+        self._binding = session.io_binding()
+
+    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
+        """Runs at once. On CUDA what was queued before is waited for, because ONNX Runtime has its own stream.
+
+        Raises:
+            GenerationError: ONNX Runtime failed.
+        """
+        binding = self._binding
+        for bind, tensors in (
+            (binding.bind_input, self._spec.inputs),
+            (binding.bind_output, self._spec.outputs),
+        ):
+            for name, tensor in tensors.items():
+                kind = BFLOAT16 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).type
+                bind(name, self._device, 0, kind, tensor.dims(tokens, rows), addresses[name])
+        if self._queue is not None:
+            self._queue.synchronize()
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            raise GenerationError(f"ONNX Runtime failed in {self._spec.name}: {first_line(error)}") from error
+
+
+def _tensors(entries: Any) -> dict[str, Tensor]:
+    """A session's inputs or outputs."""
+    types = {"float": "float32", "double": "float64"}
+    found = {}
+    for entry in entries:
+        dtype = entry.type.removeprefix("tensor(").removesuffix(")")
+        dims = [ROWS if dim == "batch" else dim if isinstance(dim, int) else TOKENS for dim in entry.shape]
+        found[entry.name] = Tensor(types.get(dtype, dtype), tuple(dims))
+    return found

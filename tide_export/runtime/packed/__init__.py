@@ -1,0 +1,1 @@
+"""Several sequences on ONNX Runtime's CPU: the tokens of all of them in one run per segment."""

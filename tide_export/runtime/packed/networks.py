@@ -1,0 +1,122 @@
+"""The networks of a batch as ONNX Runtime sessions, opened when a batch is first asked for.
+
+They hold their own copy of the weights in memory (ONNX Runtime packs weights for each session), so only one size of
+batch is kept: a larger one takes the place of a smaller and serves smaller batches from then on.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tide_export import names
+from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.store import Bundle
+from tide_export.errors import BundleError, GenerationError
+from tide_export.runtime.onnxruntime.session import check_contract, first_line, import_onnxruntime, session_options
+
+logger = logging.getLogger("tide_export")
+
+MOST_ROWS = names.BATCH_SIZES[-1]
+
+
+@dataclass(frozen=True)
+class BatchSessions:
+    """Sessions for batches of up to `rows`; safe to run from several threads at once.
+
+    Attributes:
+        segments: shallowest first.
+        head: takes the states that tokens left with.
+        exit_size: width D' of these.
+        skipped: for tokens that skip segment 1, 2, ..; none where the K/V cache is exact.
+    """
+
+    rows: int
+    segments: tuple[Any, ...]
+    head: Any
+    exit_size: int
+    skipped: tuple[Any, ...] = ()
+
+
+class BatchNetworks:
+    """What an `Engine` keeps for its batches. Safe to use from several threads."""
+
+    def __init__(self, bundle: Bundle, threads: int | None) -> None:
+        """`threads`: that one run may use; None leaves it to ONNX Runtime."""
+        self._bundle, self._threads = bundle, threads
+        self._lock = threading.Lock()
+        self._opened: BatchSessions | None = None
+
+    @property
+    def most_rows(self) -> int:
+        """Sequences that can be decoded together; 1: the bundle holds no networks for more."""
+        return MOST_ROWS if names.batch_file(names.HEAD) in self._bundle.manifest.files else 1
+
+    def sessions(self, count: int) -> BatchSessions:
+        """Sessions for `count` sequences at once (MOST_ROWS at most).
+
+        Raises:
+            GenerationError: the bundle holds no networks for batches.
+            BundleError: one of them does not load, or is not what the manifest calls for.
+        """
+        rows = next(size for size in names.BATCH_SIZES if size >= min(count, MOST_ROWS))
+        with self._lock:
+            if self._opened is None or self._opened.rows < rows:
+                self._opened = None  # first, so that two sizes are never held
+                self._opened = self._open(rows)
+            return self._opened
+
+    def _open(self, rows: int) -> BatchSessions:
+        manifest = self._bundle.manifest
+        count = len(manifest.segment_sizes)
+        if self.most_rows == 1:
+            raise GenerationError(
+                f"bundle '{self._bundle.path}' holds no networks for batches (an earlier release made it, or its "
+                "export said why): give one prompt at a time"
+            )
+        segments = [
+            self._session(names.batch_file(names.segment(k), rows), *_tensors(manifest, k, rows)) for k in range(count)
+        ]
+        head = self._session(names.batch_file(names.HEAD), {names.EXIT_STATES}, {names.LOGITS})
+        skipped = [self._skipped(k) for k in range(1, count)] if manifest.kv_cache_strategy == PROPAGATE else []
+        logger.info("opened the networks for batches of up to %d sequences", rows)
+        return BatchSessions(rows, tuple(segments), head, int(head.get_inputs()[0].shape[-1]), tuple(skipped))
+
+    def _skipped(self, k: int) -> Any:
+        layers = layers_of(self._bundle.manifest, k)
+        made = {names.new(layer, kind) for layer in layers for kind in ("key", "value")}
+        return self._session(names.batch_file(names.skipped(k)), {names.HIDDEN_STATES, names.POSITION_IDS}, made)
+
+    def _session(self, name: str, inputs: set[str], outputs: set[str]) -> Any:
+        ort = import_onnxruntime()
+        file = str(self._bundle.file(name))
+        options = session_options(ort, self._threads)
+        try:
+            session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
+            raise BundleError(f"ONNX Runtime cannot load '{file}': {first_line(error)}") from error
+        check_contract(session, inputs, outputs, file)
+        return session
+
+
+def layers_of(manifest: Manifest, k: int) -> range:
+    """The layers of segment k."""
+    sizes: Sequence[int] = manifest.segment_sizes
+    start = sum(sizes[:k])
+    return range(start, start + sizes[k])
+
+
+def _tensors(manifest: Manifest, k: int, rows: int) -> tuple[set[str], set[str]]:
+    """Names of what goes into segment k's network for so many rows, and of what comes out."""
+    inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES}
+    inputs |= {names.POSITION_IDS, names.LAST_TOKENS, names.ROW_TOKENS, names.ROW_LENGTHS}
+    outputs = {names.EXIT_STATES}
+    if k < len(manifest.checkpoints):
+        outputs |= {names.NEW_HIDDEN_STATES, names.ROUTER_SCORE}
+    places = [
+        (layer, kind, row) for layer in layers_of(manifest, k) for kind in ("key", "value") for row in range(rows)
+    ]
+    inputs |= {names.row(names.past(layer, kind), row) for layer, kind, row in places}
+    outputs |= {names.row(names.present(layer, kind), row) for layer, kind, row in places}
+    return inputs, outputs

@@ -1,0 +1,1 @@
+"""TensorRT and TensorRT for RTX: libraries, plugins and engines."""

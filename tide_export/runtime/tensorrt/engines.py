@@ -1,0 +1,249 @@
+"""The engines of a bundle on a GPU, by TensorRT or TensorRT for RTX: opened with every check first, run on a lane.
+
+The two flavours share this module; what differs is in `flavours`. An engine runs on one version of one flavour, on the
+GPUs it was built for: all of that is compared before the library sees a byte, because what it says about an engine that
+does not fit is for its own developers. One execution context per network and optimization profile belongs to each lane,
+all of them with the lane's one block of working memory: a lane runs one network at a time.
+"""
+
+import os
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from tide_export import names
+from tide_export.bundle.manifest import EnginesInfo, Profile
+from tide_export.bundle.store import Bundle
+from tide_export.errors import BundleError, GenerationError, ProviderError
+from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.segmented.cuda import CudaDevice, import_cudart
+from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
+from tide_export.runtime.segmented.network_spec import (
+    Network,
+    NetworkSpec,
+    from_tensorrt,
+    kv_aliases,
+    of_network,
+    specs,
+)
+from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour, check_header, configure, import_library, runs_on
+from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
+
+
+def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] | None = None) -> SegmentBackend:
+    """The bundle's engines, ready to run.
+
+    Args:
+        provider: the flavour that is asked for, tensorrt or tensorrt-rtx. plugins: the library of plugins, for engines
+        that hold some; None: the one that `runtime.tensorrt.plugins` finds.
+
+    Raises:
+        ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
+        BundleError: the engines are not the manifest's.
+    """
+    manifest, info, engines = bundle.manifest, bundle.manifest.networks, bundle.manifest.engines
+    check_engines(bundle, provider)
+    assert info is not None
+    assert engines is not None
+    flavour = FLAVOURS[provider]
+    library = import_library(flavour)
+    _check_machine(bundle, flavour, str(library.__version__), engines)
+    if engines.plugins is not None:
+        register(library, plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins).path)
+    expected = specs(manifest, info)
+    runtime = _Runtime(flavour, library)
+    loaded = {}
+    for name, spec in expected.items():
+        path = bundle.file(names.engine_file(name))
+        engine = runtime.load(path.read_bytes(), str(path))
+        _check_engine(engine, spec, of_network(name, engines.profiles, info), str(path))
+        loaded[name] = engine
+
+    def open_lane() -> tuple[Device, Mapping[str, Network]]:
+        device = CudaDevice()
+        size = max(engine.device_memory_size_v2 for engine in loaded.values())
+        memory = device.allocate(max(size, ALIGNMENT))
+        networks = {
+            name: _TrtNetwork(
+                flavour, library, engine, expected[name], of_network(name, engines.profiles, info), device, memory
+            )
+            for name, engine in loaded.items()
+        }
+        return device, networks
+
+    return SegmentBackend(manifest, info, expected, open_lane)
+
+
+def check_engines(bundle: Bundle, provider: str) -> None:
+    """What the manifest alone says: are there engines of this flavour, and are they this model's?
+
+    Raises:
+        ProviderError: there are none.
+        BundleError: they were built from other weights.
+    """
+    manifest, engines = bundle.manifest, bundle.manifest.engines
+    if engines is None:
+        raise ProviderError(
+            f"bundle '{bundle.path}' holds no TensorRT engines: build them with `tide-export build {bundle.path} "
+            f"--target {provider}`, or use provider 'cpu'"
+        )
+    if engines.flavour != provider:
+        raise ProviderError(
+            f"the engines of bundle '{bundle.path}' are of {FLAVOURS[engines.flavour].title}: use provider "
+            f"'{engines.flavour}', or build others with `tide-export build {bundle.path} --target {provider}`"
+        )
+    if engines.weights_sha256 != manifest.model.weights_sha256:
+        raise BundleError(
+            f"the engines of bundle '{bundle.path}' were built from other weights than its model's "
+            f"(sha256 {engines.weights_sha256[:12]}, not {manifest.model.weights_sha256[:12]}): build them again"
+        )
+
+
+def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: EnginesInfo) -> None:
+    """Whether this machine has the version and the GPU the engines were built for."""
+    again = f"build them again with `tide-export build {bundle.path} --target {flavour.name}`"
+    if engines.version != version:
+        raise ProviderError(
+            f"the engines of bundle '{bundle.path}' were built by {flavour.title} {engines.version} and run on no "
+            f"other, but {version} is installed: {again}"
+        )
+    device = compute_capability()
+    if device is None:
+        raise ProviderError(f"{flavour.title} needs an NVIDIA GPU and its driver, and there is none here")
+    if not runs_on(engines.compute_capabilities, device):
+        built = ", ".join(engines.compute_capabilities) or "8.0 and later"
+        raise ProviderError(
+            f"the engines of bundle '{bundle.path}' were built for GPUs of compute capability {built}, this one has "
+            f"{device[0]}.{device[1]}: {again}"
+        )
+    import_cudart()
+
+
+class _Runtime:
+    """Loads engines and remembers what the library says when it cannot."""
+
+    def __init__(self, flavour: Flavour, library: ModuleType) -> None:
+        said: list[str] = []
+        self._flavour, self._library, self._said = flavour, library, said
+
+        class Log(library.ILogger):  # type: ignore[name-defined]
+            def __init__(self) -> None:
+                library.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity in (library.ILogger.Severity.ERROR, library.ILogger.Severity.INTERNAL_ERROR):
+                    said.append(" ".join(message.split()))
+
+        self._log = Log()  # the runtime does not keep it alive
+        self._runtime = library.Runtime(self._log)
+
+    def load(self, data: bytes, path: str) -> Any:
+        """The engine in `data`.
+
+        Raises:
+            ProviderError: it cannot run on this machine.
+            BundleError: the library cannot read it, with its last words.
+        """
+        check_header(self._flavour, self._library, self._runtime, data, path, self._said)
+        engine = self._runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            reason = self._said[-1] if self._said else "it does not say why"
+            raise BundleError(f"cannot load engine '{path}': {reason}")
+        return engine
+
+
+def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...], path: str) -> None:
+    """Tensors, K/V buffers updated in place, and profiles are those the runtime counts on.
+
+    Raises:
+        BundleError: naming what differs.
+    """
+    found: dict[bool, dict[str, tuple[str, list[int]]]] = {True: {}, False: {}}
+    for index in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(index)
+        is_input = engine.get_tensor_mode(name).name == "INPUT"
+        found[is_input][name] = (engine.get_tensor_dtype(name).name, list(engine.get_tensor_shape(name)))
+    spec.check(from_tensorrt(spec, found[True]), from_tensorrt(spec, found[False]), path)
+    for output, entry in kv_aliases(spec).items():
+        if engine.get_aliased_input_tensor(output) != entry:
+            raise BundleError(f"engine '{path}' does not update {entry} in place")
+    if engine.num_optimization_profiles != len(profiles):
+        raise BundleError(
+            f"engine '{path}' has {engine.num_optimization_profiles} optimization profiles, not the {len(profiles)} of "
+            "its manifest"
+        )
+    entry = names.EXIT_STATES if spec.name == names.HEAD else names.PAST_LENGTHS
+    for number, profile in enumerate(profiles):
+        most = list(engine.get_tensor_profile_shape(entry, number)[-1])
+        if most != list(spec.inputs[entry].dims(profile.most, profile.rows)):
+            raise BundleError(
+                f"engine '{path}' takes {entry} of {most} at most in profile {profile.name}, unlike its manifest"
+            )
+
+
+def pick_profile(profiles: tuple[Profile, ...], tokens: int, rows: int = 1) -> int:
+    """Index of the first profile that takes so many tokens of so many sequences: the narrowest, as they are listed.
+
+    Raises:
+        GenerationError: none does.
+    """
+    for index, profile in enumerate(profiles):
+        if profile.least <= tokens <= profile.most and rows <= profile.rows:
+            return index
+    most = max((profile.most for profile in profiles if rows <= profile.rows), default=0)
+    if not most:
+        most_rows = max(profile.rows for profile in profiles)
+        raise GenerationError(
+            f"a run over {rows} sequences exceeds the engine's profiles, which take {most_rows} at most"
+        )
+    of_each = f" of each of {rows} sequences" if rows > 1 else ""
+    raise GenerationError(
+        f"a run over {tokens} tokens{of_each} exceeds the engine's profiles, which take {most} at most"
+    )
+
+
+class _TrtNetwork:
+    """One engine with the execution contexts of one lane."""
+
+    def __init__(
+        self,
+        flavour: Flavour,
+        library: ModuleType,
+        engine: Any,
+        spec: NetworkSpec,
+        profiles: tuple[Profile, ...],
+        device: CudaDevice,
+        memory: Buffer,
+    ) -> None:
+        self._flavour, self._library, self._engine, self._spec = flavour, library, engine, spec
+        self._profiles, self._device, self._memory = profiles, device, memory
+        self._contexts: dict[int, Any] = {}
+
+    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
+        """Queues a run on the lane's stream.
+
+        Raises:
+            GenerationError: no profile takes so many tokens of so many sequences, or TensorRT failed.
+        """
+        context = self._context(pick_profile(self._profiles, tokens, rows))
+        for name, tensor in self._spec.inputs.items():
+            self._require(context.set_input_shape(name, tensor.dims(tokens, rows)), f"the shape of {name}")
+        for name in (*self._spec.inputs, *self._spec.outputs):
+            self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
+        self._require(context.execute_async_v3(self._device.stream), f"a run over {tokens} tokens")
+
+    def _context(self, profile: int) -> Any:
+        """The context of a profile, made when it is first needed."""
+        if profile not in self._contexts:
+            context = self._engine.create_execution_context(configure(self._flavour, self._library, self._engine))
+            self._require(context is not None, "an execution context")
+            context.set_device_memory(self._memory.address, self._memory.size)
+            self._require(context.set_optimization_profile_async(profile, self._device.stream), f"profile {profile}")
+            self._device.synchronize()
+            self._contexts[profile] = context
+        return self._contexts[profile]
+
+    def _require(self, worked: bool, what: str) -> None:
+        if not worked:
+            raise GenerationError(f"{self._flavour.title} refused {what} in {self._spec.name}")

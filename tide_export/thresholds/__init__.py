@@ -1,0 +1,1 @@
+"""From a user's wishes and from measurements to exit thresholds; NumPy alone."""

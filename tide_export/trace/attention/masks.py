@@ -1,0 +1,117 @@
+"""Asks a model which earlier tokens each of its layers attends to, before it is traced.
+
+`tracer` needs this because the trace replaces masks by the symbol "causal attention, of that window". What a layer is
+told beside its mask (`sliding_window`) need not be what the mask does, and some masks come with nothing beside them, so
+the masks themselves are looked at: the rule that `transformers` hands to every mask function is evaluated at many pairs
+of positions, far behind any window, and compared with the three forms there are. Anything else is refused.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from tide_export.errors import UnsupportedModelError
+from tide_export.model.source import attention_implementation
+from tide_export.model.structure import input_device
+
+IMPLEMENTATION = "tide_export_watch"
+
+# The rule of `transformers.masking_utils`: batch, head, query position, key position -> attended or not.
+Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query at position q attends to.
+
+    Attributes:
+        kind: "causal": all k <= q; "window": q - size < k <= q; "chunk": k <= q and in the same block of `size` tokens.
+        size: of the window or block in tokens; 0 for "causal".
+    """
+
+    kind: str
+    size: int = 0
+
+    def attends(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        causal = key <= query
+        if self.kind == "window":
+            return causal & (query - key < self.size)
+        if self.kind == "chunk":
+            return causal & (query // self.size == key // self.size)
+        return causal
+
+
+def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
+    """The mask of each of the model's `depth` layers, None where a layer attends without asking for one.
+
+    Runs the model on two tokens with attention that computes nothing.
+
+    Raises:
+        UnsupportedModelError: a layer's mask is none of the forms above, or the architecture refuses any attention but
+            its own.
+    """
+    seen: dict[int, Mask | None] = {}
+    if not model._can_set_attn_implementation():  # attends by itself; `symbolic_attention` says what becomes of it
+        return (None,) * depth
+    with _watching(model, seen), torch.no_grad():
+        ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
+        try:
+            model(input_ids=ids, use_cache=False)
+        except (AttributeError, TypeError, KeyError, IndexError) as error:  # it wants a mask it can compute with
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does something to its attention masks that is not understood ({reason})"
+            ) from error
+    return tuple(seen.get(layer) for layer in range(depth))
+
+
+def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
+    """The form of `rule` on the positions below `positions`, or None if it is of no known form.
+
+    Args:
+        size: the window or block that the model says it has, if it says so.
+    """
+    marks = {*range(66), *(2**power + step for power in range(5, 63) for step in (-1, 0, 1))}
+    for count in range(1, 4):
+        marks |= {count * (size or 0) + step for step in (-2, -1, 0, 1)}
+    at = torch.tensor(sorted(mark for mark in marks if 0 <= mark < positions))
+    query, key = at[:, None].expand(len(at), len(at)), at[None, :].expand(len(at), len(at))
+    first = torch.zeros_like(query)
+    found = rule(first, first, query, key)
+    forms = [Mask("causal"), *([Mask("window", size), Mask("chunk", size)] if size else [])]
+    return next((form for form in forms if torch.equal(form.attends(query, key), found)), None)
+
+
+@contextmanager
+def _watching(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator[None]:
+    kind = type(model).__name__
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
+
+    def attend(module: nn.Module, query: torch.Tensor, key, value: torch.Tensor, attention_mask: Any, **kwargs):
+        if attention_mask is not None and not isinstance(attention_mask, Mask):
+            raise UnsupportedModelError(f"{kind} makes masks of its own for {type(module).__name__}")
+        if attention_mask is None and not getattr(module, "is_causal", True):
+            raise UnsupportedModelError(f"{kind} attends to later tokens in {type(module).__name__}")
+        seen[int(getattr(module, "layer_idx", -1))] = attention_mask
+        batch, heads, length, _ = query.shape
+        return query.new_zeros(batch, length, heads, value.shape[-1]), None
+
+    def mask(mask_function: Rule, local_size: int | None = None, **kwargs) -> Mask:
+        found = classify(mask_function, local_size, positions)
+        if found is None:
+            raise UnsupportedModelError(
+                f"{kind} masks attention in a way that is neither causal nor a sliding window nor blocks of tokens, "
+                "so it cannot be exported"
+            )
+        return found
+
+    AttentionInterface.register(IMPLEMENTATION, attend)
+    AttentionMaskInterface.register(IMPLEMENTATION, mask)
+    with attention_implementation(model, IMPLEMENTATION):
+        yield

@@ -1,0 +1,1 @@
+"""What `torch.onnx.export` needs to be told: decompositions and functional forms of operators."""

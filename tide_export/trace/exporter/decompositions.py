@@ -1,0 +1,161 @@
+"""Keeps the exporter from tracing a model twice more where nothing is left to take apart.
+
+Between capturing a model and writing it as ONNX, `torch.onnx.export` decomposes operators that it has no translation
+for, by running the captured graph twice more on symbolic shapes: two thirds of a trace. What decoders are written of
+it can nearly always translate as it stands. Then casts, assertions, what is written in place (`in_place`) and a few
+others are brought into the form that the two runs would give them; a graph that writes through a view, or that holds
+one operator without a translation, takes the long way as before. Both ways compute the same, in the same ONNX nearly
+always (`tests/trace/test_decompositions.py`): an axis of Split may be counted from the end, a size asked of another
+tensor.
+"""
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument, map_arg
+from torch.onnx._internal.exporter import _decomp, _fx_passes
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+from tide_export.trace.exporter.functionalize import functional, make_functional
+
+aten = torch.ops.aten
+CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
+# Written for who runs the exported program, and dropped by the exporter itself afterwards.
+ASSERTIONS = (aten._assert_scalar.default, aten._assert_tensor_metadata.default)
+
+SAME = (aten.detach_.default,)  # where no gradients are kept, its argument
+
+
+@contextmanager
+def spared_decompositions() -> Iterator[None]:
+    """`torch.onnx.export` decomposes what needs it alone; without gradients, whose switching would count as a need."""
+    decompose = _fx_passes.decompose_with_registry
+
+    def spared(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
+        translated = set(_decomp.get_onnx_implemented_overloads(registry))
+        nodes = exported_program.graph.nodes
+        written = {node: target for node in nodes if (target := functional(node)) is not None}
+        if not all(_stands(node, translated, written) for node in nodes):
+            return decompose(exported_program, registry)
+        _simplify(exported_program.graph_module, exported_program, written)
+        return exported_program
+
+    with torch.no_grad():
+        _fx_passes.decompose_with_registry = spared
+        try:
+            yield
+        finally:
+            _fx_passes.decompose_with_registry = decompose
+
+
+def _stands(node: Node, translated: set, written: Mapping[Node, OpOverload]) -> bool:
+    """Whether the exporter can write `node` as it is, or as `_simplify` leaves it."""
+    if node.op == "get_attr":
+        return not isinstance(getattr(node.graph.owning_module, str(node.target), None), GraphModule)
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, OpOverload):
+        target = written.get(node, node.target)
+        if target in (*CASTS, *ASSERTIONS, *SAME):
+            return True
+        if target in REWRITTEN:
+            return not node.kwargs
+        return target in translated and not target._schema.is_mutable
+    # A part of a result, or arithmetic on the sizes of tensors.
+    return node.target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+
+def _simplify(module: GraphModule, program: ExportedProgram, written: Mapping[Node, OpOverload]) -> None:
+    """What decomposing would leave: casts as `_to_copy` where the dtype changes and gone where not, no assertions nor
+    what only they used, and the operators of REWRITTEN as others."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node in written:
+            before = make_functional(node, written[node])
+            program.graph_signature.replace_all_uses(before.name, node.name)
+        if node.target in ASSERTIONS:
+            graph.erase_node(node)
+        elif node.target in CASTS and node.args[0].meta["val"].dtype != node.meta["val"].dtype:
+            dtype = node.meta["val"].dtype
+            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
+        elif node.target in (*CASTS, *SAME):
+            node.replace_all_uses_with(node.args[0])
+            program.graph_signature.replace_all_uses(node.name, node.args[0].name)
+            graph.erase_node(node)
+        elif node.target in REWRITTEN:
+            with graph.inserting_before(node):
+                target, *arguments = REWRITTEN[node.target](graph, *node.args)
+            node.target, node.args = target, tuple(arguments)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _added(graph: Graph, target: OpOverload, *arguments: Argument) -> Node:
+    """A new node in front of the one that is being rewritten."""
+    node = graph.call_function(target, arguments)
+    node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]))
+    return node
+
+
+def _reshaped(graph: Graph, states: Node, shape: Sequence) -> tuple:
+    """A view, which is written with allowzero (right for an empty tensor too); it must be of one block."""
+    whole = graph.call_function(aten.clone.default, (states,), {"memory_format": torch.contiguous_format})
+    whole.meta = {**states.meta, "val": aten.clone.default(states.meta["val"], memory_format=torch.contiguous_format)}
+    return aten.view.default, whole, shape
+
+
+def _flattened(graph: Graph, states: Node, first: int = 0, last: int = -1) -> tuple:
+    """A view of a shape that is known, where the exporter would compute it from the tensor."""
+    sizes = states.meta["val"].shape
+    if not sizes:
+        return _reshaped(graph, states, [1])
+    first, last = first % len(sizes), last % len(sizes)
+    joined = math.prod(sizes[first : last + 1])
+    shape = [_size(graph, states, dim) for dim in range(len(sizes))]
+    return _reshaped(graph, states, [*shape[:first], joined if isinstance(joined, int) else -1, *shape[last + 1 :]])
+
+
+def _size(graph: Graph, states: Node, dim: int) -> int | Node:
+    """Size of a dimension: a number, or the node that asked for it first."""
+    size = states.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        if node < states and node.meta["val"].node.expr == size.node.expr:
+            return node
+    return _added(graph, aten.sym_size.int, states, dim)
+
+
+def _differences(
+    graph: Graph, states: Node, n: int = 1, dim: int = -1, before: Node | None = None, behind: Node | None = None
+) -> tuple:
+    """Neighbours subtracted `n` times, with what is put in front and behind first."""
+    parts = [part for part in (before, states, behind) if part is not None]
+    whole = _added(graph, aten.cat.default, parts, dim) if len(parts) > 1 else states
+    subtract = aten.bitwise_xor.Tensor if states.meta["val"].dtype == torch.bool else aten.sub.Tensor
+    for _ in range(n):
+        later = _added(graph, aten.slice.Tensor, whole, dim, 1, sys.maxsize)
+        sooner = _added(graph, aten.slice.Tensor, whole, dim, 0, -1)
+        whole = _added(graph, subtract, later, sooner)
+    return aten.clone.default, whole
+
+
+def _turned(_: Graph, states: Node) -> tuple:
+    return aten.permute.default, states, list(reversed(range(states.meta["val"].dim())))
+
+
+REWRITTEN: dict[object, Callable[..., tuple]] = {
+    aten.reshape.default: _reshaped,
+    aten.flatten.using_ints: _flattened,
+    aten.diff.default: _differences,
+    aten.numpy_T.default: _turned,
+    aten.max.other: lambda _, *both: (aten.maximum.default, *both),
+    aten.__and__.Tensor: lambda _, *both: (aten.bitwise_and.Tensor, *both),
+}

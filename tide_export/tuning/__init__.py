@@ -1,0 +1,1 @@
+"""Finds thresholds with a guarantee, and the fastest way to draft."""

@@ -1,0 +1,114 @@
+"""Runs the deployed graph over the prompts of `tune` and writes down all that any thresholds could do to them.
+
+What a token leaves with depends on its own prefix alone, and no K/V is approximated. So the graph is run only C+1 times
+over a prompt: once at full depth, which gives every router's score, and once for each of C checkpoints with every token
+leaving there. From the scores and the C+1 tokens of each position follows what the graph does under *any* thresholds.
+(Up to rounding: the same sums are taken over several waiting tokens at once when they catch up. `tests/tune` compares
+both.)
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tide_export.errors import TuneError
+from tide_export.runtime.branched.sequence import NO_LIMIT
+from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.runtime.engine import Engine
+from tide_export.thresholds.pareto import exits
+from tide_export.thresholds.resolve import OFF
+
+ALWAYS = -1.0  # as a threshold: below every score, so every token leaves
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """n prompts with P scored positions each, over the C checkpoints asked about.
+
+    Attributes:
+        scores: float32 [n, P, C], the routers' scores.
+        early: int64 [n, P, C], the token read off at each checkpoint.
+        full: int64 [n, P], the token of full depth after the same prefix.
+        layers: layers run at each of the C checkpoints.
+        depth: layers of the model.
+    """
+
+    scores: np.ndarray
+    early: np.ndarray
+    full: np.ndarray
+    layers: tuple[int, ...]
+    depth: int
+
+    @property
+    def agrees(self) -> np.ndarray:
+        """bool [n, P, C]: the checkpoint's token is that of full depth."""
+        return self.early == self.full[..., None]
+
+    def outcome(self, thresholds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """What the graph says under C thresholds: tokens and layers behind each, int64 [n, P] both."""
+        n, positions, columns = self.scores.shape
+        left = exits(self.scores.reshape(n * positions, columns), thresholds).reshape(n, positions, 1)
+        tokens = np.concatenate([self.early, self.full[..., None]], axis=2)
+        return np.take_along_axis(tokens, left, axis=2)[..., 0], np.array([*self.layers, self.depth])[left[..., 0]]
+
+    def losses(self, thresholds: Sequence[float]) -> np.ndarray:
+        """float64 [n], per prompt: the share of its positions at which the token is not that of full depth."""
+        tokens, _ = self.outcome(thresholds)
+        return (tokens != self.full).mean(axis=1)
+
+
+def measure_prompts(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    prompt_length: int,
+    checkpoints: Sequence[int],
+    advance: Callable[[float], None] = lambda amount: None,
+) -> Measurement:
+    """Runs every prompt C+1 times.
+
+    Args:
+        prompts: n of them, `prompt_length + P - 1` token ids each. The first step takes `prompt_length` tokens and
+            gives position 0; each further step takes one token of the text (not the model's own).
+        checkpoints: C of the bundle's (layers run), ascending: those that may exit.
+        advance: called with 1 after each prompt.
+
+    Raises:
+        TuneError: the graph does not do what its manifest says: a router gave no score, or a token left elsewhere.
+        GenerationError: a step failed, or logits are not finite.
+    """
+    own, depth = engine.manifest.checkpoints, engine.manifest.model.num_layers
+    columns = [own.index(layers) for layers in checkpoints]
+    positions = len(prompts[0]) - prompt_length + 1
+    scores = np.empty((len(prompts), positions, len(columns)), np.float32)
+    early = np.empty(scores.shape, np.int64)
+    full = np.empty(scores.shape[:2], np.int64)
+    for i, ids in enumerate(prompts):
+        full[i], found = _run(engine, ids, prompt_length, [OFF] * len(own), depth)
+        scores[i] = found[:, columns]
+        for c, column in enumerate(columns):
+            thresholds = [ALWAYS if k == column else OFF for k in range(len(own))]
+            early[i, :, c], _ = _run(engine, ids, prompt_length, thresholds, own[column])
+        advance(1)
+    if not np.isfinite(scores).all():
+        raise TuneError(f"bundle {engine.bundle.path}: a router gave no score at full depth; export the bundle again")
+    return Measurement(scores, early, full, tuple(checkpoints), depth)
+
+
+def _run(
+    engine: Engine, ids: Sequence[int], prompt_length: int, thresholds: Sequence[float], leaves_at: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """One pass over one prompt: greedy tokens [P], and scores [P, K-1] of all the bundle's routers."""
+    greedy = Sampler()
+    state = engine.start(thresholds, max_pending=NO_LIMIT, room=len(ids))
+    tokens, scores = [], []
+    for end in range(prompt_length, len(ids) + 1):
+        result = state.step(ids[state.length : end])
+        if result.exit_layer != leaves_at:
+            raise TuneError(
+                f"bundle {engine.bundle.path}: a token left after layer {result.exit_layer} where thresholds "
+                f"{list(thresholds)} say {leaves_at}; export the bundle again"
+            )
+        tokens.append(greedy(result.logits))
+        scores.append(result.scores.copy())
+    return np.array(tokens), np.array(scores)

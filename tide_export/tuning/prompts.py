@@ -1,0 +1,202 @@
+"""From documents to the prompts of `tune`: first stage, before the graph is touched.
+
+A prompt is a stretch of a document, tokenized as `generate` would; it is the unit the guarantee counts. Documents that
+the routers were fitted on are left out, and no document gives prompts both to the choice of candidates and to their
+test.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tide_export.data.documents import Documents, document_hash
+from tide_export.errors import BundleError, TuneError
+from tide_export.runtime.tokenizer import BundleTokenizer
+
+logger = logging.getLogger("tide_export")
+PATH_SHARE = 1 / 3  # of the documents: candidates are chosen on these, and tested on the others
+STRETCH_CHARS = 1 << 18  # of a longer document a random stretch of this size is tokenized
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What was drawn from a dataset.
+
+    Attributes:
+        path: token ids [L] of each prompt that candidates are chosen on.
+        calibration: the same for those they are tested on; from other documents.
+        path_documents, calibration_documents: how many documents each came from.
+        document_hashes: `document_hash` of each of these, the path's first.
+        document_prompts: how many prompts each of them gave; the prompts lie in this order.
+        seen, duplicates, short: documents left out: the routers saw them, they came before, or they hold no stretch of
+            L tokens.
+        dataset_sha256: over the documents read, as `Documents.sha256`.
+        overlap: how far documents the routers saw could be told: "per document", "beginning of the dataset" or "no".
+    """
+
+    path: list[list[int]]
+    calibration: list[list[int]]
+    path_documents: int
+    calibration_documents: int
+    document_hashes: list[str]
+    document_prompts: list[int]
+    seen: int
+    duplicates: int
+    short: int
+    dataset_sha256: str
+    overlap: str
+
+
+class SeenDocuments:
+    """Tells which documents the routers were fitted on, by the calibration record of the bundle."""
+
+    def __init__(self, calibration: Mapping[str, Any] | None) -> None:
+        record = calibration or {}
+        hashes = record.get("document_hashes")
+        if hashes is not None and not (isinstance(hashes, list) and all(isinstance(entry, str) for entry in hashes)):
+            raise BundleError("field 'calibration.document_hashes' of the bundle must be a list of strings")
+        self.hashes = None if hashes is None else frozenset(hashes)
+        digest, documents = record.get("dataset_sha256"), record.get("documents")
+        self.digest = digest if isinstance(digest, str) and self.hashes is None else None
+        self.documents = documents if isinstance(documents, int) and self.digest else 0
+
+    @property
+    def overlap(self) -> str:
+        """See `Prompts`."""
+        if self.hashes is not None:
+            return "per document"
+        return "beginning of the dataset" if self.digest else "no"
+
+
+def draw_prompts(
+    dataset: str,
+    tokenizer: BundleTokenizer,
+    calibration: Mapping[str, Any] | None,
+    *,
+    length: int,
+    count: int,
+    per_document: int,
+    seed: int,
+) -> Prompts:
+    """At most `count` prompts of exactly `length` tokens, at most `per_document` from one document.
+
+    The first `count` usable documents of the dataset are read. Each gives one prompt, then (in turns, until there are
+    enough) a second, and so on, from random places that do not overlap. A third of the documents is set apart for the
+    path.
+
+    Args:
+        calibration: the bundle's calibration record, to leave out what the routers saw.
+        length: tokens of a prompt, the tokenizer's own first ones included.
+
+    Raises:
+        DatasetError: the dataset cannot be read or holds no text.
+        TuneError: fewer than two usable documents are there, which the message explains.
+    """
+    random = np.random.default_rng(seed)
+    seen = SeenDocuments(calibration)
+    _warn_about_overlap(seen, calibration)
+    documents = Documents(dataset)
+    met: set[str] = set()
+    names: list[str] = []  # of the usable ones
+    usable: list[list[list[int]]] = []
+    left_out = {"seen": 0, "duplicates": 0, "short": 0}
+    for text in documents:
+        name = document_hash(text)
+        if seen.hashes is not None and name in seen.hashes:
+            left_out["seen"] += 1
+        elif name in met:
+            left_out["duplicates"] += 1
+        elif stretches := _stretches(text, tokenizer, length, per_document, random):
+            names.append(name)
+            usable.append(stretches)
+        else:
+            left_out["short"] += 1
+        met.add(name)
+        if documents.sha256 == seen.digest:  # an older record: this is where calibration stopped reading
+            left_out = {"seen": documents.count, "duplicates": 0, "short": 0}
+            names.clear()
+            usable.clear()
+        if len(usable) >= count and documents.count >= seen.documents:
+            break
+    _refuse_too_few(dataset, documents.count, len(usable), left_out, length)
+
+    taken = _in_turns(usable[:count], count)
+    order = random.permutation(len(taken))
+    first = max(1, round(len(taken) * PATH_SHARE))
+    return Prompts(
+        path=[prompt for number in order[:first] for prompt in taken[number]],
+        calibration=[prompt for number in order[first:] for prompt in taken[number]],
+        path_documents=first,
+        calibration_documents=len(taken) - first,
+        document_hashes=[names[number] for number in order],
+        document_prompts=[len(taken[number]) for number in order],
+        dataset_sha256=documents.sha256,
+        overlap=seen.overlap,
+        **left_out,
+    )
+
+
+def _stretches(
+    text: str, tokenizer: BundleTokenizer, length: int, most: int, random: np.random.Generator
+) -> list[list[int]]:
+    """Up to `most` prompts from random places of a document, in random order; none where it is too short for one."""
+    if len(text) > STRETCH_CHARS:
+        start = int(random.integers(len(text) - STRETCH_CHARS + 1))
+        text = text[start : start + STRETCH_CHARS]
+    prefix = tokenizer.prefix()
+    ids, size = tokenizer.encode_plain(text), length - len(prefix)
+    if size < 1:
+        raise TuneError(f"prompts of {length} tokens hold nothing but the {len(prefix)} the tokenizer puts first")
+    whole = len(ids) // size
+    if whole == 0:
+        return []
+    offset = int(random.integers(len(ids) - whole * size + 1))  # what does not fill a prompt: before or behind them
+    places = random.permutation(whole)[:most]
+    return [prefix + ids[offset + place * size : offset + (place + 1) * size] for place in places]
+
+
+def _in_turns(usable: Sequence[Sequence[list[int]]], count: int) -> list[list[list[int]]]:
+    """`count` prompts (or all there are), dealt so that no document gives two more than another that has more."""
+    taken: list[list[list[int]]] = [[] for _ in usable]
+    left = count
+    for turn in range(max(map(len, usable))):
+        for mine, prompts in zip(taken, usable, strict=True):
+            if left and turn < len(prompts):
+                mine.append(prompts[turn])
+                left -= 1
+    return taken
+
+
+def _warn_about_overlap(seen: SeenDocuments, calibration: Mapping[str, Any] | None) -> None:
+    if seen.overlap == "per document":
+        return
+    what = (
+        "the routers' record is of an older release without the hashes of their documents: only a dataset that begins "
+        "with all of them is recognised"
+        if calibration
+        else "the routers have no calibration record"
+    )
+    logger.warning("%s, so make sure yourself that they were not fitted on this text", what)
+
+
+def _refuse_too_few(dataset: str, read: int, usable: int, left_out: Mapping[str, int], length: int) -> None:
+    if usable >= 2:
+        return
+    why = ", ".join(
+        f"{number} {reason}"
+        for number, reason in (
+            (left_out["seen"], "seen by the routers"),
+            (left_out["duplicates"], "repeated"),
+            (left_out["short"], f"shorter than {length} tokens"),
+        )
+        if number
+    )
+    raise TuneError(
+        f"dataset {dataset!r} has {read} documents of which {usable} can be used"
+        + (f" ({why})" if why else "")
+        + ": candidates are chosen on some documents and tested on others, so at least 2 that the routers have not "
+        "seen are needed"
+    )

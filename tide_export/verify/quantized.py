@@ -1,0 +1,140 @@
+"""Reads quantized matrices back out of a bundle, so that its reference is what its own integers stand for.
+
+`validate` puts them into the model the bundle was made from; `float32_session` runs the bundle's graph with products in
+float32, where it must equal that reference token for token whatever accuracy level it has by itself.
+"""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from tide_export.bundle.store import Bundle
+from tide_export.errors import BundleError
+from tide_export.model.source import SourceModel
+from tide_export.names import GRAPH_FILE, WEIGHTS_METADATA
+from tide_export.quantize.matrices import Matrices, Matrix, find_matrices
+from tide_export.quantize.rounding import Blocks, split
+from tide_export.quantize.settings import INT8_PRODUCTS
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.onnxruntime.session import import_onnxruntime, open_session, session_options
+from tide_export.verify.parity import TOLERANCES, Tolerance
+
+FLOAT32_PRODUCTS = 1
+FLOAT32_PREFIX = "float32 products "  # of the names of checks
+
+
+def restore(source: SourceModel, bundle: Bundle) -> float:
+    """Puts what the bundle's integers stand for into `source`, in place.
+
+    Returns:
+        How far that is from the weights that were there: the root of the squared differences over the squared weights.
+
+    Raises:
+        BundleError: the graph's quantized matrices are not those of this model.
+    """
+    rows = {matrix.name: matrix for matrix in _all(find_matrices(source))}
+    changed = size = 0.0
+    done: set[str] = set()
+    for names, whole in _stored(bundle):
+        if any(name not in rows for name in names):
+            unknown = next(name for name in names if name not in rows)
+            raise BundleError(f"bundle '{bundle.path}' has a quantized matrix {unknown} that {source.name} has not")
+        if done.issuperset(names):
+            continue  # looked up in and multiplied by
+        before = [rows[name].read() for name in names]
+        if sum(map(len, before)) != whole.rows or {old.shape[1] for old in before} != {whole.columns}:
+            raise BundleError(
+                f"bundle '{bundle.path}': the quantized matrix {names[0]} is of another size than its model's"
+            )
+        for name, old, part in zip(names, before, split(whole, [len(old) for old in before]), strict=True):
+            new = part.values()
+            changed += float(np.square(new - old, dtype=np.float64).sum())
+            size += float(np.square(old, dtype=np.float64).sum())
+            rows[name].write(new)
+        done.update(names)
+    if not done:
+        raise BundleError(f"bundle '{bundle.path}' has no quantized matrix, though its manifest says so")
+    return (changed / size) ** 0.5 if size else 0.0
+
+
+def computes_in_float32(bundle: Bundle) -> bool:
+    """Whether the graph multiplies what its weights stand for without rounding its inputs to 8 bits first."""
+    how = bundle.manifest.quantization
+    return how is None or how.accuracy_level != INT8_PRODUCTS
+
+
+def float32_session(bundle: Bundle, threads: int | None = None) -> Any:
+    """A session of the bundle's graph whose quantized products are computed in float32.
+
+    Raises:
+        ProviderError, ConfigError: as `runtime.onnxruntime.session.open_session`.
+    """
+    ort = import_onnxruntime()
+    proto = onnx.load(bundle.file(GRAPH_FILE), load_external_data=False)
+    _set_level(proto.graph)
+    options = session_options(ort, threads)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path.resolve()))
+    return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def graph_engines(bundle: Bundle, threads: int | None) -> list[tuple[str, Engine, Tolerance]]:
+    """The engines a bundle's graph is checked with, the prefix of their checks' names, and what they are allowed.
+
+    A graph that rounds the inputs of its products to 8 bits is held to its reference exactly with products in float32,
+    which shows that integers, scales and everything around them are right, and then as it is, within that rounding.
+    """
+    own = open_session(bundle, threads)
+    if computes_in_float32(bundle):
+        return [("", Engine(bundle, own), TOLERANCES["fp32"])]
+    exact = Engine(bundle, float32_session(bundle, threads))
+    return [(FLOAT32_PREFIX, exact, TOLERANCES["fp32"]), ("", Engine(bundle, own), TOLERANCES["int8 products"])]
+
+
+def _set_level(graph: onnx.GraphProto) -> None:
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _set_level(attribute.g)
+            elif node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
+                attribute.i = FLOAT32_PRODUCTS
+
+
+def _stored(bundle: Bundle) -> list[tuple[list[str], Blocks]]:
+    """The quantized matrices of the graph, with the parameters their rows are of."""
+    found = []
+    for node in ir.load(bundle.file(GRAPH_FILE)).graph.all_nodes():
+        if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
+            continue
+        place = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
+        arrays = [_array(node.inputs[i]) if i < len(node.inputs) else None for i in place]
+        packed, scales, zeros = arrays
+        if packed is None or scales is None or WEIGHTS_METADATA not in node.metadata_props:
+            raise BundleError(f"bundle '{bundle.path}': node {node.name} does not say which weights it multiplies by")
+        bits = node.attributes["bits"].as_int()
+        columns = node.attributes.get_int("K", 0)
+        names = node.metadata_props[WEIGHTS_METADATA].split("\n")
+        if node.op_type == "GatherBlockQuantized":
+            packed = packed.reshape(len(packed), scales.shape[1], -1)
+            columns = _columns(node) or scales.shape[1] * node.attributes["block_size"].as_int()
+        found.append((names, Blocks(packed, scales, zeros, columns, bits)))
+    return found
+
+
+def _columns(gather: ir.Node) -> int | None:
+    """The columns that the graph keeps of a look-up, where it cuts the last block."""
+    users = [use.node for use in gather.outputs[0].uses()]
+    if len(users) != 1 or users[0].op_type != "Slice":
+        return None
+    end = _array(users[0].inputs[2])
+    return None if end is None else int(end[0])
+
+
+def _array(value: ir.Value | None) -> np.ndarray | None:
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def _all(matrices: Matrices) -> list[Matrix]:
+    layers = [m for some in matrices.products for m in some.values()] + [m for some in matrices.experts for m in some]
+    return [*matrices.around, *layers]

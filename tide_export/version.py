@@ -1,0 +1,3 @@
+"""The release of this package; the build reads it from here."""
+
+__version__ = "0.1.0"

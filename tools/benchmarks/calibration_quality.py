@@ -1,0 +1,219 @@
+"""What routers are worth: labels and lenses compared at equal quality, on documents that were not used to fit them.
+
+    python tools/benchmarks/calibration_quality.py MODEL... --dataset SPEC [--out FOLDER]
+
+For each model six calibrations on the same text and the same split: TIDE's (cosine label, its own router, the state as
+it is), TIDE's router taught with `agreement`, ours (`agreement`, a shortlist of the default 256 head rows), with 1,024
+rows and with all of them, which bounds what any shortlist can tell, and ours with a lens. Each is measured on its test
+documents: thresholds are chosen on one half of them and applied to the other, and the layers per token are
+read off where that other half keeps 99, 98 and 95 % of the full model's tokens. Router efficiency is layers saved over
+what a perfect router saves at the same checkpoints, those included that a label gave up because no token may leave
+there. Writes `table.json`, `table.md` and `table.png` into the folder.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tide_export.cli.torch_environment import SPIN_ROUNDS
+
+os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib.figure import Figure
+
+from tide_export.calibration.assessment import Outcome
+from tide_export.calibration.flow import calibrate
+from tide_export.config import TideConfig
+from tide_export.data.sequences import load_tokenizer
+from tide_export.errors import CalibrationError
+from tide_export.formatting import table
+from tide_export.model.source import SourceModel, load_model
+from tide_export.report.findings import Findings, investigate
+
+TARGETS = (0.99, 0.98, 0.95)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cosine / identity (TIDE)": {"label": "cosine", "router_shortlist": 0},
+    "agreement / identity, TIDE's router": {"label": "agreement", "router_shortlist": 0},
+    "agreement / identity": {"label": "agreement"},
+    "agreement / identity, 1,024 rows": {"label": "agreement", "router_shortlist": 1024},
+    "agreement / identity, the whole head": {"label": "agreement", "router_shortlist": 1 << 20},
+    "agreement / lens": {"label": "agreement", "exit_strategy": "lens"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One calibration at one agreement.
+
+    Attributes:
+        layers: per token; `depth` where the agreement cannot be had with exits.
+        exits: share of tokens leaving at each checkpoint.
+        perfect_layers: per token, of a perfect router.
+        router_layers: what routers and lenses cost a token, in layers.
+    """
+
+    model: str
+    variant: str
+    agreement: float
+    layers: float
+    depth: int
+    exits: tuple[float, ...]
+    perfect_layers: float
+    router_layers: float
+
+    @property
+    def efficiency(self) -> float:
+        return (self.depth - self.layers) / (self.depth - self.perfect_layers)
+
+
+def at_agreement(curve: Sequence[Outcome], target: float, depth: int) -> tuple[float, tuple[float, ...]]:
+    """Layers per token where the measured curve passes `target`, between its two nearest points, and exit shares of the
+    nearest point that keeps it. Nothing exits where no point does."""
+    path = sorted(curve, key=lambda outcome: outcome.layers)
+    kept = [i for i, outcome in enumerate(path) if outcome.agreement >= target]
+    if not kept:
+        return float(depth), (0.0,) * len(path[0].exit_shares)
+    above = kept[0]
+    best = path[above]
+    if above == 0 or path[above - 1].agreement >= target:
+        return best.layers, best.exit_shares
+    below = path[above - 1]
+    share = (best.agreement - target) / (best.agreement - below.agreement)
+    return best.layers - share * (best.layers - below.layers), best.exit_shares
+
+
+def rows_of(name: str, variant: str, found: Findings, depth: int, router: float) -> list[Row]:
+    rows = []
+    for target in TARGETS:
+        layers, shares = at_agreement(found.curve, target, depth)
+        reached = sum(1.0 - sum(shares[:k]) for k in range(len(shares)))
+        rows.append(Row(name, variant, target, layers, depth, shares, found.perfect.layers, router * reached))
+    return rows
+
+
+def measure_model(path: str, dataset: str, options: dict[str, Any], cache: Path) -> tuple[list[Row], dict[str, Any]]:
+    source = load_model(path)
+    tokenizer = load_tokenizer(path)
+    name = Path(path).name
+    depth = source.num_layers
+    rows: list[Row] = []
+    curves: dict[str, Any] = {}
+    for variant, own in VARIANTS.items():
+        config = _config(source, dataset, options | own)
+        started = time.perf_counter()
+        try:
+            made = calibrate(source, tokenizer, config, cache)
+        except CalibrationError as error:  # no token may leave at any checkpoint: all layers, always
+            print(f"{name}, {variant}: {error}", file=sys.stderr)
+            rows += [Row(name, variant, target, depth, depth, (), depth, 0.0) for target in TARGETS]
+            continue
+        assert made is not None
+        found = investigate(made.assessment)
+        costs = made.assessment.costs
+        rows += rows_of(name, variant, found, depth, (costs.router + costs.lens) / costs.layer)
+        curves[variant] = {
+            "curve": [(outcome.layers, outcome.agreement) for outcome in found.curve],
+            "perfect": found.perfect.layers,
+            "checkpoints": made.routers.checkpoints,
+            "ece": {k: r["ece"] for k, r in made.routers.provenance["report"].items()},
+            "agreement": [router.agreement for router in found.routers],
+            "sizes": made.routers.sizes(),
+            "documents": found.documents,
+            "chosen_on": found.chosen_on,
+            "measured_on": found.measured_on,
+            "seconds": time.perf_counter() - started,
+        }
+        print(_markdown(rows[-len(TARGETS) :]), curves[variant]["sizes"], file=sys.stderr, flush=True)
+    return [replace(row, perfect_layers=_perfect(rows, row)) for row in rows], curves
+
+
+def _perfect(rows: Sequence[Row], row: Row) -> float:
+    """Of the calibrations that leave the same states, lenses or none, the one that kept most checkpoints."""
+    lens = "lens" in row.variant
+    return min(other.perfect_layers for other in rows if ("lens" in other.variant) == lens)
+
+
+def _config(source: SourceModel, dataset: str, options: dict[str, Any]) -> TideConfig:
+    quarter = max(1, source.num_layers // 4)
+    return TideConfig.from_options(
+        calibration_dataset=dataset,
+        checkpoints=(quarter, 2 * quarter, 3 * quarter),
+        min_layers=0,
+        test_fraction=0.3,
+        **options,
+    )
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    headers = ["model", "calibration", "tokens kept", "layers/token", "saved", "exits", "efficiency", "routers cost"]
+    return table(
+        headers,
+        [
+            [
+                row.model,
+                row.variant,
+                f"{100 * row.agreement:.0f} %",
+                f"{row.layers:.2f} of {row.depth}",
+                f"{row.depth - row.layers:.2f} of {row.depth - row.perfect_layers:.2f}",
+                " / ".join(f"{100 * share:.0f}" for share in row.exits) + " %" if row.exits else "none",
+                f"{100 * row.efficiency:.0f} %",
+                f"{row.router_layers:.2f} layers",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def draw(curves: dict[str, dict[str, Any]], rows: Sequence[Row], file: Path) -> None:
+    figure = Figure(figsize=(5.2 * len(curves), 4.4), layout="constrained")
+    for place, (model, variants) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(1, len(curves), place)
+        for number, (variant, found) in enumerate(variants.items()):
+            points = sorted(found["curve"])
+            axes.plot(
+                [layers for layers, _ in points], [100 * kept for _, kept in points], label=variant, color=f"C{number}"
+            )
+        depth = next(row.depth for row in rows if row.model == model)
+        axes.set(title=model, xlabel="mean layers per token", ylim=(88, 100.2), xlim=(0, depth))
+        axes.set_ylabel("tokens equal to the full model's, %")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower left", fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--dataset", required=True, metavar="SPEC")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of every calibration")
+    options = parser.parse_args()
+    given = dict(item.split("=", 1) for item in options.set)
+    rows: list[Row] = []
+    curves: dict[str, dict[str, Any]] = {}
+    for path in options.models:
+        with tempfile.TemporaryDirectory() as cache:
+            found, curves[Path(path).name] = measure_model(path, options.dataset, given, Path(cache))
+        rows += found
+    text = _markdown(rows)
+    (options.out / "table.md").write_text(text + "\n")
+    (options.out / "table.json").write_text(
+        json.dumps({"rows": [asdict(row) | {"efficiency": row.efficiency} for row in rows], "curves": curves}, indent=1)
+    )
+    draw(curves, rows, options.out / "table.png")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

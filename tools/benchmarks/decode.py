@@ -1,0 +1,182 @@
+"""Speed of the exported graph against itself and its peers, in one interleaved run: medians, ratios, a plot.
+
+    python tools/benchmarks/decode.py MODEL [--checkpoints 4,8,12] [--threads 2] [--spin 0] [--graphs FOLDER] [--plot
+    FILE.png]
+
+Cases take turns in a new random order each round, one decode step each, so that a busy moment of the machine, and the
+caches the case before left behind, hit all of them alike. Where a session's weights happen to lie in memory moves it by
+some percent, so all sessions are loaded again, in another order, `--loads` times. Only ratios within one run mean
+anything. Threads wait as they do in the product, GenAI's too; with `--spin 0` they sleep at
+once, as the goals are set (PyTorch's wait some 20 microseconds either way).
+MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned) and without
+any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager PyTorch
+unless `--no-eager` (for models of which memory holds three copies and not four); with `--weights int4` both graphs are
+quantized alike. Goals are those of the project; a missed one, or one that could not be measured, makes the exit code 1
+with `--check`. Other peers: tools/benchmarks/peers.py; contexts and prompts: tools/benchmarks/context_length.py.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tide_export.cli.torch_environment import SPIN_ROUNDS
+
+os.environ.setdefault(
+    "GOMP_SPINCOUNT", str(SPIN_ROUNDS)
+)  # some 20 us; by default threads spin into the next case's turn
+
+import onnxruntime
+import torch
+from harness import genai_case as genai_graph
+from harness.engine_case import RESTART_AFTER, Stepper, room_behind, tokens
+from harness.graphs import BRANCHED, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
+from harness.interleave import Goal, Seconds, Turn, plot, rendered, summary, take_turns, write_json
+
+from tide_export.model.source import SourceModel
+from tide_export.runtime.engine import load
+from tide_export.runtime.onnxruntime import session
+
+
+def eager_turn(source: SourceModel, context: Sequence[int]) -> Turn:
+    """One decode step of the HuggingFace model in eager PyTorch with its own growing cache."""
+    cache: list = [None, 0]
+
+    @torch.no_grad()
+    def turn() -> float:
+        if cache[0] is None or cache[1] > RESTART_AFTER:
+            output = source.model(input_ids=torch.tensor([list(context)]), use_cache=True)
+            cache[:] = [output.past_key_values, 0]
+        cache[1] += 1
+        ids = torch.tensor([[context[-1]]])
+        started = time.perf_counter()
+        source.model(input_ids=ids, past_key_values=cache[0], use_cache=True)
+        return time.perf_counter() - started
+
+    return turn
+
+
+def load_cases(
+    graphs: Graphs, context: list[int], threads: int, order: random.Random, with_eager: bool
+) -> dict[str, Turn]:
+    """Fresh sessions of every exported graph, loaded in random order, and the cases that run on them."""
+    room = room_behind(len(context), graphs.manifest.model.context_length)
+
+    def plain() -> dict[str, Turn]:
+        return {"no branches": Stepper(load(graphs.folder / PLAIN, "cpu", threads, verify=False), context).full}
+
+    def branched() -> dict[str, Turn]:
+        engine = load(graphs.folder / BRANCHED, "cpu", threads, verify=False)
+        return {
+            "branched, nothing exits": Stepper(engine, context).full,
+            "all exit at first": Stepper(engine, context).first_exit,
+            "deep run over 8": Stepper(engine, context).deep_over(8),
+        }
+
+    def genai() -> dict[str, Turn]:
+        folder = graphs.folder / GENAI
+        if not folder.exists():
+            return {}
+        return {"genai": genai_graph.decode_turn(genai_graph.GenaiGraph(folder, threads), context, room)}
+
+    def eager() -> dict[str, Turn]:
+        return {"HuggingFace eager": eager_turn(graphs.source, context)} if with_eager else {}
+
+    loaders = [plain, branched, genai, eager]
+    cases: dict[str, Turn] = {}
+    for loader in order.sample(loaders, len(loaders)):
+        cases |= loader()
+    return cases
+
+
+CASES = ("no branches", "branched, nothing exits", "all exit at first", "deep run over 8", "genai", "HuggingFace eager")
+
+GOALS = [
+    Goal("full depth no slower than 0.9x ONNX Runtime GenAI", "no branches", "genai", 1 / 0.9),
+    Goal("a graph that may exit but does not costs at most 4 %", "branched, nothing exits", "no branches", 1.04),
+    Goal("every token exits at the first checkpoint: 2.5x faster", "all exit at first", "no branches", 1 / 2.5),
+    Goal("a deep run over 8 tokens costs at most 2x one over 1", "deep run over 8", "branched, nothing exits", 2.0),
+]
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict:
+    torch.set_num_threads(arguments.threads)
+    session.SPIN_MICROSECONDS = arguments.spin
+    recipe = recipe_of(
+        arguments,
+        weights=arguments.weights,
+        block_size=arguments.block_size,
+        accuracy_level=arguments.accuracy_level,
+    )
+    graphs = Graphs(recipe, folder)
+    genai = genai_installed() and arguments.weights != "int8"
+    graphs.make([BRANCHED, PLAIN, *([GENAI] if genai else [])])
+    if not arguments.eager:
+        graphs.forget_source()
+    manifest = graphs.manifest
+    context = tokens(arguments.context, manifest.model.vocab_size)
+    seconds: Seconds = {}
+    order = random.Random(0)
+    for _ in range(arguments.loads):
+        cases = load_cases(graphs, context, arguments.threads, order, arguments.eager)
+        take_turns(cases, arguments.rounds, order, seconds)
+        del cases
+    return {
+        "model": recipe.model,
+        "weights": recipe.weights,
+        "layers": manifest.model.num_layers,
+        "checkpoints": list(manifest.checkpoints),
+        "shortlist": "default" if recipe.shortlist is None else recipe.shortlist,
+        "threads": arguments.threads,
+        "spin_microseconds": arguments.spin,
+        "context": arguments.context,
+        "loads": arguments.loads,
+        "rounds": arguments.rounds,
+        "onnxruntime": onnxruntime.__version__,
+        **summary(seconds, CASES, "no branches", GOALS),
+    }
+
+
+def render(result: dict) -> str:
+    return (
+        f"{result['model']}: {result['weights']}, {result['layers']} layers, checkpoints {result['checkpoints']}, "
+        f"{result['shortlist']} shortlist rows a router, {result['threads']} threads that "
+        f"spin {result['spin_microseconds']} us, one decode step after {result['context']} tokens, "
+        f"medians of {result['loads']} loads x {result['rounds']} interleaved turns\n" + rendered(result, "no branches")
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_recipe_options(parser)
+    parser.add_argument("--weights", choices=["fp32", "int8", "int4"], default="fp32")
+    parser.add_argument("--block-size", type=int, help="of int8 and int4")
+    parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
+    parser.add_argument(
+        "--spin", type=int, default=session.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
+    )
+    parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
+    parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the PyTorch model out")
+    parser.add_argument("--loads", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=80, help="turns of each case per load")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--plot", type=Path, help="write a bar chart (PNG) here")
+    parser.add_argument("--check", action="store_true", help="exit code 1 when a goal is missed or was not measured")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure(arguments, arguments.graphs or Path(scratch))
+    print(render(result))
+    if arguments.json:
+        write_json(result, arguments.json)
+    if arguments.plot:
+        title = f"{Path(result['model']).name}: label is the ratio to the graph without branches"
+        plot(result, arguments.plot, f"ms per decode step, median ({result['threads']} threads)", title)
+    return int(arguments.check and not all(goal["met"] for goal in result["goals"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

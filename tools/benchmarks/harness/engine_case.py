@@ -1,0 +1,91 @@
+"""Turns of our own engine: one decode step of a sequence, or a prompt read from nothing."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from harness.interleave import Turn
+from tide_export.runtime.engine import Engine
+from tide_export.thresholds.resolve import OFF
+
+RESTART_AFTER = 48  # steps before a case starts again at the context asked for
+CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
+UNLIMITED = 1 << 20  # tokens that may wait
+
+
+def tokens(count: int, vocab_size: int) -> list[int]:
+    """So many ids that a model may be asked with; what they are does not matter to its speed."""
+    return (np.arange(1, count + 1) * 7919 % vocab_size).tolist()
+
+
+def room_behind(context: int, limit: int | None) -> int:
+    """Steps that a case may take behind `context` tokens before it starts again, where the model holds `limit`.
+
+    Raises:
+        SystemExit: there is no room for any.
+    """
+    room = RESTART_AFTER if limit is None else min(RESTART_AFTER, (limit - context - 8) // 2)
+    if room < 1:
+        raise SystemExit(f"a context of {context} leaves no room to step in a model of {limit}: --stretch makes some")
+    return room
+
+
+class Stepper:
+    """Steps one sequence of an engine, going back to its context when it has grown by `room` tokens or more."""
+
+    def __init__(self, engine: Engine, context: Sequence[int]):
+        self.engine, self.context = engine, list(context)
+        self.off = [OFF] * len(engine.manifest.checkpoints)
+        self.all_exit = [-1.0] * len(engine.manifest.checkpoints)
+        self.room = room_behind(len(self.context), engine.manifest.model.context_length)
+        self.state = engine.start(self.off, UNLIMITED, room=len(self.context) + 2 * self.room + 8)
+        for start in range(0, len(self.context), CHUNK):
+            self.state.step(self.context[start : start + CHUNK])
+
+    def step(self, thresholds: Sequence[float]) -> float:
+        self.state.set_thresholds(thresholds)
+        started = time.perf_counter()
+        self.state.step([self.context[-1]])
+        return time.perf_counter() - started
+
+    def full(self) -> float:
+        self._restart()
+        return self.step(self.off)
+
+    def first_exit(self) -> float:
+        self._restart()
+        return self.step(self.all_exit)
+
+    def deep_over(self, tokens: int) -> Turn:
+        def turn() -> float:
+            self._restart()
+            for _ in range(tokens - 1):
+                self.step(self.all_exit)
+            return self.step(self.off)
+
+        return turn
+
+    def _restart(self) -> None:
+        if self.state.length > len(self.context) + self.room:
+            self.state.rewind(len(self.context))
+
+
+def prefill_turn(engine: Engine, prompt: Sequence[int], exits: bool = False, max_pending: int | None = None) -> Turn:
+    """A new sequence up to its first logits, memory for K/V included; with `exits` every token may leave at once."""
+    thresholds = [-1.0 if exits else OFF] * len(engine.manifest.checkpoints)
+
+    def turn() -> float:
+        started = time.perf_counter()
+        engine.start(thresholds, max_pending).step(prompt)
+        return time.perf_counter() - started
+
+    return turn
+
+
+def logits_after(engine: Engine, ids: Sequence[int]) -> np.ndarray:
+    """Float32 [V] at full depth of the position after `ids`."""
+    state = engine.start([OFF] * len(engine.manifest.checkpoints), room=len(ids))
+    for start in range(0, len(ids), CHUNK):
+        logits = state.step(ids[start : start + CHUNK]).logits
+    return logits.copy()

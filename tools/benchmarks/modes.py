@@ -1,0 +1,291 @@
+"""Speed against agreement of everything a bundle can do, on real text in one interleaved run: a table and a plot.
+
+    python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--together B] [--out FOLDER]
+
+The first bundle's full depth continues prompts cut from the text, greedily. Along these continuations, token by token,
+each bundle is asked with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, and with
+every token leaving at one checkpoint whatever the router says (`static`, the naive baseline). Agreement is the share
+of positions at which the greedy token is full depth's; speed is full depth's time over that of the same steps, medians
+over prompts. Every case takes one step in turn, in an order drawn anew, so that a machine that slows down slows all.
+Lossless mode generates the continuation by itself, in one go, and must give the same.
+With `--together B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
+too is against full depth of one prompt after the other, and medians are over groups of B prompts.
+Bundles of one model with different `kv_cache_strategy`, weights or routers can be given side by side. Writes
+`modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from tide_export.cli.torch_environment import SPIN_ROUNDS
+
+os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
+
+import matplotlib
+
+matplotlib.use("Agg")
+import numpy as np
+from matplotlib.figure import Figure
+
+from tide_export.bundle.manifest import EXACT
+from tide_export.formatting import table
+from tide_export.progress import stage
+from tide_export.runtime.decoding.continuous_batching import empty_batch
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.packed.networks import MOST_ROWS, BatchNetworks
+from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.thresholds.resolve import OFF, resolve_thresholds
+from tide_export.tuning.prompts import draw_prompts
+
+THRESHOLDS = "0.3,0.5,0.7,0.85,0.95"
+ALWAYS = -1.0
+
+
+class Seen(NamedTuple):
+    """One case in one step or in all of a prompt's; alone or of several prompts."""
+
+    agrees: float  # share of positions
+    layers: float  # passes a token
+    seconds: float  # not of the step over the prompt
+
+
+@dataclass
+class Case:
+    """A way to run a bundle; `run` continues a prompt as full depth did, or `verify.batch_parity` of them at once, step
+    by step."""
+
+    bundle: str
+    mode: str
+    setting: str
+    run: Callable[[Any, Any], Iterator[Seen]]
+    together: int = 1
+    seen: list[Seen] = field(default_factory=list)  # of each prompt or group
+
+    def on(self, prompts: Sequence[list[int]], said: Sequence[list[int]]) -> Iterator[Seen]:
+        """Step by step over a group of prompts."""
+        if self.together > 1:
+            return self.run(prompts, said)
+        return map(joined, zip(*(self.run(*one) for one in zip(prompts, said, strict=True)), strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case on all prompts; `speedup` is the median over prompts, or groups of them, of full depth's time, one prompt
+    after the other, over this one's."""
+
+    bundle: str
+    mode: str
+    setting: str
+    together: int
+    agreement: float
+    layers: float
+    speedup: float
+
+
+def joined(seen: Sequence[Seen]) -> Seen:
+    return Seen(fmean(s.agrees for s in seen), fmean(s.layers for s in seen), sum(s.seconds for s in seen))
+
+
+def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], said: list[int]) -> Iterator[Seen]:
+    """Steps along a continuation."""
+    sizes = np.cumsum(engine.manifest.segment_sizes)
+    state = engine.start(thresholds, room=len(said) + 1)
+    state.step(prompt)
+    for token, following in pairwise(said):
+        started = time.perf_counter()
+        result = state.step([token])
+        seconds = time.perf_counter() - started
+        yield Seen(int(result.logits.argmax()) == following, sizes[result.segments_run - 1], seconds)
+
+
+def read_together(
+    engine: Engine,
+    networks: BatchNetworks,
+    thresholds: Sequence[float],
+    prompts: list[list[int]],
+    said: list[list[int]],
+) -> Iterator[Seen]:
+    """Steps along several continuations at once."""
+    manifest = engine.manifest
+    sizes = np.cumsum(manifest.segment_sizes)
+    sessions = networks.sessions(len(prompts))
+    batch = empty_batch(sessions, manifest, thresholds, manifest.max_pending, manifest.compaction_threshold)
+    places = [batch.join() for _ in prompts]
+    batch.step(dict(zip(places, prompts, strict=True)))
+    for tokens, following in pairwise(zip(*said, strict=True)):
+        new = {place: [token] for place, token in zip(places, tokens, strict=True)}
+        started = time.perf_counter()
+        results = batch.step(new)
+        seconds = time.perf_counter() - started
+        agrees = [int(results[p].logits.argmax()) == token for p, token in zip(places, following, strict=True)]
+        yield Seen(fmean(agrees), fmean(sizes[result.segments_run - 1] for result in results.values()), seconds)
+
+
+def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> Iterator[Seen]:
+    """The same continuation by a generation of its own."""
+    out = engine.generate(prompt, len(said), mode=mode, stop_token_ids=[])
+    same = np.equal(out.tokens[1:], said[1:])
+    yield Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
+
+
+def cases_of(name: str, engine: Engine, thresholds: Sequence[float], together: int, threads: int) -> list[Case]:
+    """Of one prompt at a time all but full depth, or those of several `verify.batch_parity`."""
+    manifest = engine.manifest
+    count = len(manifest.checkpoints)
+    own = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
+    settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": own}
+    if together > 1:
+        networks = BatchNetworks(engine.bundle, threads)
+        wanted = [("full", "", [OFF] * count), *(("exit", *one) for one in settings.items())]
+        return [
+            Case(name, mode, setting, partial(read_together, engine, networks, values), together)
+            for mode, setting, values in wanted
+        ]
+    found = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
+    for c, layers in enumerate(manifest.checkpoints):
+        always = [ALWAYS if k == c else OFF for k in range(count)]
+        found.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
+    if manifest.kv_cache_strategy == EXACT:
+        found.append(
+            Case(name, "lossless", "tuned" if manifest.drafting else "", partial(generate, engine, "lossless"))
+        )
+    return found
+
+
+def in_turns(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[list[Seen]]:
+    """All that `runs` give, one step of each after one of every other."""
+    seen: list[list[Seen]] = [[] for _ in runs]
+    going = list(range(len(runs)))
+    while going:
+        order.shuffle(going)
+        for number in list(going):
+            step = next(runs[number], None)
+            if step is None:
+                going.remove(number)
+            else:
+                seen[number].append(step)
+    return seen
+
+
+def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Row]:
+    name, first = next(iter(engines.items()))
+    off = [OFF] * len(first.manifest.checkpoints)
+    thresholds, together = [float(value) for value in options.thresholds.split(",")], options.together
+    stepped = Case(name, "full", "", partial(read, first, off))
+    generated = Case(name, "full", "", partial(generate, first, "full"))
+    cases = [stepped]
+    for called, engine in engines.items():
+        cases += cases_of(called, engine, thresholds, together, options.threads)
+    if any(case.mode == "lossless" for case in cases):
+        cases.append(generated)
+    order = random.Random(0)
+    with stage("measuring", total=len(prompts) // together) as advance:
+        for start in range(0, len(prompts) - together + 1, together):
+            group = prompts[start : start + together]
+            said = [first.generate(p, options.new_tokens, mode="full", stop_token_ids=[]).tokens for p in group]
+            for case, seen in zip(cases, in_turns([case.on(group, said) for case in cases], order), strict=True):
+                case.seen.append(joined(seen))
+            advance(1)
+    rows = []
+    for case in cases:
+        if case is generated:
+            continue
+        against = generated if case.mode == "lossless" else stepped
+        ratios = [full.seconds / own.seconds for full, own in zip(against.seen, case.seen, strict=True)]
+        agreement, layers = fmean(s.agrees for s in case.seen), fmean(s.layers for s in case.seen)
+        rows.append(Row(case.bundle, case.mode, case.setting, case.together, agreement, layers, median(ratios)))
+    return rows
+
+
+def draw(rows: Sequence[Row], title: str, file: Path) -> None:
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    axes = figure.add_subplot()
+    several, most = len({row.bundle for row in rows}) > 1, max(row.together for row in rows)
+    groups = groupby(rows, key=lambda row: (row.bundle, row.mode, row.together))
+    for number, ((bundle, mode, together), group) in enumerate(groups):
+        label = f"{bundle}: {mode}" if several else mode
+        own = sorted((row for row in group), key=lambda row: row.speedup)
+        axes.plot(
+            [100 * row.agreement for row in own],
+            [row.speedup for row in own],
+            "o--" if mode == "static" else "o-",
+            label=f"{label}, {together} together" if most > 1 else label,
+            color=f"C{number}",
+        )
+        for row in own:
+            axes.annotate(
+                row.setting, (100 * row.agreement, row.speedup), fontsize=7, xytext=(3, 3), textcoords="offset points"
+            )
+    axes.set(title=title, xlabel="tokens equal to full depth's, %", ylabel="full depth's time over this one's")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE")
+    parser.add_argument("--dataset", required=True, metavar="SPEC")
+    parser.add_argument("--prompts", type=int, default=200, metavar="N", help="(200)")
+    parser.add_argument("--prompts-per-document", type=int, default=20, metavar="N", help="(20)")
+    parser.add_argument("--prompt-length", type=int, default=48, metavar="N", help="(48)")
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(64)")
+    parser.add_argument("--thresholds", default=THRESHOLDS, metavar="T,T", help=f"({THRESHOLDS})")
+    parser.add_argument("--together", type=int, default=1, metavar="B", help="prompts in one step (1)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
+    options = parser.parse_args()
+    if not 1 <= options.together <= min(options.prompts, MOST_ROWS):
+        parser.error(f"--together takes 1 to {MOST_ROWS}, and no more than there are prompts")
+    engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
+    first = next(iter(engines.values()))
+    drawn = draw_prompts(
+        options.dataset,
+        BundleTokenizer(options.bundles[0]),
+        first.manifest.calibration,
+        length=options.prompt_length,
+        count=options.prompts,
+        per_document=options.prompts_per_document,
+        seed=0,
+    )
+    prompts = [list(prompt) for prompt in (*drawn.path, *drawn.calibration)]
+    rows = measure(engines, prompts, options)
+    depth = first.manifest.model.num_layers
+    text = table(
+        ["bundle", "mode", "threshold", "together", "tokens kept", "layer passes", "x full depth's speed"],
+        [
+            [
+                row.bundle,
+                row.mode,
+                row.setting,
+                str(row.together),
+                f"{100 * row.agreement:.1f} %",
+                f"{row.layers:.2f} of {depth}",
+                f"{row.speedup:.2f}x",
+            ]
+            for row in rows
+        ],
+    )
+    measured = len(prompts) // options.together * options.together
+    said = f"{measured} prompts of {options.prompt_length} tokens, {options.new_tokens} new ones each, "
+    said += f"{options.threads} threads"
+    (options.out / "modes.md").write_text(f"{said}\n\n{text}\n")
+    (options.out / "modes.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    draw(rows, Path(first.manifest.model.name).name, options.out / "modes.png")
+    print(f"{said}\n{text}")
+    return int(any(row.agreement < 1 for row in rows if row.mode == "lossless" and row.bundle == rows[0].bundle))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
