@@ -1,8 +1,8 @@
 """Tiny seeded models, one row per family, with the family's own features on and every parameter randomised.
 
 The one list behind the parity tests and `tools/checks/model_families.py`, which runs every row and writes
-docs/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that says why. To add
-a family, add a row.
+docs/reference/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that says
+why. To add a family, add a row.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ LONGROPE = rope(
 
 @dataclass(frozen=True)
 class Family:
-    """One row of docs/models.md.
+    """One row of docs/reference/models.md.
 
     Attributes:
         config: of a tiny model.

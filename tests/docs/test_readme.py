@@ -16,8 +16,9 @@ from tide_export.cli.options import build_parser
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("[a-z]*/*/README.md")]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob("[a-z]*/*/README.md")]
 )
+DOCUMENTS.remove(ROOT / "CHANGELOG.md")  # a history: its links are those of their day
 
 
 def blocks(language: str) -> list[str]:

@@ -81,7 +81,8 @@ def test_rows_are_chosen_by_name(models: ModuleType, capsys: pytest.CaptureFixtu
 
 
 def test_the_committed_page_has_a_row_for_every_family_as_expected() -> None:
-    rows = [line.split(" | ") for line in (ROOT / "docs" / "models.md").read_text().splitlines() if line[:2] == "| "]
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line[:2] == "| "]
     found = {row[0].removeprefix("| "): row for row in rows[2:]}
     assert list(found) == list(families.FAMILIES), "run tools/checks/model_families.py"
     for name, family in families.FAMILIES.items():

@@ -11,7 +11,7 @@ import pytest
 
 from tide_export.tuning.guarantee import binomial_cdf, hoeffding_bentkus, p_value, prompts_needed, walk
 
-DOCS = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "guarantee.md").read_text()
 TABLE = [
     [float(cell) for cell in line.strip("| ").split("|")] for line in DOCS.splitlines() if re.match(r"\| 0\.\d", line)
 ]

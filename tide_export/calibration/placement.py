@@ -20,8 +20,8 @@ from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
 
 TOKENS = 4096
-FOUND = 0.5  # share of the tokens that could leave which a fitted router lets go, cautiously; docs/calibration.md
-BRANCH = 0.012  # what a branch in the graph costs each token, as a share of all layers; docs/performance.md
+FOUND = 0.5  # cautious share of the tokens that could leave that a fitted router exits; docs/measurements/routers.md
+BRANCH = 0.012  # what a branch in the graph costs each token, as a share of all layers; docs/measurements/branches.md
 
 
 @dataclass(frozen=True)

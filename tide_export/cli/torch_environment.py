@@ -19,7 +19,7 @@ def prepare() -> None:
     Threads wait some 20 microseconds for work before they sleep. OpenMP's own default is milliseconds, which beside
     another busy program makes calibration several times slower; not at all makes it a third slower where nothing else
     runs. And large tensors ask for huge pages, where the kernel has them: they are allocated and freed batch after
-    batch, and handing out their pages of 4 KiB took a good part of the time of fitting routers (docs/calibration.md).
+    batch, and handing out their pages of 4 KiB took a good part of the time of fitting routers.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))

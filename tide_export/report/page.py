@@ -25,9 +25,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 def render(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
     """The whole file."""
     checkpoints = len(assessment.evaluation.checkpoints)
-    style = files("tide_export.report").joinpath("style.css").read_text(encoding="utf-8") + colours_css(
-        checkpoints
-    )
+    style = files("tide_export.report").joinpath("style.css").read_text(encoding="utf-8") + colours_css(checkpoints)
     title = f"Early exits of {assessment.model}"
     sections: list[str] = [
         _top(assessment, findings, verdict, title),

@@ -162,7 +162,7 @@ class Engine:
 
         Several prompts, of any lengths, are decoded together, up to 32 at a time (on TensorRT and CUDA as many as the
         bundle's networks take); as one ends the next takes its place.
-        Each gets the tokens it would get alone, with the same options, up to rounding (docs/batch.md).
+        Each gets the tokens it would get alone, with the same options, up to rounding (docs/guide/batches.md).
 
         Args:
             ids: one prompt, or a list of prompts (each a flat list or an integer array [S]).

@@ -2,7 +2,7 @@
 
 The flow, one module a stage: documents -> `prompts` -> `measure` -> `choose` (candidates on one part of the documents,
 `guarantee`'s tests on the other) -> `report` -> the bundle's manifest. From then on the bundle uses what was certified.
-docs/tune.md says what is promised and what is not.
+docs/guide/guarantee.md says what is promised and what is not.
 """
 
 import logging

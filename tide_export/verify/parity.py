@@ -36,7 +36,7 @@ class Tolerance(NamedTuple):
 
 
 # By the precision of an engine's weights and states. In float32 sums in another order come to about 1e-6.
-# Products of integers ("int8 products") round their inputs to 8 bits, block by block: see docs/quantization.md.
+# Products of integers ("int8 products") round their inputs to 8 bits, block by block.
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-3),
     "fp16": Tolerance(0.05, 0.02),

@@ -2,11 +2,11 @@
 
     python tools/benchmarks/cpp_loop.py BUNDLE PROGRAM [--sequences 1,8] [--rounds 9] [--new-tokens 96] [--json FILE]
 
-PROGRAM is `tide_generate` of `cmake --preset runtime` (docs/cpp.md). Each round decodes the same tokens with both, one
-thread, at full depth and with exits, in random order; both drive the same graph in the same library. With --sequences
-some prompts are decoded together, on the networks for batches; what is told is the time of a token then, a step's time
-divided by their number. Of Python's time, what passes outside its calls to ONNX Runtime is shown too. The tokens of
-both must be equal, or there is nothing to compare.
+PROGRAM is `tide_generate` of `cmake --preset runtime` (docs/guide/cpp.md). Each round decodes the same tokens with
+both, one thread, at full depth and with exits, in random order; both drive the same graph in the same library. With
+--sequences some prompts are decoded together, on the networks for batches; what is told is the time of a token then, a
+step's time divided by their number. Of Python's time, what passes outside its calls to ONNX Runtime is
+shown too. The tokens of both must be equal, or there is nothing to compare.
 """
 
 import argparse

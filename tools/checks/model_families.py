@@ -1,4 +1,4 @@
-"""The table of model families, docs/models.md: every row goes through calibrate, export and parity when this runs.
+"""The table of model families, docs/reference/models.md: runs calibrate, export and parity for every row.
 
     python tools/checks/model_families.py [--only FAMILY]... [-o FILE]
 
@@ -74,11 +74,11 @@ CLOSING = """
 - **Masks** are read off the model: causal, a sliding window, or blocks of tokens. A model with another mask is refused.
 - **Mixture of experts.** Each expert is a matrix product of its own, and one that no token chose is not read (Llama 4
   runs all, as in transformers' own code). In the networks for TensorRT every token gathers its own experts' weights:
-  [how long a run may be](tensorrt.md) follows from that. Two experts whose scores differ by less than rounding may be
-  chosen differently by two correct programs; the check before a bundle is written then says that the graph differs, and
-  `--no-validate` skips it.
+  [how long a run may be](../guide/tensorrt.md) follows from that. Two experts whose scores differ by less than rounding
+  may be chosen differently by two correct programs; the check before a bundle is written then says that the graph
+  differs, and `--no-validate` skips it.
 - **Keys wider than values** (DeepSeek's latent attention): both are stored at the wider width, decompressed.
-- Parts that cannot be found by themselves can be told: [adapters](adapters.md).
+- Parts that cannot be found by themselves can be told: [adapters](../guide/adapters.md).
 """
 
 
@@ -190,7 +190,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def page(rows: Sequence[Row], families: ModuleType) -> str:
-    """docs/models.md."""
+    """docs/reference/models.md."""
     equal = sum(row.onnxruntime == "yes" and row.expected for row in rows)
     others = [f"{row.family} ({row.onnxruntime})" for row in rows if row.onnxruntime != "yes"]
     summary = f"{equal} of {len(rows)} rows are exported and equal"
@@ -210,7 +210,7 @@ def page(rows: Sequence[Row], families: ModuleType) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="FAMILY", help="run these rows and write nothing")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "models.md")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "reference" / "models.md")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT / "tests"))
     families = importlib.import_module("families")

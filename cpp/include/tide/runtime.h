@@ -139,7 +139,7 @@ class Engine {
 
   // A generation for each prompt, in their order. They are decoded together, up to `most_together` at a time, whatever
   // their lengths; as one ends the next takes its place. Each gets the tokens it would get alone, with the same
-  // options, up to rounding (docs/batch.md), and statistics of its own, of which the seconds are those of the steps it
+  // options, up to rounding (docs/guide/batches.md), and statistics of its own, of which the seconds are those of the steps it
   // was in. The networks for this are loaded when a list first comes, and again where a longer one needs larger ones.
   // (Bare braces around one token, `generate({5})`, are either kind of prompt and do not compile: name the type.)
   //

@@ -4,7 +4,8 @@ A decode step reads every weight once, so on pages of 4 KiB it also waits for 25
 for longer the less neatly a session's buffers lie beside each other. ONNX Runtime asks the system for no huge pages;
 where its buffers are large, or follow each other in memory, the kernel can still merge them afterwards
 (`MADV_COLLAPSE`, Linux 6.1, see madvise(2)). `session` wraps the loading of a session in `on_huge_pages`. It is asked
-for with TIDE_HUGE_PAGES=1, because loading takes longer by it (docs/performance.md): it pays for programs that stay.
+for with TIDE_HUGE_PAGES=1, because loading takes longer by it (docs/measurements/huge-pages.md): it pays for
+long-running programs.
 It is about speed alone: memory that the kernel cannot move stays where it is.
 """
 
