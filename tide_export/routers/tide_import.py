@@ -7,10 +7,10 @@ what is known is written down, so that from here on the routers are bound to the
 import os
 from pathlib import Path
 
-import tide_export
 from tide_export.errors import RouterFileError
 from tide_export.model.source import load_model
 from tide_export.routers.router_set import RouterSet
+from tide_export.version import __version__
 
 
 def import_routers(model_name: str, path: str | os.PathLike[str]) -> RouterSet:
@@ -30,6 +30,6 @@ def import_routers(model_name: str, path: str | os.PathLike[str]) -> RouterSet:
         "weights_sha256": source.weights_sha256,
         "num_layers": source.num_layers,
         "imported_from": f"TIDE {Path(path).name}",
-        "versions": {"tide_export": tide_export.__version__},
+        "versions": {"tide_export": __version__},
     }
     return RouterSet(found.routers, provenance)

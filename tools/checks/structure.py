@@ -1,0 +1,176 @@
+"""Measures how the package is layered; fails where an import runs upward or in a circle.
+
+    python tools/checks/structure.py [CHECKOUT]...
+
+Prints one column per checkout (default: this one), so that the trees before and after a change can be compared. It
+reads sources and imports nothing of them. A unit is a folder or module at the root of `tide_export`, its `__init__`
+included. Every import counts: at the top of a module, inside a function, and for type checkers only. `FLOORS` orders
+the units of this checkout; in one with other units, the upward imports are the fewest without which the rest runs one
+way. Exit code 1 when a checkout has an upward import or a circle.
+"""
+
+import argparse
+import ast
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+PACKAGE = "tide_export"
+# Bottom to top. A unit imports only from lower floors, not from its own.
+FLOORS = (
+    ("errors", "formatting", "names", "progress", "version"),
+    ("config", "thresholds"),
+    ("bundle",),
+    ("runtime",),
+    ("model",),
+    ("data",),
+    ("quantize", "routers"),
+    ("trace",),
+    ("calibration",),
+    ("compose",),
+    ("lower",),
+    ("engines",),
+    ("report", "tuning", "verify"),
+    ("pipeline",),
+    ("cli",),
+    (PACKAGE,),
+)
+FLOOR = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
+MAX_LINES = 400
+
+Arrows = set[tuple[str, str]]  # importer, imported
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).parents[2]], metavar="CHECKOUT")
+    columns, problems = [], []
+    for checkout in parser.parse_args().checkouts:
+        arrows = imports(checkout)
+        columns.append(measure(checkout, arrows))
+        problems += [f"{checkout}: {importer} imports {imported}, upward" for importer, imported in upward(arrows)]
+        problems += [f"{checkout}: a circle of {', '.join(sorted(circle))}" for circle in circles(arrows)]
+    for rows in zip(*(column.items() for column in columns), strict=True):
+        print(f"{rows[0][0]:36}", *(f"{value:>24}" for _, value in rows))
+    for problem in sorted(problems):
+        print(problem, file=sys.stderr)
+    return int(bool(problems))
+
+
+def measure(checkout: Path, arrows: Arrows) -> dict[str, str]:
+    """The numbers of one checkout, each under the name it is printed with."""
+    lines = Counter[str]()  # by folder: cpp/, the folders of the package, and the package for its modules
+    for path in source_files(checkout):
+        first, second, *rest = path.relative_to(checkout).parts
+        lines[second if rest and first == PACKAGE else first] += count_lines(path)
+    largest, most = lines.most_common(1)[0]
+    root = checkout / PACKAGE
+    between = units(arrows)
+    return {
+        "modules at the package's root": str(len([*root.glob("[!_]*.py")])),
+        "folders at the package's root": str(len([*root.glob("*/__init__.py")])),
+        "floors": str(floors(between)),
+        "imports between units": str(len(between)),
+        "upward imports between units": str(len(units(upward(arrows)))),
+        "circles of units": str(len(circles(between))),
+        "circles of modules": str(len(circles(arrows))),
+        "largest folder's share of lines": f"{most / lines.total():.0%} ({largest})",
+        f"files over {MAX_LINES} lines": str(sum(count_lines(path) > MAX_LINES for path in source_files(checkout))),
+        "lines of tide_export/ and cpp/": str(lines.total()),
+    }
+
+
+def modules(checkout: Path) -> dict[str, Path]:
+    """The package's modules by dotted name; a folder's name stands for its `__init__`."""
+    paths = sorted((checkout / PACKAGE).rglob("*.py"))
+    names = (".".join(path.relative_to(checkout).with_suffix("").parts).removesuffix(".__init__") for path in paths)
+    return dict(zip(names, paths, strict=True))
+
+
+def source_files(checkout: Path) -> Iterable[Path]:
+    folders = [checkout / PACKAGE, checkout / "cpp"]
+    return (path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def imports(checkout: Path) -> Arrows:
+    """The imports of one module by another, within the package."""
+    known = modules(checkout)
+    arrows = set()
+    for module, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}:{node.lineno}: a relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for name in names:
+                if name.split(".")[0] == PACKAGE:
+                    arrows.add((module, name if name in known else name.rpartition(".")[0]))
+    return arrows
+
+
+def unit(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def units(arrows: Arrows) -> Arrows:
+    """The same imports, between units."""
+    return {(unit(a), unit(b)) for a, b in arrows if unit(a) != unit(b)}
+
+
+def upward(arrows: Arrows) -> Arrows:
+    """The imports that do not run to a lower floor."""
+    between = units(arrows)
+    if all(name in FLOOR for pair in between for name in pair):
+        against = {(a, b) for a, b in between if FLOOR[a] <= FLOOR[b]}
+    else:
+        against = set().union(*(fewest_against(between, circle) for circle in circles(between)))
+    return {(a, b) for a, b in arrows if (unit(a), unit(b)) in against}
+
+
+def fewest_against(arrows: Arrows, circle: frozenset[str]) -> Arrows:
+    """The fewest imports without which a circle is none; tries all orders, so circles must be small."""
+    inside = {pair for pair in arrows if circle.issuperset(pair)}
+    orders = itertools.permutations(sorted(circle))
+    return min(({(a, b) for a, b in inside if order.index(a) < order.index(b)} for order in orders), key=len)
+
+
+def circles(arrows: Arrows) -> set[frozenset[str]]:
+    """The sets of nodes each of which reaches all others."""
+    reached = reach(arrows)
+    return {frozenset(b for b in reached[a] if a in reached[b]) for a in reached if a in reached[a]}
+
+
+def floors(arrows: Arrows) -> int:
+    """The length of the longest chain of imports; a circle is one floor."""
+    reached = reach(arrows)
+    heights: dict[str, int] = {}
+    for node in sorted(reached, key=lambda node: len(reached[node] | {node})):
+        below = (heights[other] for other in reached[node] if node not in reached.get(other, ()))
+        heights[node] = max(below, default=0) + 1
+    return max(heights.values())
+
+
+def reach(arrows: Arrows) -> dict[str, set[str]]:
+    """The nodes that can be reached from each one, itself only through a circle."""
+    reached: dict[str, set[str]] = {node: set() for pair in arrows for node in pair}
+    grown = True
+    while grown:
+        grown = False
+        for a, b in arrows:
+            new = {b, *reached[b]} - reached[a]
+            reached[a] |= new
+            grown |= bool(new)
+    return reached
+
+
+if __name__ == "__main__":
+    sys.exit(main())
