@@ -1,4 +1,4 @@
-# What a person types: `make demo` (from nothing to a running engine), `make test`, `make lint`.
+# What a person types: `make demo` (from nothing to a running engine), `make test`, `make lint`, `make docs`.
 # PYTHON is used once, to make .venv; everything is installed there and nowhere else.
 
 PYTHON ?= python3
@@ -10,9 +10,9 @@ PYTEST_OPTIONS ?= -n 2 --dist worksteal
 BIN := $(VENV)/bin
 # Python compiles what is imported; pip would compile ten times as much, for minutes.
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile
-TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint docs format clean
 
 demo: $(VENV)/.runs
 	PATH="$(abspath $(BIN)):$$PATH" sh demo/run.sh $(OUT)
@@ -25,6 +25,9 @@ lint: $(VENV)/.tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.tests
+	$(BIN)/mkdocs build --strict --site-dir out/site
+
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -32,9 +35,9 @@ format: $(VENV)/.tests
 clean:
 	rm -rf $(VENV) out build
 
-# The stamps are younger than pyproject.toml, so a changed dependency installs again and nothing else does.
-# torch goes first and exactly pinned: a looser pin would fetch several GB of CUDA libraries.
-$(VENV)/.torch: pyproject.toml
+# The stamps are younger than pyproject.toml and constraints.txt, so a changed dependency installs again and nothing else
+# does. torch goes first and exactly pinned: a looser pin would fetch several GB of CUDA libraries.
+$(VENV)/.torch: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "tide_export needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
@@ -42,10 +45,10 @@ $(VENV)/.torch: pyproject.toml
 	touch $@
 
 $(VENV)/.runs: $(VENV)/.torch
-	$(PIP) -e '.[export,cpu]'
+	$(PIP) -c constraints.txt -e '.[export,cpu]'
 	touch $@
 
 # After the demo's, where both are asked for: two pips at once would spoil the environment.
 $(VENV)/.tests: $(VENV)/.torch | $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.runs)
-	$(PIP) -e '.[export,cpu,test]'
+	$(PIP) -c constraints.txt -e '.[export,cpu,test]'
 	touch $@

@@ -1,0 +1,144 @@
+"""The wheel in an empty environment, what the sdist holds, and the versions that are accepted and pinned."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import tide_export
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# pip must reach an index; .ci/run sets this, so that there a failure is one.
+REQUIRED = "TIDE_REQUIRE_INDEX"
+PROMPT, NEW_TOKENS = [1, 2, 3, 4], 12
+NATIVE = ("cpp", "plugins", "cmake")
+# The interpreter's own path must not lead back to the checkout.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+def run(*command: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def pip(*arguments: object, cwd: Path) -> None:
+    done = run(sys.executable, "-m", "pip", "--retries", "1", *arguments, cwd=cwd)
+    if done.returncode and REQUIRED not in os.environ and "No matching distribution" in done.stderr:
+        pytest.skip("pip reaches no index")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools writes beside what it reads."""
+    folder = tmp_path_factory.mktemp("sdist")
+    ignored = shutil.ignore_patterns(".*", "build", "out", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, folder / "checkout", ignore=ignored)
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    done = run(sys.executable, "-c", code, cwd=folder / "checkout")
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist: Path) -> Path:
+    """Built from the sdist, as pip does where there is no wheel."""
+    pip("wheel", "--no-deps", "--wheel-dir", sdist.parent, sdist, cwd=sdist.parent)
+    (path,) = sdist.parent.glob("*.whl")
+    return path
+
+
+def test_the_sdist_holds_the_native_sources(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        held = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    needed = {
+        str(path.relative_to(ROOT))
+        for folder in NATIVE
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    needed |= {"CMakeLists.txt", "CMakePresets.json", "LICENSE", "constraints.txt"}
+    assert needed - held == set()
+
+
+def test_the_wheel_is_pure_python_and_whole(wheel: Path) -> None:
+    assert wheel.name == f"tide_export-{tide_export.__version__}-py3-none-any.whl"
+    package = ROOT / "tide_export"
+    needed = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
+    needed |= {"tide_export/py.typed", "tide_export/report/style.css"}
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == needed
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pins}
+
+
+def lowest() -> dict[str, str]:
+    """The lowest versions that the package and its `cpu` extra accept."""
+    requirements = [Requirement(text) for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["cpu"]]
+    return {
+        canonicalize_name(requirement.name): specifier.version
+        for requirement in requirements
+        for specifier in requirement.specifier
+        if specifier.operator == ">="
+    }
+
+
+RUN = f"""
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+import tide_export
+assert Path(tide_export.__file__).is_relative_to(sys.prefix), tide_export.__file__
+assert version("tide_export") == tide_export.__version__
+assert find_spec("torch") is None
+print(tide_export.load(sys.argv[1], threads=1).generate({PROMPT}, {NEW_TOKENS}).tokens)
+"""
+
+
+@pytest.mark.parametrize("pins", [constraints, lowest])
+def test_it_runs_a_bundle_in_an_empty_environment(pins, wheel: Path, demo_bundle: Path, tmp_path: Path) -> None:
+    if pins is lowest and sys.version_info >= (3, 13):
+        pytest.skip("NumPy's lowest accepted version has no wheel for this Python")
+    venv.create(tmp_path / "venv", with_pip=False)
+    programs = tmp_path / "venv" / "bin"
+    pinned = tmp_path / "constraints.txt"
+    pinned.write_text("".join(f"{name}=={version}\n" for name, version in pins().items()))
+    install = ("install", "--only-binary", ":all:", "--no-compile", "-c", pinned)
+    pip("--python", programs / "python", *install, f"tide_export[cpu] @ {wheel.as_uri()}", cwd=tmp_path)
+
+    done = run(programs / "python", "-c", RUN, demo_bundle, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tide_export.load(demo_bundle, threads=1).generate(PROMPT, NEW_TOKENS).tokens)
+
+    generated = run(
+        programs / "tide-export", "generate", demo_bundle, "--prompt", "def ", "--max-new-tokens", 8, cwd=tmp_path
+    )
+    assert generated.returncode == 0, generated.stderr
+    assert "8 tokens generated" in generated.stderr
+    inspected = run(programs / "tide-export", "inspect", demo_bundle, cwd=tmp_path)
+    assert inspected.returncode == 0, inspected.stderr
+    assert "tide_export" in inspected.stdout
+
+
+def test_constraints_name_a_version_of_every_package_that_pyproject_accepts() -> None:
+    pins = constraints()
+    extras = [requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra]
+    for requirement in map(Requirement, PROJECT["dependencies"] + extras):
+        if requirement.name != PROJECT["name"]:
+            assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
