@@ -87,11 +87,14 @@ def tuned(manifest: Manifest) -> Manifest:
 
 
 def without(bundle: Path, folder: Path, lost: str) -> Path:
-    """A copy of a bundle, no links to it, without its folders and the files whose names start with `lost`."""
-    folder.mkdir()
-    for file in bundle.iterdir():
-        if file.is_file() and not file.name.startswith((lost, names.MANIFEST_FILE)):
-            shutil.copyfile(file, folder / file.name)
+    """A copy of a bundle, no links to it, without segment networks, engines and the files whose paths start with
+    `lost`."""
+    for file in bundle.rglob("*"):
+        name = file.relative_to(bundle).as_posix()
+        omitted = (lost, names.MANIFEST_FILE, f"{names.SEGMENTS_FOLDER}/", f"{names.ENGINES_FOLDER}/")
+        if file.is_file() and not name.startswith(omitted):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / name)
     manifest = Manifest.from_json((bundle / names.MANIFEST_FILE).read_text())
     write_manifest(folder, replace(manifest, networks=None, engines=None, files={}))
     return folder

@@ -5,6 +5,7 @@ import copy
 import fcntl
 import functools
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -156,3 +157,13 @@ def _one_registry() -> None:
         return registry
 
     ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
+
+
+@pytest.fixture
+def write_jsonl(tmp_path):
+    def write(name, rows):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write

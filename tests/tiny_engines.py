@@ -60,7 +60,7 @@ def engine_of(
 
 
 MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
-MOST_ROWS, ROW_TOKENS = 3, 4  # of a run over several sequences
+MAX_BATCH_SIZE, SLOT_TOKENS = 3, 4  # of a run over several sequences
 
 
 def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: Pieces) -> Engine:
@@ -68,7 +68,7 @@ def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: P
     networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
     networks.save(folder)
     manifest = open_bundle(folder).manifest
-    info = replace(networks.info(manifest, MOST_ROWS), most_tokens=MOST_TOKENS, most_logits=MOST_LOGITS)
-    write_manifest(folder, replace(manifest, networks=replace(info, row_tokens=ROW_TOKENS)))
+    info = replace(networks.info(manifest, MAX_BATCH_SIZE), max_tokens=MOST_TOKENS, max_logits=MOST_LOGITS)
+    write_manifest(folder, replace(manifest, networks=replace(info, max_slot_tokens=SLOT_TOKENS)))
     bundle = open_bundle(folder)
     return Engine(bundle, open_segments(bundle, threads=1), SegmentedState)

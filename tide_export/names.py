@@ -22,7 +22,7 @@ PLUGIN_VERSION = "1"
 INPUT_IDS = "input_ids"  # int64 [1, S]
 TOTAL_LENGTH = "total_sequence_length"  # int32 [], tokens of the sequence including the S new ones
 # int64 [m, 2], tokens that get logits where the last segment runs, as [0, place from the end]: [[0, -1]] is the last.
-KEPT_TOKENS = "kept_tokens"
+LOGITS_POSITIONS = "logits_positions"
 THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
 
 # Graph outputs.
@@ -74,14 +74,16 @@ EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
 # float32. Where K/V are propagated, each segment behind the first has one more network, `skipped(k)`, from the
 # HIDDEN_STATES [1, m, D] that m tokens left with before it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
 POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's place in its own sequence
-ROW_TOKENS = "row_tokens"  # input: int64 [R], how many of the N are each row's; 0: the row is left alone
-ROW_LENGTHS = "row_lengths"  # input: int32 [R], tokens in each row's K/V cache after the run; 1 where it is left alone
+SLOT_TOKENS = "slot_tokens"  # input: int64 [R], how many of the N are each row's; 0: the row is left alone
+SLOT_LENGTHS = (
+    "slot_lengths"  # input: int32 [R], tokens in each row's K/V cache after the run; 1 where it is left alone
+)
 BATCH_SIZES = (4, 8, 16, 32)  # R; there is a set of networks for each
 
 
-def row(name: str, number: int) -> str:
-    """A K/V buffer of one row of a batch."""
-    return f"{name}.row_{number}"
+def slot(name: str, number: int) -> str:
+    """A K/V buffer of one slot of a batch."""
+    return f"{name}.slot_{number}"
 
 
 def new(layer: int, kind: str) -> str:
@@ -97,25 +99,26 @@ WEIGHTS_FILE = "model.onnx.data"
 ROUTERS_FILE = "routers.safetensors"
 REPORT_FILE = "report.html"  # with a picture of the same name beside it; where the bundle calibrated its own routers
 TOKENIZER_FILE = "tokenizer.json"
-NETWORKS_FOLDER = "segments"
-NETWORK_WEIGHTS = "weights.data"  # beside the networks, shared by all of them
+BATCH_FOLDER = "batch"
+SEGMENTS_FOLDER = "segments"
+SEGMENTS_WEIGHTS_FILE = "weights.data"  # in SEGMENTS_FOLDER, shared by all networks there
 ENGINES_FOLDER = "engines"
 HEAD = "head"
 
 
 def segment(k: int) -> str:
     """Name of segment k's network and engine; the head's is HEAD."""
-    return f"segment_{k}"
+    return f"segment_{k:02}"
 
 
 def skipped(k: int) -> str:
     """Name of the network of a batch for tokens that skip segment k >= 1, where K/V are propagated."""
-    return f"skipped_{k}"
+    return f"skipped_{k:02}"
 
 
 def network_file(name: str) -> str:
     """Where a bundle keeps the network `segment(k)` or HEAD."""
-    return f"{NETWORKS_FOLDER}/{name}.onnx"
+    return f"{SEGMENTS_FOLDER}/{name}.onnx"
 
 
 def engine_file(name: str) -> str:
@@ -123,7 +126,10 @@ def engine_file(name: str) -> str:
     return f"{ENGINES_FOLDER}/{name}.engine"
 
 
-def batch_file(name: str, rows: int | None = None) -> str:
-    """Where a bundle keeps the network `segment(k)` of a batch of up to `rows`; HEAD and `skipped(k)`, which hold no
-    K/V buffers, serve any number."""
-    return f"batch_{name}.onnx" if rows is None else f"batch_{rows}_{name}.onnx"
+def batch_file(name: str, slots: int | None = None) -> str:
+    """Where a bundle keeps the network `segment(k)` of a batch of up to `slots` sequences.
+
+    HEAD and `skipped(k)` hold no K/V buffers and serve any number of sequences. The weights of all of them are in
+    WEIGHTS_FILE, one folder up.
+    """
+    return f"{BATCH_FOLDER}/{name}.onnx" if slots is None else f"{BATCH_FOLDER}/slots_{slots:02}_{name}.onnx"

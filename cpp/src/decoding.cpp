@@ -45,7 +45,7 @@ class LosslessDecoder final : public Decoder {
       : sampler_(std::move(sampler)),
         depths_(manifest.depths()),
         max_drafts_(limits.max_drafts),
-        lookup_(limits.lookup, limits.least_match),
+        lookup_(limits.prompt_lookup, limits.min_match),
         stops_(std::move(stops)),
         context_(manifest.model.context_length) {}
 
@@ -122,8 +122,8 @@ class LosslessDecoder final : public Decoder {
     if (looked > 0 && stood >= early) lookup_.learn(looked, stood - early);
     drafted += made;
     accepted += stood;
-    looked_up += looked;
-    lookups_accepted += std::max<std::int64_t>(stood - early, 0);
+    lookup_drafted += looked;
+    lookup_accepted += std::max<std::int64_t>(stood - early, 0);
     undone += made - stood;
     length_ -= made - stood;
     std::int64_t in_vain = 0;

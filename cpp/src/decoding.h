@@ -17,8 +17,8 @@ namespace tide {
 // How far a decoder may draft; the defaults are for bundles that do not say.
 struct DraftLimits {
   std::int64_t max_drafts = 6;   // early exits that may wait for one verification; 0 never drafts by exits
-  std::int64_t lookup = 8;       // tokens of one guess from the text; 0 never looks up
-  std::int64_t least_match = 2;  // tokens that must have stood there before
+  std::int64_t prompt_lookup = 8;       // tokens of one guess from the text; 0 never looks up
+  std::int64_t min_match = 2;  // tokens that must have stood there before
 };
 
 // A step that a decoder asks for: the arguments of `State::step`.
@@ -51,7 +51,7 @@ class Decoder {
   virtual bool verifies() const { return false; }
 
   std::int64_t drafted = 0, accepted = 0;            // drafts made, drafts that stood
-  std::int64_t looked_up = 0, lookups_accepted = 0;  // those of them that came from the text
+  std::int64_t lookup_drafted = 0, lookup_accepted = 0;  // those of them that came from the text
   std::int64_t undone = 0;                           // positions that every layer computed and that were then forgotten
 
  protected:

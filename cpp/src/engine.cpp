@@ -64,9 +64,9 @@ Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& opti
 
 Manifest const& Engine::manifest() const { return session_->manifest(); }
 
-std::int64_t Engine::most_together() const {
+std::int64_t Engine::max_batch_size() const {
   BatchNetworks const* const networks = session_->batch_networks();
-  return networks == nullptr ? 1 : static_cast<std::int64_t>(networks->most_rows());
+  return networks == nullptr ? 1 : static_cast<std::int64_t>(networks->max_batch_size());
 }
 
 Generation Engine::generate(std::vector<std::int64_t> const& prompt, Request const& request) const {

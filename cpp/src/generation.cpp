@@ -20,8 +20,8 @@ void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std
   (made_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
   stats.drafted = decoder.drafted;
   stats.accepted = decoder.accepted;
-  stats.looked_up = decoder.looked_up;
-  stats.lookups_accepted = decoder.lookups_accepted;
+  stats.lookup_drafted = decoder.lookup_drafted;
+  stats.lookup_accepted = decoder.lookup_accepted;
   stats.layer_tokens_run = decoder.undone * stats.num_layers;
   for (std::size_t k = 0; k < depths_.size(); ++k) {
     stats.layer_tokens_run += computed[k] * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));

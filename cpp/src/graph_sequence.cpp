@@ -180,7 +180,7 @@ class GraphSequence final : public Sequence {
     if (count != kept_) {
       kept_tokens_.assign(static_cast<std::size_t>(2 * count), 0);
       for (std::int64_t i = 0; i < count; ++i) kept_tokens_[static_cast<std::size_t>(2 * i + 1)] = i - count;
-      bind_input(names::kKeptTokens, kept_tokens_.data(), {count, 2});
+      bind_input(names::kLogitsPositions, kept_tokens_.data(), {count, 2});
     }
     if (count > 1) {
       binding_.BindOutput(names::kLogits, place_);

@@ -11,7 +11,7 @@ namespace {
 TensorTypes graph_inputs(Manifest const& manifest) {
   TensorTypes tensors = {{names::kInputIds, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
                          {names::kTotalLength, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
-                         {names::kKeptTokens, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}};
+                         {names::kLogitsPositions, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}};
   auto const expect = [&](std::string const& name) { tensors[name] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; };
   if (!manifest.checkpoints.empty()) expect(names::kThresholds);
   for (std::size_t k = 1; k <= manifest.checkpoints.size(); ++k) {

@@ -11,8 +11,8 @@ namespace tide {
 
 class PromptLookup {
  public:
-  // most: tokens of one guess; 0 never guesses. least_match: tokens that must have stood there before, 1 to 4.
-  PromptLookup(std::int64_t most, std::int64_t least_match) : most_(most), length_(most), least_match_(least_match) {}
+  // most: tokens of one guess; 0 never guesses. min_match: tokens that must have stood there before, 1 to 4.
+  PromptLookup(std::int64_t most, std::int64_t min_match) : most_(most), length_(most), least_match_(min_match) {}
 
   // Adds tokens that are certain.
   void extend(std::vector<std::int64_t> const& ids);

@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr char const* kSchema = "tide_export.bundle.store/6";
+constexpr char const* kSchema = "tide_export.bundle/7";
 
 // All fields of a manifest; those that this runtime does not read are only looked for.
 std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",
@@ -136,17 +136,17 @@ ModelInfo model_of(Field const& field) {
 
 std::optional<Drafting> drafting_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
-  field.object({"thresholds", "max_drafts", "lookup", "least_match", "tuning"});
-  return Drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["lookup"].whole(),
-                  field["least_match"].whole()};
+  field.object({"thresholds", "max_drafts", "prompt_lookup", "min_match", "tuning"});
+  return Drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
+                  field["min_match"].whole()};
 }
 
 std::optional<NetworksInfo> networks_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
-  field.object({"weights", "capacity", "most_tokens", "most_logits", "exit_size", "most_rows", "row_tokens"});
-  return NetworksInfo{field["weights"].text(),      field["capacity"].whole(),  field["most_tokens"].whole(),
-                      field["most_logits"].whole(), field["exit_size"].whole(), field["most_rows"].whole(),
-                      field["row_tokens"].whole()};
+  field.object({"weights", "capacity", "max_tokens", "max_logits", "exit_size", "max_batch_size", "max_slot_tokens"});
+  return NetworksInfo{field["weights"].text(),      field["capacity"].whole(),  field["max_tokens"].whole(),
+                      field["max_logits"].whole(), field["exit_size"].whole(), field["max_batch_size"].whole(),
+                      field["max_slot_tokens"].whole()};
 }
 
 std::vector<std::string> texts_of(Field const& field) {
@@ -168,9 +168,9 @@ std::optional<EnginesInfo> engines_of(Field const& field) {
   engines.compute_capabilities = texts_of(field["compute_capabilities"]);
   engines.weights_sha256 = field["weights_sha256"].text();
   engines.profiles = field["profiles"].list<Profile>([](Field const& entry) {
-    entry.object({"name", "least", "best", "most", "rows"});
-    return Profile{entry["name"].text(), entry["least"].whole(), entry["best"].whole(), entry["most"].whole(),
-                   entry["rows"].whole()};
+    entry.object({"name", "min_tokens", "opt_tokens", "max_tokens", "batch_size"});
+    return Profile{entry["name"].text(), entry["min_tokens"].whole(), entry["opt_tokens"].whole(), entry["max_tokens"].whole(),
+                   entry["batch_size"].whole()};
   });
   engines.seconds = field["seconds"].real();
   engines.plugins = plugins_of(field["plugins"]);
@@ -201,12 +201,12 @@ void check_networks(Manifest const& manifest, Require const& require) {
     require(std::set<std::string>{"fp32", "fp16", "bf16"}.count(networks->weights) == 1, "networks.weights",
             "must be one of fp32, fp16, bf16");
     std::pair<char const*, std::int64_t> const sizes[] = {
-        {"capacity", networks->capacity},   {"most_tokens", networks->most_tokens},
-        {"most_logits", networks->most_logits}, {"exit_size", networks->exit_size},
-        {"most_rows", networks->most_rows}, {"row_tokens", networks->row_tokens}};
+        {"capacity", networks->capacity},   {"max_tokens", networks->max_tokens},
+        {"max_logits", networks->max_logits}, {"exit_size", networks->exit_size},
+        {"max_batch_size", networks->max_batch_size}, {"max_slot_tokens", networks->max_slot_tokens}};
     for (auto const& [name, size] : sizes) require(size >= 1, std::string("networks.") + name, "must be 1 or more");
-    require(networks->most_rows == 1 || networks->row_tokens <= networks->most_tokens / networks->most_rows,
-            "networks.row_tokens", "must fit most_rows times into most_tokens");
+    require(networks->max_batch_size == 1 || networks->max_slot_tokens <= networks->max_tokens / networks->max_batch_size,
+            "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens");
     for (std::string const& part : parts) {
       std::string const file = network_file(part);
       require(manifest.files.count(file) == 1, "files", "does not list " + file);
@@ -219,12 +219,12 @@ void check_networks(Manifest const& manifest, Require const& require) {
     require(!engines->profiles.empty(), "engines.profiles", "must not be empty");
     std::int64_t rows = 0;
     for (Profile const& profile : engines->profiles) {
-      require(1 <= profile.least && profile.least <= profile.best && profile.best <= profile.most, "engines.profiles",
-              "must have least <= best <= most, all 1 or more");
-      rows = std::max(rows, profile.rows);
+      require(1 <= profile.min_tokens && profile.min_tokens <= profile.opt_tokens && profile.opt_tokens <= profile.max_tokens, "engines.profiles",
+              "must have min_tokens <= opt_tokens <= max_tokens, all 1 or more");
+      rows = std::max(rows, profile.batch_size);
     }
-    require(rows == manifest.networks->most_rows, "engines.profiles",
-            "must take as many rows as networks.most_rows");
+    require(rows == manifest.networks->max_batch_size, "engines.profiles",
+            "must have the batch size networks.max_batch_size");
     if (auto const& plugins = engines->plugins) {
       auto const is_part = [&](std::string const& name) {
         return std::find(parts.begin(), parts.end(), name) != parts.end();
@@ -272,8 +272,8 @@ void check(Manifest const& manifest, std::string const& source) {
     require(drafting.thresholds.size() == points.size(), "drafting.thresholds", "must have one value per checkpoint");
     require(all(drafting.thresholds, is_share), "drafting.thresholds", "must lie in [0, 1]");
     require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more");
-    require(drafting.lookup >= 0, "drafting.lookup", "must be 0 or more");
-    require(drafting.least_match >= 1, "drafting.least_match", "must be 1 or more");
+    require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more");
+    require(drafting.min_match >= 1, "drafting.min_match", "must be 1 or more");
   }
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");

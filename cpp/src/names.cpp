@@ -9,7 +9,8 @@ std::string past(std::size_t layer, char const* kind) {
   return "past_key_values." + std::to_string(layer) + "." + kind;
 }
 std::string present(std::size_t layer, char const* kind) { return "present." + std::to_string(layer) + "." + kind; }
-std::string segment(std::size_t k) { return "segment_" + std::to_string(k); }
+std::string two_digits(std::size_t number) { return (number < 10 ? "0" : "") + std::to_string(number); }
+std::string segment(std::size_t k) { return "segment_" + two_digits(k); }
 
 }  // namespace names
 

@@ -10,7 +10,7 @@ namespace names {
 // The branched graph's.
 constexpr char const* kInputIds = "input_ids";                 // int64 [1, S]; of segment 0's network too
 constexpr char const* kTotalLength = "total_sequence_length";  // int32 []
-constexpr char const* kKeptTokens = "kept_tokens";             // int64 [m, 2], as [0, place from the end]
+constexpr char const* kLogitsPositions = "logits_positions";             // int64 [m, 2], as [0, place from the end]
 constexpr char const* kThresholds = "exit_thresholds";         // float32 [K-1]
 constexpr char const* kLogits = "logits";                      // float32 [m, V]; of the head's network [1, m, V]
 constexpr char const* kScores = "router_scores";               // float32 [1, K-1], NaN: not reached
@@ -33,6 +33,7 @@ constexpr char const* kRouterScore = "router_score";           // float32 [1, 1,
 constexpr char const* kExitFlag = "exit_flag";                 // bool [1, 1, 1], score above threshold
 
 constexpr char const* kHead = "head";
+std::string two_digits(std::size_t number);  // as files are numbered, so that their names sort
 std::string segment(std::size_t k);  // the name of segment k's network and engine
 
 }  // namespace names

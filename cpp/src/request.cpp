@@ -128,9 +128,9 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, Request const& req
                           (request.mode == Mode::full ? "full" : "exit") + "': elsewhere nothing is drafted");
   }
   DraftLimits limits;
-  if (auto const& own = bundle.manifest.drafting) limits = {own->max_drafts, own->lookup, own->least_match};
+  if (auto const& own = bundle.manifest.drafting) limits = {own->max_drafts, own->prompt_lookup, own->min_match};
   if (request.max_pending) limits.max_drafts = whole_number("max_pending", *request.max_pending, 0);
-  if (request.prompt_lookup) limits.lookup = whole_number("prompt_lookup", *request.prompt_lookup, 0);
+  if (request.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *request.prompt_lookup, 0);
   if (bundle.manifest.propagates()) {
     throw GenerationError("mode 'lossless' needs an exact K/V cache, and bundle " + bundle.path.string() +
                           " propagates: export it with kv_cache_strategy exact");

@@ -8,7 +8,7 @@
 namespace tide {
 namespace {
 
-constexpr std::int64_t kLookedUp = 0;  // as a token's exit layer: it was found in earlier text
+constexpr std::int64_t kLookupDraft = 0;  // as a token's exit layer: it was found in earlier text
 
 double share(double part, std::int64_t whole) { return whole > 0 ? part / static_cast<double>(whole) : 0.0; }
 
@@ -29,7 +29,7 @@ std::int64_t ExitStats::total_exited() const {
 }
 
 std::int64_t ExitStats::remaining_tokens() const {
-  return total_tokens() - total_exited() - std::count(exit_layer.begin(), exit_layer.end(), kLookedUp);
+  return total_tokens() - total_exited() - std::count(exit_layer.begin(), exit_layer.end(), kLookupDraft);
 }
 
 double ExitStats::exit_rate() const { return share(static_cast<double>(total_exited()), total_tokens()); }
@@ -71,8 +71,8 @@ std::string ExitStats::json() const {
   put("layer_tokens_total", std::to_string(layer_tokens_total));
   put("drafted", std::to_string(drafted));
   put("accepted", std::to_string(accepted));
-  put("looked_up", std::to_string(looked_up));
-  put("lookups_accepted", std::to_string(lookups_accepted));
+  put("lookup_drafted", std::to_string(lookup_drafted));
+  put("lookup_accepted", std::to_string(lookup_accepted));
   put("acceptance_rate", shown(acceptance_rate()));
   put("prefill_seconds", shown(prefill_seconds));
   put("decode_seconds", shown(decode_seconds));

@@ -40,9 +40,9 @@ def test_segment_sizes_add_up_to_the_depth() -> None:
     assert full_depth.segment_sizes == (3,)
 
 
-NETWORKS = {"weights": "fp16", "capacity": 64, "most_tokens": 32, "most_logits": 8, "exit_size": 16}
-NETWORKS |= {"most_rows": 2, "row_tokens": 8}
-PROFILE = {"name": "decode", "least": 1, "best": 1, "most": 1, "rows": 2}
+NETWORKS = {"weights": "fp16", "capacity": 64, "max_tokens": 32, "max_logits": 8, "exit_size": 16}
+NETWORKS |= {"max_batch_size": 2, "max_slot_tokens": 8}
+PROFILE = {"name": "decode", "min_tokens": 1, "opt_tokens": 1, "max_tokens": 1, "batch_size": 2}
 ENGINES = {
     "flavour": "tensorrt-rtx",
     "version": "1.7",
@@ -52,7 +52,7 @@ ENGINES = {
     "seconds": 3.5,
     "plugins": None,
 }
-PLUGINS = {"version": "0.1.0", "sha256": "0" * 64, "engines": ["segment_0", "segment_1"]}
+PLUGINS = {"version": "0.1.0", "sha256": "0" * 64, "engines": ["segment_00", "segment_01"]}
 
 
 QUANTIZATION = {"method": "rtn", "bits": 4, "block_size": 32, "symmetric": True, "accuracy_level": 4}
@@ -99,10 +99,18 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
         (NETWORKS, None, None),
         (None, ENGINES, "field 'engines' needs the field 'networks'"),
         (NETWORKS | {"weights": "int3"}, None, "field 'networks.weights' must be one of fp32, fp16, bf16"),
-        (NETWORKS | {"most_tokens": 0}, None, "field 'networks.most_tokens' must be 1 or more"),
-        (NETWORKS | {"most_rows": 0}, None, "field 'networks.most_rows' must be 1 or more"),
-        (NETWORKS | {"most_rows": 5}, None, "field 'networks.row_tokens' must fit most_rows times into most_tokens"),
-        (NETWORKS, ENGINES | {"profiles": [PROFILE | {"rows": 1}]}, "must take as many rows as networks.most_rows"),
+        (NETWORKS | {"max_tokens": 0}, None, "field 'networks.max_tokens' must be 1 or more"),
+        (NETWORKS | {"max_batch_size": 0}, None, "field 'networks.max_batch_size' must be 1 or more"),
+        (
+            NETWORKS | {"max_batch_size": 5},
+            None,
+            "field 'networks.max_slot_tokens' must fit max_batch_size times into max_tokens",
+        ),
+        (
+            NETWORKS,
+            ENGINES | {"profiles": [PROFILE | {"batch_size": 1}]},
+            "must have the batch size networks.max_batch_size",
+        ),
         (NETWORKS | {"capacity": "64"}, None, "field 'networks.capacity' must be a whole number"),
         (
             NETWORKS,
@@ -110,18 +118,22 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
             "field 'engines.flavour' must be one of tensorrt, tensorrt-rtx",
         ),
         (NETWORKS, ENGINES | {"profiles": []}, "field 'engines.profiles' must not be empty"),
-        (NETWORKS, ENGINES | {"profiles": [PROFILE | {"best": 2}]}, "field 'engines.profiles' must have least <= best"),
+        (
+            NETWORKS,
+            ENGINES | {"profiles": [PROFILE | {"opt_tokens": 2}]},
+            "field 'engines.profiles' must have min_tokens <= opt",
+        ),
         (NETWORKS, ENGINES | {"compute_capabilities": [8]}, "field 'engines.compute_capabilities.0' must be a string"),
         (NETWORKS, ENGINES | {"plugins": PLUGINS}, None),
         (NETWORKS, ENGINES | {"plugins": PLUGINS | {"engines": []}}, "field 'engines.plugins.engines' must be some of"),
         (NETWORKS, ENGINES | {"plugins": PLUGINS | {"engines": ["tail"]}}, "'engines.plugins.engines' must be some of"),
         (NETWORKS, ENGINES | {"plugins": {}}, "field 'engines.plugins.version' is missing"),
-        (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_0.onnx"),
-        (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_0.engine"),
+        (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_00.onnx"),
+        (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_00.engine"),
     ],
 )
 def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, networks, engines, message) -> None:
-    parts = ["segment_0", "segment_1", "segment_2", "head"]
+    parts = ["segment_00", "segment_01", "segment_02", "head"]
     with writing_bundle(tmp_path / "b") as folder:
         (folder / "model.onnx").write_bytes(b"graph")
         for name, suffix, entry in (("segments", "onnx", networks), ("engines", "engine", engines)):
@@ -177,7 +189,7 @@ def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, net
         (("files", "model.onnx", "sha256"), "AB" * 32, "field 'files.model.onnx.sha256' must be 64 lower-case"),
         (("files", "../x"), {"size": 0, "sha256": "0" * 64}, "field 'files.../x' is not a path inside"),
         (("files", "/etc/x"), {"size": 0, "sha256": "0" * 64}, "field 'files./etc/x' is not a path inside"),
-        (("schema",), "tide_export.bundle.store/1", "has schema 'tide_export.bundle.store/1' but this release reads"),
+        (("schema",), "tide_export.bundle/1", "has schema 'tide_export.bundle.store/1' but this release reads"),
         (("schema",), ..., "it has no field 'schema'"),
     ],
 )

@@ -14,12 +14,12 @@ import tide_export
 from tide_export.bundle.store import open_bundle, replace_manifest, writing_bundle
 from tide_export.errors import BundleError
 
-HERE = [str(Path(__file__).parent), str(Path(tide_export.__file__).parents[1])]
+HERE = [str(Path(__file__).parents[1]), str(Path(tide_export.__file__).parents[1])]
 EXPORT = f"""
 import sys
 sys.path[:0] = {HERE!r}
 from bundles import make_manifest
-from tide_export.bundle import write_manifest, writing_bundle
+from tide_export.bundle.store import write_manifest, writing_bundle
 with writing_bundle(sys.argv[1], overwrite=True) as folder:
     (folder / "model.onnx").write_bytes(b"half")
     print("writing", flush=True)
@@ -147,7 +147,7 @@ def test_a_file_size_limit_is_a_full_disk_whoever_writes(tmp_path: Path, writer:
     code = f"""
 import sys, resource
 sys.path[:0] = {HERE!r}
-from tide_export.bundle import writing_bundle
+from tide_export.bundle.store import writing_bundle
 from tide_export.errors import BundleError
 def export():
   with writing_bundle(sys.argv[1]) as folder:

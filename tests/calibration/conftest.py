@@ -1,6 +1,5 @@
 """What the calibration tests share: the repository's own small trained model, its tokenizer, its bundled text."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,3 @@ def tokenizer():
 def sequences(tokenizer):
     """12 sequences of 48 tokens, from several documents."""
     return list(read_sequences(str(TEXT), tokenizer, length=48, limit=12))
-
-
-@pytest.fixture
-def write_jsonl(tmp_path):
-    def write(name, rows):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return path
-
-    return write

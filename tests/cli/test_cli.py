@@ -309,7 +309,7 @@ class Blocked:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
 
 sys.meta_path.insert(0, Blocked())
-from tide_export.cli import main
+from tide_export.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -150,7 +150,7 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> Non
     assert {value.name for value in model.graph.inputs if not value.name.startswith("past")} == {
         names.INPUT_IDS,
         names.TOTAL_LENGTH,
-        names.KEPT_TOKENS,
+        names.LOGITS_POSITIONS,
     }
 
 

@@ -73,7 +73,7 @@ class CppBuild:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.program = folder / "build" / "tide_export" / "runtime" / "cpp" / "tide_generate"
+        self.program = folder / "build" / "cpp" / "tide_generate"
         self.driver, self.prefix = folder / "driver" / "tide_driver", folder / "prefix"
         need(shutil.which("cmake") is not None, "there is no cmake")
         with (folder / "lock").open("w") as lock:

@@ -14,8 +14,16 @@ from tide_export.runtime.branched.sequence import ROOM, StepResult
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.stats import ExitStats
 
-COUNTED = ("exit_layer", "layers_run", "layer_tokens_run", "layer_tokens_total", "drafted", "accepted", "looked_up")
-COUNTED += ("lookups_accepted", "prompt_tokens", "num_layers", "prefill_seconds", "decode_seconds")
+COUNTED = (
+    "exit_layer",
+    "layers_run",
+    "layer_tokens_run",
+    "layer_tokens_total",
+    "drafted",
+    "accepted",
+    "lookup_drafted",
+)
+COUNTED += ("lookup_accepted", "prompt_tokens", "num_layers", "prefill_seconds", "decode_seconds")
 
 
 def words(**options: Any) -> list[str]:
@@ -94,8 +102,8 @@ class CppEngine:
         return self.generation(self.call("generate", *self.request(ids, max_new_tokens, **options)))
 
     @property
-    def most_together(self) -> int:
-        return int(self.call("most_together"))
+    def max_batch_size(self) -> int:
+        return int(self.call("max_batch_size"))
 
     def together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
         """`Engine.generate` of a list of prompts."""

@@ -82,7 +82,7 @@ class Driver {
     if (command == "generate") return as_json(engine().generate(prompt_of(parse(words)), parse(words).request));
     if (command == "together") return as_json(engine().generate(parse(words).prompts, parse(words).request));
     if (command == "thresholds") return thresholds(parse(words).request);
-    if (command == "most_together") return std::to_string(engine().most_together());
+    if (command == "max_batch_size") return std::to_string(engine().max_batch_size());
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
     if (command == "stream") return stream(number, parse({words.begin() + 1, words.end()}));
     if (command == "at_once") return alone_at_once(number, parse({words.begin() + 1, words.end()}));

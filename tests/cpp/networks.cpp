@@ -34,8 +34,8 @@ class QueuedNetwork final : public tide::Network {
 
 std::shared_ptr<tide::Session> on_fake_gpu(tide::Bundle bundle, std::optional<std::int64_t> threads) {
   auto const networks = std::make_shared<tide::OrtNetworks>(bundle, threads);
-  bundle.manifest.networks->most_tokens = 16;  // so that longer steps are run in parts, and the head too
-  bundle.manifest.networks->most_logits = 2;
+  bundle.manifest.networks->max_tokens = 16;  // so that longer steps are run in parts, and the head too
+  bundle.manifest.networks->max_logits = 2;
   return std::make_shared<tide::SegmentSession>(std::move(bundle), networks->specs(), [networks] {
     auto device = std::make_unique<tide::CudaDevice>();
     tide::LaneParts parts;
@@ -88,7 +88,7 @@ std::string picked_profiles(std::string const& bundle, std::vector<std::int64_t>
   for (tide::NetworkSpec const* spec : {&specs.front(), &specs.back()}) {
     std::vector<tide::Profile> const profiles = tide::profiles_of(*spec, *manifest.engines, *manifest.networks);
     for (std::int64_t const count : tokens) {
-      if (spec == &specs.back() && count > manifest.networks->most_logits) continue;
+      if (spec == &specs.back() && count > manifest.networks->max_logits) continue;
       text += (text.empty() ? "" : ", ") + std::to_string(tide::pick_profile(profiles, count));
     }
   }

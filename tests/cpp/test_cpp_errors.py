@@ -146,8 +146,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep": (write("tide.json", b'{"schema": ' + b"[" * 100_000), r"tide\.json"),
     "no schema": (field("schema", value=...), "has no field 'schema'"),
     "other schema": (
-        field("schema", value="tide_export.bundle.store/99"),
-        "has schema 'tide_export.bundle.store/99' but this release reads 'tide_export.bundle.store/6'",
+        field("schema", value="tide_export.bundle/99"),
+        "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/7'",
     ),
     "missing field": (field("max_pending", value=...), "field 'max_pending' is missing"),
     "missing inner field": (field("model", "vocab_size", value=...), r"field 'model\.vocab_size' is missing"),

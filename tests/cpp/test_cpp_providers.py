@@ -122,11 +122,11 @@ def test_engines_are_asked_for_by_name(cpp, built: Path, changed) -> None:
 
 def test_a_truncated_engine_is_refused(cpp, changed) -> None:
     bundle = changed()
-    engine = bundle / names.engine_file("segment_1")
+    engine = bundle / names.engine_file("segment_01")
     data = engine.read_bytes()
     engine.unlink()  # it is shared
     engine.write_bytes(data[:-1])
-    refused(cpp, bundle, BundleError, r"engines/segment_1\.engine' is truncated: 5999 of 6000 bytes")
+    refused(cpp, bundle, BundleError, r"engines/segment_01\.engine' is truncated: 5999 of 6000 bytes")
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,19 @@ def test_a_truncated_engine_is_refused(cpp, changed) -> None:
         (("networks",), None, "field 'engines' needs the field 'networks'"),
         (("networks", "weights"), "fp8", "field 'networks.weights' must be one of fp32, fp16, bf16"),
         (("networks", "capacity"), 0, "field 'networks.capacity' must be 1 or more"),
-        (("networks", "row_tokens"), 129, "field 'networks.row_tokens' must fit most_rows times into most_tokens"),
-        (("networks", "most_rows"), 4, "field 'engines.profiles' must take as many rows as networks.most_rows"),
+        (
+            ("networks", "max_slot_tokens"),
+            129,
+            "field 'networks.max_slot_tokens' must fit max_batch_size times into max_tokens",
+        ),
+        (
+            ("networks", "max_batch_size"),
+            4,
+            "field 'engines.profiles' must have the batch size networks.max_batch_size",
+        ),
         (("engines", "flavour"), "abacus", "field 'engines.flavour' must be one of tensorrt, tensorrt-rtx"),
         (("engines", "profiles"), [], "field 'engines.profiles' must not be empty"),
-        (("engines", "profiles", 0, "most"), 0, "field 'engines.profiles' must have least <= best <= most"),
+        (("engines", "profiles", 0, "max_tokens"), 0, "field 'engines.profiles' must have min_tokens <= opt_tokens"),
         (("engines", "profiles", 0, "name"), 7, "field 'engines.profiles.0.name' must be a string, not 7"),
         (("engines", "seconds"), ..., "field 'engines.seconds' is missing"),
         (("engines", "plugins"), {"version": "1", "sha256": "", "engines": ["tail"]}, "must be some of the engines"),
@@ -202,7 +210,7 @@ def test_a_run_takes_the_narrowest_profile_and_none_beyond_the_widest(driver, bu
 def test_networks_unlike_their_manifest_are_refused(cpp, changed, tiny_bundle: Path) -> None:
     bundle = changed()
     edit(bundle, "networks", "exit_size", value=64)
-    says = r"segment_0.onnx': output exit_states is float32 \['rows', 1, 128\], but its manifest calls for float32 \["
+    says = r"segment_00.onnx': output exit_states is float32 \['rows', 1, 128\], but its manifest calls for float32 \["
     refused(cpp, bundle, BundleError, says, networks="host")
     edit(bundle, "networks", "weights", value="bf16")
     refused(cpp, bundle, ProviderError, "are bfloat16, which ONNX Runtime does not run on the CPU", networks="host")

@@ -182,7 +182,7 @@ def test_sampling_draws_what_the_graph_draws(segmented, demo_bundle: Path, open_
 
 
 def test_a_list_of_prompts_is_refused(segmented) -> None:
-    assert segmented.most_together == 1
+    assert segmented.max_batch_size == 1
     with pytest.raises(GenerationError, match="decodes one prompt at a time on the engines of bundle"):
         segmented.together([[1, 2], [3]], 4)
 

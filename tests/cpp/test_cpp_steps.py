@@ -159,7 +159,7 @@ def test_why_a_generation_ends(tiny_engines: Any, mode: str) -> None:
 
 
 def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: TinyModel, tmp_path: Any) -> None:
-    own = Drafting(thresholds=(0.125, 0.25), max_drafts=3, lookup=0, least_match=2, tuning={})
+    own = Drafting(thresholds=(0.125, 0.25), max_drafts=3, prompt_lookup=0, min_match=2, tuning={})
     for drafting, drafts in [(None, [0.5, 0.5]), (own, [0.125, 0.25])]:
         bundle = tiny.write(tmp_path / f"{drafts[0]}", min_layers=4, drafting=drafting)
         engine = open_cpp(bundle)

@@ -50,8 +50,8 @@ def write_engines(bundle: Path, manifest: Manifest, wrong: str = "", profiles: t
     assert manifest.networks is not None
     (bundle / names.ENGINES_FOLDER).mkdir(exist_ok=True)
     for name in specs(manifest, manifest.networks):
-        takes = [f"{p.most} {p.rows}" for p in of_network(name, profiles, manifest.networks)]
-        lines = ["an engine", str(bundle / names.network_file(name)), wrong if name == "segment_1" else "", *takes]
+        takes = [f"{p.max_tokens} {p.batch_size}" for p in of_network(name, profiles, manifest.networks)]
+        lines = ["an engine", str(bundle / names.network_file(name)), wrong if name == "segment_01" else "", *takes]
         (bundle / names.engine_file(name)).write_text("\n".join(lines) + "\n")
     write_manifest(bundle, manifest)
 
@@ -131,17 +131,17 @@ def test_many_threads_have_a_lane_each(engine: CppEngine, python: Engine, demo_t
 @pytest.mark.parametrize(
     ("wrong", "profiles", "sentence"),
     [
-        ("not in place", PROFILES, r"engine '.*segment_1\.engine' does not update past_key_values\.3\.key in place"),
+        ("not in place", PROFILES, r"engine '.*segment_01\.engine' does not update past_key_values\.3\.key in place"),
         (
             "types",
             PROFILES,
-            r"'.*segment_1\.engine': input exit_threshold is another type \[1\], but its manifest calls",
+            r"'.*segment_01\.engine': input exit_threshold is another type \[1\], but its manifest calls",
         ),
-        ("", PROFILES[:4], r"engine '.*segment_0\.engine' has 4 optimization profiles, not the 5 of its manifest"),
+        ("", PROFILES[:4], r"engine '.*segment_00\.engine' has 4 optimization profiles, not the 5 of its manifest"),
         (
             "",
             (*PROFILES[:3], replace(PROFILES[3], rows=4), PROFILES[4]),
-            r"segment_0\.engine' takes past_lengths of \[4\] at most in profile batch-decode, unlike its manifest",
+            r"segment_00\.engine' takes past_lengths of \[4\] at most in profile batch-decode, unlike its manifest",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_an_engine_that_cannot_be_read_and_memory_that_cannot_be_had(opens, copi
 
 
 def test_engines_with_plugins_need_the_library(opens, copied: Path, tmp_path: Path, compile_library) -> None:
-    changed(copied, plugins=PluginsInfo(__version__, "0" * 64, ("segment_0",)))
+    changed(copied, plugins=PluginsInfo(__version__, "0" * 64, ("segment_00",)))
     for options, sentence in [
         (
             {},
@@ -237,7 +237,7 @@ def test_engines_with_plugins_need_the_library(opens, copied: Path, tmp_path: Pa
     assert "ours.so' is another build than the engines of bundle" in another
     assert running.endswith("with TensorRT")
     engine.close()
-    changed(copied, plugins=PluginsInfo("0.0.9", "0" * 64, ("segment_0",)))
+    changed(copied, plugins=PluginsInfo("0.0.9", "0" * 64, ("segment_00",)))
     with pytest.raises(
         ProviderError, match=f"hold plugins of tide_export 0.0.9, but the library .* is of {__version__}"
     ):

@@ -264,21 +264,23 @@ def test_what_is_for_lists_is_refused_for_one(both: Both) -> None:
 def test_networks_that_are_missing_or_others(
     demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]
 ) -> None:
-    old = open_cpp(without(demo_bundle, tmp_path / "old", "batch_"))
-    assert old.most_together == 1
+    old = open_cpp(without(demo_bundle, tmp_path / "old", "batch/"))
+    assert old.max_batch_size == 1
     assert len(old.generate([5], 2).tokens) == 2
     with pytest.raises(GenerationError, match=r"holds no networks for batches .*: give one prompt at a time"):
         old.together([[5], [6]], 2)
-    folder = without(demo_bundle, tmp_path / "mixed", "batch_4_")
-    for file in demo_bundle.glob("batch_8_*"):
-        shutil.copyfile(file, folder / file.name.replace("_8_", "_4_"))
-    (folder / "batch_8_segment_2.onnx").write_bytes(b"no network")
+    folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_04_")
+    for file in demo_bundle.glob("batch/slots_08_*"):
+        shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_08_", "_04_"))
+    (folder / names.BATCH_FOLDER / "slots_08_segment_02.onnx").write_bytes(b"no network")
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
     mixed = open_cpp(folder)
-    assert mixed.most_together == 32
-    with pytest.raises(BundleError, match=r"batch_4_segment_0\.onnx' has the input .*\.row_4, which its manifest does"):
+    assert mixed.max_batch_size == 32
+    with pytest.raises(
+        BundleError, match=r"slots_04_segment_00\.onnx' has the input .*\.slot_4, which its manifest does"
+    ):
         mixed.together([[5], [6]], 2)
-    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*batch_8_segment_2\.onnx': "):
+    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*slots_08_segment_02\.onnx': "):
         mixed.together([[5]] * 5, 2)
     assert len(mixed.together([[5]] * 9, 2)) == 9  # as many places as another set of networks has
     assert len(mixed.together([[5]] * 5, 2)) == 5  # which serves smaller batches from then on
@@ -286,7 +288,7 @@ def test_networks_that_are_missing_or_others(
 
 def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
     """Lists that fail at their first token, one after the other."""
-    folder = without(demo_bundle, tmp_path / "broken", "batch_8_")
+    folder = without(demo_bundle, tmp_path / "broken", "batch/slots_08_")
     head = onnx.load(folder / names.batch_file(names.HEAD), load_external_data=False)
     places = [{entry.key: entry.value for entry in one.external_data} for one in head.graph.initializer]
     largest = max((place for place in places if place), key=lambda place: int(place["length"]))

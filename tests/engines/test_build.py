@@ -44,7 +44,7 @@ def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bun
     assert manifest.engines.version == require_builder(TENSORRT_RTX)
     assert manifest.engines.weights_sha256 == manifest.model.weights_sha256
     assert manifest.networks is not None
-    profiles = [(profile.name, profile.most, profile.rows) for profile in manifest.engines.profiles]
+    profiles = [(profile.name, profile.max_tokens, profile.batch_size) for profile in manifest.engines.profiles]
     assert profiles == [
         ("decode", 1, 1),
         ("catch-up", 32, 1),
@@ -52,7 +52,7 @@ def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bun
         ("batch-decode", 1, 8),
         ("batch-catch-up", 32, 8),
     ]
-    assert (manifest.networks.most_rows, manifest.networks.row_tokens) == (8, 32)
+    assert (manifest.networks.max_batch_size, manifest.networks.max_slot_tokens) == (8, 32)
     for part in PARTS:
         assert manifest.files[names.engine_file(part)].size > 100_000
     assert {file: info for file, info in manifest.files.items() if not file.startswith("engines/")} == (
@@ -123,22 +123,22 @@ def half_precision():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda found: found["inputs"].pop(names.PAST_LENGTHS), "'segment_1' has no input past_lengths"),
-        (lambda found: found["outputs"].update(more=["FLOAT", [1]]), "'segment_1' has the output more"),
+        (lambda found: found["inputs"].pop(names.PAST_LENGTHS), "'segment_01' has no input past_lengths"),
+        (lambda found: found["outputs"].update(more=["FLOAT", [1]]), "'segment_01' has the output more"),
         (lambda found: found["inputs"].update(hidden_states=["HALF", [-1, -1, 128]]), "hidden_states is float16"),
         (
             lambda found: found["inputs"].update(hidden_states=["FLOAT", [-1, -1, 64]]),
             r"float32 \['rows', 'tokens', 64",
         ),
         (lambda found: found["inputs"].update(hidden_states=["FLOAT", [1, -1, 128]]), r"hidden_states is float32 \[1,"),
-        (lambda found: found.update(profiles=3), "took 3 of the 5 optimization profiles of segment_1"),
-        (lambda found: found["aliases"].popitem(), "does not update the K/V cache of segment_1 in place"),
+        (lambda found: found.update(profiles=3), "took 3 of the 5 optimization profiles of segment_01"),
+        (lambda found: found["aliases"].popitem(), "does not update the K/V cache of segment_01 in place"),
     ],
 )
 def test_an_engine_unlike_its_network_is_refused(demo_bundle: Path, change, says: str) -> None:
     manifest = open_bundle(demo_bundle, verify=False).manifest
     assert manifest.networks is not None
-    spec = specs(manifest, manifest.networks)["segment_1"]
+    spec = specs(manifest, manifest.networks)["segment_01"]
     types = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
 
     def as_found(tensors) -> dict[str, list]:
@@ -148,24 +148,29 @@ def test_an_engine_unlike_its_network_is_refused(demo_bundle: Path, change, says
     aliases = {name.replace("past_key_values", "present"): name for name in spec.inputs if name.startswith("past_key")}
     found = {"inputs": as_found(spec.inputs), "outputs": as_found(spec.outputs), "aliases": aliases}
     found["profiles"] = 5
-    _check_built("segment_1", spec, found, 5)
+    _check_built("segment_01", spec, found, 5)
     change(found)
     with pytest.raises((BuildError, BundleError), match=says):
-        _check_built("segment_1", spec, found, 5)
+        _check_built("segment_01", spec, found, 5)
 
 
-JOB = {"networks": [{"name": "segment_0"}], "timing_cache": None}
-BEGIN = "import json,os,sys,signal; json.load(sys.stdin); print(json.dumps({'event':'building','network':'segment_0'}))"
+JOB = {"networks": [{"name": "segment_00"}], "timing_cache": None}
+BEGIN = (
+    "import json,os,sys,signal; json.load(sys.stdin); print(json.dumps({'event':'building','network':'segment_00'}))"
+)
 
 
 @pytest.mark.parametrize(
     ("death", "says"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed while building segment_0 (SIGSEGV)"),
-        ("os.abort()", "crashed while building segment_0 (SIGABRT)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed while building segment_0, most likely because memory ran"),
-        ("sys.exit(3)", "ended with exit code 3 while building segment_0"),
-        ("None", "ended with exit code 0 while building segment_0"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed while building segment_00 (SIGSEGV)"),
+        ("os.abort()", "crashed while building segment_00 (SIGABRT)"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "was killed while building segment_00, most likely because memory ran",
+        ),
+        ("sys.exit(3)", "ended with exit code 3 while building segment_00"),
+        ("None", "ended with exit code 0 while building segment_00"),
     ],
 )
 def test_a_builder_s_death_is_one_sentence_with_its_last_words(death: str, says: str) -> None:
@@ -189,11 +194,11 @@ def test_a_builder_that_dies_before_it_reads_is_told_too() -> None:
 )
 def test_what_goes_wrong_in_the_builder_is_its_sentence(raised: str, says: str) -> None:
     script = (
-        "from tide_export.engines.build import worker; from tide_export.errors import ProviderError\n"
+        "from tide_export.engines import worker; from tide_export.errors import ProviderError\n"
         f"def fail(*given): raise {raised}\n"
         "worker.build = fail; raise SystemExit(worker.main())"
     )
-    with pytest.raises(BuildError, match=f"TensorRT for RTX 1.7 cannot build segment_0: {says}"):
+    with pytest.raises(BuildError, match=f"TensorRT for RTX 1.7 cannot build segment_00: {says}"):
         run_worker(JOB, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", script))
 
 
@@ -204,7 +209,7 @@ def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp
     before = (bundle / names.MANIFEST_FILE).read_bytes()
     assert main(["build", str(bundle), "-q"]) == 2
     line = capsys.readouterr().err
-    assert "cannot build segment_2" in line
+    assert "cannot build segment_02" in line
     assert len(line.splitlines()) == 1
     assert (bundle / names.MANIFEST_FILE).read_bytes() == before
     open_bundle(bundle)
@@ -213,7 +218,7 @@ def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp
 
 def spoil(bundle: Path) -> None:
     """Segment 2 with an operator nobody knows, in a bundle whose hashes fit."""
-    path = bundle / names.network_file("segment_2")
+    path = bundle / names.network_file("segment_02")
     model = onnx.load(str(path), load_external_data=False)
     model.graph.node[0].op_type = "Abacus"
     path.write_bytes(model.SerializeToString())
@@ -222,9 +227,9 @@ def spoil(bundle: Path) -> None:
 
 def test_progress_adds_up_to_the_networks(demo_bundle: Path, tmp_path: Path) -> None:
     events = [
-        {"event": "building", "network": "segment_0"},
+        {"event": "building", "network": "segment_00"},
         *[{"event": "step", "of": 4}] * 9,
-        {"event": "built", "network": "segment_0", "inputs": {}, "outputs": {}, "aliases": {}},
+        {"event": "built", "network": "segment_00", "inputs": {}, "outputs": {}, "aliases": {}},
     ]
     script = f"import json,sys; json.load(sys.stdin); [print(json.dumps(event)) for event in {events!r}]"
     amounts: list[float] = []
@@ -245,25 +250,25 @@ def info_of(capacity: int, max_pending: int, rows: int = 1, bound: int | None = 
 def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_pending: int, rows: int) -> None:
     info = info_of(capacity, max_pending, rows)
     profiles = profiles_for(info)
-    assert all(1 <= p.least <= p.best <= p.most <= capacity for p in profiles)
+    assert all(1 <= p.min_tokens <= p.opt_tokens <= p.max_tokens <= capacity for p in profiles)
     prefill = profiles[2]
     assert prefill.most == min(1024, capacity)
     assert pick_profile(profiles, 1) == 0
     for tokens in {2, max_pending + 1, prefill.most} & set(range(2, prefill.most + 1)):
-        assert profiles[pick_profile(profiles, tokens)].most >= tokens
+        assert profiles[pick_profile(profiles, tokens)].max_tokens >= tokens
     if 1 < max_pending + 1 <= min(1024, capacity):
         assert profiles[pick_profile(profiles, max_pending + 1)].name == "catch-up"
-    assert info.most_rows == min(rows, info.most_tokens)
-    assert info.most_logits >= info.most_rows, "the head runs once over a batch"
-    for several in range(2, info.most_rows + 1):
+    assert info.max_batch_size == min(rows, info.max_tokens)
+    assert info.max_logits >= info.max_batch_size, "the head runs once over a batch"
+    for several in range(2, info.max_batch_size + 1):
         assert profiles[pick_profile(profiles, 1, several)].name == "batch-decode"
-        if info.row_tokens > 1:
-            assert profiles[pick_profile(profiles, info.row_tokens, several)].name == "batch-catch-up"
-    with pytest.raises(GenerationError, match=f"{info.most_rows + 1} sequences exceeds the engine's profiles"):
-        pick_profile(profiles, 1, info.most_rows + 1)
-    if info.most_rows > 1:
+        if info.max_slot_tokens > 1:
+            assert profiles[pick_profile(profiles, info.max_slot_tokens, several)].name == "batch-catch-up"
+    with pytest.raises(GenerationError, match=f"{info.max_batch_size + 1} sequences exceeds the engine's profiles"):
+        pick_profile(profiles, 1, info.max_batch_size + 1)
+    if info.max_batch_size > 1:
         with pytest.raises(GenerationError, match="of each of 2 sequences exceeds the engine's profiles, which take"):
-            pick_profile(profiles, info.row_tokens + 1, 2)
+            pick_profile(profiles, info.max_slot_tokens + 1, 2)
 
 
 def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
@@ -271,16 +276,16 @@ def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
     for most in (1, 5):
         info = info_of(1024, 16, 8, most)
         profiles = profiles_for(info)
-        assert [p.most * p.rows for p in profiles] == ([1, 1, 1] if most == 1 else [1, 5, 5, 5, 5])
-        assert all(1 <= p.least <= p.best <= p.most for p in profiles)
+        assert [p.max_tokens * p.batch_size for p in profiles] == ([1, 1, 1] if most == 1 else [1, 5, 5, 5, 5])
+        assert all(1 <= p.min_tokens <= p.opt_tokens <= p.max_tokens for p in profiles)
 
 
 def test_more_sequences_are_asked_for_when_engines_are_built(demo_bundle: Path, tmp_path: Path, monkeypatch) -> None:
     info = open_bundle(demo_bundle, verify=False).manifest.networks
     assert info is not None
     assert with_rows(info, 8) == info
-    assert (with_rows(info, 64).most_rows, with_rows(info, 64).row_tokens) == (64, 16)
-    assert with_rows(info, 1).most_rows == 1
+    assert (with_rows(info, 64).max_batch_size, with_rows(info, 64).max_slot_tokens) == (64, 16)
+    assert with_rows(info, 1).max_batch_size == 1
     bundle = tmp_path / "bundle"
     shutil.copytree(demo_bundle, bundle)
     with pytest.raises(ConfigError, match="batch_size must be a whole number from 1 to 256, not 0"):
@@ -319,7 +324,7 @@ class FoundEngine:
         return kv_aliases(self.spec)[name]
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        return [tuple(self._of(name).dims(self.profiles[profile].most, self.profiles[profile].rows))] * 3
+        return [tuple(self._of(name).dims(self.profiles[profile].max_tokens, self.profiles[profile].batch_size))] * 3
 
 
 def test_an_engine_for_fewer_sequences_than_its_manifest_says_is_refused(demo_bundle: Path) -> None:
@@ -328,7 +333,7 @@ def test_an_engine_for_fewer_sequences_than_its_manifest_says_is_refused(demo_bu
     for name, spec in specs(manifest, manifest.networks).items():
         profiles = of_network(name, profiles_for(manifest.networks), manifest.networks)
         _check_engine(FoundEngine(spec, profiles), spec, profiles, "x.engine")
-        fewer = tuple(replace(profile, rows=min(profile.rows, 4)) for profile in profiles)
+        fewer = tuple(replace(profile, batch_size=min(profile.batch_size, 4)) for profile in profiles)
         if fewer != profiles:
             with pytest.raises(BundleError, match=r"takes past_lengths of \[4\] at most in profile batch-decode"):
                 _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")
@@ -365,7 +370,7 @@ def test_a_bundle_without_networks_cannot_be_built(tmp_path: Path, demo_bundle: 
         rebuild(tmp_path / "none", "tensorrt-rtx")
     bundle = tmp_path / "bundle"
     shutil.copytree(demo_bundle, bundle)
-    shutil.rmtree(bundle / names.NETWORKS_FOLDER)
+    shutil.rmtree(bundle / names.SEGMENTS_FOLDER)
     manifest = open_bundle(demo_bundle, verify=False).manifest
     write_manifest(bundle, replace(manifest, networks=None, targets=("onnxruntime",)))
     with pytest.raises(BuildError, match="holds no segment networks to build from"):

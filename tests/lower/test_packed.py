@@ -23,7 +23,7 @@ def test_every_network_reads_the_weights_of_the_graph(
     parts = [names.segment(k) for k in range(4)]
     files = [names.batch_file(name, rows) for name in parts for rows in names.BATCH_SIZES]
     files += map(names.batch_file, more)
-    assert {file.name for file in bundle.glob("batch_*")} == set(files)
+    assert {file.relative_to(bundle).as_posix() for file in bundle.glob("batch/*")} == set(files)
     for file in files:
         assert (bundle / file).stat().st_size < 500_000
         model = onnx.load(bundle / file, load_external_data=False)

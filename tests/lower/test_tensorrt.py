@@ -145,13 +145,13 @@ def test_half_precision_rounds_and_no_more(source, routers, make, tmp_path: Path
 
 
 def test_the_networks_share_one_file_of_weights_and_store_each_once(saved: Path, make, source) -> None:
-    folder = saved / names.NETWORKS_FOLDER
+    folder = saved / names.SEGMENTS_FOLDER
     assert {path.name for path in folder.iterdir()} == {
-        names.NETWORK_WEIGHTS,
+        names.SEGMENTS_WEIGHTS_FILE,
         *(f"{part}.onnx" for part in (names.segment(0), names.segment(1), names.HEAD)),
     }
     parameters = sum(parameter.numel() * 4 for parameter in source.model.parameters())
-    assert parameters <= (folder / names.NETWORK_WEIGHTS).stat().st_size < 1.2 * parameters
+    assert parameters <= (folder / names.SEGMENTS_WEIGHTS_FILE).stat().st_size < 1.2 * parameters
     embedding = [
         initializer.external_data
         for part in (names.segment(0), names.HEAD)
@@ -218,11 +218,11 @@ def test_the_parser_is_asked_what_it_takes(make) -> None:
 
 def test_a_run_takes_as_many_tokens_as_experts_can_be_gathered_for(make, demo_bundle: Path) -> None:
     networks = make()
-    assert networks.most_tokens is None, "no experts"
+    assert networks.max_tokens is None, "no experts"
     manifest = open_bundle(demo_bundle, verify=False).manifest
-    assert networks.info(manifest).most_tokens == CAPACITY
-    few = replace(networks, most_tokens=5).info(manifest)
-    assert (few.most_tokens, few.most_logits, few.most_rows, few.row_tokens) == (5, 5, 5, 1)
+    assert networks.info(manifest).max_tokens == CAPACITY
+    few = replace(networks, max_tokens=5).info(manifest)
+    assert (few.max_tokens, few.max_logits, few.max_batch_size, few.max_slot_tokens) == (5, 5, 5, 1)
 
 
 def test_sequences_that_cannot_run_together_run_alone_and_a_warning_says_why(
@@ -231,19 +231,19 @@ def test_sequences_that_cannot_run_together_run_alone_and_a_warning_says_why(
     networks, manifest = make(), open_bundle(demo_bundle, verify=False).manifest
     shapes = ((2, 8),) * manifest.model.num_layers
     manifest = replace(manifest, model=replace(manifest.model, kv_shapes=shapes))
-    assert (networks.info(manifest).most_rows, networks.info(manifest, 3).most_rows) == (8, 3)
+    assert (networks.info(manifest).max_batch_size, networks.info(manifest, 3).max_batch_size) == (8, 3)
     assert not caplog.records
     unaligned = replace(networks, capacity=50)
-    assert unaligned.info(manifest).most_rows == 1
+    assert unaligned.info(manifest).max_batch_size == 1
     assert "3200 bytes a layer, is no multiple of 256: make --max-length one of 4" in caplog.text
-    assert replace(networks, capacity=52).info(manifest).most_rows == 8
+    assert replace(networks, capacity=52).info(manifest).max_batch_size == 8
     caplog.clear()
-    assert unaligned.info(manifest, 1).most_rows == 1
+    assert unaligned.info(manifest, 1).max_batch_size == 1
     assert not caplog.records, "nothing else was asked for"
 
     def counting(piece) -> None:
         raise UnsupportedModelError("it counts on")
 
     monkeypatch.setattr(lowering, "check_positions", counting)
-    assert make().info(manifest).most_rows == 1
+    assert make().info(manifest).max_batch_size == 1
     assert "take one prompt at a time: it counts on" in caplog.text

@@ -145,6 +145,6 @@ def test_half_precision_sources_become_any_weights(stored: str, tmp_path: Path) 
     assert check_full(engine, source, [IDS[:9], [5]], 12).holds
     for weights, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
         networks = networks_for_tensorrt(pieces, routers.arrays(), None, 32, weights)
-        tensors = [value.const_value for value in networks.models["segment_1"].graph.initializers.values()]
+        tensors = [value.const_value for value in networks.models["segment_01"].graph.initializers.values()]
         found = [torch.from_numpy(one.numpy().astype(np.float32)) for one in tensors if list(one.shape) == [64, 64]]
         assert any(torch.equal(one, original.float().to(dtype).float().T) for one in found), weights

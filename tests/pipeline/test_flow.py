@@ -148,8 +148,8 @@ def test_an_export_killed_in_the_middle_leaves_the_old_bundle_and_no_half_of_a_n
     shutil.copytree(demo_bundle, target)
     before = (target / "tide.json").read_bytes()
     code = (
-        "from tide_export import pipeline; from tide_export.config import TideConfig;"
-        f"pipeline.export({str(demo_model)!r}, {str(target)!r}, routers={str(routers)!r}, "
+        "from tide_export.pipeline import flow; from tide_export.config import TideConfig;"
+        f"flow.export({str(demo_model)!r}, {str(target)!r}, routers={str(routers)!r}, "
         "config=TideConfig(checkpoints=(3, 6, 9)), overwrite=True)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:

@@ -193,19 +193,19 @@ def test_with_the_plugin_the_parser_creates_it(library, route_graph):
 
 def test_the_parser_creates_the_plugin_for_every_exported_network(library, demo_bundle):
     """Of the files that are built, not of a graph made for the test."""
-    for part in ("segment_0", "segment_2"):
+    for part in ("segment_00", "segment_02"):
         done = parsing(demo_bundle / names.network_file(part), library)
         assert "Successfully created plugin: TideRoute" in done.stdout, part
         assert "parsed" not in done.stdout, part
-    done = parsing(demo_bundle / names.network_file("segment_3"), library)
+    done = parsing(demo_bundle / names.network_file("segment_03"), library)
     assert "parsed True" in done.stdout, "the last segment has no router"
 
 
 def test_the_builder_hands_the_library_to_the_parser(library, route_graph, tmp_path):
     """With it the builder ends as TensorRT for RTX does when a plugin is to be added; without it an engine is built."""
     profile = {"states": [[1, 1, 64]] * 3, "threshold": [[1]] * 3}
-    network = {"name": "segment_0", "source": str(route_graph), "engine": str(tmp_path / "e"), "profiles": [profile]}
+    network = {"name": "segment_00", "source": str(route_graph), "engine": str(tmp_path / "e"), "profiles": [profile]}
     job = {"networks": [network], "timing_cache": None, "plugins": None}
-    assert run_worker(job, TENSORRT_RTX, "1.7", lambda amount: None)["segment_0"]["plugins"] == 0
-    with pytest.raises(BuildError, match=r"crashed while building segment_0 \(SIG"):
+    assert run_worker(job, TENSORRT_RTX, "1.7", lambda amount: None)["segment_00"]["plugins"] == 0
+    with pytest.raises(BuildError, match=r"crashed while building segment_00 \(SIG"):
         run_worker({**job, "plugins": str(library)}, TENSORRT_RTX, "1.7", lambda amount: None)

@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_the_old_ones(tmp_path, monkeypatch, quick):
 def test_pyplot_is_left_alone(tmp_path):
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
-        "import matplotlib as m, report_data; from tide_export import report\n"
+        "import matplotlib as m, report_data; from tide_export.report import write as report\n"
         "m.rcParams['axes.grid.axis'] = 'x'; m.rcParams['font.size'] = 7\n"
         "report.render = lambda *_: ''\n"  # the overview is drawn, six kinds of panels
         "report.write_report(report_data.make(n=100), Path(sys.argv[2]))\n"

@@ -298,9 +298,7 @@ def test_lenses_and_routers_stand_together(path, without, reason):
 
 
 def test_a_file_of_an_older_release_says_calibrate_again(path):
-    save_file(
-        random_routers().tensors(), path, metadata={"format": "tide_export.routers.router_set/1", "provenance": "{}"}
-    )
+    save_file(random_routers().tensors(), path, metadata={"format": "tide_export.routers/1", "provenance": "{}"})
     with pytest.raises(RouterFileError, match="calibrate again"):
         RouterSet.load(path)
 

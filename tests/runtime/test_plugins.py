@@ -27,7 +27,7 @@ from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins, plugins_to_build_with, plugins_to_load, register
 from tide_export.version import __version__
 
-NEEDED = PluginsInfo(__version__, "0" * 64, ("segment_0",))
+NEEDED = PluginsInfo(__version__, "0" * 64, ("segment_00",))
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_the_builder_loads_the_library_before_it_parses(monkeypatch: pytest.Monk
     monkeypatch.setattr(trt, "lazy_import_trt", lambda: SimpleNamespace(get_plugin_registry=lambda: registry))
     job = {"plugins": "x.so", "timing_cache": None}
     with pytest.raises(KeyError, match="profiles"):  # what comes next
-        build_one({"name": "segment_0"}, job, lambda *args, **values: None)
+        build_one({"name": "segment_00"}, job, lambda *args, **values: None)
     assert registry.loaded == ["x.so"]
 
 
@@ -216,14 +216,14 @@ def test_the_manifest_says_which_engines_hold_plugins(
         jobs.append(job)
         return {network["name"]: {"plugins": taken * (network["name"] in names_routed)} for network in job["networks"]}
 
-    names_routed = ("segment_0", "segment_1", "segment_2")
+    names_routed = ("segment_00", "segment_01", "segment_02")
     monkeypatch.setattr(build, "require_builder", lambda flavour: "11.1.0.106")
     monkeypatch.setattr(build, "run_worker", answer)
     monkeypatch.setattr(build, "_check_built", lambda *arguments: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library = find_plugins(ours)
     if not taken:
-        with pytest.raises(BuildError, match=r"TensorRT did not take the plugin TideRoute of '.*' in segment_0"):
+        with pytest.raises(BuildError, match=r"TensorRT did not take the plugin TideRoute of '.*' in segment_00"):
             build.build_engines(tmp_path, manifest, TENSORRT, library)
         return
     info = build.build_engines(tmp_path, manifest, TENSORRT, library)

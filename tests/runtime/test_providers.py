@@ -127,12 +127,12 @@ def test_a_truncated_engine_is_refused_before_tensorrt_sees_it(built: Path, mach
     machine((8, 9))
     bundle = tmp_path / "bundle"
     shutil.copytree(built, bundle)
-    engine = bundle / names.engine_file("segment_1")
+    engine = bundle / names.engine_file("segment_01")
     engine.write_bytes(engine.read_bytes()[:-1])
     arguments = ["generate", str(bundle), "--prompt", "a", "--provider", "tensorrt", "--no-verify", "-q"]
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "engines/segment_1.engine' is truncated: 5999 of 6000 bytes" in line
+    assert "engines/segment_01.engine' is truncated: 5999 of 6000 bytes" in line
 
 
 def test_an_engine_tensorrt_cannot_read_is_refused_with_its_last_words(built: Path, monkeypatch) -> None:
@@ -231,7 +231,7 @@ def test_a_network_unlike_its_manifest_is_refused(demo_bundle: Path, tmp_path: P
     opened = open_bundle(demo_bundle, verify=False)
     assert opened.manifest.networks is not None
     other = replace(opened.manifest, networks=replace(opened.manifest.networks, exit_size=64))
-    says = r"segment_0.onnx': output exit_states is float32 \['rows', 1, 128\], but its man"
+    says = r"segment_00.onnx': output exit_states is float32 \['rows', 1, 128\], but its man"
     with pytest.raises(BundleError, match=says):
         on_onnxruntime.open_segments(Bundle(opened.path, other), threads=1)
     half = replace(opened.manifest, networks=replace(opened.manifest.networks, weights="bf16"))

@@ -92,7 +92,11 @@ class TinyModel:
 
     def graph(self) -> onnx.ModelProto:
         segments = len(self.checkpoints) + 1
-        inputs = [f"int64[1,S] {names.INPUT_IDS}", f"int32 {names.TOTAL_LENGTH}", f"int64[M,2] {names.KEPT_TOKENS}"]
+        inputs = [
+            f"int64[1,S] {names.INPUT_IDS}",
+            f"int32 {names.TOTAL_LENGTH}",
+            f"int64[M,2] {names.LOGITS_POSITIONS}",
+        ]
         outputs = [f"float[M,{self.vocabulary}] {names.LOGITS}"]
         if self.checkpoints:
             inputs.append(f"float[{segments - 1}] {names.THRESHOLDS}")
@@ -164,7 +168,7 @@ class TinyModel:
         """The last position, of the last segment as many as are asked for."""
         if k < len(self.checkpoints):
             return f"{name} = Gather<axis=1>({y}, minus1)"
-        return f"{name}_rows = GatherND({y}, {names.KEPT_TOKENS})\n{name} = Unsqueeze({name}_rows, axis0)"
+        return f"{name}_rows = GatherND({y}, {names.LOGITS_POSITIONS})\n{name} = Unsqueeze({name}_rows, axis0)"
 
     def _score(self, k: int, last: str, lines: list[str]) -> str:
         lines.append(f"raw{k} = MatMul({last}, router{k})")

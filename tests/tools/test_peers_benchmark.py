@@ -14,7 +14,7 @@ STAND_IN = """
 import os, sys
 sys.path.insert(0, {folder!r})
 import numpy as np
-import peer_child
+import peer_process
 
 class StandIn:
     def __init__(self, job):
@@ -35,9 +35,9 @@ class StandIn:
         print("and in every step")
         return 0.5
 
-peer_child.PEERS = dict.fromkeys(peer_child.PEERS, StandIn)
-peer_child.set_up_torch = lambda threads: None
-peer_child.main()
+peer_process.PEERS = dict.fromkeys(peer_process.PEERS, StandIn)
+peer_process.set_up_torch = lambda threads: None
+peer_process.main()
 """
 CONTEXT = 16
 

@@ -59,7 +59,7 @@ def test_what_does_not_pay_is_stored_as_off_and_said(capsys, bundle: Path, monke
     drafting = open_bundle(bundle).manifest.drafting
     assert drafting is not None
     assert set(drafting.thresholds) == {1.0}
-    assert (drafting.max_drafts, drafting.lookup) == (0, 0)
+    assert (drafting.max_drafts, drafting.prompt_lookup) == (0, 0)
     assert not tide_export.load(bundle).generate([50, 60], 20, mode="lossless").stats.drafted
 
 

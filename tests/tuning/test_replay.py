@@ -23,7 +23,7 @@ def recording(scores: list, agrees: list) -> Measurement:
 
 
 def exits_alone(replayed: Replayed) -> tuple[float, int, int]:
-    assert (replayed.looked_up, replayed.lookups_accepted) == (0, 0)
+    assert (replayed.lookup_drafted, replayed.lookup_accepted) == (0, 0)
     return replayed.seconds, replayed.drafted, replayed.accepted
 
 
@@ -57,7 +57,7 @@ def test_nothing_pays_when_every_draft_is_wrong() -> None:
     wrong = recording([[0.9, 0.9]] * 20, [[0, 0]] * 20)
     found = best_setting(wrong, COSTS, NO_TEXT)
     assert found.thresholds == (1.0, 1.0)
-    assert (found.speedup, found.max_drafts, found.lookup) == (1.0, 0, 0)
+    assert (found.speedup, found.max_drafts, found.prompt_lookup) == (1.0, 0, 0)
 
 
 def test_a_text_that_repeats_itself_is_looked_up() -> None:
@@ -65,11 +65,11 @@ def test_a_text_that_repeats_itself_is_looked_up() -> None:
     circle = replace(wrong, full=np.array([[5, 6, 7] * 8]))
     found = best_setting(circle, COSTS, NO_TEXT)
     assert found.thresholds == (1.0, 1.0)
-    assert found.lookup > 0
-    lookups = look_up(NO_TEXT, circle.full, found.least_match)
-    replayed = replay(circle, COSTS, found.thresholds, 0, lookups, found.lookup)
+    assert found.prompt_lookup > 0
+    lookups = look_up(NO_TEXT, circle.full, found.min_match)
+    replayed = replay(circle, COSTS, found.thresholds, 0, lookups, found.prompt_lookup)
     assert found.speedup == COSTS.plain / replayed.seconds > 1.5
-    assert replayed.lookups_accepted > 12
+    assert replayed.lookup_accepted > 12
 
 
 def test_the_search_finds_what_trying_everything_finds() -> None:
@@ -80,7 +80,7 @@ def test_the_search_finds_what_trying_everything_finds() -> None:
     noisy = Measurement(scores, np.where(agrees, full[..., None], -1), full, (2, 4), 6)
     costs = StepCosts(draft=(0.3, 0.7), verify={1: 1.0, 13: 1.6}, block={1: 1.0, 13: 2.0}, plain=1.0)
     found = best_setting(noisy, costs, NO_TEXT * 6)
-    assert found.lookup == 0
+    assert found.prompt_lookup == 0
     assert found.speedup == costs.plain / replay(noisy, costs, found.thresholds, found.max_drafts).seconds
     everything = max(
         costs.plain / replay(noisy, costs, thresholds, drafts).seconds
@@ -141,10 +141,12 @@ def test_the_replay_expects_the_lookups_that_generating_has(engine: Engine) -> N
         engine.drafting_as(Drafting(tuple(off), 0, 8, 2, {})).generate(p, length, mode="lossless", stop_token_ids=[])
         for p in prompts
     ]
-    looked_up, accepted = (sum(getattr(s.stats, name) for s in stats) for name in ("looked_up", "lookups_accepted"))
-    assert expected.lookups_accepted > 20
-    assert abs(looked_up - expected.looked_up) <= 16
-    assert abs(accepted - expected.lookups_accepted) <= 16
+    lookup_drafted, accepted = (
+        sum(getattr(s.stats, name) for s in stats) for name in ("lookup_drafted", "lookup_accepted")
+    )
+    assert expected.lookup_accepted > 20
+    assert abs(lookup_drafted - expected.lookup_drafted) <= 16
+    assert abs(accepted - expected.lookup_accepted) <= 16
 
 
 def test_step_costs_are_those_of_the_steps(engine: Engine) -> None:

@@ -150,9 +150,11 @@ def test_where_the_reference_is_undecided_it_is_forgiven(graph: Engine, source, 
 def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, backend: SegmentBackend, prompts, alone):
     files = {name: info for name, info in bundle.manifest.files.items() if not name.startswith("batch_")}
     without = Engine(replace(bundle, manifest=replace(bundle.manifest, files=files)), graph._session)
-    single = SegmentBackend(bundle.manifest, replace(backend._info, most_rows=1), backend.specs, backend._open_lane)
+    single = SegmentBackend(
+        bundle.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_lane
+    )
     for engine in (without, Engine(bundle, single, SegmentedState)):
-        assert engine.most_together == 1
+        assert engine.max_batch_size == 1
         done: list[float] = []
         found = check_together(engine, None, None, prompts, alone, PENDING, "segments", done.append)
         assert (found.holds, found.checks, sum(done)) == (True, [], 3)
@@ -160,7 +162,7 @@ def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, back
             "segments, several prompts together: not in this bundle, which takes one at a time (its export said why, "
             "or --batch-size 1 was given)"
         ]
-    assert (graph.most_together, Engine(bundle, backend, SegmentedState).most_together) == (32, 8)
+    assert (graph.max_batch_size, Engine(bundle, backend, SegmentedState).max_batch_size) == (32, 8)
     lonely = check_together(graph, None, None, prompts[:1], alone, PENDING)
     assert lonely.lines() == ["several prompts together: not compared, there is one prompt"]
     assert lonely == Together("", 0, [], "not compared, there is one prompt")

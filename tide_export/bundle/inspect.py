@@ -142,12 +142,14 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
     lines = [
         "",
         f"networks   {networks['weights']}, K/V buffers of {networks['capacity']} tokens, runs over at most "
-        f"{networks['most_tokens']}, {networks['most_rows']} sequences together",
+        f"{networks['max_tokens']}, {networks['max_batch_size']} sequences together",
     ]
     if engines is None:
         return [*lines, "engines    none: tide-export build makes them"]
     gpus = ", ".join(engines["compute_capabilities"]) or "8.0 and later"
-    profiles = ", ".join(f"{p['name']} {p['rows']} x {p['least']}-{p['most']}" for p in engines["profiles"])
+    profiles = ", ".join(
+        f"{p['name']} {p['batch_size']} x {p['min_tokens']}-{p['max_tokens']}" for p in engines["profiles"]
+    )
     return [
         *lines,
         f"engines    {engines['flavour']} {engines['version']}, compute capability {gpus}, built in "

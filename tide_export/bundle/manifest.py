@@ -17,11 +17,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from tide_export.errors import BundleError
 from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, network_file, segment
 
-SCHEMA = "tide_export.bundle.store/6"
+SCHEMA = "tide_export.bundle/7"
 WEIGHTS = ("fp32", "int8", "int4")  # of the graph
 QUANTIZATION_METHODS = ("rtn", "gptq")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-NETWORK_WEIGHTS = ("fp32", "fp16", "bf16")
+NETWORK_PRECISIONS = ("fp32", "fp16", "bf16")
 EXACT, PROPAGATE = "exact", "propagate"
 KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
@@ -72,11 +72,11 @@ class NetworksInfo:
 
     weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
     capacity: int  # tokens their K/V buffers hold
-    most_tokens: int  # tokens one run may take; longer prompts are run in parts
-    most_logits: int  # tokens one run of the head may take
+    max_tokens: int  # tokens one run may take; longer prompts are run in parts
+    max_logits: int  # tokens one run of the head may take
     exit_size: int  # width of the states the head takes
-    most_rows: int  # sequences one run may take, and a batch may have; 1: no batches
-    row_tokens: int  # tokens of each sequence in a run over several
+    max_batch_size: int  # sequences one run may take, and a batch may have; 1: no batches
+    max_slot_tokens: int  # tokens of each sequence in a run over several
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class Profile:
     """An optimization profile: fewest, most usual and most tokens of each sequence in a run, and most sequences."""
 
     name: str
-    least: int
-    best: int
-    most: int
-    rows: int
+    min_tokens: int
+    opt_tokens: int
+    max_tokens: int
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PluginsInfo:
 
     version: str  # release of tide_export; engines are loaded with that release's library alone
     sha256: str  # of the library's file
-    engines: tuple[str, ...]  # their names: segment_0, ...
+    engines: tuple[str, ...]  # their names: segment_00, ...
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Drafting:
 
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: early exits do not pay
     max_drafts: int  # drafts by early exits that may wait for one verification
-    lookup: int  # tokens drafted at most from earlier text; 0: that does not pay
-    least_match: int  # tokens that must have stood there before
+    prompt_lookup: int  # tokens drafted at most from earlier text; 0: that does not pay
+    min_match: int  # tokens that must have stood there before
     tuning: dict[str, Any]  # what was measured where (see `tuning.lossless`)
 
 
@@ -279,8 +279,8 @@ def _check(manifest: Manifest, source: str) -> None:
         require(len(drafting.thresholds) == len(points), "drafting.thresholds", "must have one value per checkpoint")
         require(all(0 <= value <= 1 for value in drafting.thresholds), "drafting.thresholds", "must lie in [0, 1]")
         require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
-        require(drafting.lookup >= 0, "drafting.lookup", "must be 0 or more")
-        require(drafting.least_match >= 1, "drafting.least_match", "must be 1 or more")
+        require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more")
+        require(drafting.min_match >= 1, "drafting.min_match", "must be 1 or more")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
     require(
@@ -310,11 +310,17 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
     networks, engines = manifest.networks, manifest.engines
     parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), HEAD]
     if networks is not None:
-        require(networks.weights in NETWORK_WEIGHTS, "networks.weights", f"must be one of {', '.join(NETWORK_WEIGHTS)}")
-        for name in ("capacity", "most_tokens", "most_logits", "exit_size", "most_rows", "row_tokens"):
+        require(
+            networks.weights in NETWORK_PRECISIONS,
+            "networks.weights",
+            f"must be one of {', '.join(NETWORK_PRECISIONS)}",
+        )
+        for name in ("capacity", "max_tokens", "max_logits", "exit_size", "max_batch_size", "max_slot_tokens"):
             require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
-        together = networks.most_rows * networks.row_tokens if networks.most_rows > 1 else 1
-        require(together <= networks.most_tokens, "networks.row_tokens", "must fit most_rows times into most_tokens")
+        together = networks.max_batch_size * networks.max_slot_tokens if networks.max_batch_size > 1 else 1
+        require(
+            together <= networks.max_tokens, "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens"
+        )
         for file in map(network_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")
     if engines is not None:
@@ -322,11 +328,13 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         require(engines.flavour in FLAVOURS, "engines.flavour", f"must be one of {', '.join(FLAVOURS)}")
         require(bool(engines.profiles), "engines.profiles", "must not be empty")
         for profile in engines.profiles:
-            ordered = 1 <= profile.least <= profile.best <= profile.most
-            require(ordered, "engines.profiles", "must have least <= best <= most, all 1 or more")
-        rows = max((profile.rows for profile in engines.profiles), default=0)
+            ordered = 1 <= profile.min_tokens <= profile.opt_tokens <= profile.max_tokens
+            require(ordered, "engines.profiles", "must have min_tokens <= opt_tokens <= max_tokens, all 1 or more")
+        size = max((profile.batch_size for profile in engines.profiles), default=0)
         if networks is not None:
-            require(rows == networks.most_rows, "engines.profiles", "must take as many rows as networks.most_rows")
+            require(
+                size == networks.max_batch_size, "engines.profiles", "must have the batch size networks.max_batch_size"
+            )
         if engines.plugins is not None:
             holders = engines.plugins.engines
             require(

@@ -11,7 +11,7 @@ from tide_export.bundle.manifest import NetworksInfo, Profile
 from tide_export.errors import ConfigError
 
 PREFILL_TOKENS = 1024  # most tokens of one run: longer prompts are run in parts
-BATCH_SIZE, MOST_ROWS = 8, 256  # most sequences of one run: unless told otherwise, and at all
+BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # most sequences of one run: unless told otherwise, and at all
 
 
 def check_batch_size(rows: int) -> int:
@@ -20,18 +20,18 @@ def check_batch_size(rows: int) -> int:
     Raises:
         ConfigError: they cannot.
     """
-    if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= MOST_ROWS:
-        raise ConfigError(f"batch_size must be a whole number from 1 to {MOST_ROWS}, not {rows!r}")
+    if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= MAX_BATCH_SIZE:
+        raise ConfigError(f"batch_size must be a whole number from 1 to {MAX_BATCH_SIZE}, not {rows!r}")
     return rows
 
 
 class RunSizes(NamedTuple):
     """See the fields of `NetworksInfo`."""
 
-    most_tokens: int
-    most_logits: int
-    most_rows: int
-    row_tokens: int
+    max_tokens: int
+    max_logits: int
+    max_batch_size: int
+    max_slot_tokens: int
 
 
 def run_sizes(capacity: int, max_pending: int, rows: int = 1, bound: int | None = None) -> RunSizes:
@@ -52,21 +52,21 @@ def run_sizes(capacity: int, max_pending: int, rows: int = 1, bound: int | None 
 
 def with_rows(info: NetworksInfo, rows: int) -> NetworksInfo:
     """The same networks, meant for so many sequences together."""
-    rows = min(rows, info.most_tokens)
-    return replace(info, most_rows=rows, row_tokens=max(1, min(info.most_logits, info.most_tokens // rows)))
+    rows = min(rows, info.max_tokens)
+    return replace(info, max_batch_size=rows, max_slot_tokens=max(1, min(info.max_logits, info.max_tokens // rows)))
 
 
 def profiles_for(info: NetworksInfo) -> tuple[Profile, ...]:
     """The optimization profiles of a segment.
 
     Of one sequence: one new token, catching up, a prompt; together they take any number of tokens up to the last one's
-    most. Of several: one new token each, and up to `row_tokens` each. One sequence keeps profiles of its own, so that
-    TensorRT chooses its kernels for it alone; longer runs of a batch go sequence by sequence through those.
+    most. Of several: one new token each, and up to `max_slot_tokens` each. One sequence keeps profiles of its own, so
+    that TensorRT chooses its kernels for it alone; longer runs of a batch go sequence by sequence through those.
     """
-    catch_up, most, rows = info.most_logits, info.most_tokens, info.most_rows
+    catch_up, most, rows = info.max_logits, info.max_tokens, info.max_batch_size
     found = [Profile("decode", 1, 1, 1, 1), Profile("catch-up", 1, max(1, catch_up // 2), catch_up, 1)]
     found.append(Profile("prefill", 1, max(1, most // 2), most, 1))
     if rows > 1:
         found.append(Profile("batch-decode", 1, 1, 1, rows))
-        found.append(Profile("batch-catch-up", 1, max(1, info.row_tokens // 2), info.row_tokens, rows))
+        found.append(Profile("batch-catch-up", 1, max(1, info.max_slot_tokens // 2), info.max_slot_tokens, rows))
     return tuple(found)

@@ -14,7 +14,7 @@ The state machine of one step (S new tokens, K segments), all of it in the graph
     logits = head(candidate of the first checkpoint whose score is above its exit threshold, else the last)
 
 What waits in the end belongs in front of the first segment that did not run; what already waited in front of deeper
-ones goes on waiting, so the caller keeps it. The last segment's candidates are the `kept_tokens`: the last token
+ones goes on waiting, so the caller keeps it. The last segment's candidates are the `logits_positions`: the last token
 alone to generate, more to verify drafts.
 
 The caller sets a skip threshold to the exit threshold, or to 2.0 where more than max pending tokens would wait. That is
@@ -116,7 +116,7 @@ class Composer:
         width = pieces.hidden_size
         self.token_ids = _input(names.INPUT_IDS, INT64, [1, "sequence"])
         self.total = _input(names.TOTAL_LENGTH, INT32, [])
-        self.kept = _input(names.KEPT_TOKENS, INT64, [KEPT, 2])
+        self.kept = _input(names.LOGITS_POSITIONS, INT64, [KEPT, 2])
         self.thresholds = _input(names.THRESHOLDS, FLOAT, [self.segments - 1])
         self.skip_thresholds = {k: _input(names.skip_threshold(k), FLOAT, [1]) for k in range(1, self.segments)}
         self.pending = {k: _input(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in range(1, self.segments)}
@@ -305,7 +305,8 @@ class Composer:
         return self._last(block, k, leaving_state(block, self.pieces, layers, lens, state))
 
     def _last(self, block: Block, k: int, states: ir.Value) -> ir.Value:
-        """The last position [1, D'] of states [1, n, D'], behind the last segment those of `kept_tokens`, [m, D']."""
+        """The last position [1, D'] of states [1, n, D'], behind the last segment those of `logits_positions`, [m,
+        D']."""
         width = normed_size(self.pieces)
         if k < self.segments - 1:
             last = self.weights.constant("last_row", np.array(-1, dtype=np.int64))

@@ -116,7 +116,11 @@ def _plugins_used(
 def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
     """Least, best and most shape of every input under a profile. Several sequences are built for as many as there may
     be: with fewer, whichever kernel is chosen, a run waits for the weights."""
-    sizes = ((profile.least, 1), (profile.best, profile.rows), (profile.most, profile.rows))
+    sizes = (
+        (profile.min_tokens, 1),
+        (profile.opt_tokens, profile.batch_size),
+        (profile.max_tokens, profile.batch_size),
+    )
     return {name: [list(tensor.dims(tokens, rows)) for tokens, rows in sizes] for name, tensor in spec.inputs.items()}
 
 

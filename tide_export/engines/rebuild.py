@@ -46,7 +46,7 @@ def rebuild(
             "tensorrt-rtx"
         )
     if batch_size is not None:
-        if batch_size != 1 == manifest.networks.most_rows:
+        if batch_size != 1 == manifest.networks.max_batch_size:
             raise BuildError(
                 f"the networks of bundle '{opened.path}' take one sequence at a time (exported with --batch-size 1, or "
                 "the export said why): export it again with --batch-size"

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from tide_export.bundle.manifest import NETWORK_WEIGHTS, PROPAGATE, TARGETS, Manifest, Quantization
+from tide_export.bundle.manifest import NETWORK_PRECISIONS, PROPAGATE, TARGETS, Manifest, Quantization
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.calibration.flow import calibrate
@@ -265,7 +265,7 @@ def _flavour(targets: Sequence[str], weights: str) -> Flavour | None:
     for target in targets:
         if target not in TARGETS:
             raise ConfigError(f"target {target!r} is none of {', '.join(TARGETS)}")
-    known = (*NETWORK_WEIGHTS, *QUANTIZED)
+    known = (*NETWORK_PRECISIONS, *QUANTIZED)
     if weights not in known:
         raise ConfigError(f"weights {weights!r} are not in this release: use one of {', '.join(known)}")
     flavours = sorted({target for target in targets if target in FLAVOURS})

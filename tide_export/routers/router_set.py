@@ -28,7 +28,7 @@ from tide_export.model.source import SourceModel
 
 logger = logging.getLogger("tide_export")
 
-FORMAT = "tide_export.routers.router_set/2"
+FORMAT = "tide_export.routers/2"
 CONFIDENCE = 2  # numbers a shortlist's logits are summed up in
 
 

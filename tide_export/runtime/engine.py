@@ -26,7 +26,7 @@ from tide_export.runtime.decoding.generation import FinishReason, Generation, Pr
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, Rewindable
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.options import whole_number
-from tide_export.runtime.packed.networks import MOST_ROWS, BatchNetworks
+from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import (
     check_exits,
@@ -93,10 +93,10 @@ class Engine:
         return self.bundle.manifest
 
     @property
-    def most_together(self) -> int:
+    def max_batch_size(self) -> int:
         """Prompts of a list that can be decoded at the same time; 1: a list is refused."""
         networks = self._session if self._batch_networks is None else self._batch_networks
-        return int(networks.most_rows)
+        return int(networks.max_batch_size)
 
     def drafting_as(self, drafting: Drafting) -> "Engine":
         """The same engine, with another way to draft in lossless mode; the bundle stays as it is."""
@@ -243,7 +243,7 @@ class Engine:
         options = (self.manifest, thresholds, max_pending, compaction_threshold)
         if self._batch_networks is None:
             return SegmentedBatch(self._session, *options, places)
-        return empty_batch(self._batch_networks.sessions(min(places, MOST_ROWS)), *options)
+        return empty_batch(self._batch_networks.sessions(min(places, MAX_BATCH_SIZE)), *options)
 
     def stream(
         self,

@@ -67,11 +67,11 @@ def draft_limits(
         return None
     own, limits = manifest.drafting, DraftLimits()
     if own is not None:
-        limits = DraftLimits(own.max_drafts, own.lookup, own.least_match)
+        limits = DraftLimits(own.max_drafts, own.prompt_lookup, own.min_match)
     if max_pending is not None:
         limits = limits._replace(max_drafts=whole_number("max_pending", max_pending, least=0))
     if prompt_lookup is not None:
-        limits = limits._replace(lookup=whole_number("prompt_lookup", prompt_lookup, least=0))
+        limits = limits._replace(prompt_lookup=whole_number("prompt_lookup", prompt_lookup, least=0))
     return limits
 
 

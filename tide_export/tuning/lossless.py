@@ -43,7 +43,7 @@ class LosslessReport:
         speedup: measured, median over the confirming prompts of full's decoding time over lossless mode's; 1.0 where
             nothing was measured because nothing was expected.
         acceptance: share of drafts confirmed in these generations.
-        looked_up: share of drafts that came from earlier text in these generations.
+        lookup_drafted: share of drafts that came from earlier text in these generations.
         pays: whether the setting is stored; else drafting is off.
     """
 
@@ -60,7 +60,7 @@ class LosslessReport:
     expected_acceptance: float
     speedup: float
     acceptance: float
-    looked_up: float
+    lookup_drafted: float
     pays: bool
     stored: bool
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
@@ -69,8 +69,8 @@ class LosslessReport:
         """What the manifest keeps."""
         setting = self.setting
         if not self.pays:
-            setting = replace(setting, thresholds=(OFF,) * len(self.checkpoints), max_drafts=0, lookup=0)
-        return Drafting(setting.thresholds, setting.max_drafts, setting.lookup, setting.least_match, self.record())
+            setting = replace(setting, thresholds=(OFF,) * len(self.checkpoints), max_drafts=0, prompt_lookup=0)
+        return Drafting(setting.thresholds, setting.max_drafts, setting.prompt_lookup, setting.min_match, self.record())
 
     def record(self) -> dict[str, Any]:
         """JSON types, everything needed to do it again."""
@@ -79,13 +79,13 @@ class LosslessReport:
             "pays": self.pays,
             "speedup": self.speedup,
             "acceptance": self.acceptance,
-            "looked_up": self.looked_up,
+            "lookup_drafted": self.lookup_drafted,
             "expected_speedup": self.setting.speedup,
             "expected_acceptance": self.expected_acceptance,
             "tried_thresholds": list(self.setting.thresholds),
             "tried_max_drafts": self.setting.max_drafts,
-            "tried_lookup": self.setting.lookup,
-            "tried_least_match": self.setting.least_match,
+            "tried_lookup": self.setting.prompt_lookup,
+            "tried_least_match": self.setting.min_match,
             "draft_seconds": list(self.costs.draft),
             "verify_seconds": {str(n): seconds for n, seconds in self.costs.verify.items()},
             "block_seconds": {str(n): seconds for n, seconds in self.costs.block.items()},
@@ -133,7 +133,9 @@ class LosslessReport:
         if self.setting.speedup <= 1.0:
             found = "no setting is expected to be faster than full depth"
         measured = f"measured on {len(self.prompts.calibration)} other prompts: {self.speedup:.2f}x, "
-        measured += f"{self.acceptance:.0%} of drafts confirmed ({self.looked_up:.0%} of them looked up), every token "
+        measured += (
+            f"{self.acceptance:.0%} of drafts confirmed ({self.lookup_drafted:.0%} of them looked up), every token "
+        )
         measured += "that of full depth"
         verdict = (
             f"PAYS: lossless mode is {self.speedup:.2f}x as fast as full depth here"
@@ -217,8 +219,8 @@ def tune_lossless(
         costs = step_costs(engine, texts[0])
     with stage("choosing a setting"):
         setting = best_setting(recorded, costs, drawn.path)
-        lookups = look_up(drawn.path, recorded.full, setting.least_match)
-        replayed = replay(recorded, costs, setting.thresholds, setting.max_drafts, lookups, setting.lookup)
+        lookups = look_up(drawn.path, recorded.full, setting.min_match)
+        replayed = replay(recorded, costs, setting.thresholds, setting.max_drafts, lookups, setting.prompt_lookup)
     confirmed = Confirmed(1.0, 0, 0, 0)
     if setting.speedup > 1.0:
         confirmed = _confirm(engine, drawn.calibration, new_tokens, setting)
@@ -234,11 +236,11 @@ def tune_lossless(
         setting=setting,
         costs=costs,
         expected_acceptance=_share(
-            replayed.accepted + replayed.lookups_accepted, replayed.drafted + replayed.looked_up
+            replayed.accepted + replayed.lookup_accepted, replayed.drafted + replayed.lookup_drafted
         ),
         speedup=confirmed.speedup,
         acceptance=_share(confirmed.accepted, confirmed.drafted),
-        looked_up=_share(confirmed.looked_up, confirmed.drafted),
+        lookup_drafted=_share(confirmed.lookup_drafted, confirmed.drafted),
         pays=confirmed.speedup >= PAYS,
         stored=not dry_run,
     )
@@ -264,13 +266,13 @@ class Confirmed:
     speedup: float
     drafted: int
     accepted: int
-    looked_up: int
+    lookup_drafted: int
 
 
 def _confirm(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, setting: Setting) -> Confirmed:
-    drafting = Drafting(setting.thresholds, setting.max_drafts, setting.lookup, setting.least_match, {})
+    drafting = Drafting(setting.thresholds, setting.max_drafts, setting.prompt_lookup, setting.min_match, {})
     tuned = engine.drafting_as(drafting)
-    ratios, drafted, accepted, looked_up = [], 0, 0, 0
+    ratios, drafted, accepted, lookup_drafted = [], 0, 0, 0
     with stage("confirming", total=len(prompts)) as advance:
         for number, prompt in enumerate(prompts):
             seconds: dict[str, float] = {}
@@ -281,7 +283,7 @@ def _confirm(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, 
                 out = tuned.generate(prompt, new_tokens, mode="lossless", stop_token_ids=[])
                 seconds[mode] = out.stats.decode_seconds
                 drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
-                looked_up += out.stats.looked_up
+                lookup_drafted += out.stats.lookup_drafted
             if out.tokens != tokens:
                 first = next(i for i, pair in enumerate(zip(out.tokens, tokens, strict=True)) if pair[0] != pair[1])
                 raise TuneError(
@@ -290,7 +292,7 @@ def _confirm(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, 
                 )
             ratios.append(seconds["full"] / seconds["lossless"])
             advance(1)
-    return Confirmed(median(ratios), drafted, accepted, looked_up)
+    return Confirmed(median(ratios), drafted, accepted, lookup_drafted)
 
 
 def _share(part: int, whole: int) -> float:
@@ -300,6 +302,6 @@ def _share(part: int, whole: int) -> float:
 def _told(setting: Setting) -> str:
     thresholds = ", ".join("off" if value >= OFF else f"{value:.4f}" for value in setting.thresholds)
     exits = f"thresholds {thresholds}, at most {setting.max_drafts} early exits" if thresholds else "no early exits"
-    if not setting.lookup:
+    if not setting.prompt_lookup:
         return f"{exits}, nothing looked up"
-    return f"{exits}, up to {setting.lookup} tokens looked up behind {setting.least_match} or more seen before"
+    return f"{exits}, up to {setting.prompt_lookup} tokens looked up behind {setting.min_match} or more seen before"

@@ -63,8 +63,8 @@ class Setting:
 
     thresholds: tuple[float, ...]
     max_drafts: int
-    lookup: int
-    least_match: int
+    prompt_lookup: int
+    min_match: int
     speedup: float
 
 
@@ -115,7 +115,7 @@ def step_costs(
     )
 
 
-def look_up(texts: Sequence[Sequence[int]], full: np.ndarray, least_match: int) -> Lookups:
+def look_up(texts: Sequence[Sequence[int]], full: np.ndarray, min_match: int) -> Lookups:
     """What guesses from earlier text are worth along recorded continuations.
 
     Args:
@@ -124,7 +124,7 @@ def look_up(texts: Sequence[Sequence[int]], full: np.ndarray, least_match: int) 
     """
     found = []
     for prompt, said in zip(texts, full.tolist(), strict=True):
-        lookup = PromptLookup(max(LOOKUPS), least_match)
+        lookup = PromptLookup(max(LOOKUPS), min_match)
         lookup.extend(prompt)
         rights = []
         for place, token in enumerate(said):
@@ -144,8 +144,8 @@ class Replayed:
     seconds: float  # per token
     drafted: int  # by early exits
     accepted: int
-    looked_up: int
-    lookups_accepted: int
+    lookup_drafted: int
+    lookup_accepted: int
 
 
 def replay(
@@ -168,7 +168,7 @@ def replay(
     right = np.take_along_axis(right, left[..., None], axis=2)[..., 0]
     nowhere = [[NONE_FOUND] * positions] * n
     verifying = cache(costs.verifying)
-    seconds, tokens, drafted, accepted, looked_up, lookups_accepted = 0.0, 0, 0, 0, 0, 0
+    seconds, tokens, drafted, accepted, lookup_drafted, lookup_accepted = 0.0, 0, 0, 0, 0, 0
     for leaves, agrees, known in zip(left.tolist(), right.tolist(), lookups or nowhere, strict=True):
         start, length = 0, most
         while start < positions:
@@ -191,9 +191,9 @@ def replay(
                 length = next_length(length, most, guessed, sure)
             tokens += stood + sure + 1
             drafted, accepted = drafted + drafts, accepted + stood
-            looked_up, lookups_accepted = looked_up + guessed, lookups_accepted + sure
+            lookup_drafted, lookup_accepted = lookup_drafted + guessed, lookup_accepted + sure
             start += stood + sure + 1
-    return Replayed(seconds / tokens, drafted, accepted, looked_up, lookups_accepted)
+    return Replayed(seconds / tokens, drafted, accepted, lookup_drafted, lookup_accepted)
 
 
 def best_setting(recorded: Measurement, costs: StepCosts, texts: Sequence[Sequence[int]]) -> Setting:
@@ -214,7 +214,7 @@ def best_setting(recorded: Measurement, costs: StepCosts, texts: Sequence[Sequen
         if speedup > looked.speedup:
             best = looked = Setting(off.thresholds, 0, most, least, speedup)
     for base in dict.fromkeys((off, looked)):
-        lookups = found[base.least_match] if base.lookup else None
+        lookups = found[base.min_match] if base.prompt_lookup else None
         for max_drafts in DRAFTS if columns else ():
             current = _ascend(recorded, costs, replace(base, max_drafts=max_drafts), lookups)
             if current.speedup > best.speedup:
@@ -232,7 +232,7 @@ def _ascend(recorded: Measurement, costs: StepCosts, start: Setting, lookups: Lo
             grid = {0.0, *np.quantile(recorded.scores[..., c], quantiles).astype(np.float32).tolist(), OFF}
             for value in sorted(min(max(value, 0.0), OFF) for value in grid):
                 tried = (*current.thresholds[:c], value, *current.thresholds[c + 1 :])
-                replayed = replay(recorded, costs, tried, start.max_drafts, lookups, start.lookup)
+                replayed = replay(recorded, costs, tried, start.max_drafts, lookups, start.prompt_lookup)
                 if costs.plain / replayed.seconds > current.speedup:
                     current = replace(current, thresholds=tried, speedup=costs.plain / replayed.seconds)
         if current == before:

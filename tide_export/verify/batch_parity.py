@@ -87,7 +87,7 @@ def check_together(
     """
     picked = sorted({round(number) for number in np.linspace(0, len(prompts) - 1, PROMPTS)})
     reason = None
-    if engine.most_together == 1:
+    if engine.max_batch_size == 1:
         reason = "not in this bundle, which takes one at a time (its export said why, or --batch-size 1 was given)"
     elif len(picked) == 1:
         reason = "not compared, there is one prompt"

@@ -88,7 +88,7 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
         networks = Engine(bundle, open_segments(bundle), SegmentedState)
         tolerance = TOLERANCES[manifest.networks.weights]
         _compare("networks", networks, answers, tolerance)
-        if manifest.networks.most_rows > 1:
+        if manifest.networks.max_batch_size > 1:
             batch = networks.start_batch(*options, len(answers))
             _compare_together("networks with several sequences", batch, manifest, answers, tolerance)
             del batch

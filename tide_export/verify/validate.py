@@ -22,7 +22,7 @@ from tide_export.model.source import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.decoding.stats import LOOKED_UP
+from tide_export.runtime.decoding.stats import LOOKUP_DRAFT
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.request import check_exits
@@ -91,7 +91,7 @@ class ValidationReport:
             "full: HuggingFace eager; a threshold: TIDE's rule applied afterwards to all layers (token and exit layer)",
             *self._of_drafts(),
             "",
-            table([*headers, *("looked up" if layer == LOOKED_UP else f"exit@{layer}" for layer in layers)], rows),
+            table([*headers, *("looked up" if layer == LOOKUP_DRAFT else f"exit@{layer}" for layer in layers)], rows),
             "",
             *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
             *(f"  {c.name}: the logits are off by {c.max_error:.2g}" for c in self.checks if not c.logits_equal),

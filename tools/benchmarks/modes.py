@@ -43,7 +43,7 @@ from tide_export.formatting import table
 from tide_export.progress import stage
 from tide_export.runtime.decoding.continuous_batching import empty_batch
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.packed.networks import MOST_ROWS, BatchNetworks
+from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.thresholds.resolve import OFF, resolve_thresholds
 from tide_export.tuning.prompts import draw_prompts
@@ -246,8 +246,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = parser.parse_args()
-    if not 1 <= options.together <= min(options.prompts, MOST_ROWS):
-        parser.error(f"--together takes 1 to {MOST_ROWS}, and no more than there are prompts")
+    if not 1 <= options.together <= min(options.prompts, MAX_BATCH_SIZE):
+        parser.error(f"--together takes 1 to {MAX_BATCH_SIZE}, and no more than there are prompts")
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
     first = next(iter(engines.values()))
     drawn = draw_prompts(

@@ -27,8 +27,8 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}  # of the largest value of an output
 def feeds(spec: NetworkSpec, profile: Profile, info: NetworksInfo) -> Iterator[dict[str, np.ndarray]]:
     """Random inputs for the fewest, usual and most tokens of a profile and as many sequences as it takes, behind caches
     of several lengths."""
-    random, rows = np.random.default_rng(0), profile.rows
-    for tokens in sorted({profile.least, profile.best, profile.most}):
+    random, rows = np.random.default_rng(0), profile.batch_size
+    for tokens in sorted({profile.min_tokens, profile.opt_tokens, profile.max_tokens}):
         lengths = {0, (info.capacity - tokens) // 2, info.capacity - tokens} if spec.name != names.HEAD else {0}
         for length in sorted(lengths):
             found = {}

@@ -296,7 +296,7 @@ def _cpp_build_steps(flavour: str, build: Path) -> list[Step]:
 
 
 def program_of(build: Path) -> Path:
-    return build / "tide_export" / "runtime" / "cpp" / "tide_generate"
+    return build / "cpp" / "tide_generate"
 
 
 def package_folder(module: str) -> str:

@@ -30,32 +30,32 @@ struct ModelInfo {
 struct Drafting {
   std::vector<double> thresholds;  // one per checkpoint, in [0, 1]
   std::int64_t max_drafts = 0;     // drafts by early exits that may wait for one verification
-  std::int64_t lookup = 0;         // tokens drafted at most from earlier text
-  std::int64_t least_match = 0;    // tokens that must have stood there before
+  std::int64_t prompt_lookup = 0;  // tokens drafted at most from earlier text
+  std::int64_t min_match = 0;    // tokens that must have stood there before
 };
 
 // The networks of one segment each, and of the head, that the bundle holds beside its graph.
 struct NetworksInfo {
   std::string weights;            // precision of their weights, states and K/V: "fp32", "fp16", "bf16"
   std::int64_t capacity = 0;      // tokens their K/V buffers hold
-  std::int64_t most_tokens = 0;   // tokens one run may take; longer prompts are run in parts
-  std::int64_t most_logits = 0;   // tokens one run of the head may take
+  std::int64_t max_tokens = 0;   // tokens one run may take; longer prompts are run in parts
+  std::int64_t max_logits = 0;   // tokens one run of the head may take
   std::int64_t exit_size = 0;     // width of the states the head takes
-  std::int64_t most_rows = 0;     // sequences one run may take; 1: one alone
-  std::int64_t row_tokens = 0;    // tokens of each sequence in a run over several
+  std::int64_t max_batch_size = 0;     // sequences one run may take; 1: one alone
+  std::int64_t max_slot_tokens = 0;    // tokens of each sequence in a run over several
 };
 
 // An optimization profile: fewest, most usual and most tokens of each sequence in a run, and most sequences.
 struct Profile {
   std::string name;
-  std::int64_t least = 0, best = 0, most = 0, rows = 0;
+  std::int64_t min_tokens = 0, opt_tokens = 0, max_tokens = 0, batch_size = 0;
 };
 
 // The plugin library that engines were built with, and which of them hold its plugins.
 struct PluginsInfo {
   std::string version;               // release of tide_export; engines are loaded with that release's library alone
   std::string sha256;                // of the library's file
-  std::vector<std::string> engines;  // their names: segment_0, ...
+  std::vector<std::string> engines;  // their names: segment_00, ...
 };
 
 // The engines that were built from those networks.

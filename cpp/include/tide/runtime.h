@@ -137,7 +137,7 @@ class Engine {
   Generation stream(std::vector<std::int64_t> const& prompt, Request const& request,
                     std::function<bool(Token const&)> const& on_token) const;
 
-  // A generation for each prompt, in their order. They are decoded together, up to `most_together` at a time, whatever
+  // A generation for each prompt, in their order. They are decoded together, up to `max_batch_size` at a time, whatever
   // their lengths; as one ends the next takes its place. Each gets the tokens it would get alone, with the same
   // options, up to rounding (docs/guide/batches.md), and statistics of its own, of which the seconds are those of the steps it
   // was in. The networks for this are loaded when a list first comes, and again where a longer one needs larger ones.
@@ -155,7 +155,7 @@ class Engine {
                                  std::function<bool(std::size_t, Token const&)> const& on_token) const;
 
   // Prompts of a list that are decoded at the same time; 1: a list is refused.
-  std::int64_t most_together() const;
+  std::int64_t max_batch_size() const;
 
   // An empty sequence to `step` by hand. It keeps what it needs of the engine.
   //

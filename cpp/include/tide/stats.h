@@ -20,8 +20,8 @@ struct ExitStats {
   std::int64_t layer_tokens_total = 0;   // what full depth would have computed for the same positions
   std::int64_t drafted = 0;              // lossless mode: tokens drafted, by early exits and from earlier text
   std::int64_t accepted = 0;             // those that the full model confirmed
-  std::int64_t looked_up = 0;            // those of `drafted` that came from earlier text
-  std::int64_t lookups_accepted = 0;     // and of `accepted`
+  std::int64_t lookup_drafted = 0;            // those of `drafted` that came from earlier text
+  std::int64_t lookup_accepted = 0;     // and of `accepted`
   double prefill_seconds = 0;            // the step over the prompt, which gives the first token
   double decode_seconds = 0;             // all steps after it
 

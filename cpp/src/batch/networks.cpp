@@ -9,12 +9,12 @@
 namespace tide {
 namespace names {
 
-std::string row(std::string const& name, std::size_t number) { return name + ".row_" + std::to_string(number); }
+std::string slot(std::string const& name, std::size_t number) { return name + ".slot_" + std::to_string(number); }
 std::string made(std::size_t layer, char const* kind) { return "new." + std::to_string(layer) + "." + kind; }
-std::string skipped(std::size_t k) { return "skipped_" + std::to_string(k); }
-std::string batch_file(std::string const& name) { return "batch_" + name + ".onnx"; }
-std::string batch_file(std::string const& name, std::size_t rows) {
-  return "batch_" + std::to_string(rows) + "_" + name + ".onnx";
+std::string skipped(std::size_t k) { return "skipped_" + two_digits(k); }
+std::string batch_file(std::string const& name) { return "batch/" + name + ".onnx"; }
+std::string batch_file(std::string const& name, std::size_t slots) {
+  return batch_file("slots_" + two_digits(slots) + "_" + name);
 }
 
 }  // namespace names
@@ -22,7 +22,7 @@ std::string batch_file(std::string const& name, std::size_t rows) {
 namespace {
 
 constexpr std::size_t kBatchSizes[] = {4, 8, 16, 32};  // there is a set of networks for each
-constexpr std::size_t kMostRows = 32;
+constexpr std::size_t kMaxBatchSize = 32;
 
 constexpr ONNXTensorElementDataType kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
@@ -33,7 +33,7 @@ void add_caches(TensorTypes& tensors, Layers layers, std::size_t rows,
                 std::string (*named)(std::size_t layer, char const* kind)) {
   for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
     for (char const* kind : kKinds) {
-      for (std::size_t row = 0; row < rows; ++row) tensors[names::row(named(layer, kind), row)] = kFloat;
+      for (std::size_t row = 0; row < rows; ++row) tensors[names::slot(named(layer, kind), row)] = kFloat;
     }
   }
 }
@@ -41,8 +41,8 @@ void add_caches(TensorTypes& tensors, Layers layers, std::size_t rows,
 TensorTypes segment_inputs(Manifest const& manifest, std::size_t k, std::size_t rows) {
   TensorTypes tensors = {{names::kPositionIds, kInt64},
                          {names::kLastTokens, kInt64},
-                         {names::kRowTokens, kInt64},
-                         {names::kRowLengths, kInt32}};
+                         {names::kSlotTokens, kInt64},
+                         {names::kSlotLengths, kInt32}};
   if (k == 0) tensors[names::kInputIds] = kInt64;
   if (k > 0) tensors[names::kHiddenStates] = kFloat;
   add_caches(tensors, layers_of(manifest, k), rows, names::past);
@@ -76,12 +76,12 @@ Layers layers_of(Manifest const& manifest, std::size_t k) {
   return {static_cast<std::size_t>(first), static_cast<std::size_t>(depths[k] - first)};
 }
 
-std::size_t BatchNetworks::most_rows() const {
-  return bundle_.manifest.files.count(names::batch_file(names::kHead)) == 1 ? kMostRows : 1;
+std::size_t BatchNetworks::max_batch_size() const {
+  return bundle_.manifest.files.count(names::batch_file(names::kHead)) == 1 ? kMaxBatchSize : 1;
 }
 
 std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
-  std::size_t const wanted = std::min(count, kMostRows);
+  std::size_t const wanted = std::min(count, kMaxBatchSize);
   std::size_t const rows = *std::lower_bound(std::begin(kBatchSizes), std::end(kBatchSizes), wanted);
   std::lock_guard<std::mutex> const lock(mutex_);
   if (!opened_ || opened_->rows < rows) {
@@ -93,7 +93,7 @@ std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
 
 std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t rows) const {
   Manifest const& manifest = bundle_.manifest;
-  if (most_rows() == 1) {
+  if (max_batch_size() == 1) {
     throw GenerationError("bundle '" + bundle_.path.string() +
                           "' holds no networks for batches (an earlier release made it, or its export said why): give "
                           "one prompt at a time");
@@ -122,7 +122,9 @@ Ort::Session BatchNetworks::load(Ort::Env const& env, std::string const& name, T
   if (bundle_.manifest.files.count(name) == 0) {
     throw BundleError("bundle '" + bundle_.path.string() + "' has no file " + name);
   }
-  return open_network(env, bundle_.path / name, session_options(threads_), inputs, outputs);
+  Ort::SessionOptions options = session_options(threads_);
+  options.AddConfigEntry("session.model_external_initializers_file_folder_path", bundle_.path.c_str());
+  return open_network(env, bundle_.path / name, options, inputs, outputs);
 }
 
 }  // namespace tide

@@ -20,14 +20,14 @@ namespace names {
 
 // Beside those of the networks of one segment each: N tokens of all rows behind one another, R rows at most.
 constexpr char const* kPositionIds = "position_ids";  // int64 [1, N], each token's place in its own sequence
-constexpr char const* kRowTokens = "row_tokens";      // int64 [R], how many of the N are each row's; 0: left alone
-constexpr char const* kRowLengths = "row_lengths";    // int32 [R], tokens in its K/V after the run; 1: left alone
+constexpr char const* kSlotTokens = "slot_tokens";      // int64 [R], how many of the N are each row's; 0: left alone
+constexpr char const* kSlotLengths = "slot_lengths";    // int32 [R], tokens in its K/V after the run; 1: left alone
 
-std::string row(std::string const& name, std::size_t number);  // a K/V buffer of one row
+std::string slot(std::string const& name, std::size_t number);  // a K/V buffer of one slot
 std::string skipped(std::size_t k);                     // the network for tokens that skip segment k >= 1
 std::string made(std::size_t layer, char const* kind);  // of m such tokens, float32 [1, heads, m, head_dim]
 std::string batch_file(std::string const& name);        // where a bundle keeps kHead's or `skipped(k)`'s
-std::string batch_file(std::string const& name, std::size_t rows);  // and `segment(k)`'s for up to so many rows
+std::string batch_file(std::string const& name, std::size_t slots);  // and `segment(k)`'s of up to so many slots
 
 }  // namespace names
 
@@ -56,7 +56,7 @@ class BatchNetworks {
   BatchNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) : bundle_(bundle), threads_(threads) {}
 
   // Sequences that can be decoded together; 1: the bundle holds no networks for more.
-  std::size_t most_rows() const;
+  std::size_t max_batch_size() const;
 
   // Sessions for `count` sequences at once, or for the most there can be. Throws GenerationError: the bundle holds no
   // networks for batches. BundleError: one of them does not load, or is not what the manifest calls for.

@@ -16,11 +16,11 @@ SegmentRun::SegmentRun(BatchSessions& sessions, Manifest const& manifest, std::s
       hidden_size_(manifest.model.hidden_size),
       exit_size_(static_cast<std::int64_t>(sessions.exit_size)),
       binding_(session_),
-      row_tokens_(sessions.rows, 0),
-      row_lengths_(sessions.rows, 1) {
+      slot_tokens_(sessions.rows, 0),
+      slot_lengths_(sessions.rows, 1) {
   auto const rows = static_cast<std::int64_t>(sessions.rows);
-  bind_input(names::kRowTokens, row_tokens_, {rows});
-  bind_input(names::kRowLengths, row_lengths_, {rows});
+  bind_input(names::kSlotTokens, slot_tokens_, {rows});
+  bind_input(names::kSlotLengths, slot_lengths_, {rows});
   for (std::size_t place = 0; place < sessions.rows; ++place) bind_row(place, nobody);
 }
 
@@ -28,8 +28,8 @@ void SegmentRun::bind_row(std::size_t place, Row& row) {
   for (std::size_t layer = layers_.first; layer < layers_.first + layers_.count; ++layer) {
     for (std::size_t kind = 0; kind < std::size(kKinds); ++kind) {
       Ort::Value const value = row.buffer(layer, kind).tensor(memory_);
-      binding_.BindInput(names::row(names::past(layer, kKinds[kind]), place).c_str(), value);
-      binding_.BindOutput(names::row(names::present(layer, kKinds[kind]), place).c_str(), value);
+      binding_.BindInput(names::slot(names::past(layer, kKinds[kind]), place).c_str(), value);
+      binding_.BindOutput(names::slot(names::present(layer, kKinds[kind]), place).c_str(), value);
     }
   }
 }
@@ -52,14 +52,14 @@ std::int64_t SegmentRun::prepare(std::vector<Part> const& parts) {
     asked += part.asked;
   }
   if (tokens != tokens_ || asked != asked_) allocate(tokens, asked);
-  std::fill(row_tokens_.begin(), row_tokens_.end(), 0);
-  std::fill(row_lengths_.begin(), row_lengths_.end(), 1);
+  std::fill(slot_tokens_.begin(), slot_tokens_.end(), 0);
+  std::fill(slot_lengths_.begin(), slot_lengths_.end(), 1);
   auto position = positions_.begin();
   auto last = last_tokens_.begin();
   std::int64_t end = 0;
   for (Part const& part : parts) {
-    row_tokens_[part.place] = part.count;
-    row_lengths_[part.place] = static_cast<std::int32_t>(part.total);
+    slot_tokens_[part.place] = part.count;
+    slot_lengths_[part.place] = static_cast<std::int32_t>(part.total);
     end += part.count;
     for (std::int64_t i = part.total - part.count; i < part.total; ++i) *position++ = i;
     for (std::int64_t i = end - part.asked; i < end; ++i) *last++ = i;

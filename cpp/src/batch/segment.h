@@ -58,8 +58,8 @@ class SegmentRun {
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
   std::int64_t tokens_ = -1, asked_ = -1;  // that the bindings are set up for
-  std::vector<std::int64_t> last_tokens_, positions_, row_tokens_;
-  std::vector<std::int32_t> row_lengths_;
+  std::vector<std::int64_t> last_tokens_, positions_, slot_tokens_;
+  std::vector<std::int32_t> slot_lengths_;
 };
 
 }  // namespace tide

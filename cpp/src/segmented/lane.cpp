@@ -22,7 +22,7 @@ Lane::Lane(std::vector<NetworkSpec> const& specs, LaneParts parts, NetworksInfo 
   for (std::size_t k = 0; k < count; ++k) row_bytes_.push_back(k == 0 ? 0 : specs[k][names::kHiddenStates].size());
   row_bytes_.push_back(head[names::kExitStates].size());
   std::size_t const widest = *std::max_element(row_bytes_.begin(), row_bytes_.end());
-  auto const run = static_cast<std::size_t>(info.most_tokens), asked = static_cast<std::size_t>(info.most_logits);
+  auto const run = static_cast<std::size_t>(info.max_tokens), asked = static_cast<std::size_t>(info.max_logits);
   scratch_ = allocate(run * widest);
   chunk_ = allocate(std::max(run, asked) * widest);
   ids_ = allocate(run * sizeof(std::int64_t));
@@ -30,7 +30,7 @@ Lane::Lane(std::vector<NetworkSpec> const& specs, LaneParts parts, NetworksInfo 
   for (std::size_t k = 0; k < count; ++k) segments_.push_back(made(k));
   for (std::size_t const row : row_bytes_) waiting_.push_back(allocate(static_cast<std::size_t>(waiting_rows) * row));
   vocabulary_ = head[names::kLogits].size() / sizeof(float);
-  logits_ = allocate(head[names::kLogits].size(info.most_logits));
+  logits_ = allocate(head[names::kLogits].size(info.max_logits));
   logits_host_ = device_->staging(logits_.size);
 }
 
@@ -96,7 +96,7 @@ void Lane::set_threshold(std::size_t k, float threshold) {
 
 void Lane::run(std::size_t k, std::int64_t const* ids, std::int64_t count, std::int64_t length, std::int64_t target,
                std::int64_t keep) {
-  std::int64_t const most = info_.most_tokens;
+  std::int64_t const most = info_.max_tokens;
   if (k + 1 == segments_.size()) {  // its rows are those from the run on that the first kept token is in
     std::int64_t const start = (count - keep) / most * most;
     kept_ = keep;
@@ -161,9 +161,9 @@ float const* Lane::logits(std::size_t k) { return head(segments_[k].exit_states,
 
 float const* Lane::rows() {
   rows_.resize(static_cast<std::size_t>(kept_) * vocabulary_);
-  for (std::int64_t first = 0; first < kept_; first += info_.most_logits) {
-    std::int64_t const count = std::min(kept_ - first, info_.most_logits);
-    std::int64_t const tokens = padded(count, 0, info_.most_logits, info_.most_logits);
+  for (std::int64_t first = 0; first < kept_; first += info_.max_logits) {
+    std::int64_t const count = std::min(kept_ - first, info_.max_logits);
+    std::int64_t const tokens = padded(count, 0, info_.max_logits, info_.max_logits);
     float const* const made = head(rows_at(segments_.size(), kept_from_ + first, tokens), tokens);
     std::copy_n(made, static_cast<std::size_t>(count) * vocabulary_,
                 rows_.data() + static_cast<std::size_t>(first) * vocabulary_);

@@ -137,7 +137,7 @@ std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& eng
   if (spec.name != names::kHead) return engines.profiles;
   std::vector<Profile> fitting;
   for (Profile const& profile : engines.profiles) {
-    if (profile.rows == 1 && profile.most <= info.most_logits) fitting.push_back(profile);
+    if (profile.batch_size == 1 && profile.max_tokens <= info.max_logits) fitting.push_back(profile);
   }
   return fitting;
 }
@@ -145,8 +145,8 @@ std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& eng
 std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens) {
   std::int64_t most = 0;
   for (std::size_t number = 0; number < profiles.size(); ++number) {
-    if (profiles[number].least <= tokens && tokens <= profiles[number].most) return number;
-    most = std::max(most, profiles[number].most);
+    if (profiles[number].min_tokens <= tokens && tokens <= profiles[number].max_tokens) return number;
+    most = std::max(most, profiles[number].max_tokens);
   }
   throw GenerationError("a run over " + std::to_string(tokens) +
                         " tokens exceeds the engine's profiles, which take " + std::to_string(most) + " at most");

@@ -182,8 +182,8 @@ void check_engine(LoadedEngine const& given, std::string const& path) {
   for (std::size_t number = 0; number < count; ++number) {
     std::vector<std::int64_t> const most = sizes_of(engine->getProfileShape(
         entry.name.c_str(), static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
-    std::vector<std::int64_t> wanted = entry.dims(profiles[number].most);
-    wanted[0] = profiles[number].rows;
+    std::vector<std::int64_t> wanted = entry.dims(profiles[number].max_tokens);
+    wanted[0] = profiles[number].batch_size;
     if (most == wanted) continue;
     throw BundleError("engine '" + path + "' takes " + entry.name + " of [" + joined(most, ", ") +
                       "] at most in profile " + profiles[number].name + ", unlike its manifest");

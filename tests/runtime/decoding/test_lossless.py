@@ -12,7 +12,7 @@ from tiny_model import TinyModel
 from tide_export.bundle.manifest import Drafting
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.sampling import Sampler
-from tide_export.runtime.decoding.stats import LOOKED_UP
+from tide_export.runtime.decoding.stats import LOOKUP_DRAFT
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import OFF
 
@@ -58,12 +58,12 @@ def test_greedy_tokens_are_the_full_model_s_where_the_text_is_looked_up(
     )
     assert out.tokens == expected
     stats = out.stats
-    assert stats.looked_up > 0
-    assert stats.exit_layer.count(LOOKED_UP) == stats.lookups_accepted
-    assert (stats.drafted > stats.looked_up) == (max_pending > 0 and thresholds != [NEVER, NEVER])
-    assert stats.total_exited + stats.lookups_accepted == stats.accepted
+    assert stats.lookup_drafted > 0
+    assert stats.exit_layer.count(LOOKUP_DRAFT) == stats.lookup_accepted
+    assert (stats.drafted > stats.lookup_drafted) == (max_pending > 0 and thresholds != [NEVER, NEVER])
+    assert stats.total_exited + stats.lookup_accepted == stats.accepted
     assert stats.remaining_tokens == 40 - stats.accepted
-    assert f"{stats.lookups_accepted} of {stats.looked_up} looked up" in stats.summary()
+    assert f"{stats.lookup_accepted} of {stats.lookup_drafted} looked up" in stats.summary()
 
 
 def test_looking_up_saves_passes_where_the_text_repeats_itself(tiny_engine: Engine) -> None:
@@ -72,7 +72,7 @@ def test_looking_up_saves_passes_where_the_text_repeats_itself(tiny_engine: Engi
     without = tiny_engine.generate([1, 2, 3], 200, prompt_lookup=0, **options)
     with_ = tiny_engine.generate([1, 2, 3], 200, prompt_lookup=8, **options)
     assert with_.tokens == without.tokens
-    assert with_.stats.lookups_accepted > 100
+    assert with_.stats.lookup_accepted > 100
     assert sum(with_.stats.layers_run) < 0.5 * sum(without.stats.layers_run)
 
 
@@ -164,8 +164,8 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
                 temperature=temperature, top_p=top_p, seed=seed,
             )  # fmt: skip
             counts[tuple(out.tokens)] += 1
-            drafted["exits"] += out.stats.drafted - out.stats.looked_up
-            drafted["looked up"] += out.stats.looked_up
+            drafted["exits"] += out.stats.drafted - out.stats.lookup_drafted
+            drafted["looked up"] += out.stats.lookup_drafted
         assert set(counts) <= set(expected) or mode != "lossless"
         return deviation(counts, expected, draws)
 
@@ -185,14 +185,14 @@ def test_the_same_seed_gives_the_same_tokens(small_engine: Engine) -> None:
 
 def test_the_bundle_says_how_to_draft(tmp_path: Path) -> None:
     tiny = TinyModel()
-    never = Drafting(thresholds=(1.0, 1.0), max_drafts=3, lookup=0, least_match=1, tuning={})
+    never = Drafting(thresholds=(1.0, 1.0), max_drafts=3, prompt_lookup=0, min_match=1, tuning={})
     assert not load(tiny.write(tmp_path / "never", drafting=never)).generate([1], 9, mode="lossless").stats.drafted
-    late = Drafting(thresholds=(1.0, 0.0), max_drafts=3, lookup=5, least_match=1, tuning={})
+    late = Drafting(thresholds=(1.0, 0.0), max_drafts=3, prompt_lookup=5, min_match=1, tuning={})
     # min_layers guards the quality of exits; drafts are verified.
     stats = load(tiny.write(tmp_path / "late", drafting=late, min_layers=5)).generate([1], 30, mode="lossless").stats
     assert stats.drafted
     assert stats.exits_per_layer[2] == 0
-    assert stats.looked_up
+    assert stats.lookup_drafted
 
 
 def test_other_modes_are_refused(tiny_engine: Engine) -> None:

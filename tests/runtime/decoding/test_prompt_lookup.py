@@ -6,8 +6,8 @@ import pytest
 from tide_export.runtime.decoding.prompt_lookup import LONGEST, PromptLookup, next_length
 
 
-def known(text: list[int], least_match: int = 1, most: int = 8) -> PromptLookup:
-    lookup = PromptLookup(most, least_match)
+def known(text: list[int], min_match: int = 1, most: int = 8) -> PromptLookup:
+    lookup = PromptLookup(most, min_match)
     lookup.extend(text)
     return lookup
 
@@ -20,13 +20,13 @@ def test_what_followed_the_longest_and_latest_match_is_guessed() -> None:
 
 def test_a_match_must_be_long_enough() -> None:
     text = [4, 5, 6, 7, 0, 5]
-    assert known(text, least_match=1).guess([], 2) == [6, 7]
-    assert known(text, least_match=2).guess([], 2) == []
-    assert known([1, 2], least_match=1).guess([], 2) == []
+    assert known(text, min_match=1).guess([], 2) == [6, 7]
+    assert known(text, min_match=2).guess([], 2) == []
+    assert known([1, 2], min_match=1).guess([], 2) == []
 
 
 def test_drafts_belong_to_the_text_that_is_looked_for() -> None:
-    lookup = known([1, 2, 3, 4, 5, 0, 1], least_match=2)
+    lookup = known([1, 2, 3, 4, 5, 0, 1], min_match=2)
     assert lookup.guess([], 3) == []  # 0 1 is new
     assert lookup.guess([2], 3) == [3, 4, 5]
     assert lookup.guess([2, 3], 9) == [4, 5, 0, 1, 2, 3, 4, 5]  # and the end goes on as it does from there
@@ -41,7 +41,7 @@ def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
 def test_it_finds_what_a_search_through_the_text_finds(seed: int) -> None:
     rng = np.random.default_rng(seed)
     text = rng.integers(0, 3, 40).tolist()
-    lookup = known(text, least_match=2)
+    lookup = known(text, min_match=2)
     expected: list[int] = []
     for n in range(LONGEST, 1, -1):
         ends = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]]

@@ -190,18 +190,18 @@ def test_an_array_of_prompts(engine: Engine) -> None:
 
 
 def test_a_bundle_without_networks_for_batches(demo_bundle: Path, tmp_path: Path) -> None:
-    engine = load(without(demo_bundle, tmp_path / "old", "batch_"), threads=1)
+    engine = load(without(demo_bundle, tmp_path / "old", "batch/"), threads=1)
     assert len(engine.generate([5], 2).tokens) == 2
     with pytest.raises(GenerationError, match="holds no networks for batches"):
         engine.generate([[5], [6]], 2)
 
 
 def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
-    folder = without(demo_bundle, tmp_path / "mixed", "batch_4_")
-    for file in demo_bundle.glob("batch_8_*"):
-        shutil.copyfile(file, folder / file.name.replace("_8_", "_4_"))
+    folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_04_")
+    for file in demo_bundle.glob("batch/slots_08_*"):
+        shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_08_", "_04_"))
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
-    with pytest.raises(BundleError, match="batch_4_segment_0"):
+    with pytest.raises(BundleError, match="slots_04_segment_00"):
         load(folder, threads=1).generate([[5], [6]], 2)
 
 

@@ -84,14 +84,14 @@ def test_greedy_tokens_are_the_full_model_s(
         for one in found:
             stats = one.stats
             assert stats.total_tokens == NEW_TOKENS
-            assert stats.total_exited + stats.lookups_accepted == stats.accepted
+            assert stats.total_exited + stats.lookup_accepted == stats.accepted
             assert stats.remaining_tokens == NEW_TOKENS - stats.accepted
     # Each by itself: the very steps that it takes alone.
     for one, prompt in zip(together[1.0], prompts, strict=True):
         assert counts(one) == counts(engine.generate(prompt, NEW_TOKENS, **options))
     drafted, accepted = (sum(getattr(one.stats, name) for one in together[None]) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted, "drafts stand, and fall"
-    assert (sum(one.stats.looked_up for one in together[None]) > 0) == bool(lookup)
+    assert (sum(one.stats.lookup_drafted for one in together[None]) > 0) == bool(lookup)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -222,7 +222,7 @@ def test_more_prompts_than_places(
     engine: Engine, prompts: list[list[int]], full: list[list[int]], mixed: list[float], monkeypatch
 ) -> None:
     """A prompt takes the place of a sequence that ended while the others draft and verify; its rewinds are its own."""
-    monkeypatch.setattr("tide_export.runtime.engine.MOST_ROWS", 2)
+    monkeypatch.setattr("tide_export.runtime.engine.MAX_BATCH_SIZE", 2)
     monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 160)
     monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)  # buffers grow, too
     places: list[int] = []

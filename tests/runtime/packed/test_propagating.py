@@ -105,7 +105,7 @@ def test_there_is_nothing_to_choose(engine: Engine) -> None:
 
 
 def test_networks_that_are_missing_or_others(propagating_bundle: Path, tmp_path: Path) -> None:
-    old = load(without(propagating_bundle, tmp_path / "old", "batch_"), threads=1)
+    old = load(without(propagating_bundle, tmp_path / "old", "batch/"), threads=1)
     assert len(old.generate([5], 2).tokens) == 2
     with pytest.raises(GenerationError, match="holds no networks for batches"):
         old.generate([[5], [6]], 2)
@@ -113,5 +113,5 @@ def test_networks_that_are_missing_or_others(propagating_bundle: Path, tmp_path:
     without(propagating_bundle, folder, wrong)
     shutil.copyfile(propagating_bundle / names.batch_file(names.skipped(2)), folder / wrong)
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
-    with pytest.raises(BundleError, match="batch_skipped_1"):
+    with pytest.raises(BundleError, match="batch/skipped_01"):
         load(folder, threads=1).generate([[5], [6]], 2)

@@ -6,7 +6,7 @@ import pytest
 from tide_export.bundle.manifest import NetworksInfo
 from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
 
-INFO = NetworksInfo("fp32", 100, most_tokens=32, most_logits=8, exit_size=16, most_rows=6, row_tokens=5)
+INFO = NetworksInfo("fp32", 100, max_tokens=32, max_logits=8, exit_size=16, max_batch_size=6, max_slot_tokens=5)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_everything_is_run_once_and_nothing_beyond_the_end() -> None:
         done = dict.fromkeys(counts, 0)
         written = list(lengths)  # what must not be written over any more
         for run in runs_over(counts, lengths, INFO):
-            assert run.tokens * run.rows <= INFO.most_tokens
-            assert run.rows == 1 or run.tokens <= INFO.row_tokens
+            assert run.tokens * run.rows <= INFO.max_tokens
+            assert run.rows == 1 or run.tokens <= INFO.max_slot_tokens
             for place in range(run.start, run.stop):
                 begin = lengths[place] + (run.first if place in run.places else 0)
                 assert begin + run.tokens <= INFO.capacity

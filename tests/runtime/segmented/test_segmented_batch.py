@@ -263,6 +263,8 @@ def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCu
     with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
         fake_gpu.generate([[5], [6]], 4)
     backend = networks._session
-    alone = type(backend)(networks.manifest, replace(backend._info, most_rows=1), backend.specs, backend._open_lane)
+    alone = type(backend)(
+        networks.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_lane
+    )
     with pytest.raises(GenerationError, match=r"take one sequence at a time .* or use provider 'cpu'"):
         Engine(networks.bundle, alone, SegmentedState).generate([[5], [6]], 4)

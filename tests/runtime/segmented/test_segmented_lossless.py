@@ -37,7 +37,7 @@ def eight(engines) -> Engine:
     """The networks for eight sequences, whose runs take fewer tokens of each than are verified at once."""
     _, networks, _ = engines
     backend = networks._session
-    info = replace(backend._info, most_rows=8, row_tokens=2)
+    info = replace(backend._info, max_batch_size=8, max_slot_tokens=2)
     wider = SegmentBackend(networks.manifest, info, backend.specs, backend._open_lane)
     return Engine(networks.bundle, wider, SegmentedState)
 
@@ -57,7 +57,7 @@ def decisions(generations: list[Generation]) -> list[tuple]:
     found = []
     for one in generations:
         stats = one.stats
-        drafts = (stats.drafted, stats.accepted, stats.looked_up, stats.lookups_accepted)
+        drafts = (stats.drafted, stats.accepted, stats.lookup_drafted, stats.lookup_accepted)
         found.append(
             (one.tokens, one.finish_reason, stats.exit_layer, stats.layers_run, stats.layer_tokens_run, drafts)
         )
@@ -79,7 +79,7 @@ def test_greedy_tokens_are_the_full_model_s(
     assert tokens_of(networks.generate(PROMPTS, NEW_TOKENS, **options)) == full
     drafted, accepted = (sum(getattr(one.stats, name) for one in together) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted, "drafts stand, and fall"
-    assert (sum(one.stats.looked_up for one in together) > 0) == bool(lookup)
+    assert (sum(one.stats.lookup_drafted for one in together) > 0) == bool(lookup)
     many = PROMPTS + PROMPTS[::-1]
     assert tokens_of(eight.generate(many, NEW_TOKENS, **options)) == full + full[::-1]
 

@@ -3,8 +3,8 @@ Where K/V are propagated, one more per segment behind the first, for the sequenc
 
 What `compose.packed_segments` puts side by side goes through the very passes of the one-sequence graph, so every weight
 is stored in the same form under the same name; then each part becomes a file of its own that points into
-`model.onnx.data`. They lie beside it because ONNX Runtime reads external weights from a model's own folder or below,
-nowhere else.
+`model.onnx.data`, by its path in the bundle: whoever loads one gives ONNX Runtime the bundle as the folder of external
+weights (`session.model_external_initializers_file_folder_path`).
 
 A size of batch has its own networks because idle rows are not quite free; a batch takes the smallest that holds it.
 """
@@ -52,6 +52,7 @@ def save_batch_networks(
     stored = ir.load(folder / names.GRAPH_FILE).graph.initializers
     for value in model.graph.initializers.values():
         _point_to(value, stored.get(str(value.name)))
+    (folder / names.BATCH_FOLDER).mkdir()
     for part in parts:
         for rows in sizes if part.has_rows else (None,):
             network = _network(model, part)

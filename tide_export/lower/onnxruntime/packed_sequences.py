@@ -40,8 +40,8 @@ class _Rows:
 
     def __init__(self, model: ir.Model, rows: int):
         self.model, self.rows = model, rows
-        self.tokens = _value(names.ROW_TOKENS, INT64, [rows])
-        lengths = _value(names.ROW_LENGTHS, INT32, [rows])
+        self.tokens = _value(names.SLOT_TOKENS, INT64, [rows])
+        lengths = _value(names.SLOT_LENGTHS, INT32, [rows])
         self.inputs = [self.tokens, lengths]
         one = constant(model, "one_int32", np.array([1], dtype=np.int32))
         none = constant(model, "zero_int64", np.array([0], dtype=np.int64))
@@ -87,7 +87,7 @@ class _Rows:
         mixed = list[ir.Value]()
         presents: tuple[list[ir.Value], list[ir.Value]] = ([], [])
         for row in range(self.rows):
-            pasts = [_value(names.row(str(value.name), row), FLOAT, _row_shape(value, row)) for value in buffers]
+            pasts = [_value(names.slot(str(value.name), row), FLOAT, _row_shape(value, row)) for value in buffers]
             self.inputs += pasts
             branches = {
                 "then_branch": self._run(node, row, [stretch[row] for stretch in stretches], pasts),
@@ -98,7 +98,7 @@ class _Rows:
             graph.insert_before(node, choice)
             mixed.append(choice.outputs[0])
             for values, old, new in zip(presents, node.outputs[1:], choice.outputs[1:], strict=True):
-                new.name = names.row(str(old.name), row)
+                new.name = names.slot(str(old.name), row)
                 values.append(new)
         shape = node.outputs[0].shape
         joined = _node("Concat", mixed, f"{name}/rows", [(FLOAT, shape)], {"axis": 1})

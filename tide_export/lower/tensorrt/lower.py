@@ -63,7 +63,7 @@ class Networks:
         weights: fp32, fp16 or bf16.
         capacity: tokens the K/V buffers hold, the longest sequence.
         exit_size: width D' of the states the head takes.
-        most_tokens: tokens a run may take where that is fewer than anywhere else, because experts are gathered.
+        max_tokens: tokens a run may take where that is fewer than anywhere else, because experts are gathered.
         apart: why sequences cannot be run together, if they cannot.
     """
 
@@ -71,7 +71,7 @@ class Networks:
     weights: str
     capacity: int
     exit_size: int
-    most_tokens: int | None = None
+    max_tokens: int | None = None
     apart: str | None = None
 
     def info(self, manifest: Manifest, rows: int = BATCH_SIZE) -> NetworksInfo:
@@ -84,15 +84,15 @@ class Networks:
         apart = self.apart or self._unaligned(manifest)
         if apart is not None and rows > 1:
             logger.warning("the networks for TensorRT will take one prompt at a time: %s", apart)
-        sizes = run_sizes(self.capacity, manifest.max_pending, 1 if apart else rows, self.most_tokens)
+        sizes = run_sizes(self.capacity, manifest.max_pending, 1 if apart else rows, self.max_tokens)
         return NetworksInfo(
             self.weights,
             self.capacity,
-            sizes.most_tokens,
-            sizes.most_logits,
+            sizes.max_tokens,
+            sizes.max_logits,
             self.exit_size,
-            sizes.most_rows,
-            sizes.row_tokens,
+            sizes.max_batch_size,
+            sizes.max_slot_tokens,
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
@@ -109,7 +109,7 @@ class Networks:
 
     def save(self, folder: Path) -> None:
         """Writes every network to `folder`/segments, with one file of weights that they share."""
-        target = folder / names.NETWORKS_FOLDER
+        target = folder / names.SEGMENTS_FOLDER
         target.mkdir()
         large: dict[str, ir.TensorProtocol] = {}
         values = [value for model in self.models.values() for value in model.graph.initializers.values()]
@@ -120,7 +120,11 @@ class Networks:
             if tensor.nbytes >= EXTERNAL_BYTES:
                 large.setdefault(value.name, tensor)
         stored = dict(
-            zip(large, convert_tensors_to_external(list(large.values()), target, names.NETWORK_WEIGHTS), strict=True)
+            zip(
+                large,
+                convert_tensors_to_external(list(large.values()), target, names.SEGMENTS_WEIGHTS_FILE),
+                strict=True,
+            )
         )
         for value in values:
             if value.name in stored:
@@ -166,8 +170,8 @@ def networks_for_tensorrt(
             common_passes.RemoveUnusedFunctionsPass(),
             common_passes.RemoveUnusedOpsetsPass(),
         )(model)
-    most_tokens = min((bound for bound in bounds if bound is not None), default=None)
-    return Networks(models, weights, capacity, normed_size(pieces), most_tokens, apart)
+    max_tokens = min((bound for bound in bounds if bound is not None), default=None)
+    return Networks(models, weights, capacity, normed_size(pieces), max_tokens, apart)
 
 
 def check_operators(pieces: Pieces) -> None:

@@ -267,7 +267,7 @@ class SequenceState:
         """One row goes to memory of our own; how many more there will be is known only when the last segment runs."""
         if count != self._kept:
             places = np.arange(-count, 0, dtype=np.int64)
-            self._bind_input(names.KEPT_TOKENS, np.stack([np.zeros_like(places), places], axis=1))
+            self._bind_input(names.LOGITS_POSITIONS, np.stack([np.zeros_like(places), places], axis=1))
         if count > 1:
             self._binding.bind_output(names.LOGITS)
         elif self._kept != 1:

@@ -55,14 +55,14 @@ class Decoder(ABC):
 
     Attributes:
         drafted, accepted: drafts made and drafts that stood, so far.
-        looked_up, lookups_accepted: those of them that came from the text.
+        lookup_drafted, lookup_accepted: those of them that came from the text.
         undone: positions that were computed by every layer and then forgotten.
         verifies: whether a step that comes to the last segment must give the logits of full depth, also where the token
             could have left before and only came along with others.
     """
 
     verifies = False
-    drafted = accepted = looked_up = lookups_accepted = undone = 0
+    drafted = accepted = lookup_drafted = lookup_accepted = undone = 0
 
     @abstractmethod
     def block(self, ids: np.ndarray | list[int], most: int) -> Block:

@@ -75,7 +75,7 @@ class Progress:
         else:
             stats.decode_seconds += seconds
         stats.drafted, stats.accepted = decoder.drafted, decoder.accepted
-        stats.looked_up, stats.lookups_accepted = decoder.looked_up, decoder.lookups_accepted
+        stats.lookup_drafted, stats.lookup_accepted = decoder.lookup_drafted, decoder.lookup_accepted
         kept = sum(n * size for n, size in zip(computed, self._segment_sizes, strict=True))
         stats.layer_tokens_run = kept + decoder.undone * stats.num_layers
         stats.layer_tokens_total = stats.num_layers * computed[0]

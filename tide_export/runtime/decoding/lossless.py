@@ -25,8 +25,8 @@ class DraftLimits(NamedTuple):
     """How far a decoder may draft; the defaults are for bundles that do not say."""
 
     max_drafts: int = 6  # early exits that may wait for one verification; 0 never drafts by exits
-    lookup: int = 8  # tokens of one guess from the text; 0 never looks up
-    least_match: int = 2  # tokens that must have stood there before
+    prompt_lookup: int = 8  # tokens of one guess from the text; 0 never looks up
+    min_match: int = 2  # tokens that must have stood there before
 
 
 class Rewindable(Protocol):
@@ -75,7 +75,7 @@ class LosslessDecoder(Decoder):
         self._sampler = sampler
         self._depths = depths
         self._max_drafts = limits.max_drafts
-        self._lookup = PromptLookup(limits.lookup, limits.least_match)
+        self._lookup = PromptLookup(limits.prompt_lookup, limits.min_match)
         self._stop = stop
         self._context = context
 
@@ -105,8 +105,8 @@ class LosslessDecoder(Decoder):
             self._lookup.learn(len(guess), stood - early)
         self.drafted += len(drafts)
         self.accepted += stood
-        self.looked_up += len(guess)
-        self.lookups_accepted += max(stood - early, 0)
+        self.lookup_drafted += len(guess)
+        self.lookup_accepted += max(stood - early, 0)
         self.undone += len(drafts) - stood
         state.rewind(state.length - (len(drafts) - stood))
         in_vain = sum(draft.layers_run for draft in drafts[stood:])

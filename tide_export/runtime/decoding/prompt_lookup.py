@@ -14,15 +14,15 @@ LONGEST = 4  # tokens that are looked for at first; further back does not tell m
 class PromptLookup:
     """The text of one sequence, indexed by its n-grams."""
 
-    def __init__(self, most: int, least_match: int) -> None:
+    def __init__(self, most: int, min_match: int) -> None:
         """An empty text.
 
         Args:
             most: tokens of one guess; 0 never guesses.
-            least_match: tokens that must have stood there before, 1 to `LONGEST`.
+            min_match: tokens that must have stood there before, 1 to `LONGEST`.
         """
         self._most = self._length = most
-        self._matches = range(LONGEST, least_match - 1, -1)
+        self._matches = range(LONGEST, min_match - 1, -1)
         self._text: list[int] = []
         self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> where the token behind its last occurrence stands
 

@@ -9,7 +9,7 @@ counts positions times layers that were ever computed.
 from dataclasses import dataclass, field
 from typing import Any
 
-LOOKED_UP = 0  # as a token's exit layer: it was found in earlier text
+LOOKUP_DRAFT = 0  # as a token's exit layer: it was found in earlier text
 
 
 @dataclass
@@ -25,8 +25,8 @@ class ExitStats:
     layer_tokens_total: int = 0  # what full depth would have computed for the same positions
     drafted: int = 0  # lossless mode: tokens drafted, by early exits and from earlier text
     accepted: int = 0  # those that the full model confirmed
-    looked_up: int = 0  # those of `drafted` that came from earlier text
-    lookups_accepted: int = 0  # and of `accepted`
+    lookup_drafted: int = 0  # those of `drafted` that came from earlier text
+    lookup_accepted: int = 0  # and of `accepted`
     prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
     decode_seconds: float = 0.0  # all steps after it
 
@@ -53,7 +53,7 @@ class ExitStats:
     @property
     def remaining_tokens(self) -> int:
         """Tokens that came from every layer: no early exit, nor found in earlier text."""
-        return self.total_tokens - self.total_exited - self.exit_layer.count(LOOKED_UP)
+        return self.total_tokens - self.total_exited - self.exit_layer.count(LOOKUP_DRAFT)
 
     @property
     def exit_rate(self) -> float:
@@ -88,8 +88,8 @@ class ExitStats:
         ]
         rows = [(f"after layer {layers:>3} of {self.num_layers}", n) for layers, n in self.exits_per_layer.items()]
         rows.append((f"after layer {self.num_layers:>3} of {self.num_layers}", self.remaining_tokens))
-        if self.looked_up:
-            rows.append(("from earlier text", self.exit_layer.count(LOOKED_UP)))
+        if self.lookup_drafted:
+            rows.append(("from earlier text", self.exit_layer.count(LOOKUP_DRAFT)))
         for where, count in rows:
             share = count / self.total_tokens if self.total_tokens else 0.0
             lines.append(f"  {where}: {count:>5} tokens {share:>7.1%}")
@@ -99,9 +99,11 @@ class ExitStats:
         )
         if self.drafted:
             lines.append(f"drafts: {self.accepted} of {self.drafted} confirmed ({self.acceptance_rate:.1%})")
-            if self.looked_up:
-                exits, right = self.drafted - self.looked_up, self.accepted - self.lookups_accepted
-                lines[-1] += f": {right} of {exits} early exits, {self.lookups_accepted} of {self.looked_up} looked up"
+            if self.lookup_drafted:
+                exits, right = self.drafted - self.lookup_drafted, self.accepted - self.lookup_accepted
+                lines[-1] += (
+                    f": {right} of {exits} early exits, {self.lookup_accepted} of {self.lookup_drafted} looked up"
+                )
         never = max(self.layer_tokens_total - self.layer_tokens_run, 0)
         lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
         speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"
@@ -124,8 +126,8 @@ class ExitStats:
             "layer_tokens_total": self.layer_tokens_total,
             "drafted": self.drafted,
             "accepted": self.accepted,
-            "looked_up": self.looked_up,
-            "lookups_accepted": self.lookups_accepted,
+            "lookup_drafted": self.lookup_drafted,
+            "lookup_accepted": self.lookup_accepted,
             "acceptance_rate": self.acceptance_rate,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,

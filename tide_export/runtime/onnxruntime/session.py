@@ -89,7 +89,7 @@ def graph_inputs(manifest: Manifest) -> set[str]:
     routing |= {names.skip_threshold(k + 1) for k in range(len(manifest.checkpoints))}
     waiting = {names.pending(k) for k in doors}
     cache = {names.past(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
-    return {names.INPUT_IDS, names.TOTAL_LENGTH, names.KEPT_TOKENS} | routing | waiting | cache
+    return {names.INPUT_IDS, names.TOTAL_LENGTH, names.LOGITS_POSITIONS} | routing | waiting | cache
 
 
 def graph_outputs(manifest: Manifest) -> set[str]:

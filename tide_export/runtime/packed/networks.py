@@ -18,7 +18,7 @@ from tide_export.runtime.onnxruntime.session import check_contract, first_line, 
 
 logger = logging.getLogger("tide_export")
 
-MOST_ROWS = names.BATCH_SIZES[-1]
+MAX_BATCH_SIZE = names.BATCH_SIZES[-1]
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class BatchNetworks:
         self._opened: BatchSessions | None = None
 
     @property
-    def most_rows(self) -> int:
+    def max_batch_size(self) -> int:
         """Sequences that can be decoded together; 1: the bundle holds no networks for more."""
-        return MOST_ROWS if names.batch_file(names.HEAD) in self._bundle.manifest.files else 1
+        return MAX_BATCH_SIZE if names.batch_file(names.HEAD) in self._bundle.manifest.files else 1
 
     def sessions(self, count: int) -> BatchSessions:
-        """Sessions for `count` sequences at once (MOST_ROWS at most).
+        """Sessions for `count` sequences at once (MAX_BATCH_SIZE at most).
 
         Raises:
             GenerationError: the bundle holds no networks for batches.
             BundleError: one of them does not load, or is not what the manifest calls for.
         """
-        rows = next(size for size in names.BATCH_SIZES if size >= min(count, MOST_ROWS))
+        rows = next(size for size in names.BATCH_SIZES if size >= min(count, MAX_BATCH_SIZE))
         with self._lock:
             if self._opened is None or self._opened.rows < rows:
                 self._opened = None  # first, so that two sizes are never held
@@ -70,7 +70,7 @@ class BatchNetworks:
     def _open(self, rows: int) -> BatchSessions:
         manifest = self._bundle.manifest
         count = len(manifest.segment_sizes)
-        if self.most_rows == 1:
+        if self.max_batch_size == 1:
             raise GenerationError(
                 f"bundle '{self._bundle.path}' holds no networks for batches (an earlier release made it, or its "
                 "export said why): give one prompt at a time"
@@ -92,6 +92,8 @@ class BatchNetworks:
         ort = import_onnxruntime()
         file = str(self._bundle.file(name))
         options = session_options(ort, self._threads)
+        # ONNX Runtime reads external weights from a network's own folder or below, unless it is given another one.
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._bundle.path))
         try:
             session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
@@ -110,13 +112,13 @@ def layers_of(manifest: Manifest, k: int) -> range:
 def _tensors(manifest: Manifest, k: int, rows: int) -> tuple[set[str], set[str]]:
     """Names of what goes into segment k's network for so many rows, and of what comes out."""
     inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES}
-    inputs |= {names.POSITION_IDS, names.LAST_TOKENS, names.ROW_TOKENS, names.ROW_LENGTHS}
+    inputs |= {names.POSITION_IDS, names.LAST_TOKENS, names.SLOT_TOKENS, names.SLOT_LENGTHS}
     outputs = {names.EXIT_STATES}
     if k < len(manifest.checkpoints):
         outputs |= {names.NEW_HIDDEN_STATES, names.ROUTER_SCORE}
     places = [
         (layer, kind, row) for layer in layers_of(manifest, k) for kind in ("key", "value") for row in range(rows)
     ]
-    inputs |= {names.row(names.past(layer, kind), row) for layer, kind, row in places}
-    outputs |= {names.row(names.present(layer, kind), row) for layer, kind, row in places}
+    inputs |= {names.slot(names.past(layer, kind), row) for layer, kind, row in places}
+    outputs |= {names.slot(names.present(layer, kind), row) for layer, kind, row in places}
     return inputs, outputs

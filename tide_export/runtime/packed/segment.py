@@ -33,8 +33,8 @@ class SegmentRun:
         self._hidden_size, self._exit_size = widths
         self._binding = session.io_binding()
         self._bound: dict[str, np.ndarray] = {}  # the binding holds bare pointers
-        self._row_tokens = self._input(names.ROW_TOKENS, np.zeros(rows, np.int64))
-        self._row_lengths = self._input(names.ROW_LENGTHS, np.ones(rows, np.int32))
+        self._row_tokens = self._input(names.SLOT_TOKENS, np.zeros(rows, np.int64))
+        self._row_lengths = self._input(names.SLOT_LENGTHS, np.ones(rows, np.int32))
         self._shape = (-1, -1)
         self.states = self.scores = self.hidden = np.zeros(0, np.float32)
         for place in range(rows):
@@ -46,8 +46,8 @@ class SegmentRun:
         for layer in self._layers:
             for kind in ("key", "value"):
                 value = row.values[layer, kind]
-                binding.bind_ortvalue_input(names.row(names.past(layer, kind), place), value)
-                binding.bind_ortvalue_output(names.row(names.present(layer, kind), place), value)
+                binding.bind_ortvalue_input(names.slot(names.past(layer, kind), place), value)
+                binding.bind_ortvalue_output(names.slot(names.present(layer, kind), place), value)
 
     def run(
         self,

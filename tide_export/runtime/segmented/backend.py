@@ -25,7 +25,7 @@ class SegmentBackend:
 
     Attributes:
         capacity: tokens a sequence can have.
-        most_rows: sequences a batch can have; 1: there are no batches.
+        max_batch_size: sequences a batch can have; 1: there are no batches.
         specs: what the networks take and give.
     """
 
@@ -33,7 +33,7 @@ class SegmentBackend:
         self, manifest: Manifest, info: NetworksInfo, specs: Mapping[str, NetworkSpec], open_lane: OpenLane
     ) -> None:
         """`open_lane` gives a new device and the networks on it, by name, one set per lane."""
-        self.capacity, self.most_rows, self.specs = info.capacity, info.most_rows, specs
+        self.capacity, self.max_batch_size, self.specs = info.capacity, info.max_batch_size, specs
         self._info = info
         # The pending tokens a bundle is meant for and the new one, in the padded run over them.
         self._waiting_rows = padded(manifest.max_pending + 1, 0, info.capacity, info.capacity)
@@ -59,7 +59,7 @@ class SegmentBackend:
         return lane
 
     def batch_lane(self, user: object, rows: int) -> BatchLane:
-        """A lane of `rows` places or more for `user` alone, until `user` is garbage; of `most_rows` at most.
+        """A lane of `rows` places or more for `user` alone, until `user` is garbage; of `max_batch_size` at most.
 
         Its K/V buffers are as large as those of so many sequences. Of lanes that nobody uses those that are too small
         are given up, lest two sizes be held.
@@ -67,12 +67,12 @@ class SegmentBackend:
         Raises:
             GenerationError: no memory for it, or the networks take one sequence at a time.
         """
-        if self.most_rows == 1:
+        if self.max_batch_size == 1:
             raise GenerationError(
                 "the networks of this bundle take one sequence at a time (exported with --batch-size 1, or the export "
                 "said why): give one prompt at a time, or use provider 'cpu'"
             )
-        rows = min(rows, self.most_rows)
+        rows = min(rows, self.max_batch_size)
         with self._lock:
             lane = next((one for one in self._free_batches if one.rows >= rows), None)
             if lane is None:

@@ -86,7 +86,7 @@ class SegmentedBatch:
         self._max_pending, self._compaction = max_pending, compaction_threshold
         self._limit = min(manifest.model.context_length or backend.capacity, backend.capacity)
         self._lane = backend.batch_lane(self, places)
-        self._free = list(range(min(places, backend.most_rows)))
+        self._free = list(range(min(places, backend.max_batch_size)))
         self._used = set[int]()  # places that hold what a sequence has left
 
     @property

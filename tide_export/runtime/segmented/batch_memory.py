@@ -105,15 +105,15 @@ class BatchLane:
         self._written = [0] * rows  # tokens of each place's K/V buffers that may not be zero
         self._waiting = [self._allocate(rows * waiting_tokens * row) for row in self._row[1:]]  # before segments 1, ...
         self._waiting_tokens = waiting_tokens
-        self._entry = self._allocate(info.most_tokens * max(self._row))
+        self._entry = self._allocate(info.max_tokens * max(self._row))
         self._out = [self._allocate(0), self._allocate(0)]  # in turns: one segment reads what the last one wrote
         self._slots = dict[tuple[int, int], _Slot]()  # of a segment's runs, first, second, ...
         self._last_runs = dict[tuple[int, int, int], int]()  # of the segment that ran last: where each wrote
         self._places = dict[int, _Place]()
         self._left = dict[int, list[int]]()  # where the states are that each place left with in this step
-        self._head_entry = self._allocate(info.most_logits * self._exit_row)
+        self._head_entry = self._allocate(info.max_logits * self._exit_row)
         self._vocabulary = head.outputs[names.LOGITS].dims(1)[-1]
-        self._logits = self._allocate(head.outputs[names.LOGITS].size(info.most_logits))
+        self._logits = self._allocate(head.outputs[names.LOGITS].size(info.max_logits))
         self._logits_host = device.staging(self._logits.size).view(np.float32)
 
     def _allocate(self, size: int) -> Buffer:
@@ -135,7 +135,7 @@ class BatchLane:
         """The slot of a run of segment k, ready to be written to."""
         slot = self._slots.get((k, index))
         if slot is None:
-            counts, ids = [8 * self.rows, 8 * self.rows, 4], 8 * max(self._info.most_tokens, self.rows)
+            counts, ids = [8 * self.rows, 8 * self.rows, 4], 8 * max(self._info.max_tokens, self.rows)
             told = _Block(self._device, counts if k else [*counts, ids])
             verdict, exits = (
                 _Block(self._device, [4 * self.rows, self.rows]),
@@ -284,7 +284,7 @@ class BatchLane:
     def logits(self) -> dict[int, np.ndarray]:
         """The head on what the tokens of this step left with, by place: float32 [m, V]."""
         states = [state for left in self._left.values() for state in left]
-        found, most, row = [], self._info.most_logits, self._exit_row
+        found, most, row = [], self._info.max_logits, self._exit_row
         for first in range(0, len(states), most):
             chunk, entry = states[first : first + most], self._head_entry.address
             self._copy((entry + number * row, state, row) for number, state in enumerate(chunk))

@@ -74,7 +74,7 @@ def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tu
     of one."""
     if name != names.HEAD:
         return tuple(profiles)
-    return tuple(profile for profile in profiles if profile.rows == 1 and profile.most <= info.most_logits)
+    return tuple(profile for profile in profiles if profile.batch_size == 1 and profile.max_tokens <= info.max_logits)
 
 
 def kv_aliases(spec: NetworkSpec) -> dict[str, str]:

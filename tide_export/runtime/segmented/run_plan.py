@@ -50,7 +50,7 @@ def runs_over(counts: Mapping[int, int], lengths: Sequence[int], info: NetworksI
     tokens than a run takes).
 
     Places with few tokens go together, in as few runs as there is room for padding: at a sequence whose buffers are
-    nearly full the others are parted. One that brings more than `info.row_tokens`, a prompt, goes by itself, after
+    nearly full the others are parted. One that brings more than `info.max_slot_tokens`, a prompt, goes by itself, after
     those, so that what their padding wrote behind its last token is written over.
 
     Args:
@@ -58,7 +58,7 @@ def runs_over(counts: Mapping[int, int], lengths: Sequence[int], info: NetworksI
         lengths: tokens in the segment's K/V buffers, of every place there is.
     """
     runs = list[Run]()
-    short = sorted(place for place, count in counts.items() if count <= info.row_tokens)
+    short = sorted(place for place, count in counts.items() if count <= info.max_slot_tokens)
     for place in short:
         together = _together((*runs[-1].places, place), counts, lengths, info) if runs else None
         if together is None:
@@ -68,9 +68,9 @@ def runs_over(counts: Mapping[int, int], lengths: Sequence[int], info: NetworksI
         else:
             runs[-1] = together
     for place in sorted(counts.keys() - set(short)):
-        for first in range(0, counts[place], info.most_tokens):
-            chunk = min(counts[place] - first, info.most_tokens)
-            tokens = padded(chunk, lengths[place] + first, info.most_tokens, info.capacity)
+        for first in range(0, counts[place], info.max_tokens):
+            chunk = min(counts[place] - first, info.max_tokens)
+            tokens = padded(chunk, lengths[place] + first, info.max_tokens, info.capacity)
             runs.append(Run((place,), tokens, first))
     return runs
 
@@ -80,5 +80,5 @@ def _together(
 ) -> Run | None:
     """One run over all that some places bring; None where there is no room for its padding."""
     longest = max(lengths[places[0] : places[-1] + 1])
-    tokens = padded(max(counts[place] for place in places), longest, info.row_tokens, info.capacity)
+    tokens = padded(max(counts[place] for place in places), longest, info.max_slot_tokens, info.capacity)
     return Run(places, tokens) if longest + tokens <= info.capacity else None

@@ -34,7 +34,7 @@ class Lane:
     """The buffers of one sequence and a way to run networks over them. Serves one thread at a time.
 
     Attributes:
-        most_tokens: a run takes at most so many.
+        max_tokens: a run takes at most so many.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Lane:
         Raises:
             GenerationError: the device has not enough memory.
         """
-        most_tokens = info.most_tokens
-        self.most_tokens, self._most_logits, self._capacity = most_tokens, info.most_logits, info.capacity
+        max_tokens = info.max_tokens
+        self.max_tokens, self._most_logits, self._capacity = max_tokens, info.max_logits, info.capacity
         self._specs, self._networks, self._device = specs, networks, device
         self._segments = len(specs) - 1
         self._fixed: list[dict[str, int]] = []  # per segment, the addresses that never change
@@ -63,10 +63,10 @@ class Lane:
             0,
             *(specs[name].inputs[entry].size(1) for name, entry in [*entries, (names.HEAD, names.EXIT_STATES)]),
         ]
-        self._scratch = self._allocate(most_tokens * max(self._row))
-        self._chunk = self._allocate(max(most_tokens, info.most_logits) * max(self._row))
-        self._ids = self._allocate(most_tokens * 8)
-        self._ids_host = device.staging(most_tokens * 8).view(np.int64)
+        self._scratch = self._allocate(max_tokens * max(self._row))
+        self._chunk = self._allocate(max(max_tokens, info.max_logits) * max(self._row))
+        self._ids = self._allocate(max_tokens * 8)
+        self._ids_host = device.staging(max_tokens * 8).view(np.int64)
         self._control: list[Buffer] = []
         self._control_host: list[np.ndarray] = []
         self._verdict: list[Buffer] = []
@@ -76,7 +76,7 @@ class Lane:
         self._waiting.append(device.allocate(max(waiting_rows * self._row[-1], ALIGNMENT)))
         logits = specs[names.HEAD].outputs[names.LOGITS]
         self._vocabulary = logits.dims(1)[-1]
-        self._logits = self._allocate(logits.size(info.most_logits))
+        self._logits = self._allocate(logits.size(info.max_logits))
         self._logits_host = device.staging(self._logits.size).view(np.float32)
         self._kept = 0  # the last segment's last so many tokens are in its rows ...
         self._kept_from = 0  # ... from this one on
@@ -143,11 +143,11 @@ class Lane:
             GenerationError: the device has not enough memory, or failed.
         """
         if k + 1 == self._segments:  # its rows are those from the run on that the first kept token is in
-            start = (count - keep) // self.most_tokens * self.most_tokens
+            start = (count - keep) // self.max_tokens * self.max_tokens
             self._kept, self._kept_from, target = keep, count - keep - start, -start
-        for first in range(0, count, self.most_tokens):
-            chunk = min(count - first, self.most_tokens)
-            tokens = padded(chunk, length + first, self.most_tokens, self._capacity)
+        for first in range(0, count, self.max_tokens):
+            chunk = min(count - first, self.max_tokens)
+            tokens = padded(chunk, length + first, self.max_tokens, self._capacity)
             self._written[k] = max(self._written[k], length + first + tokens)
             self._settle(k)
             control = self._control_host[k]

@@ -176,7 +176,7 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
     entry = names.EXIT_STATES if spec.name == names.HEAD else names.PAST_LENGTHS
     for number, profile in enumerate(profiles):
         most = list(engine.get_tensor_profile_shape(entry, number)[-1])
-        if most != list(spec.inputs[entry].dims(profile.most, profile.rows)):
+        if most != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
             raise BundleError(
                 f"engine '{path}' takes {entry} of {most} at most in profile {profile.name}, unlike its manifest"
             )
@@ -189,13 +189,13 @@ def pick_profile(profiles: tuple[Profile, ...], tokens: int, rows: int = 1) -> i
         GenerationError: none does.
     """
     for index, profile in enumerate(profiles):
-        if profile.least <= tokens <= profile.most and rows <= profile.rows:
+        if profile.min_tokens <= tokens <= profile.max_tokens and rows <= profile.batch_size:
             return index
-    most = max((profile.most for profile in profiles if rows <= profile.rows), default=0)
+    most = max((profile.max_tokens for profile in profiles if rows <= profile.batch_size), default=0)
     if not most:
-        most_rows = max(profile.rows for profile in profiles)
+        max_batch_size = max(profile.batch_size for profile in profiles)
         raise GenerationError(
-            f"a run over {rows} sequences exceeds the engine's profiles, which take {most_rows} at most"
+            f"a run over {rows} sequences exceeds the engine's profiles, which take {max_batch_size} at most"
         )
     of_each = f" of each of {rows} sequences" if rows > 1 else ""
     raise GenerationError(

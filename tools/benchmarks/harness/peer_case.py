@@ -1,6 +1,6 @@
 """Peers that run beside us in processes of their own, and the check that they say what we say before they are timed.
 
-`PeerProcess` starts `peer_child.py` in the Python environment that has the peer's packages, which may be of other
+`PeerProcess` starts `peer_process.py` in the Python environment that has the peer's packages, which may be of other
 versions than ours. A peer answers one request at a time over a pipe, and times its step itself, so that neither the
 pipe nor the child's start is in its figure. All wait alike, some 20 microseconds spinning: nobody does so into
 another case's turn.
@@ -20,7 +20,7 @@ import numpy as np
 from tide_export.cli.torch_environment import SPIN_ROUNDS
 from tide_export.runtime.onnxruntime.session import SPIN_MICROSECONDS
 
-CHILD = Path(__file__).with_name("peer_child.py")
+CHILD = Path(__file__).with_name("peer_process.py")
 START_LIMIT, STEP_LIMIT = 3600.0, 300.0  # seconds: of a start that exports, and of a step
 TOLERANCE = 2e-3  # of the largest logit
 
@@ -30,7 +30,7 @@ class PeerError(Exception):
 
 
 class PeerSpec(NamedTuple):
-    name: str  # in peer_child.py
+    name: str  # in peer_process.py
     title: str
     packages: str  # what to install for it
 

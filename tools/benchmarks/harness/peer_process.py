@@ -1,6 +1,6 @@
 """One peer in a process of its own, which may be another Python environment: only the peer's packages are imported.
 
-    python -P peer_child.py '{"peer": "optimum", "model": ..., "context": [ids], "threads": 2, "spin": 20, ...}'
+    python -P peer_process.py '{"peer": "optimum", "model": ..., "context": [ids], "threads": 2, "spin": 20, ...}'
 
 It reads requests, one JSON object a line, and answers each with one line: first, unasked, `{"version": ...}` when it is
 ready; then to `{"do": "step"}` the `{"seconds": ...}` of one greedy decode step behind the context, and to `{"do":
