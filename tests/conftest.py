@@ -159,6 +159,14 @@ def _one_registry() -> None:
     ONNXRegistry.from_torchlib = staticmethod(from_torchlib)
 
 
+@pytest.fixture(scope="session")
+def tokenizer(demo_model: Path):
+    """The demo model's."""
+    from tide_export.data.sequences import load_tokenizer
+
+    return load_tokenizer(demo_model)
+
+
 @pytest.fixture
 def write_jsonl(tmp_path):
     def write(name, rows):

@@ -189,7 +189,7 @@ def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, net
         (("files", "model.onnx", "sha256"), "AB" * 32, "field 'files.model.onnx.sha256' must be 64 lower-case"),
         (("files", "../x"), {"size": 0, "sha256": "0" * 64}, "field 'files.../x' is not a path inside"),
         (("files", "/etc/x"), {"size": 0, "sha256": "0" * 64}, "field 'files./etc/x' is not a path inside"),
-        (("schema",), "tide_export.bundle/1", "has schema 'tide_export.bundle.store/1' but this release reads"),
+        (("schema",), "tide_export.bundle/1", "has schema 'tide_export.bundle/1' but this release reads"),
         (("schema",), ..., "it has no field 'schema'"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tide_export.data.sequences import load_tokenizer, read_sequences
+from tide_export.data.sequences import read_sequences
 from tide_export.model.source import load_model
 
 ROOT = Path(__file__).parents[2]
@@ -14,11 +14,6 @@ TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
 @pytest.fixture(scope="session")
 def demo():
     return load_model(ROOT / "demo" / "demo-llama")
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return load_tokenizer(ROOT / "demo" / "demo-llama")
 
 
 @pytest.fixture(scope="session")

@@ -339,7 +339,6 @@ def test_running_a_bundle_needs_no_export_extra(demo_bundle: Path, command, opti
         ("calibrate", ["-o", "x"]),
         ("export", ["-o", "x"]),
         ("validate", ["--model", "x"]),
-        ("tune", ["--dataset", "x", "--epsilon", 0.1, "--delta", 0.1]),
     ],
 )
 def test_making_one_without_it_says_what_to_install(command, options):

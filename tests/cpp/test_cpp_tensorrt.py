@@ -140,7 +140,7 @@ def test_many_threads_have_a_lane_each(engine: CppEngine, python: Engine, demo_t
         ("", PROFILES[:4], r"engine '.*segment_00\.engine' has 4 optimization profiles, not the 5 of its manifest"),
         (
             "",
-            (*PROFILES[:3], replace(PROFILES[3], rows=4), PROFILES[4]),
+            (*PROFILES[:3], replace(PROFILES[3], batch_size=4), PROFILES[4]),
             r"segment_00\.engine' takes past_lengths of \[4\] at most in profile batch-decode, unlike its manifest",
         ),
     ],

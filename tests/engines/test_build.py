@@ -252,9 +252,9 @@ def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_
     profiles = profiles_for(info)
     assert all(1 <= p.min_tokens <= p.opt_tokens <= p.max_tokens <= capacity for p in profiles)
     prefill = profiles[2]
-    assert prefill.most == min(1024, capacity)
+    assert prefill.max_tokens == min(1024, capacity)
     assert pick_profile(profiles, 1) == 0
-    for tokens in {2, max_pending + 1, prefill.most} & set(range(2, prefill.most + 1)):
+    for tokens in {2, max_pending + 1, prefill.max_tokens} & set(range(2, prefill.max_tokens + 1)):
         assert profiles[pick_profile(profiles, tokens)].max_tokens >= tokens
     if 1 < max_pending + 1 <= min(1024, capacity):
         assert profiles[pick_profile(profiles, max_pending + 1)].name == "catch-up"
