@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <chrono>
 
-#include "batch/generate.h"
-#include "batch/networks.h"
-#include "decoding.h"
-#include "generation.h"
+#include "decoding/continuous_batching.h"
+#include "packed/networks.h"
+#include "decoding/decoder.h"
+#include "decoding/generation.h"
 #include "request.h"
-#include "sampling.h"
-#include "session.h"
-#include "text.h"
+#include "decoding/sampling.h"
+#include "backend.h"
+#include "formatting.h"
 #include "tide/runtime.h"
 
 namespace tide {

@@ -4,9 +4,9 @@
 #include <iostream>
 #include <limits>
 
-#include "graph_session.h"
-#include "segmented/engines.h"
-#include "text.h"
+#include "branched/graph_backend.h"
+#include "tensorrt/engines.h"
+#include "formatting.h"
 #include "tide/errors.h"
 
 namespace tide {

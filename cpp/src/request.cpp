@@ -4,7 +4,7 @@
 #include <limits>
 #include <utility>
 
-#include "text.h"
+#include "formatting.h"
 
 namespace tide {
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "bundle.h"
-#include "decoding.h"
+#include "bundle/store.h"
+#include "decoding/decoder.h"
 #include "tide/runtime.h"
 
 namespace tide {

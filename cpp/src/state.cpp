@@ -3,7 +3,7 @@
 
 #include "request.h"
 #include "sequence.h"
-#include "session.h"
+#include "backend.h"
 #include "tide/errors.h"
 
 namespace tide {

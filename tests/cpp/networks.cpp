@@ -1,9 +1,9 @@
 #include "networks.h"
 
-#include "segmented/engines.h"
-#include "segmented/ort_networks.h"
-#include "segmented/plugins.h"
-#include "segmented/segment_session.h"
+#include "tensorrt/engines.h"
+#include "onnxruntime/segments.h"
+#include "tensorrt/plugins.h"
+#include "segmented/segment_backend.h"
 #ifdef TIDE_FAKE_GPU
 #include "fake_cudart.h"
 #include "segmented/cuda.h"

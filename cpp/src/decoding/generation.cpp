@@ -1,0 +1,48 @@
+#include "decoding/generation.h"
+
+namespace tide {
+
+Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::int64_t most,
+                   std::set<std::int64_t> const& stops)
+    : depths_(manifest.depths()),
+      context_(manifest.model.context_length),
+      most_(most),
+      stops_(stops),
+      next_ids_(prompt) {
+  made_.stats.checkpoints = manifest.checkpoints;
+  made_.stats.num_layers = manifest.model.num_layers;
+  made_.stats.prompt_tokens = static_cast<std::int64_t>(prompt.size());
+}
+
+void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
+                    double seconds, std::function<bool(Token const&)> const& on_token) {
+  ExitStats& stats = made_.stats;
+  (made_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
+  stats.drafted = decoder.drafted;
+  stats.accepted = decoder.accepted;
+  stats.lookup_drafted = decoder.lookup_drafted;
+  stats.lookup_accepted = decoder.lookup_accepted;
+  stats.layer_tokens_run = decoder.undone * stats.num_layers;
+  for (std::size_t k = 0; k < depths_.size(); ++k) {
+    stats.layer_tokens_run += computed[k] * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
+  }
+  stats.layer_tokens_total = stats.num_layers * computed[0];
+  for (Token const& token : block) {
+    made_.tokens.push_back(token.id);
+    stats.exit_layer.push_back(token.exit_layer);
+    stats.layers_run.push_back(token.layers_run);
+    bool const wanted = !on_token || on_token(token);
+    if (stops_.count(token.id) == 1) return end(FinishReason::stop);
+    if (stats.total_tokens() == most_) return end(FinishReason::length);
+    if (!wanted) return end(FinishReason::cancelled);
+  }
+  if (computed[0] == context_) end(FinishReason::context);  // the last token has no place left to be read from
+  next_ids_ = {made_.tokens.back()};
+}
+
+void Progress::end(FinishReason reason) {
+  made_.finish_reason = reason;
+  ended_ = true;
+}
+
+}  // namespace tide

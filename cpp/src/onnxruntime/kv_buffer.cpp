@@ -1,0 +1,49 @@
+#include "onnxruntime/kv_buffer.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "tide/errors.h"
+
+namespace tide {
+
+void KvBuffer::Free::operator()(void* memory) const { std::free(memory); }
+
+KvBuffer KvBuffer::grown(std::int64_t capacity, std::int64_t used) const {
+  auto const row = static_cast<std::size_t>(head_dim_);
+  auto const heads = static_cast<std::size_t>(heads_), tokens = static_cast<std::size_t>(capacity);
+  KvBuffer larger({heads_, head_dim_});
+  // Zeros, because the kernel hands them out lazily: pages are not used before they are written.
+  bool const countable = tokens <= std::numeric_limits<std::ptrdiff_t>::max() / sizeof(float) / heads / row;
+  if (countable) larger.data_.reset(static_cast<float*>(std::calloc(heads * tokens * row, sizeof(float))));
+  if (!larger.data_) {
+    throw GenerationError("not enough memory for the K/V cache of " + std::to_string(capacity) + " tokens");
+  }
+  larger.capacity_ = capacity;
+  std::size_t const kept = static_cast<std::size_t>(used) * row, held = static_cast<std::size_t>(capacity_) * row;
+  for (std::size_t head = 0; head < heads && kept > 0; ++head) {
+    std::memcpy(larger.data_.get() + head * tokens * row, data_.get() + head * held, kept * sizeof(float));
+  }
+  return larger;
+}
+
+void KvBuffer::write(std::int64_t token, float const* values, std::size_t stride) {
+  for (std::int64_t head = 0; head < heads_; ++head) {
+    std::copy_n(values + static_cast<std::size_t>(head) * stride, head_dim_,
+                data_.get() + (head * capacity_ + token) * head_dim_);
+  }
+}
+
+Ort::Value KvBuffer::tensor(Ort::MemoryInfo const& place) const {
+  return view(place, data_.get(), {1, heads_, capacity_, head_dim_});
+}
+
+std::int64_t grown_capacity(Manifest const& manifest, std::int64_t capacity, std::int64_t needed, std::int64_t room) {
+  std::int64_t const larger = std::max(2 * capacity, needed + (capacity == 0 ? room : 0));
+  return std::min(larger, manifest.model.context_length.value_or(larger));
+}
+
+}  // namespace tide

@@ -1,0 +1,117 @@
+#include "onnxruntime/segments.h"
+
+#include <map>
+
+#include "names.h"
+#include "onnxruntime/session.h"
+#include "segmented/segment_backend.h"
+#include "formatting.h"
+#include "tide/errors.h"
+
+namespace tide {
+namespace {
+
+std::map<std::string, ONNXTensorElementDataType> const kTypes = {
+    {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
+    {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
+    {"bfloat16", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16},
+    {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
+    {"bool", ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL}};
+
+class OrtNetwork final : public Network {
+ public:
+  OrtNetwork(Ort::Session& session, NetworkSpec const& spec) : session_(session), spec_(spec), binding_(session) {}
+
+  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
+    try {
+      for (std::size_t i = 0; i < addresses.size(); ++i) {
+        Tensor const& tensor = spec_.tensors[i];
+        std::vector<std::int64_t> const dims = tensor.dims(tokens);
+        Ort::Value const value = Ort::Value::CreateTensor(place_, addresses[i], tensor.size(tokens), dims.data(),
+                                                          dims.size(), kTypes.at(tensor.dtype));
+        if (tensor.is_input) binding_.BindInput(tensor.name.c_str(), value);
+        if (!tensor.is_input) binding_.BindOutput(tensor.name.c_str(), value);
+      }
+      session_.Run(Ort::RunOptions(), binding_);
+    } catch (Ort::Exception const& error) {
+      throw GenerationError("ONNX Runtime failed in " + spec_.name + ": " + first_line(error));
+    }
+  }
+
+ private:
+  Ort::Session& session_;
+  NetworkSpec const& spec_;
+  Ort::IoBinding binding_;
+  Ort::MemoryInfo const place_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+};
+
+std::vector<Tensor> found(Ort::Session& session) {
+  Ort::AllocatorWithDefaultOptions allocator;
+  std::vector<Tensor> tensors;
+  for (bool const inputs : {true, false}) {
+    for (std::size_t i = 0; i < (inputs ? session.GetInputCount() : session.GetOutputCount()); ++i) {
+      auto const name =
+          inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
+      Ort::TypeInfo const type = inputs ? session.GetInputTypeInfo(i) : session.GetOutputTypeInfo(i);
+      auto const described = type.GetTensorTypeAndShapeInfo();
+      Tensor tensor{name.get(), inputs, "another type", described.GetShape()};
+      for (auto const& [dtype, element] : kTypes) {
+        if (element == described.GetElementType()) tensor.dtype = dtype;
+      }
+      std::vector<char const*> free(tensor.shape.size());
+      described.GetSymbolicDimensions(free.data(), free.size());
+      for (std::size_t d = 0; d < free.size(); ++d) {
+        if (tensor.shape[d] < 0) tensor.shape[d] = free[d] == std::string("batch") ? kRows : kTokens;
+      }
+      tensors.push_back(std::move(tensor));
+    }
+  }
+  return tensors;
+}
+
+}  // namespace
+
+struct OrtNetworks::Sessions {
+  Ort::Env env{ORT_LOGGING_LEVEL_FATAL, "tide"};
+  std::vector<Ort::Session> of;
+};
+
+OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) {
+  if (!bundle.manifest.networks) {
+    throw ProviderError("bundle " + quoted(bundle.path) +
+                        " holds no segment networks: export it with --target tensorrt or tensorrt-rtx");
+  }
+  if (bundle.manifest.networks->weights == "bf16") {
+    throw ProviderError("the segment networks of bundle " + quoted(bundle.path) +
+                        " are bfloat16, which ONNX Runtime does not run on the CPU");
+  }
+  check_onnxruntime();
+  specs_ = network_specs(bundle.manifest);
+  sessions_ = std::make_shared<Sessions>();
+  for (NetworkSpec const& spec : specs_) {
+    std::filesystem::path const file = bundle.path / network_file(spec.name);
+    try {
+      sessions_->of.emplace_back(sessions_->env, file.c_str(), session_options(threads));
+      spec.check(found(sessions_->of.back()), file.string());
+    } catch (Ort::Exception const& error) {
+      throw BundleError("ONNX Runtime cannot load " + quoted(file) + ": " + first_line(error));
+    }
+  }
+}
+
+std::vector<std::unique_ptr<Network>> OrtNetworks::for_a_lane() {
+  std::vector<std::unique_ptr<Network>> networks;
+  for (std::size_t i = 0; i < specs_.size(); ++i) {
+    networks.push_back(std::make_unique<OrtNetwork>(sessions_->of[i], specs_[i]));
+  }
+  return networks;
+}
+
+std::shared_ptr<Session> open_networks(Bundle bundle, std::optional<std::int64_t> threads) {
+  auto const networks = std::make_shared<OrtNetworks>(bundle, threads);
+  return std::make_shared<SegmentSession>(std::move(bundle), networks->specs(), [networks] {
+    return LaneParts{std::make_unique<HostDevice>(), networks->for_a_lane()};
+  });
+}
+
+}  // namespace tide

@@ -1,0 +1,155 @@
+#include "segmented/network_spec.h"
+
+#include <algorithm>
+#include <map>
+
+#include "names.h"
+#include "tide/errors.h"
+
+namespace tide {
+namespace {
+
+constexpr char const *kPast = "past_key_values.", *kPresent = "present.";
+
+std::map<std::string, std::size_t> const kItemSizes = {
+    {"float32", 4}, {"float16", 2}, {"bfloat16", 2}, {"int64", 8}, {"bool", 1}};
+
+std::string shown(Tensor const& tensor) {
+  std::string dims;
+  for (std::int64_t const size : tensor.shape) {
+    dims += dims.empty() ? "" : ", ";
+    dims += size == kTokens ? "'tokens'" : size == kRows ? "'rows'" : std::to_string(size);
+  }
+  return tensor.dtype + " [" + dims + "]";
+}
+
+NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t first_layer, std::size_t end_layer) {
+  NetworksInfo const& info = *manifest.networks;
+  std::string const state = info.weights == "fp32" ? "float32" : info.weights == "fp16" ? "float16" : "bfloat16";
+  std::int64_t const width = manifest.model.hidden_size;
+  bool const last = k == manifest.checkpoints.size();
+  std::vector<Tensor> inputs, outputs;
+  auto const takes = [&](std::string const& name, std::string const& dtype, std::vector<std::int64_t> shape) {
+    inputs.push_back({name, true, dtype, std::move(shape)});
+  };
+  auto const gives = [&](std::string const& name, std::string const& dtype, std::vector<std::int64_t> shape) {
+    outputs.push_back({name, false, dtype, std::move(shape)});
+  };
+  if (k == 0) takes(names::kInputIds, "int64", {kRows, kTokens});
+  if (k > 0) takes(names::kHiddenStates, state, {kRows, kTokens, width});
+  for (char const* name : {names::kPastLengths, names::kLastTokens}) takes(name, "int64", {kRows});
+  gives(names::kExitStates, state, {kRows, 1, info.exit_size});
+  if (last) {
+    gives(names::kFinalStates, state, {kRows, kTokens, info.exit_size});
+  } else {
+    takes(names::kExitThreshold, "float32", {1});
+    gives(names::kNewHiddenStates, state, {kRows, kTokens, width});
+    gives(names::kRouterScore, "float32", {kRows, 1, 1});
+    gives(names::kExitFlag, "bool", {kRows, 1, 1});
+  }
+  for (std::size_t layer = first_layer; layer < end_layer; ++layer) {
+    auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
+    for (char const* kind : {"key", "value"}) {
+      takes(names::past(layer, kind), state, {kRows, heads, info.capacity, head_dim});
+      gives(names::present(layer, kind), state, {kRows, heads, info.capacity, head_dim});
+    }
+  }
+  inputs.insert(inputs.end(), outputs.begin(), outputs.end());
+  return {names::segment(k), std::move(inputs)};
+}
+
+}  // namespace
+
+std::vector<std::int64_t> Tensor::dims(std::int64_t tokens) const {
+  std::vector<std::int64_t> sizes = shape;
+  for (std::int64_t& size : sizes) size = size == kTokens ? tokens : size == kRows ? 1 : size;
+  return sizes;
+}
+
+std::size_t Tensor::size(std::int64_t tokens) const {
+  std::size_t bytes = kItemSizes.at(dtype);
+  for (std::int64_t const dim : dims(tokens)) bytes *= static_cast<std::size_t>(dim);
+  return bytes;
+}
+
+std::size_t NetworkSpec::place(std::string const& tensor) const {
+  auto const named = [&](Tensor const& own) { return own.name == tensor; };
+  return static_cast<std::size_t>(std::find_if(tensors.begin(), tensors.end(), named) - tensors.begin());
+}
+
+std::size_t NetworkSpec::alias(std::size_t number) const {
+  Tensor const& tensor = tensors[number];
+  if (tensor.is_input || tensor.name.rfind(kPresent, 0) != 0) return number;
+  return place(kPast + tensor.name.substr(std::string(kPresent).size()));
+}
+
+void NetworkSpec::check(std::vector<Tensor> const& found, std::string const& where) const {
+  for (bool const inputs : {true, false}) {
+    std::string const kind = inputs ? "input " : "output ";
+    std::map<std::string, Tensor const*> wanted, given;
+    for (Tensor const& tensor : tensors) {
+      if (tensor.is_input == inputs) wanted[tensor.name] = &tensor;
+    }
+    for (Tensor const& tensor : found) {
+      if (tensor.is_input == inputs) given[tensor.name] = &tensor;
+    }
+    for (auto const& [name, tensor] : wanted) {
+      if (given.count(name) == 0) {
+        throw BundleError("'" + where + "' has no " + kind + name + ", which its manifest calls for");
+      }
+    }
+    for (auto const& [name, tensor] : given) {
+      if (wanted.count(name) == 0) {
+        throw BundleError("'" + where + "' has the " + kind + name + ", which its manifest does not know");
+      }
+    }
+    for (auto const& [name, tensor] : wanted) {
+      Tensor const& other = *given[name];
+      if (other.dtype == tensor->dtype && other.shape == tensor->shape) continue;
+      throw BundleError("'" + where + "': " + kind + name + " is " + shown(other) + ", but its manifest calls for " +
+                        shown(*tensor));
+    }
+  }
+}
+
+std::vector<NetworkSpec> network_specs(Manifest const& manifest) {
+  std::vector<NetworkSpec> specs;
+  std::size_t layer = 0;
+  for (std::int64_t const depth : manifest.depths()) {
+    auto const end = static_cast<std::size_t>(depth);
+    specs.push_back(segment_spec(manifest, specs.size(), layer, end));
+    layer = end;
+  }
+  std::string const state = specs[0][names::kExitStates].dtype;
+  specs.push_back({names::kHead,
+                   {{names::kExitStates, true, state, {kRows, kTokens, manifest.networks->exit_size}},
+                    {names::kLogits, false, "float32", {kRows, kTokens, manifest.model.vocab_size}}}});
+  return specs;
+}
+
+std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t most, std::int64_t capacity) {
+  std::int64_t rounded = 1;
+  while (rounded < count) rounded *= 2;
+  return rounded <= most && length + rounded <= capacity ? rounded : count;
+}
+
+std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info) {
+  if (spec.name != names::kHead) return engines.profiles;
+  std::vector<Profile> fitting;
+  for (Profile const& profile : engines.profiles) {
+    if (profile.batch_size == 1 && profile.max_tokens <= info.max_logits) fitting.push_back(profile);
+  }
+  return fitting;
+}
+
+std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens) {
+  std::int64_t most = 0;
+  for (std::size_t number = 0; number < profiles.size(); ++number) {
+    if (profiles[number].min_tokens <= tokens && tokens <= profiles[number].max_tokens) return number;
+    most = std::max(most, profiles[number].max_tokens);
+  }
+  throw GenerationError("a run over " + std::to_string(tokens) +
+                        " tokens exceeds the engine's profiles, which take " + std::to_string(most) + " at most");
+}
+
+}  // namespace tide

@@ -1,0 +1,53 @@
+// What can be said of engines before a library is asked; the sentences are those of
+// tide_export/runtime/tensorrt/engines.py.
+#include "tensorrt/engines.h"
+
+#include <algorithm>
+
+#include "formatting.h"
+#include "tide/errors.h"
+
+namespace tide {
+
+bool is_flavour(std::string const& name) { return name == "tensorrt" || name == "tensorrt-rtx"; }
+
+std::string title_of(std::string const& flavour) { return flavour == "tensorrt" ? "TensorRT" : "TensorRT for RTX"; }
+
+void check_engines(Bundle const& bundle, std::string const& flavour) {
+  auto const& engines = bundle.manifest.engines;
+  std::string const path = bundle.path.string(), build = "`tide-export build " + path + " --target " + flavour + "`";
+  if (!engines) {
+    throw ProviderError("bundle '" + path + "' holds no TensorRT engines: build them with " + build +
+                        ", or use provider 'cpu'");
+  }
+  if (engines->flavour != flavour) {
+    throw ProviderError("the engines of bundle '" + path + "' are of " + title_of(engines->flavour) +
+                        ": use provider '" + engines->flavour + "', or build others with " + build);
+  }
+  std::string const &own = engines->weights_sha256, &model = bundle.manifest.model.weights_sha256;
+  if (own != model) {
+    throw BundleError("the engines of bundle '" + path + "' were built from other weights than its model's (sha256 " +
+                      own.substr(0, 12) + ", not " + model.substr(0, 12) + "): build them again");
+  }
+}
+
+void check_machine(Bundle const& bundle, std::string const& version, ComputeCapability device) {
+  EnginesInfo const& engines = bundle.manifest.engines.value();
+  std::string const path = bundle.path.string(), title = title_of(engines.flavour),
+                    again = "build them again with `tide-export build " + path + " --target " + engines.flavour + "`";
+  if (engines.version != version) {
+    throw ProviderError("the engines of bundle '" + path + "' were built by " + title + " " + engines.version +
+                        " and run on no other, but " + version + " is installed: " + again);
+  }
+  if (device.major == 0) throw ProviderError(title + " needs an NVIDIA GPU and its driver, and there is none here");
+  std::vector<std::string> const& built = engines.compute_capabilities;
+  std::string const own = std::to_string(device.major) + "." + std::to_string(device.minor);
+  bool const runs = built.empty() ? device.major >= 8 : std::find(built.begin(), built.end(), own) != built.end();
+  if (runs) return;
+  std::string listed;
+  for (std::string const& one : built) listed += (listed.empty() ? "" : ", ") + one;
+  throw ProviderError("the engines of bundle '" + path + "' were built for GPUs of compute capability " +
+                      (built.empty() ? "8.0 and later" : listed) + ", this one has " + own + ": " + again);
+}
+
+}  // namespace tide

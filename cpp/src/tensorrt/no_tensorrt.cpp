@@ -1,0 +1,15 @@
+// In the place of `tensorrt.cpp` where tide_runtime is built without TensorRT.
+#include "tensorrt/engines.h"
+#include "tide/errors.h"
+
+namespace tide {
+
+std::shared_ptr<Session> open_engines(Bundle bundle, std::string const& flavour,
+                                      std::optional<std::filesystem::path> const&,
+                                      std::function<void(std::string const&)> const&) {
+  check_engines(bundle, flavour);
+  throw ProviderError("this tide_runtime was built without TensorRT: configure it with -DTIDE_WITH_TENSORRT=ON and " +
+                      title_of(flavour) + "'s headers in TENSORRT_ROOT, or use provider 'cpu'");
+}
+
+}  // namespace tide

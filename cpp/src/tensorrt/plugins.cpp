@@ -1,0 +1,140 @@
+#include "tensorrt/plugins.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <string_view>
+#include <vector>
+
+#include "tensorrt/engines.h"
+#include "bundle/sha256.h"
+#include "formatting.h"
+#include "tide/errors.h"
+
+namespace tide {
+namespace {
+
+constexpr char const* kVariable = "TIDE_PLUGINS";
+constexpr char kFound = '+', kFailed = '-';  // what an answer begins with
+
+// In the process of its own: writes kFound and the two versions, a line each, or kFailed and why not. What it calls may
+// crash, and the rest of this process is not there any more: no locks of ours, no destructors.
+[[noreturn]] void ask(char const* path, int answers) {
+  for (int const signal : {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTERM}) std::signal(signal, SIG_DFL);
+  int const nowhere = open("/dev/null", O_WRONLY);
+  for (int const said : {STDOUT_FILENO, STDERR_FILENO}) dup2(nowhere, said);
+  auto const tell = [&](char const* text) { (void)!write(answers, text, std::strlen(text)); };
+  auto const fail = [&] {
+    char const* const reason = dlerror();
+    tell("-");
+    tell(reason != nullptr ? reason : "it does not say why");
+    _exit(0);
+  };
+  void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) fail();
+  char const* versions[2];
+  char const* const functions[] = {"tide_plugins_version", "tide_plugins_tensorrt_version"};
+  for (int i = 0; i < 2; ++i) {
+    auto const function = reinterpret_cast<char const* (*)()>(dlsym(library, functions[i]));
+    if (function == nullptr) fail();
+    versions[i] = function();
+  }
+  tell("+");
+  for (char const* version : versions) {
+    tell(version);
+    tell("\n");
+  }
+  _exit(0);
+}
+
+// What the library at `path` answers. Throws ProviderError: it does not, and why; `what` is how messages call it.
+std::string asked(std::filesystem::path const& path, std::string const& what) {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) throw ProviderError(what + " cannot be asked: " + std::strerror(errno));
+  pid_t const child = fork();
+  if (child == 0) ask(path.c_str(), ends[1]);
+  int const trouble = errno;
+  close(ends[1]);
+  std::string answer;
+  char chunk[256];
+  for (ssize_t size; child > 0 && ((size = read(ends[0], chunk, sizeof chunk)) > 0 || (size < 0 && errno == EINTR));) {
+    if (size > 0) answer.append(chunk, static_cast<std::size_t>(size));
+  }
+  close(ends[0]);
+  if (child < 0) throw ProviderError(what + " cannot be asked: " + std::strerror(trouble));
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  if (!answer.empty() && answer[0] == kFound && WIFEXITED(status)) return answer.substr(1);
+  std::string reason = answer.empty() || answer[0] != kFailed ? "it does not say why" : answer.substr(1);
+  if (WIFSIGNALED(status)) {
+    char const* const name = sigabbrev_np(WTERMSIG(status));
+    reason = std::string("opening it crashes (SIG") + (name != nullptr ? name : "nal") + ")";
+  }
+  throw ProviderError(what + " is damaged or no plugin library of tide_export: " + reason.substr(0, reason.find('\n')));
+}
+
+std::string major_of(std::string const& version) { return version.substr(0, version.find('.')); }
+
+}  // namespace
+
+std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> const& given) {
+  char const* const variable = std::getenv(kVariable);
+  std::filesystem::path const named = given ? *given : variable != nullptr ? variable : "";
+  if (named.empty() || named == kNoPlugins) return std::nullopt;
+  std::string const what = "the plugin library " + quoted(named);
+  std::string const without = std::string(", or do without it: plugins '") + kNoPlugins + "'";
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(named, error)) {
+    throw ProviderError(what + " does not exist: build it (plugins/README.md)" + without);
+  }
+  std::filesystem::path const path = std::filesystem::absolute(named);
+  std::string const answer = asked(path, what);
+  std::size_t const line = answer.find('\n');
+  PluginLibrary library{path, answer.substr(0, line), answer.substr(line + 1), ""};
+  library.tensorrt.resize(library.tensorrt.find('\n'));
+  if (library.version != TIDE_EXPORT_VERSION) {
+    throw ProviderError(what + " belongs to tide_export " + library.version + ", but this is " TIDE_EXPORT_VERSION
+                        ": build it from this release's plugins/" + without);
+  }
+  std::ifstream stream(path, std::ios::binary);
+  library.sha256 = sha256(stream);
+  return library;
+}
+
+PluginLibrary plugins_to_load(Bundle const& bundle, std::string const& version,
+                              std::optional<std::filesystem::path> const& given,
+                              std::function<void(std::string const&)> const& log) {
+  PluginsInfo const& needed = bundle.manifest.engines.value().plugins.value();
+  std::optional<PluginLibrary> found = find_plugins(given);
+  std::string const engines = "the engines of bundle " + quoted(bundle.path);
+  std::string const without =
+      "build the engines again without with `tide-export build " + bundle.path.string() + " --plugins none`";
+  if (!found) {
+    throw ProviderError(engines + " hold plugins of tide_export " + needed.version +
+                        " and no plugin library is named here: name it as plugins or in the variable " + kVariable +
+                        ", or " + without);
+  }
+  if (found->version != needed.version) {
+    throw ProviderError(engines + " hold plugins of tide_export " + needed.version + ", but the library " +
+                        quoted(found->path) + " is of " + found->version + ": use the other library and release, or " +
+                        without);
+  }
+  if (major_of(found->tensorrt) != major_of(version)) {
+    throw ProviderError("the plugin library " + quoted(found->path) + " was compiled for TensorRT " + found->tensorrt +
+                        " and " + version + " is installed: build it with the headers of that version");
+  }
+  if (found->sha256 != needed.sha256) {
+    log("the plugin library " + quoted(found->path) + " is another build than " + engines + " were built with");
+  }
+  return *found;
+}
+
+}  // namespace tide

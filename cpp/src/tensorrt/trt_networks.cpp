@@ -1,0 +1,303 @@
+// The bundle's engines on a GPU, by TensorRT or TensorRT for RTX: opened with every check first, run on a lane.
+//
+// What differs between the two is in `flavour.h`. An engine runs on one version of one flavour, on the GPUs it was
+// built for: all of that is compared before the library sees a byte, because what it says about an engine that does not
+// fit is for its own developers. The library is opened when it is asked for, so that this one loads where there is
+// none. One execution context per network and optimization profile belongs to each lane, all of them with the lane's
+// one block of working memory: a lane runs one network at a time.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <mutex>
+
+#include "names.h"
+#include "segmented/cuda.h"
+#include "tensorrt/engines.h"
+#include "tensorrt/flavours.h"
+#include "tensorrt/plugins.h"
+#include "segmented/segment_backend.h"
+#include "formatting.h"
+#include "tide/errors.h"
+
+namespace tide {
+namespace {
+
+std::string const kTitle = title_of(kFlavour);
+
+// Remembers what the library last called an error, of any thread.
+class ErrorLog final : public nvinfer1::ILogger {
+ public:
+  void log(Severity severity, char const* message) noexcept override {
+    if (severity > Severity::kERROR) return;
+    try {
+      std::lock_guard<std::mutex> const lock(mutex_);
+      said_ = message;
+      std::replace(said_.begin(), said_.end(), '\n', ' ');
+    } catch (...) {  // no memory for it
+    }
+  }
+  std::string said() {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    return said_.empty() ? "it does not say why" : said_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string said_;
+};
+
+// The flavour's library.
+class Library {
+ public:
+  // Throws ProviderError: it is not there, or lacks a function.
+  Library() : handle_(dlopen(library_file().c_str(), RTLD_NOW | RTLD_LOCAL)) {
+    if (handle_ == nullptr) {
+      std::string const reason = dlerror();
+      throw ProviderError(kTitle + " cannot be loaded (" + reason.substr(0, reason.find('\n')) +
+                          "): install it, with its folder in LD_LIBRARY_PATH, or use provider 'cpu'");
+    }
+  }
+
+  std::string version() const {
+    std::string text;
+    for (char const* part : {"Major", "Minor", "Patch", "Build"}) {
+      std::string const function = std::string("getInferLib") + part + "Version";
+      text += (text.empty() ? "" : ".") + std::to_string(symbol<std::int32_t()>(function.c_str())());
+    }
+    return text;
+  }
+
+  nvinfer1::IRuntime* runtime(ErrorLog& log) const {
+    return static_cast<nvinfer1::IRuntime*>(
+        symbol<void*(void*, std::int32_t)>("createInferRuntime_INTERNAL")(&log, NV_TENSORRT_VERSION));
+  }
+
+  // Makes the plugins known to the library; once a process is enough and twice does no harm. Throws ProviderError.
+  void take_plugins(std::filesystem::path const& plugins) const {
+    auto* const registry = symbol<nvinfer1::IPluginRegistry*()>("getPluginRegistry")();
+    auto const known = [&] { return registry->getCreator("TideRoute", "1", "tide") != nullptr; };
+    if (!known()) registry->loadLibrary(plugins.c_str());
+    if (!known()) throw ProviderError(kTitle + " cannot load the plugin library " + quoted(plugins));
+  }
+
+ private:
+  template <typename Function>
+  Function* symbol(char const* name) const {
+    void* const found = dlsym(handle_, name);
+    if (found == nullptr) throw ProviderError(library_file() + " is not a library of " + kTitle + ": no " + name);
+    return reinterpret_cast<Function*>(found);
+  }
+
+  void* handle_;  // stays open: what it started may outlive us
+};
+
+// Of the GPU; {0, 0}: there is none. Throws ProviderError: its driver is too old for the CUDA runtime that is linked.
+ComputeCapability compute_capability() {
+  ComputeCapability found;
+  if (cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
+      cudaDeviceGetAttribute(&found.minor, cudaDevAttrComputeCapabilityMinor, 0) == cudaSuccess) {
+    return found;
+  }
+  cudaGetLastError();  // which would be taken for another call's
+  int driver = 0;      // stays so where there is none
+  cudaDriverGetVersion(&driver);
+  if (driver == 0 || driver / 1000 >= CUDART_VERSION / 1000) return {};
+  auto const shown = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  throw ProviderError("this tide_runtime was built with CUDA " + shown(CUDART_VERSION) +
+                      ", and the GPU's driver here is for CUDA " + shown(driver) +
+                      ": update the driver, or build with an older CUDA toolkit");
+}
+
+std::string dtype_of(nvinfer1::DataType type) {
+  switch (type) {
+    case nvinfer1::DataType::kFLOAT:
+      return "float32";
+    case nvinfer1::DataType::kHALF:
+      return "float16";
+    case nvinfer1::DataType::kBF16:
+      return "bfloat16";
+    case nvinfer1::DataType::kINT64:
+      return "int64";
+    case nvinfer1::DataType::kBOOL:
+      return "bool";
+    default:
+      return "another type";
+  }
+}
+
+std::vector<std::int64_t> sizes_of(nvinfer1::Dims const& dims) { return {dims.d, dims.d + std::max(dims.nbDims, 0)}; }
+
+nvinfer1::Dims dims_of(std::vector<std::int64_t> const& sizes) {
+  nvinfer1::Dims dims{};
+  dims.nbDims = static_cast<std::int32_t>(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), dims.d);
+  return dims;
+}
+
+// An engine with what it is checked against.
+struct LoadedEngine {
+  NetworkSpec spec;
+  std::vector<Profile> profiles;
+  std::unique_ptr<nvinfer1::ICudaEngine> engine;
+};
+
+// Tensors, K/V buffers updated in place, and profiles are those the runtime counts on. Throws BundleError, naming what
+// differs.
+void check_engine(LoadedEngine const& given, std::string const& path) {
+  auto const& [spec, profiles, engine] = given;
+  std::vector<Tensor> found;
+  for (std::int32_t i = 0; i < engine->getNbIOTensors(); ++i) {
+    char const* const name = engine->getIOTensorName(i);
+    bool const is_input = engine->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
+    Tensor tensor{name, is_input, dtype_of(engine->getTensorDataType(name)), sizes_of(engine->getTensorShape(name))};
+    // A free dimension is -1, whichever it is: it is taken for the one that is called for.
+    if (std::size_t const place = spec.place(name); place < spec.tensors.size()) {
+      std::vector<std::int64_t> const& wanted = spec.tensors[place].shape;
+      for (std::size_t d = 0; d < tensor.shape.size() && tensor.shape.size() == wanted.size(); ++d) {
+        if (tensor.shape[d] == -1) tensor.shape[d] = wanted[d];
+      }
+    }
+    found.push_back(std::move(tensor));
+  }
+  spec.check(found, path);
+  for (std::size_t output = 0; output < spec.tensors.size(); ++output) {
+    std::size_t const input = spec.alias(output);
+    if (input == output) continue;
+    char const* const aliased = engine->getAliasedInputTensor(spec.tensors[output].name.c_str());
+    if (aliased == nullptr || spec.tensors[input].name != aliased) {
+      throw BundleError("engine '" + path + "' does not update " + spec.tensors[input].name + " in place");
+    }
+  }
+  auto const count = static_cast<std::size_t>(engine->getNbOptimizationProfiles());
+  if (count != profiles.size()) {
+    throw BundleError("engine '" + path + "' has " + std::to_string(count) + " optimization profiles, not the " +
+                      std::to_string(profiles.size()) + " of its manifest");
+  }
+  // Lengths are one per sequence, states one per token: of the head's profiles tokens count, of the others' sequences.
+  Tensor const& entry = spec[spec.name == names::kHead ? names::kExitStates : names::kPastLengths];
+  for (std::size_t number = 0; number < count; ++number) {
+    std::vector<std::int64_t> const most = sizes_of(engine->getProfileShape(
+        entry.name.c_str(), static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
+    std::vector<std::int64_t> wanted = entry.dims(profiles[number].max_tokens);
+    wanted[0] = profiles[number].batch_size;
+    if (most == wanted) continue;
+    throw BundleError("engine '" + path + "' takes " + entry.name + " of [" + joined(most, ", ") +
+                      "] at most in profile " + profiles[number].name + ", unlike its manifest");
+  }
+}
+
+// One engine with the execution contexts of one lane.
+class TrtNetwork final : public Network {
+ public:
+  TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory)
+      : engine_(engine), device_(device), memory_(std::move(memory)) {}
+
+  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
+    nvinfer1::IExecutionContext& run = context(pick_profile(engine_.profiles, tokens));
+    std::vector<Tensor> const& tensors = engine_.spec.tensors;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      char const* const name = tensors[i].name.c_str();
+      if (tensors[i].is_input) {
+        require(run.setInputShape(name, dims_of(tensors[i].dims(tokens))), "the shape of ", name);
+      }
+      require(run.setTensorAddress(name, addresses[i]), "the address of ", name);
+    }
+    require(run.enqueueV3(device_.stream()), "a run over ", std::to_string(tokens) + " tokens");
+  }
+
+ private:
+  struct Context {
+    std::unique_ptr<nvinfer1::IRuntimeConfig> config;
+    std::unique_ptr<nvinfer1::IExecutionContext> context;
+  };
+
+  // The context of a profile, made when it is first needed.
+  nvinfer1::IExecutionContext& context(std::size_t profile) {
+    if (auto const found = contexts_.find(profile); found != contexts_.end()) return *found->second.context;
+    Context made;
+    made.config.reset(engine_.engine->createRuntimeConfig());
+    require(made.config != nullptr, "a runtime configuration", "");
+    configure(*made.config);
+    made.context.reset(engine_.engine->createExecutionContext(made.config.get()));
+    require(made.context != nullptr, "an execution context", "");
+    made.context->setDeviceMemoryV2(memory_.address, static_cast<std::int64_t>(memory_.size));
+    auto const number = static_cast<std::int32_t>(profile);
+    require(made.context->setOptimizationProfileAsync(number, device_.stream()), "profile ", std::to_string(profile));
+    device_.synchronize();
+    return *contexts_.emplace(profile, std::move(made)).first->second.context;
+  }
+
+  void require(bool worked, char const* what, std::string const& which) const {
+    if (!worked) throw GenerationError(kTitle + " refused " + what + which + " in " + engine_.spec.name);
+  }
+
+  LoadedEngine const& engine_;
+  CudaDevice& device_;
+  Buffer memory_;
+  std::map<std::size_t, Context> contexts_;
+};
+
+// All engines of a bundle, and what they live on.
+struct Engines {
+  ErrorLog log;
+  std::unique_ptr<nvinfer1::IRuntime> runtime;
+  std::vector<LoadedEngine> engines;  // in the order of `network_specs`
+  std::size_t memory = kAlignment;    // bytes that the greediest of them works in
+
+  void load(NetworkSpec const& spec, Bundle const& bundle) {
+    std::filesystem::path const path = bundle.path / engine_file(spec.name);
+    std::ifstream stream(path, std::ios::binary);
+    std::vector<char> data(static_cast<std::size_t>(bundle.manifest.files.at(engine_file(spec.name)).size));
+    stream.read(data.data(), static_cast<std::streamsize>(data.size()));
+    if (!stream) throw BundleError("cannot read engine " + quoted(path));
+    LoadedEngine made{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
+    made.engine.reset(runtime->deserializeCudaEngine(data.data(), data.size()));
+    if (made.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.said());
+    check_engine(made, path.string());
+    memory = std::max(memory, static_cast<std::size_t>(made.engine->getDeviceMemorySizeV2()));
+    engines.push_back(std::move(made));
+  }
+
+  LaneParts open_lane() const {
+    auto device = std::make_unique<CudaDevice>();
+    Buffer const working = device->allocate(memory);
+    LaneParts parts;
+    for (LoadedEngine const& engine : engines) {
+      parts.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working));
+    }
+    parts.device = std::move(device);
+    return parts;
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Session> open_engines(Bundle bundle, std::string const& flavour,
+                                      std::optional<std::filesystem::path> const& plugins,
+                                      std::function<void(std::string const&)> const& log) {
+  check_engines(bundle, flavour);
+  if (flavour != kFlavour) {
+    throw ProviderError("this tide_runtime was built with " + kTitle +
+                        "'s headers and runs its engines alone: build it with those of " + title_of(flavour) +
+                        " in TENSORRT_ROOT, or use provider 'cpu'");
+  }
+  Library const library;
+  std::string const version = library.version();
+  check_machine(bundle, version, compute_capability());
+  if (bundle.manifest.engines->plugins) {
+    library.take_plugins(plugins_to_load(bundle, version, plugins, log).path);
+  }
+  auto const loaded = std::make_shared<Engines>();
+  loaded->runtime.reset(library.runtime(loaded->log));
+  if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.said());
+  std::vector<NetworkSpec> specs = network_specs(bundle.manifest);
+  for (NetworkSpec const& spec : specs) loaded->load(spec, bundle);
+  return std::make_shared<SegmentSession>(std::move(bundle), std::move(specs),
+                                          [loaded] { return loaded->open_lane(); });
+}
+
+}  // namespace tide
