@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,10 +27,8 @@ from transformers import (
 
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
 from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
+from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.structure import Anatomy, input_device, offload_hooks
-
-if TYPE_CHECKING:
-    from tide_export.quantize.flow import QuantizedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class SourceModel:
     name: str
     weights_sha256: str
     anatomy: Anatomy
-    quantized: "QuantizedWeights | None" = None  # whose values the model computes with; None: its own weights
+    quantized: QuantizedWeights | None = None  # whose values the model computes with; None: its own weights
 
     @property
     def num_layers(self) -> int:

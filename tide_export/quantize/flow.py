@@ -2,32 +2,20 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.errors import UnsupportedModelError
+from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.progress import stage
 from tide_export.quantize.gptq import enter_layers, quantize_layer, require_gptq
 from tide_export.quantize.matrices import Matrix, find_matrices
-from tide_export.quantize.rounding import Blocks, round_to_nearest
+from tide_export.quantize.rounding import round_to_nearest
 
 logger = logging.getLogger("tide_export")
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeights:
-    """The quantized matrices of a model, whose own weights are what they stand for.
-
-    Attributes:
-        settings: how.
-        blocks: by the name of the parameter; of experts, by `<parameter>.<expert>`.
-    """
-
-    settings: Quantization
-    blocks: dict[str, Blocks]
 
 
 def quantize_model(

@@ -17,10 +17,11 @@ from torch import nn
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.errors import CalibrationError, ConfigError
+from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.model.structure import first_tensor
 from tide_export.quantize.matrices import Matrix
-from tide_export.quantize.rounding import Blocks, from_integers, round_to_nearest
+from tide_export.quantize.rounding import round_to_nearest
 
 DAMPING = 0.01  # of the Hessian's mean diagonal, added to it, as in the paper
 
@@ -141,7 +142,9 @@ def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization) -> Bl
     integers = solver.quantizer.integers(
         values, *(part.repeat_interleave(settings.block_size, dim=1)[:, : weight.shape[1]] for part in (scales, zeros))
     )
-    return from_integers(integers.to(torch.uint8).numpy(), scales.numpy(), zeros.to(torch.uint8).numpy(), settings)
+    return Blocks.from_integers(
+        integers.to(torch.uint8).numpy(), scales.numpy(), zeros.to(torch.uint8).numpy(), settings
+    )
 
 
 class _Grid:

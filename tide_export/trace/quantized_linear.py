@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import DOMAIN, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL
-from tide_export.quantize.flow import QuantizedWeights
 from tide_export.quantize.matrices import is_product, parameter_names
 
 

@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from tide_export.bundle.store import Bundle
 from tide_export.errors import BundleError
+from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.names import GRAPH_FILE, WEIGHTS_METADATA
 from tide_export.quantize.matrices import Matrices, Matrix, find_matrices
-from tide_export.quantize.rounding import Blocks, split
 from tide_export.quantize.settings import INT8_PRODUCTS
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.session import import_onnxruntime, open_session, session_options
@@ -48,7 +48,7 @@ def restore(source: SourceModel, bundle: Bundle) -> float:
             raise BundleError(
                 f"bundle '{bundle.path}': the quantized matrix {names[0]} is of another size than its model's"
             )
-        for name, old, part in zip(names, before, split(whole, [len(old) for old in before]), strict=True):
+        for name, old, part in zip(names, before, whole.split([len(old) for old in before]), strict=True):
             new = part.values()
             changed += float(np.square(new - old, dtype=np.float64).sum())
             size += float(np.square(old, dtype=np.float64).sum())

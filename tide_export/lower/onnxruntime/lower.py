@@ -18,8 +18,8 @@ from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPa
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedProductsPass, quantized_names
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
+from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import OP_ATTENTION, OP_EXPERT_MATMUL
-from tide_export.quantize.flow import QuantizedWeights
 
 logger = logging.getLogger("tide_export")
 

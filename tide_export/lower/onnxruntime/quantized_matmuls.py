@@ -16,8 +16,8 @@ import onnx_ir as ir
 from tide_export.bundle.manifest import Quantization
 from tide_export.errors import GraphError
 from tide_export.lower.rewriting import add_before, constant, drop_unused, nodes_of
+from tide_export.model.quantized_weights import Blocks, concatenate
 from tide_export.names import DOMAIN, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL, WEIGHTS_METADATA
-from tide_export.quantize.rounding import Blocks, joined
 
 
 class QuantizedProductsPass(ir.passes.InPlacePass):
@@ -37,7 +37,7 @@ class QuantizedProductsPass(ir.passes.InPlacePass):
     def _product(self, model: ir.Model, node: ir.Node) -> None:
         assert self.settings is not None
         names = node.attributes["weights"].as_strings()
-        whole = joined(self._of(names))
+        whole = concatenate(self._of(names))
         attributes = {
             "K": whole.columns,
             "N": whole.rows,

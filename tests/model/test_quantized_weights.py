@@ -7,7 +7,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from tide_export.bundle.manifest import Quantization
-from tide_export.quantize.rounding import Blocks, from_integers, joined, round_to_nearest, split
+from tide_export.model.quantized_weights import Blocks, concatenate
+from tide_export.quantize.rounding import round_to_nearest
 
 
 def settings(bits: int = 4, block_size: int = 32, symmetric: bool = True) -> Quantization:
@@ -69,7 +70,7 @@ def test_given_integers_are_packed_as_onnx_runtime_unpacks_them(bits: int, symme
     integers = rng.integers(0, 2**bits, (8, 40), dtype=np.uint8)
     scales = rng.uniform(0.1, 1, (8, 3)).astype(np.float32)
     zeros = rng.integers(0, 2**bits, (8, 3), dtype=np.uint8)
-    blocks = from_integers(integers, scales, zeros, settings(bits, 16, symmetric))
+    blocks = Blocks.from_integers(integers, scales, zeros, settings(bits, 16, symmetric))
     middle = 2 ** (bits - 1) if symmetric else zeros.repeat(16, axis=1)[:, :40].astype(np.float32)
     expected = (integers.astype(np.float32) - middle) * scales.repeat(16, axis=1)[:, :40]
     np.testing.assert_allclose(blocks.values(), expected, rtol=1e-6)
@@ -80,9 +81,9 @@ def test_given_integers_are_packed_as_onnx_runtime_unpacks_them(bits: int, symme
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_rows_are_joined_and_split_without_rounding(symmetric: bool) -> None:
     parts = [round_to_nearest(matrix(n, 48, seed=n), settings(symmetric=symmetric)) for n in (4, 2, 6)]
-    whole = joined(parts)
+    whole = concatenate(parts)
     np.testing.assert_array_equal(whole.values(), np.concatenate([part.values() for part in parts]))
-    for part, again in zip(parts, split(whole, [4, 2, 6]), strict=True):
+    for part, again in zip(parts, whole.split([4, 2, 6]), strict=True):
         np.testing.assert_array_equal(part.values(), again.values())
 
 

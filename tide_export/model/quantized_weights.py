@@ -1,0 +1,127 @@
+"""Holds quantized matrices as ONNX Runtime's MatMulNBits and GatherBlockQuantized store them.
+
+A row holds the weights of one output. It is cut into blocks; each block has one scale and, unless quantization is
+symmetric, one zero point. An integer q represents (q - zero point) * scale. Layout: docs/ContribOperators.md of
+microsoft/onnxruntime. Needs NumPy alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from tide_export.bundle.manifest import Quantization
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """A quantized matrix of N rows and K columns; n = ceil(K / block size) blocks a row.
+
+    Attributes:
+        packed: uint8 [N, n, block size * bits / 8], the first of two 4-bit integers in the low half of its byte.
+        scales: float32 [N, n].
+        zeros: uint8 [N, ceil(n * bits / 8)], packed alike; None: 2 ** (bits - 1) everywhere.
+        columns: K.
+        bits: 4 or 8.
+    """
+
+    packed: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None
+    columns: int
+    bits: int
+
+    @classmethod
+    def from_integers(
+        cls, integers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, settings: Quantization
+    ) -> "Blocks":
+        """Packs integers [N, K] with scales and zero points [N, n] (ignored where `settings` is symmetric)."""
+        rows, columns = integers.shape
+        padded = np.full((rows, scales.shape[1] * settings.block_size), 2 ** (settings.bits - 1), np.uint8)
+        padded[:, :columns] = integers
+        return cls(
+            _pack(padded, settings.bits).reshape(rows, scales.shape[1], -1),
+            np.ascontiguousarray(scales, np.float32),
+            None if settings.symmetric else _pack(zeros.astype(np.uint8), settings.bits),
+            columns,
+            settings.bits,
+        )
+
+    @property
+    def rows(self) -> int:
+        return len(self.packed)
+
+    @property
+    def block_size(self) -> int:
+        return self.packed.shape[2] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def values(self) -> np.ndarray:
+        """Dequantizes the matrix, float32 [N, K]."""
+        integers = _unpack(self.packed, self.bits).astype(np.float32)
+        if self.zeros is None:
+            integers -= np.float32(2 ** (self.bits - 1))
+        else:
+            integers -= _unpack(self.zeros, self.bits)[:, : self.scales.shape[1], None].astype(np.float32)
+        integers *= self.scales[..., None]
+        return np.ascontiguousarray(integers.reshape(self.rows, -1)[:, : self.columns])
+
+    def split(self, rows: Sequence[int]) -> "list[Blocks]":
+        """Cuts the matrix into parts with these numbers of rows; undoes `concatenate`."""
+        return [
+            Blocks(
+                self.packed[start:stop],
+                self.scales[start:stop],
+                None if self.zeros is None else self.zeros[start:stop],
+                self.columns,
+                self.bits,
+            )
+            for start, stop in pairwise(np.cumsum([0, *rows]))
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeights:
+    """The quantized matrices of a model, which computes with their dequantized values.
+
+    Attributes:
+        settings: how they were quantized.
+        blocks: by the name of the parameter; of experts, by `<parameter>.<expert>`.
+    """
+
+    settings: Quantization
+    blocks: dict[str, Blocks]
+
+
+def concatenate(parts: Sequence[Blocks]) -> Blocks:
+    """Concatenates the rows of matrices with equal columns and settings."""
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return Blocks(
+        np.concatenate([part.packed for part in parts]),
+        np.concatenate([part.scales for part in parts]),
+        np.concatenate(zeros) if zeros else None,
+        parts[0].columns,
+        parts[0].bits,
+    )
+
+
+def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 integers, 8 / bits times as many along the last axis."""
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def _pack(integers: np.ndarray, bits: int) -> np.ndarray:
+    """Undoes `_unpack`; pads an odd number of integers with a 0."""
+    if bits == 8:
+        return np.ascontiguousarray(integers)
+    if integers.shape[-1] % 2:
+        integers = np.pad(integers, ((0, 0), (0, 1)))
+    return integers[:, ::2] | (integers[:, 1::2] << 4)
