@@ -9,7 +9,7 @@ from tide_export.calibration.collect import collect
 from tide_export.calibration.evaluate import count_costs, evaluate, read_examples
 from tide_export.config import TideConfig
 from tide_export.routers.random_routers import spread_routers
-from tide_export.thresholds.pareto import OFF
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.verify.oracle import oracle
 
 CHECKPOINTS = (3, 9)
@@ -69,7 +69,7 @@ def test_the_examples_are_read_as_the_oracle_reads(demo, tokenizer, sequences, r
     for example, sequence in zip(found, documents, strict=False):
         ids = sequence.ids.tolist()
         judged = oracle(demo, routers, ids, thresholds)
-        full = oracle(demo, routers, ids, [OFF, OFF]).logits.argmax(-1)
+        full = oracle(demo, routers, ids, [MAX_THRESHOLD, MAX_THRESHOLD]).logits.argmax(-1)
         said = judged.logits.argmax(-1)
         assert "".join(example.pieces) == tokenizer.decode(ids)
         assert list(example.exit_layers) == judged.exit_layers.tolist()
@@ -97,7 +97,10 @@ def made_up(tokens=300, checkpoints=(2, 5, 7), depth=9, seed=0):
     )
 
 
-@pytest.mark.parametrize("thresholds", [[0.5, 0.5, 0.5], [OFF, 0.3, OFF], [OFF] * 3, [0.0, 0.0, 0.0], [0.9, 0.6, 0.2]])
+@pytest.mark.parametrize(
+    "thresholds",
+    [[0.5, 0.5, 0.5], [MAX_THRESHOLD, 0.3, MAX_THRESHOLD], [MAX_THRESHOLD] * 3, [0.0, 0.0, 0.0], [0.9, 0.6, 0.2]],
+)
 def test_an_outcome_is_what_a_count_token_by_token_gives(thresholds):
     evaluation = made_up()
     found = evaluation.outcome(thresholds)
@@ -120,7 +123,7 @@ def test_an_outcome_is_what_a_count_token_by_token_gives(thresholds):
 
 
 def test_nothing_leaves_and_nothing_changes():
-    found = made_up().outcome([OFF] * 3)
+    found = made_up().outcome([MAX_THRESHOLD] * 3)
     assert (found.agreement, found.layers, found.kl, found.perplexity_change) == (1.0, 9.0, 0.0, 0.0)
     assert found.exit_shares == (0.0, 0.0, 0.0)
 
@@ -130,7 +133,7 @@ def test_a_score_equal_to_the_threshold_stays_as_in_the_graph():
     evaluation = made_up()
     at = float(np.float32(0.55)) - 1e-9
     expected = (evaluation.scores[:, 0] > np.float32(0.55)).mean()
-    assert evaluation.outcome([at, OFF, OFF]).exit_shares[0] == pytest.approx(expected)
+    assert evaluation.outcome([at, MAX_THRESHOLD, MAX_THRESHOLD]).exit_shares[0] == pytest.approx(expected)
 
 
 def test_perplexity_of_text_that_never_goes_on_is_unknown():

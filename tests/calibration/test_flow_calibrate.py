@@ -15,7 +15,7 @@ from tide_export.data.documents import document_hash
 from tide_export.data.sequences import read_sequences
 from tide_export.errors import CalibrationError, ConfigError, DatasetError
 from tide_export.routers.router_set import RouterSet
-from tide_export.thresholds.pareto import OFF
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 TEXT = Path(__file__).parents[2] / "calibration" / "text" / "python-stdlib-validation.jsonl"
 
@@ -94,7 +94,7 @@ def test_the_assessment_is_of_these_routers(calibration, demo):
     assessment = calibration.assessment
     assert assessment.model == "demo-llama"  # a folder's own name, without the path to it
     assert assessment.evaluation.checkpoints == (3, 9)
-    assert assessment.thresholds == (OFF, 0.85)  # min_layers is 8
+    assert assessment.thresholds == (MAX_THRESHOLD, 0.85)  # min_layers is 8
     assert assessment.convergence.layers == tuple(range(1, 13))
     assert assessment.convergence.agreement[-1] == 1.0
     assert len(assessment.examples) == 1  # one document is tested on

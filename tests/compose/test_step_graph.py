@@ -20,7 +20,7 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.source import wrap_model
 from tide_export.routers.router_set import LensArrays, RouterArrays
 from tide_export.runtime.engine import load
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace
 
 CHECKPOINTS = (3, 6, 9)
@@ -131,7 +131,7 @@ def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, d
 
 def test_the_head_sees_as_many_last_positions_as_are_asked_for(demo_source, demo_bundle: Path) -> None:
     engine, ids = load(demo_bundle), (np.arange(20) * 37 % demo_source.vocab_size).tolist()
-    full = engine.start([OFF] * len(CHECKPOINTS))
+    full = engine.start([NEVER_EXIT] * len(CHECKPOINTS))
     assert full.step(ids).rows.shape == (1, demo_source.vocab_size)
     full.rewind(0)
     rows = full.step(ids, logits_to_keep=7).rows

@@ -14,7 +14,7 @@ from cpp_engine import CppEngine
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 Both = tuple[Engine, CppEngine]
 SECONDS = ("prefill_seconds", "decode_seconds", "tokens_per_second")
@@ -28,7 +28,7 @@ def both(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> Both:
 @pytest.fixture(scope="module")
 def mixed(both: Both, demo_text_ids: list[int]) -> list[float]:
     """Thresholds that about half of what reaches each checkpoint passes, whatever the routers were trained on."""
-    state = both[0].start([OFF] * 3)
+    state = both[0].start([NEVER_EXIT] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[:100]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
 
@@ -65,8 +65,8 @@ def test_the_bundles_own_defaults_are_used(both: Both, demo_text_ids: list[int])
     manifest = both[0].manifest
     own = both[1].call("thresholds")
     np.testing.assert_allclose(own, manifest.thresholds, rtol=1e-6)
-    assert both[1].call("thresholds", "--min-layers", "4", "--threshold", "0.25") == [OFF, 0.25, 0.25]
-    assert both[1].call("thresholds", "--mode", "full") == [OFF] * 3
+    assert both[1].call("thresholds", "--min-layers", "4", "--threshold", "0.25") == [NEVER_EXIT, 0.25, 0.25]
+    assert both[1].call("thresholds", "--mode", "full") == [NEVER_EXIT] * 3
     assert_same(both, demo_text_ids[200:230], 40)  # stops where the model does
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tide_export.runtime.decoding.sampling import Sampler
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 DRAWS = 1200
 PROMPT = [3, 1, 4, 1, 5]
@@ -38,7 +38,7 @@ def assert_like(found: np.ndarray, expected: np.ndarray) -> None:
     ],
 )
 def test_draws_follow_the_distribution(tiny_engines: dict[str, Any], options: dict[str, Any]) -> None:
-    logits = tiny_engines["python"].start([OFF, OFF]).step(PROMPT).logits
+    logits = tiny_engines["python"].start([NEVER_EXIT, NEVER_EXIT]).step(PROMPT).logits
     ids, probabilities = Sampler(**options).distribution(logits)
     expected = np.zeros(48)
     expected[ids] = probabilities

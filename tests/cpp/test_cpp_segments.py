@@ -19,7 +19,7 @@ from tide_export.bundle.store import open_bundle, write_manifest
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def segmented(request: pytest.FixtureRequest, demo_bundle: Path, open_cpp: Calla
 @pytest.fixture(scope="module")
 def mixed(python: Engine, demo_text_ids: list[int]) -> list[float]:
     """Medians of the scores on the text, so that every checkpoint takes part."""
-    state = python.start([OFF] * 3)
+    state = python.start([NEVER_EXIT] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[:100]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
 
@@ -94,7 +94,7 @@ def test_step_by_step_with_all_that_a_step_can_be(python, segmented, demo_text_i
             graph.rewind(at)
             networks.rewind(at)
         if steps % 11 == 10:
-            thresholds = [mixed, [0.0] * 3, [OFF, mixed[1], 0.0]][steps // 11 % 3]
+            thresholds = [mixed, [0.0] * 3, [NEVER_EXIT, mixed[1], 0.0]][steps // 11 % 3]
             graph.set_thresholds(thresholds)
             networks.set_thresholds(thresholds)
         assert (networks.lengths, networks.waiting) == (graph.lengths, graph.waiting)

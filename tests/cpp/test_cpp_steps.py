@@ -11,7 +11,7 @@ from tiny_model import TinyModel
 from tide_export.bundle.manifest import Drafting
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import load
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 
 def random_ids(count: int, seed: int) -> list[int]:
@@ -20,7 +20,14 @@ def random_ids(count: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("thresholds", "max_pending"),
-    [([OFF, OFF], 4), ([0.0, 0.0], 0), ([0.5, 0.5], 3), ([0.8, 0.7], 1000), ([OFF, 0.65], 4), ([0.6, OFF], 4)],
+    [
+        ([NEVER_EXIT, NEVER_EXIT], 4),
+        ([0.0, 0.0], 0),
+        ([0.5, 0.5], 3),
+        ([0.8, 0.7], 1000),
+        ([NEVER_EXIT, 0.65], 4),
+        ([0.6, NEVER_EXIT], 4),
+    ],
 )
 def test_every_step_equals_the_plain_model(
     tiny: TinyModel, tiny_engine: Any, thresholds: list[float], max_pending: int
@@ -44,7 +51,7 @@ def test_every_step_equals_the_plain_model(
 def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: Any) -> None:
     """A random walk of steps and rewinds, always about the sequence as it then is."""
     random, thresholds = np.random.default_rng(5), [0.4, 0.5]
-    full = [OFF, OFF]
+    full = [NEVER_EXIT, NEVER_EXIT]
     state, ids = tiny_engine.start(thresholds, 1000, room=0), list[int]()
     verified = kept_several = 0
     for _ in range(60):
@@ -79,8 +86,10 @@ def test_other_thresholds_from_the_next_step_on(tiny: TinyModel, tiny_engine: An
     state = tiny_engine.start([0.0, 0.0], 100)
     assert state.step(ids[:6]).exit_layer == 2
     assert state.waiting == [6, 0]
-    state.set_thresholds([OFF, OFF])
-    np.testing.assert_allclose(state.step(ids[6:]).logits, tiny.reference(ids, [OFF, OFF])[0][-1], atol=2e-5)
+    state.set_thresholds([NEVER_EXIT, NEVER_EXIT])
+    np.testing.assert_allclose(
+        state.step(ids[6:]).logits, tiny.reference(ids, [NEVER_EXIT, NEVER_EXIT])[0][-1], atol=2e-5
+    )
     assert state.waiting == [0, 0]
 
 
@@ -163,7 +172,7 @@ def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: Ti
     for drafting, drafts in [(None, [0.5, 0.5]), (own, [0.125, 0.25])]:
         bundle = tiny.write(tmp_path / f"{drafts[0]}", min_layers=4, drafting=drafting)
         engine = open_cpp(bundle)
-        assert engine.call("thresholds") == [OFF, 0.5]
+        assert engine.call("thresholds") == [NEVER_EXIT, 0.5]
         assert engine.call("thresholds", "--mode", "lossless") == drafts  # min_layers is for what is not verified
         both = load(bundle, threads=1), engine
         python, cpp = (one.generate([1, 2, 3], 40, mode="lossless") for one in both)

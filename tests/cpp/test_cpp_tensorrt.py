@@ -21,7 +21,7 @@ from tide_export.bundle.store import open_bundle, write_manifest
 from tide_export.errors import BundleError, GenerationError, ProviderError, TideError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.segmented.network_spec import of_network, specs
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.version import __version__
 
 PROFILES = (
@@ -115,8 +115,8 @@ def test_steps_of_every_profile_are_the_branched_graph_s(engine: CppEngine, pyth
 def test_auto_takes_engines_and_says_so(opens, bundle: Path) -> None:
     engine = opens(bundle, provider="auto")
     assert engine.log == [f"running '{bundle}' with TensorRT"]
-    engine.start([OFF] * 3).step([1, 2])
-    assert engine.start([OFF] * 3).capacity == 1024
+    engine.start([NEVER_EXIT] * 3).step([1, 2])
+    assert engine.start([NEVER_EXIT] * 3).capacity == 1024
     engine.close()
 
 

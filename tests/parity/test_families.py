@@ -12,7 +12,7 @@ from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.routers.random_routers import spread_routers
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full, check_lossless
@@ -50,7 +50,7 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
 
         exits: set[int] = set()
         middle = dividing_thresholds(source, routers, PROMPTS[2])
-        settings = [([0.3] * 2, 1), ([0.7] * 2, 4), (middle, 16), (middle, 1), ([OFF, middle[1]], 4)]
+        settings = [([0.3] * 2, 1), ([0.7] * 2, 4), (middle, 16), (middle, 1), ([NEVER_EXIT, middle[1]], 4)]
         for thresholds, max_pending in settings:
             check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds, max_pending)
             assert check.holds, (thresholds, max_pending, check.differences)

@@ -14,7 +14,7 @@ from tide_export.bundle.manifest import PROPAGATE
 from tide_export.routers.random_routers import spread_routers
 from tide_export.runtime.decoding.depth_rule import RowResult
 from tide_export.runtime.packed.propagate import PropagatingBatch
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.oracle import oracle
 from tide_export.verify.parity import FORGIVEN_GAP, check_exit, check_full
@@ -42,7 +42,7 @@ def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path:
 
     exits: set[int] = set()
     middle = dividing_thresholds(source, routers, PROMPTS[2])
-    for thresholds in ([0.3] * 2, [0.7] * 2, middle, [OFF, middle[1]]):
+    for thresholds in ([0.3] * 2, [0.7] * 2, middle, [NEVER_EXIT, middle[1]]):
         check = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, thresholds)
         assert check.holds, (thresholds, check.differences)
         exits |= set(check.exits)

@@ -14,7 +14,7 @@ from tide_export.errors import BundleError
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import spread_routers
 from tide_export.runtime.engine import Engine
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full
 from tide_export.verify.quantized import float32_session, restore
@@ -47,7 +47,7 @@ def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, tmp_path:
     assert full.max_error < 1e-4 * full.largest_logit
     middle = dividing_thresholds(source, routers, PROMPTS[2])
     exits: set[int] = set()
-    for thresholds in (middle, [middle[0], OFF], [OFF, middle[1]]):
+    for thresholds in (middle, [middle[0], NEVER_EXIT], [NEVER_EXIT, middle[1]]):
         check = check_exit(exact, source, routers, PROMPTS, NEW_TOKENS, thresholds, 4)
         assert check.holds, check.differences
         exits |= set(check.exits)

@@ -10,7 +10,7 @@ from tiny_model import TinyModel
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 PROMPT = [5, 17, 3]
 
@@ -41,7 +41,7 @@ def test_prompts_of_any_length(tiny: TinyModel, tiny_engine: Engine, length: int
 
 def test_full_mode_never_exits(tiny: TinyModel, tiny_engine: Engine) -> None:
     done = tiny_engine.generate(PROMPT, 40, mode="full")
-    assert done.tokens == tiny.reference_greedy(PROMPT, [OFF, OFF], 40)[0]
+    assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT, NEVER_EXIT], 40)[0]
     assert done.stats.exit_rate == 0.0
     assert done.stats.layers_run == [6] * 40
     assert done.stats.layer_tokens_run == done.stats.layer_tokens_total == 6 * (3 + 39)
@@ -49,7 +49,7 @@ def test_full_mode_never_exits(tiny: TinyModel, tiny_engine: Engine) -> None:
 
 def test_min_layers_keeps_the_shallow_checkpoint_off(tiny: TinyModel, tiny_engine: Engine) -> None:
     done = tiny_engine.generate(PROMPT, 40, threshold=0.3, min_layers=3)
-    assert done.tokens == tiny.reference_greedy(PROMPT, [OFF, 0.3], 40)[0]
+    assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT, 0.3], 40)[0]
     assert done.stats.exits_per_layer[2] == 0
     assert done.stats.exits_per_layer[4] > 0
 
@@ -57,7 +57,7 @@ def test_min_layers_keeps_the_shallow_checkpoint_off(tiny: TinyModel, tiny_engin
 def test_what_is_not_said_is_the_bundle_s(tmp_path: Path, tiny: TinyModel) -> None:
     engine = load(tiny.write(tmp_path / "b", thresholds=(0.9, 0.6), min_layers=3, max_pending=2))
     done = engine.generate(PROMPT, 30)
-    assert done.tokens == tiny.reference_greedy(PROMPT, [OFF, 0.6], 30)[0]
+    assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT, 0.6], 30)[0]
     assert done.stats.layers_run == engine.generate(PROMPT, 30, max_pending=2).stats.layers_run
     assert done.stats.layers_run != engine.generate(PROMPT, 30, max_pending=9).stats.layers_run
     assert engine.generate(PROMPT, 30, min_layers=0).tokens == tiny.reference_greedy(PROMPT, [0.9, 0.6], 30)[0]

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from tide_export.thresholds.pareto import OFF, Point, cheapest, exits, frontier, measure
+from tide_export.thresholds.pareto import Point, cheapest, exits, frontier, measure
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 DEPTH = 12
 
@@ -40,11 +41,13 @@ def every_setting(scores):
     columns = []
     for k in range(scores.shape[1]):
         ranked = np.unique(scores[:, k])
-        columns.append([0.0, *((ranked[1:] + ranked[:-1]) / 2).tolist(), OFF])
+        columns.append([0.0, *((ranked[1:] + ranked[:-1]) / 2).tolist(), MAX_THRESHOLD])
     return itertools.product(*columns)
 
 
-@pytest.mark.parametrize("thresholds", [(0.5, 0.5, 0.5), (OFF, 0.3, OFF), (0.0, 0.0, 0.0), (0.9, OFF, 0.1)])
+@pytest.mark.parametrize(
+    "thresholds", [(0.5, 0.5, 0.5), (MAX_THRESHOLD, 0.3, MAX_THRESHOLD), (0.0, 0.0, 0.0), (0.9, MAX_THRESHOLD, 0.1)]
+)
 def test_measure_is_a_count_token_by_token(thresholds):
     known = (*made_up(200, 3, 0), DEPTH)
     found = measure(*known, thresholds)
@@ -55,7 +58,7 @@ def test_measure_is_a_count_token_by_token(thresholds):
 def test_the_first_score_above_its_threshold_decides():
     scores = np.array([[0.9, 0.9], [0.1, 0.9], [0.1, 0.1], [0.5, 0.5]], np.float32)
     assert exits(scores, [0.5, 0.5]).tolist() == [0, 1, 2, 2]
-    assert exits(scores, [OFF, OFF]).tolist() == [2, 2, 2, 2]
+    assert exits(scores, [MAX_THRESHOLD, MAX_THRESHOLD]).tolist() == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -108,7 +111,7 @@ def test_scores_that_know_everything_cost_nothing():
 def test_scores_that_know_nothing_save_nothing_for_sure():
     agrees = np.random.default_rng(0).uniform(size=(400, 1)) < 0.5
     found = frontier(np.full((400, 1), 0.5, np.float32), agrees, (3,), DEPTH)
-    assert found[0] == Point((OFF,), 1.0, float(DEPTH))
+    assert found[0] == Point((MAX_THRESHOLD,), 1.0, float(DEPTH))
     assert {point.layers for point in found} <= {float(DEPTH), 3.0}
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tide_export.errors import GenerationError
-from tide_export.thresholds.resolve import OFF, resolve_thresholds
+from tide_export.thresholds.resolve import NEVER_EXIT, resolve_thresholds
 
 POINTS = [4, 8, 12]
 
@@ -20,17 +20,17 @@ def test_one_value_per_checkpoint() -> None:
 
 def test_min_layers_is_a_count_of_layers() -> None:
     assert resolve_thresholds(POINTS, 0.5, min_layers=4) == [0.5, 0.5, 0.5]
-    assert resolve_thresholds(POINTS, 0.5, min_layers=5) == [OFF, 0.5, 0.5]
-    assert resolve_thresholds(POINTS, 0.5, min_layers=8) == [OFF, 0.5, 0.5]
-    assert resolve_thresholds(POINTS, 0.5, min_layers=13) == [OFF, OFF, OFF]
+    assert resolve_thresholds(POINTS, 0.5, min_layers=5) == [NEVER_EXIT, 0.5, 0.5]
+    assert resolve_thresholds(POINTS, 0.5, min_layers=8) == [NEVER_EXIT, 0.5, 0.5]
+    assert resolve_thresholds(POINTS, 0.5, min_layers=13) == [NEVER_EXIT, NEVER_EXIT, NEVER_EXIT]
 
 
 def test_off_is_above_every_score() -> None:
-    assert OFF > 1.0
+    assert NEVER_EXIT > 1.0
 
 
 def test_full_turns_every_checkpoint_off_but_still_checks() -> None:
-    assert resolve_thresholds(POINTS, 0.0, mode="full") == [OFF, OFF, OFF]
+    assert resolve_thresholds(POINTS, 0.0, mode="full") == [NEVER_EXIT, NEVER_EXIT, NEVER_EXIT]
     with pytest.raises(GenerationError, match="must lie in"):
         resolve_thresholds(POINTS, 1.5, mode="full")
 

@@ -17,14 +17,14 @@ from tide_export.runtime.packed.batch import Batch
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.batch_memory import BatchLane
 from tide_export.runtime.segmented.sequence import SegmentedState
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import Together, check_together
 from tide_export.verify.parity import Check, Tolerance
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "demo" / "demo-llama")
 TEXT = str(ROOT / "tide_export" / "*.py")
-NEW_TOKENS, PENDING, THRESHOLDS = 6, 4, [0.5, 0.7, OFF]
+NEW_TOKENS, PENDING, THRESHOLDS = 6, 4, [0.5, 0.7, NEVER_EXIT]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_a_neighbour_s_logits_are_found_out(
 
 def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts, alone, monkeypatch) -> None:
     exits = alone["exit"]
-    full = replace(exits, thresholds=[OFF] * 3, differences=[], name="0.5")
+    full = replace(exits, thresholds=[NEVER_EXIT] * 3, differences=[], name="0.5")
     assert {layer for _, layers in exits.written for layer in layers} > {12}
     found = check_together(graph, source, routers, prompts, {"exit": full}, PENDING)
     assert found.holds, "what differs from one by one is held to the reference at the thresholds it ran with"

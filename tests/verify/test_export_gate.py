@@ -18,7 +18,7 @@ from tide_export.names import GRAPH_FILE
 from tide_export.pipeline import flow as pipeline
 from tide_export.routers.random_routers import spread_routers
 from tide_export.routers.router_set import RouterSet
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace import tracer
 from tide_export.verify import export_gate as export_check
 from tide_export.verify.export_gate import LONG_PROMPT, ask_model, check_export, dividing_thresholds, prompt_length
@@ -90,8 +90,8 @@ def test_thresholds_divide_the_tokens_whatever_the_routers_are_like(folder: Path
     routers = spread_routers(source, (1,), IDS, bottleneck=8)
     routers.routers[1].up.bias.fill_(-3.0)  # none is above a half
     (threshold,) = dividing_thresholds(source, routers, IDS)
-    scores = oracle(source, routers, IDS, [OFF]).scores[:, 0]
+    scores = oracle(source, routers, IDS, [NEVER_EXIT]).scores[:, 0]
     assert 0.2 < float((scores > threshold).float().mean()) < 0.8
     routers.routers[1].up.weight.zero_()  # all are the same
     (threshold,) = dividing_thresholds(source, routers, IDS)
-    assert bool((oracle(source, routers, IDS, [OFF]).scores > threshold).all())
+    assert bool((oracle(source, routers, IDS, [NEVER_EXIT]).scores > threshold).all())

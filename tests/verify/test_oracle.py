@@ -7,7 +7,7 @@ import torch
 
 from tide_export.model.source import load_model
 from tide_export.routers.router_set import Router, RouterSet
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.oracle import oracle
 
 CHECKPOINTS = (3, 6, 9)
@@ -48,14 +48,15 @@ def by_hand(demo, routers, thresholds):
 def test_everything_off_is_the_model_itself(demo, routers):
     with torch.no_grad():
         expected = demo.model(input_ids=torch.tensor([IDS])).logits[0]
-    found = oracle(demo, routers, IDS, [OFF] * 3)
+    found = oracle(demo, routers, IDS, [NEVER_EXIT] * 3)
     assert torch.equal(found.logits, expected)
     assert set(found.exit_layers.tolist()) == {12}
     assert found.scores.shape == (len(IDS), 3)
 
 
 @pytest.mark.parametrize(
-    "thresholds", [[0.5, 0.5, 0.5], (0.6, 0.4, 0.55), [OFF, 0.5, 0.5], [0.55, OFF, OFF], [0.0, 0.0, 0.0]]
+    "thresholds",
+    [[0.5, 0.5, 0.5], (0.6, 0.4, 0.55), [NEVER_EXIT, 0.5, 0.5], [0.55, NEVER_EXIT, NEVER_EXIT], [0.0, 0.0, 0.0]],
 )
 def test_first_exit_wins(demo, routers, thresholds):
     found = oracle(demo, routers, IDS, thresholds)
@@ -66,7 +67,7 @@ def test_first_exit_wins(demo, routers, thresholds):
 
 def test_the_cases_above_exercise_every_exit(demo, routers):
     seen = set()
-    for thresholds in ([0.5, 0.5, 0.5], (0.6, 0.4, 0.55), [OFF, 0.5, 0.5], [0.55, OFF, OFF]):
+    for thresholds in ([0.5, 0.5, 0.5], (0.6, 0.4, 0.55), [NEVER_EXIT, 0.5, 0.5], [0.55, NEVER_EXIT, NEVER_EXIT]):
         seen |= set(oracle(demo, routers, IDS, thresholds).exit_layers.tolist())
     assert seen == {3, 6, 9, 12}
 

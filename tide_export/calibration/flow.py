@@ -33,7 +33,7 @@ from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
 from tide_export.progress import stage
 from tide_export.routers.router_set import Lens, Router, RouterSet
-from tide_export.thresholds.pareto import OFF
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
@@ -267,7 +267,7 @@ def _assess(
     looked: Layerwise,
     config: TideConfig,
 ) -> Assessment:
-    thresholds = tuple(config.exit_threshold if c >= config.min_layers else OFF for c in routers.checkpoints)
+    thresholds = tuple(config.exit_threshold if c >= config.min_layers else MAX_THRESHOLD for c in routers.checkpoints)
     folder = Path(source.name)
     return Assessment(
         model=folder.resolve().name if folder.is_dir() else source.name,

@@ -24,7 +24,7 @@ from tide_export.compose.exits import leaving_state, route, token_dims
 from tide_export.compose.kv_cache import attend_from_cache
 from tide_export.compose.router_op import norm_kind, normed_size, route_function
 from tide_export.compose.step_graph import IR_VERSION, LensWeights, RouterWeights, check_routers
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import OPSET
 
 FLOAT, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
@@ -144,7 +144,7 @@ class _Batch:
 
     def _score(self, layers: int, leaving: ir.Value) -> ir.Value:
         """[m, 1, 1]; the verdict on it is the host's, whose sequences may have thresholds of their own."""
-        off = self.block.weights.constant("no_threshold", np.array([OFF], dtype=np.float32))
+        off = self.block.weights.constant("no_threshold", np.array([NEVER_EXIT], dtype=np.float32))
         turned = self.block.op(
             "Transpose", [leaving], {"perm": [1, 0, 2]}, dtype=FLOAT, shape=[ASKED, 1, normed_size(self.pieces)]
         )

@@ -12,7 +12,8 @@ import numpy as np
 from tide_export.calibration.assessment import Assessment, Costs, Evaluation, Outcome
 from tide_export.calibration.calibration_error import Reliability, reliability
 from tide_export.errors import CalibrationError
-from tide_export.thresholds.pareto import OFF, Point, cheapest, frontier, measure
+from tide_export.thresholds.pareto import Point, cheapest, frontier, measure
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 TARGETS = (0.995, 0.99, 0.98, 0.95, 0.90)
 SMALLER_HALF = 0.25  # of all tokens: with less, one document is nearly all there is
@@ -195,7 +196,7 @@ def fixed_flops(costs: Costs, outcome: Outcome) -> float:
 def sweep_thresholds(scores: np.ndarray) -> np.ndarray:
     """Thresholds to try for all checkpoints alike: evenly spaced ones, and more where the scores are."""
     even = np.linspace(0.0, 1.0, 41)
-    return np.unique(np.concatenate([even, np.quantile(scores, even).clip(0.0, OFF)]))[::-1]
+    return np.unique(np.concatenate([even, np.quantile(scores, even).clip(0.0, MAX_THRESHOLD)]))[::-1]
 
 
 def precision_recall(scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-OFF = 1.0  # no score is above 1, so no token leaves; unlike 2.0 a manifest may hold it
+from tide_export.thresholds.resolve import MAX_THRESHOLD
+
 SWEEPS = 6
 
 
@@ -74,7 +75,7 @@ def frontier(
     columns = len(checkpoints)
     order = np.argsort(-scores, axis=0, kind="stable")
     ranked = np.take_along_axis(scores, order, axis=0)
-    thresholds = [OFF] * columns
+    thresholds = [MAX_THRESHOLD] * columns
     found = [measure(scores, agrees, checkpoints, depth, thresholds)]
     for price in np.geomspace(4000.0, 0.25, points) * depth / 16:
         for _ in range(SWEEPS):
@@ -107,7 +108,7 @@ def _best(
     layers = np.array([*checkpoints, depth])
     wrong = np.concatenate([~agrees, np.zeros((len(agrees), 1), bool)], axis=1)
     without = [*thresholds]
-    without[k] = OFF
+    without[k] = MAX_THRESHOLD
     otherwise = exits(scores, without)
     gain = layers[otherwise] - layers[k] - price * (wrong[:, k].astype(float) - wrong[np.arange(len(wrong)), otherwise])
     gain[otherwise < k] = 0.0  # it has left before; this threshold is none of its business
@@ -117,7 +118,7 @@ def _best(
     total = np.where(last_of_its_score, total, -np.inf)
     best = int(total.argmax())
     if total[best] <= 0:
-        return OFF
+        return MAX_THRESHOLD
     below = ranked[best + 1, k] if best + 1 < len(ranked) else 0.0
     # float32, as the graph compares: the middle of two neighbours must not round to the upper one.
     middle = float(np.float32((float(ranked[best, k]) + float(below)) / 2))

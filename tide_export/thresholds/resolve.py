@@ -10,7 +10,10 @@ from math import isfinite
 from tide_export.errors import GenerationError
 
 MODES = ("full", "exit", "lossless")
-OFF = 2.0  # above every score: a checkpoint with this threshold never exits
+MAX_THRESHOLD = 1.0  # the largest that a user may give and a manifest may hold; no score is above it
+# What an engine may be given besides: above every score, and below every score.
+NEVER_EXIT = 2.0
+ALWAYS_EXIT = -1.0
 
 
 def resolve_thresholds(
@@ -44,5 +47,7 @@ def resolve_thresholds(
         if not isinstance(value, int | float) or not isfinite(value) or not 0.0 <= value <= 1.0:
             raise GenerationError(f"threshold must lie in [0, 1], not {value!r}")
     if mode == "full":
-        return [OFF] * len(checkpoints)
-    return [float(value) if layers >= min_layers else OFF for layers, value in zip(checkpoints, values, strict=True)]
+        return [NEVER_EXIT] * len(checkpoints)
+    return [
+        float(value) if layers >= min_layers else NEVER_EXIT for layers, value in zip(checkpoints, values, strict=True)
+    ]

@@ -15,7 +15,7 @@ from tide_export.errors import BundleError, ConfigError, TuneError
 from tide_export.progress import stage
 from tide_export.runtime.engine import load
 from tide_export.runtime.tokenizer import BundleTokenizer
-from tide_export.thresholds.pareto import OFF
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.choose import candidates, certify
 from tide_export.tuning.guarantee import prompts_needed
 from tide_export.tuning.measure import measure_prompts
@@ -122,7 +122,7 @@ def tune(
         seed=seed,
         checkpoints=manifest.checkpoints,
         num_layers=manifest.model.num_layers,
-        thresholds=tuple(found.get(layers, OFF) for layers in manifest.checkpoints),
+        thresholds=tuple(found.get(layers, MAX_THRESHOLD) for layers in manifest.checkpoints),
         min_layers=least,
         certified=best,
         tested=tested,

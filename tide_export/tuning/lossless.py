@@ -21,9 +21,10 @@ from tide_export.formatting import table
 from tide_export.progress import stage
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.measure import measure_prompts
 from tide_export.tuning.prompts import Prompts, draw_prompts
-from tide_export.tuning.replay import OFF, Setting, StepCosts, best_setting, look_up, replay, step_costs
+from tide_export.tuning.replay import Setting, StepCosts, best_setting, look_up, replay, step_costs
 from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
@@ -69,7 +70,9 @@ class LosslessReport:
         """What the manifest keeps."""
         setting = self.setting
         if not self.pays:
-            setting = replace(setting, thresholds=(OFF,) * len(self.checkpoints), max_drafts=0, prompt_lookup=0)
+            setting = replace(
+                setting, thresholds=(MAX_THRESHOLD,) * len(self.checkpoints), max_drafts=0, prompt_lookup=0
+            )
         return Drafting(setting.thresholds, setting.max_drafts, setting.prompt_lookup, setting.min_match, self.record())
 
     def record(self) -> dict[str, Any]:
@@ -300,7 +303,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def _told(setting: Setting) -> str:
-    thresholds = ", ".join("off" if value >= OFF else f"{value:.4f}" for value in setting.thresholds)
+    thresholds = ", ".join("off" if value >= MAX_THRESHOLD else f"{value:.4f}" for value in setting.thresholds)
     exits = f"thresholds {thresholds}, at most {setting.max_drafts} early exits" if thresholds else "no early exits"
     if not setting.prompt_lookup:
         return f"{exits}, nothing looked up"

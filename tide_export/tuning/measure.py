@@ -17,9 +17,7 @@ from tide_export.runtime.branched.sequence import NO_LIMIT
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.pareto import exits
-from tide_export.thresholds.resolve import OFF
-
-ALWAYS = -1.0  # as a threshold: below every score, so every token leaves
+from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,10 @@ def measure_prompts(
     early = np.empty(scores.shape, np.int64)
     full = np.empty(scores.shape[:2], np.int64)
     for i, ids in enumerate(prompts):
-        full[i], found = _run(engine, ids, prompt_length, [OFF] * len(own), depth)
+        full[i], found = _run(engine, ids, prompt_length, [NEVER_EXIT] * len(own), depth)
         scores[i] = found[:, columns]
         for c, column in enumerate(columns):
-            thresholds = [ALWAYS if k == column else OFF for k in range(len(own))]
+            thresholds = [ALWAYS_EXIT if k == column else NEVER_EXIT for k in range(len(own))]
             early[i, :, c], _ = _run(engine, ids, prompt_length, thresholds, own[column])
         advance(1)
     if not np.isfinite(scores).all():

@@ -21,9 +21,9 @@ from tide_export.runtime.branched.sequence import NO_LIMIT, State
 from tide_export.runtime.decoding.prompt_lookup import PromptLookup, next_length
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.pareto import exits
-from tide_export.tuning.measure import ALWAYS, Measurement
+from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
+from tide_export.tuning.measure import Measurement
 
-OFF = 1.0  # no score is above 1, and a manifest may hold it
 GRID = 12  # thresholds tried per checkpoint
 DRAFTS = (1, 2, 3, 4, 6, 8, 12)
 SWEEPS = 3
@@ -79,8 +79,11 @@ def step_costs(
         rounds: of all kinds of steps.
     """
     count = len(engine.manifest.checkpoints)
-    drafts = [engine.start([ALWAYS if k == c else 2.0 for k in range(count)], NO_LIMIT, most + 2) for c in range(count)]
-    state, last = engine.start([ALWAYS] * count, NO_LIMIT, most + 2), [ids[-1]]
+    drafts = [
+        engine.start([ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)], NO_LIMIT, most + 2)
+        for c in range(count)
+    ]
+    state, last = engine.start([ALWAYS_EXIT] * count, NO_LIMIT, most + 2), [ids[-1]]
     for one in (*drafts, state):
         one.step(ids, full=True)
     lengths = sorted({1, 2, 4, most + 1} | {n + 1 for n in (*DRAFTS, *LOOKUPS) if n < most})
@@ -206,7 +209,7 @@ def best_setting(recorded: Measurement, costs: StepCosts, texts: Sequence[Sequen
         texts: the prompts behind which was recorded.
     """
     columns = recorded.scores.shape[-1]
-    off = Setting((OFF,) * columns, 0, 0, max(LEAST_MATCHES), 1.0)
+    off = Setting((MAX_THRESHOLD,) * columns, 0, 0, max(LEAST_MATCHES), 1.0)
     best = looked = off
     found = {least: look_up(texts, recorded.full, least) for least in LEAST_MATCHES}
     for least, most in product(LEAST_MATCHES, LOOKUPS):
@@ -229,8 +232,8 @@ def _ascend(recorded: Measurement, costs: StepCosts, start: Setting, lookups: Lo
     for _ in range(SWEEPS):
         before = current
         for c in range(recorded.scores.shape[-1]):
-            grid = {0.0, *np.quantile(recorded.scores[..., c], quantiles).astype(np.float32).tolist(), OFF}
-            for value in sorted(min(max(value, 0.0), OFF) for value in grid):
+            grid = {0.0, *np.quantile(recorded.scores[..., c], quantiles).astype(np.float32).tolist(), MAX_THRESHOLD}
+            for value in sorted(min(max(value, 0.0), MAX_THRESHOLD) for value in grid):
                 tried = (*current.thresholds[:c], value, *current.thresholds[c + 1 :])
                 replayed = replay(recorded, costs, tried, start.max_drafts, lookups, start.prompt_lookup)
                 if costs.plain / replayed.seconds > current.speedup:

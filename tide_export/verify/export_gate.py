@@ -29,7 +29,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.packed.networks import BatchNetworks
 from tide_export.runtime.segmented.sequence import SegmentedState
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import compare_together
 from tide_export.verify.oracle import oracle
 from tide_export.verify.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare
@@ -102,7 +102,7 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
 
 def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: Tolerance) -> None:
     """One engine at a time is in memory: the caller holds none."""
-    off = [OFF] * len(engine.manifest.checkpoints)
+    off = [NEVER_EXIT] * len(engine.manifest.checkpoints)
     for name, thresholds in (("full", off), ("exit", answers[0].thresholds)):
         check = Check(name, thresholds, tolerance=tolerance)
         for one in answers:
@@ -160,7 +160,7 @@ def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[i
 
     Where a router gives all of them the same score, a threshold that they are all above.
     """
-    scores = oracle(source, routers, ids, [OFF] * len(routers.checkpoints)).scores.float().cpu()
+    scores = oracle(source, routers, ids, [NEVER_EXIT] * len(routers.checkpoints)).scores.float().cpu()
     thresholds = []
     for column in scores.sort(dim=0).values.T:
         middle = column[len(column) // 4 : -(len(column) // 4) or None]

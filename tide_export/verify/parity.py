@@ -24,7 +24,7 @@ from tide_export.bundle.manifest import PROPAGATE
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.oracle import oracle
 
 
@@ -169,7 +169,7 @@ def compare(engine: Engine, answers: Answers, exits: bool, max_pending: int, che
     """Adds to `check` what the engine says of the text of `answers`, at full depth or, with `exits`, at their
     thresholds."""
     count = len(answers.forced) + 1
-    thresholds = answers.thresholds if exits else [OFF] * len(answers.thresholds)
+    thresholds = answers.thresholds if exits else [NEVER_EXIT] * len(answers.thresholds)
     written = write_greedily(engine, answers.prompt, count, thresholds, max_pending, answers.forced)
     if exits:
         tally(check, written, answers.exits, answers.exit_layers, answers.margins)
@@ -195,7 +195,7 @@ def check_full(
         advance: called with 1 after every prompt.
         tolerance: of the engine's precision.
     """
-    check = Check(name, [OFF] * len(engine.manifest.checkpoints), tolerance=tolerance)
+    check = Check(name, [NEVER_EXIT] * len(engine.manifest.checkpoints), tolerance=tolerance)
     for prompt in prompts:
         written = write_greedily(engine, prompt, new_tokens, check.thresholds, max_pending)
         reference = full_logits(source, [*prompt, *written.tokens[:-1]], len(prompt) - 1)

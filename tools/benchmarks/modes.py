@@ -45,11 +45,10 @@ from tide_export.runtime.decoding.continuous_batching import empty_batch
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 from tide_export.runtime.tokenizer import BundleTokenizer
-from tide_export.thresholds.resolve import OFF, resolve_thresholds
+from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT, resolve_thresholds
 from tide_export.tuning.prompts import draw_prompts
 
 THRESHOLDS = "0.3,0.5,0.7,0.85,0.95"
-ALWAYS = -1.0
 
 
 class Seen(NamedTuple):
@@ -147,14 +146,14 @@ def cases_of(name: str, engine: Engine, thresholds: Sequence[float], together: i
     settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": own}
     if together > 1:
         networks = BatchNetworks(engine.bundle, threads)
-        wanted = [("full", "", [OFF] * count), *(("exit", *one) for one in settings.items())]
+        wanted = [("full", "", [NEVER_EXIT] * count), *(("exit", *one) for one in settings.items())]
         return [
             Case(name, mode, setting, partial(read_together, engine, networks, values), together)
             for mode, setting, values in wanted
         ]
     found = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
     for c, layers in enumerate(manifest.checkpoints):
-        always = [ALWAYS if k == c else OFF for k in range(count)]
+        always = [ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)]
         found.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
     if manifest.kv_cache_strategy == EXACT:
         found.append(
@@ -180,7 +179,7 @@ def in_turns(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[list[
 
 def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Row]:
     name, first = next(iter(engines.items()))
-    off = [OFF] * len(first.manifest.checkpoints)
+    off = [NEVER_EXIT] * len(first.manifest.checkpoints)
     thresholds, together = [float(value) for value in options.thresholds.split(",")], options.together
     stepped = Case(name, "full", "", partial(read, first, off))
     generated = Case(name, "full", "", partial(generate, first, "full"))

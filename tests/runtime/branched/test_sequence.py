@@ -12,7 +12,7 @@ from tide_export import names
 from tide_export.errors import GenerationError
 from tide_export.runtime.branched.sequence import SequenceState
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 
 def random_ids(count: int, seed: int, vocabulary: int = 48) -> list[int]:
@@ -46,7 +46,7 @@ def test_this_onnxruntime_shares_memory_with_numpy() -> None:
 
 
 def test_keys_and_values_are_written_in_place(tiny_engine: Engine) -> None:
-    state = tiny_engine.start([OFF, OFF])
+    state = tiny_engine.start([NEVER_EXIT, NEVER_EXIT])
     state.step([1, 2, 3])
     for layer in range(6):
         past = state._memory[names.past(layer, "key")]
@@ -72,15 +72,15 @@ def test_a_skipped_segment_leaves_its_cache_alone(tiny_engine: Engine) -> None:
 # --- the step --------------------------------------------------------------------------------------------------------
 
 CASES = [
-    ([OFF, OFF], 4),
+    ([NEVER_EXIT, NEVER_EXIT], 4),
     ([0.0, 0.0], 0),
     ([0.0, 0.0], 5),
     ([0.5, 0.5], 0),
     ([0.5, 0.5], 3),
     ([0.5, 0.7], 16),
     ([0.8, 0.7], 1000),
-    ([OFF, 0.65], 4),
-    ([0.6, OFF], 4),
+    ([NEVER_EXIT, 0.65], 4),
+    ([0.6, NEVER_EXIT], 4),
 ]
 
 
@@ -128,9 +128,16 @@ def test_several_new_tokens_at_once_in_the_middle(tiny: TinyModel, tiny_engine: 
 def test_exits_are_turned_off_and_on_along_a_sequence(tiny: TinyModel, tiny_engine: Engine, full_steps: int) -> None:
     """What waits takes another shape with every change, and where nothing can wait its binding is left alone."""
     ids = random_ids(40, seed=5)
-    references = {values: tiny.reference(ids, list(values)) for values in ((0.0, 0.0), (OFF, OFF), (0.5, 0.65))}
-    state = tiny_engine.start([OFF, OFF], max_pending=100)
-    turns = [(OFF, OFF)] * full_steps + [(0.0, 0.0)] * 2 + [(OFF, OFF)] * full_steps + [(0.5, 0.65)] * 3
+    references = {
+        values: tiny.reference(ids, list(values)) for values in ((0.0, 0.0), (NEVER_EXIT, NEVER_EXIT), (0.5, 0.65))
+    }
+    state = tiny_engine.start([NEVER_EXIT, NEVER_EXIT], max_pending=100)
+    turns = (
+        [(NEVER_EXIT, NEVER_EXIT)] * full_steps
+        + [(0.0, 0.0)] * 2
+        + [(NEVER_EXIT, NEVER_EXIT)] * full_steps
+        + [(0.5, 0.65)] * 3
+    )
     for t, token in enumerate(ids):
         values = turns[t % len(turns)]
         state.set_thresholds(values)
@@ -259,19 +266,21 @@ def test_a_full_step_lets_nothing_exit_and_catches_up_with_logits_of_all_that_wa
         assert state.step([token], logits_to_keep=3).rows.shape == (1, 48)  # it left: its own logits alone
     result = state.step(ids[-1:], logits_to_keep=len(ids), full=True)
     assert (result.exit_layer, result.segments_run) == (6, 3)
-    np.testing.assert_allclose(result.rows, tiny.reference(ids, [OFF, OFF])[0], atol=2e-5)
+    np.testing.assert_allclose(result.rows, tiny.reference(ids, [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5)
     np.testing.assert_array_equal(result.logits, result.rows[-1])
     assert state.step([1]).exit_layer == 2  # the thresholds are what they were
 
 
 def test_no_more_logits_come_than_the_last_segment_had_tokens(tiny: TinyModel, tiny_engine: Engine) -> None:
-    state = tiny_engine.start([OFF, OFF])
-    np.testing.assert_allclose(state.step([5, 6, 7], 9).rows, tiny.reference([5, 6, 7], [OFF, OFF])[0], atol=2e-5)
+    state = tiny_engine.start([NEVER_EXIT, NEVER_EXIT])
+    np.testing.assert_allclose(
+        state.step([5, 6, 7], 9).rows, tiny.reference([5, 6, 7], [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5
+    )
     assert state.step([8], 9).rows.shape == state.step([9]).rows.shape == (1, 48)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 4, 9, 14, 15])
-@pytest.mark.parametrize("thresholds", [[OFF, OFF], [0.0, 0.0], [0.5, 0.65], [OFF, 0.5]])
+@pytest.mark.parametrize("thresholds", [[NEVER_EXIT, NEVER_EXIT], [0.0, 0.0], [0.5, 0.65], [NEVER_EXIT, 0.5]])
 def test_a_rewound_sequence_goes_on_as_if_nothing_had_been(
     tiny: TinyModel, tiny_engine: Engine, thresholds: list[float], keep: int
 ) -> None:

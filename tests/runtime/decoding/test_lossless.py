@@ -14,7 +14,7 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.decoding.stats import LOOKUP_DRAFT
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 ALWAYS, NEVER = 0.0, 1.0
 SMALL = TinyModel(vocabulary=5, seed=3)
@@ -36,7 +36,7 @@ def test_greedy_tokens_are_the_full_model_s(
     tiny: TinyModel, tiny_engine: Engine, thresholds: list[float], max_pending: int, prompt: int
 ) -> None:
     ids = random_ids(prompt, seed=prompt)
-    expected, _ = tiny.reference_greedy(ids, [OFF, OFF], 40)
+    expected, _ = tiny.reference_greedy(ids, [NEVER_EXIT, NEVER_EXIT], 40)
     out = tiny_engine.generate(ids, 40, mode="lossless", threshold=thresholds, max_pending=max_pending, prompt_lookup=0)
     assert out.tokens == expected
     assert out.finish_reason == "length"
@@ -52,7 +52,7 @@ def test_greedy_tokens_are_the_full_model_s_where_the_text_is_looked_up(
     tiny: TinyModel, tiny_engine: Engine, thresholds: list[float], max_pending: int, lookup: int, prompt: int
 ) -> None:
     ids = (random_ids(3, seed=prompt) * 3)[:prompt]  # a text that has been there before
-    expected, _ = tiny.reference_greedy(ids, [OFF, OFF], 40)
+    expected, _ = tiny.reference_greedy(ids, [NEVER_EXIT, NEVER_EXIT], 40)
     out = tiny_engine.generate(
         ids, 40, mode="lossless", threshold=thresholds, max_pending=max_pending, prompt_lookup=lookup
     )
@@ -105,7 +105,7 @@ def test_full_depth_everywhere_means_no_drafts_in_the_statistics(tiny_engine: En
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
 def test_not_one_token_more_than_asked_for(tiny: TinyModel, tiny_engine: Engine, most: int) -> None:
     out = tiny_engine.generate([3, 1, 4], most, mode="lossless", threshold=ALWAYS, max_pending=16)
-    assert out.tokens == tiny.reference_greedy([3, 1, 4], [OFF, OFF], most)[0]
+    assert out.tokens == tiny.reference_greedy([3, 1, 4], [NEVER_EXIT, NEVER_EXIT], most)[0]
 
 
 @pytest.mark.parametrize("lookup", [0, 7])
@@ -113,7 +113,7 @@ def test_not_one_token_more_than_asked_for(tiny: TinyModel, tiny_engine: Engine,
 def test_a_stop_token_ends_it_also_in_the_middle_of_a_block(
     tiny: TinyModel, tiny_engine: Engine, number: int, lookup: int
 ) -> None:
-    expected, _ = tiny.reference_greedy([7, 8], [OFF, OFF], 30)
+    expected, _ = tiny.reference_greedy([7, 8], [NEVER_EXIT, NEVER_EXIT], 30)
     stop = expected[number]
     options = {"threshold": ALWAYS, "max_pending": 5, "prompt_lookup": lookup, "stop_token_ids": [stop]}
     out = tiny_engine.generate([7, 8], 30, mode="lossless", **options)
@@ -133,7 +133,7 @@ def test_the_context_is_filled_to_its_last_place(tiny: TinyModel, tmp_path: Path
 
 
 def test_a_stream_can_be_left_at_any_token(tiny: TinyModel, tiny_engine: Engine) -> None:
-    expected, _ = tiny.reference_greedy([5], [OFF, OFF], 12)
+    expected, _ = tiny.reference_greedy([5], [NEVER_EXIT, NEVER_EXIT], 12)
     for count in range(1, 12):
         stream = tiny_engine.stream([5], 12, mode="lossless", threshold=ALWAYS, max_pending=5, prompt_lookup=2)
         assert [next(stream) for _ in range(count)] == expected[:count]
@@ -151,7 +151,9 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
     """The first token comes from a verifying run, the second is drafted, the third is drafted behind a draft: by an
     early exit, and behind a 1, 2 or 4, which the prompt has, from the text."""
     expected = joint(
-        lambda tokens: SMALL.reference([*PROMPT, *tokens], [OFF, OFF])[0][-1], Sampler(temperature, 0, top_p), LENGTH
+        lambda tokens: SMALL.reference([*PROMPT, *tokens], [NEVER_EXIT, NEVER_EXIT])[0][-1],
+        Sampler(temperature, 0, top_p),
+        LENGTH,
     )
     engine = small_engine.drafting_as(Drafting((ALWAYS, ALWAYS), 8, lookup, 1, {}))
     drafted = Counter[str]()

@@ -18,7 +18,7 @@ from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.batch import Batch
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 CHECKPOINTS = (3, 6, 9)
 NEW_TOKENS = 16
@@ -78,7 +78,7 @@ def test_a_lone_row_goes_deep_by_itself(engine: Engine, prompts: list[list[int]]
     seen: dict[float, list[list[int]]] = {}
     for share in (0.0, 1.0):
         assert engine._batch_networks is not None
-        batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [OFF] * 3, 16, share)
+        batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, 16, share)
         places = [batch.join() for _ in range(4)]
         batch.step(dict(zip(places, prompts, strict=False)))
         batch._thresholds[:] = -1.0  # everyone leaves at the first checkpoint ...

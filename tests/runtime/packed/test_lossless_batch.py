@@ -17,7 +17,7 @@ from tide_export.runtime.onnxruntime.session import import_onnxruntime
 from tide_export.runtime.packed.batch import Batch
 from tide_export.runtime.packed.row import Row
 from tide_export.runtime.packed.segment import SegmentRun
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 LENGTHS = (1, 37, 90, 2, 18, 60)
 NEW_TOKENS = 24
@@ -42,7 +42,7 @@ def full(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def mixed(engine: Engine, demo_text_ids: list[int]) -> list[float]:
     """Thresholds that about two thirds of what reaches each checkpoint pass: too many for all of them to be right."""
-    state = engine.start([OFF] * len(engine.manifest.checkpoints))
+    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
     return np.clip(np.quantile(scores, 0.33, axis=0), 0.0, 1.0).tolist()
 
@@ -120,7 +120,7 @@ def test_who_comes_along_is_verified_at_once(
     else:
         assert (own.exit_layer, own.segments_run, len(own.rows)) == (12, 4, 2)
     assert int(own.rows[0].argmax()) == full[2][1]
-    alone = engine.start([OFF] * 3)
+    alone = engine.start([NEVER_EXIT] * 3)
     rows = alone.step([*prompts[2], known[other], *draft], logits_to_keep=2).rows
     np.testing.assert_allclose(own.rows[:2], rows, atol=1e-4)
     # And back again: what the buffers hold beyond is written over.
@@ -132,11 +132,11 @@ def test_who_comes_along_is_verified_at_once(
 def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts: list[list[int]]) -> None:
     """Asked for more, it must not be given its neighbour's."""
     assert engine._batch_networks is not None
-    batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [OFF] * 3, NO_LIMIT, 1.0)
+    batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, NO_LIMIT, 1.0)
     one, other = batch.join(), batch.join()
     result = batch.step({one: prompts[1], other: prompts[3]}, {one: 1, other: 9}, [one, other])
     assert len(prompts[3]) == 2
-    expected = engine.start([OFF] * 3).step(prompts[3], logits_to_keep=9).rows
+    expected = engine.start([NEVER_EXIT] * 3).step(prompts[3], logits_to_keep=9).rows
     np.testing.assert_allclose(result[other].rows, expected, atol=1e-4)
     assert len(result[one].rows) == 1
 

@@ -19,7 +19,7 @@ from tide_export.runtime.engine import Engine, decoder_of
 from tide_export.runtime.segmented import batch_memory as batch_lane
 from tide_export.runtime.segmented.batch import SegmentedBatch
 from tide_export.runtime.segmented.sequence import SegmentedState
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
 PLACES = 3
@@ -170,7 +170,7 @@ def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(en
         "_launch",
         lambda lane, k, run, *rest: (runs.append((k, run.places)), launch(lane, k, run, *rest)),
     )
-    batch = SegmentedBatch(networks._session, networks.manifest, [OFF, OFF], 4, 1.0, PLACES)
+    batch = SegmentedBatch(networks._session, networks.manifest, [NEVER_EXIT, NEVER_EXIT], 4, 1.0, PLACES)
     places = [batch.join() for _ in range(PLACES)]
     batch.step({place: [5] for place in places})
     assert runs == [(0, (0, 1, 2)), (1, (0, 1, 2)), (2, (0, 1, 2))]

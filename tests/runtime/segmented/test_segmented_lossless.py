@@ -19,7 +19,7 @@ from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.batch import SegmentedBatch
 from tide_export.runtime.segmented.batch_memory import BatchLane
 from tide_export.runtime.segmented.sequence import SegmentedState
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
 ALWAYS = 0.0
@@ -117,7 +117,7 @@ class FullDepth:
     def join(self, place: int) -> None:
         self.texts[place] = []
         self.exits[place] = self._engine.start(self._thresholds, NO_LIMIT)
-        self.full[place] = self._engine.start([OFF] * len(self._thresholds), NO_LIMIT)
+        self.full[place] = self._engine.start([NEVER_EXIT] * len(self._thresholds), NO_LIMIT)
 
     def rewind(self, place: int, length: int) -> None:
         del self.texts[place][length:]
@@ -208,7 +208,7 @@ def test_drawn_tokens_are_distributed_as_the_full_model_s(engines) -> None:
     prompt, sampler = TEXT[:5], {"temperature": 2.0, "top_k": 3}
 
     def logits_behind(tokens) -> np.ndarray:
-        return graph.start([OFF, OFF]).step([*prompt, *tokens]).logits.copy()
+        return graph.start([NEVER_EXIT, NEVER_EXIT]).step([*prompt, *tokens]).logits.copy()
 
     expected = joint(logits_behind, Sampler(**sampler), 3)
     drafting = networks.drafting_as(Drafting((ALWAYS, ALWAYS), 8, 0, 1, {}))

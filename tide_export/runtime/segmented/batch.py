@@ -13,7 +13,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.branched.sequence import check_rewind, check_step
 from tide_export.runtime.decoding.depth_rule import RowResult, runners, still_needing
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 
 class SegmentedRow:
@@ -82,7 +82,7 @@ class SegmentedBatch:
         self.rows: dict[int, SegmentedRow] = {}
         self._segments = len(manifest.segment_sizes)
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
-        self._thresholds = [*thresholds, OFF]
+        self._thresholds = [*thresholds, NEVER_EXIT]
         self._max_pending, self._compaction = max_pending, compaction_threshold
         self._limit = min(manifest.model.context_length or backend.capacity, backend.capacity)
         self._lane = backend.batch_lane(self, places)

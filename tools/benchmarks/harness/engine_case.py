@@ -7,7 +7,7 @@ import numpy as np
 
 from harness.interleave import Turn
 from tide_export.runtime.engine import Engine
-from tide_export.thresholds.resolve import OFF
+from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
 
 RESTART_AFTER = 48  # steps before a case starts again at the context asked for
 CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
@@ -36,8 +36,8 @@ class Stepper:
 
     def __init__(self, engine: Engine, context: Sequence[int]):
         self.engine, self.context = engine, list(context)
-        self.off = [OFF] * len(engine.manifest.checkpoints)
-        self.all_exit = [-1.0] * len(engine.manifest.checkpoints)
+        self.off = [NEVER_EXIT] * len(engine.manifest.checkpoints)
+        self.all_exit = [ALWAYS_EXIT] * len(engine.manifest.checkpoints)
         self.room = room_behind(len(self.context), engine.manifest.model.context_length)
         self.state = engine.start(self.off, UNLIMITED, room=len(self.context) + 2 * self.room + 8)
         for start in range(0, len(self.context), CHUNK):
@@ -73,7 +73,7 @@ class Stepper:
 
 def prefill_turn(engine: Engine, prompt: Sequence[int], exits: bool = False, max_pending: int | None = None) -> Turn:
     """A new sequence up to its first logits, memory for K/V included; with `exits` every token may leave at once."""
-    thresholds = [-1.0 if exits else OFF] * len(engine.manifest.checkpoints)
+    thresholds = [ALWAYS_EXIT if exits else NEVER_EXIT] * len(engine.manifest.checkpoints)
 
     def turn() -> float:
         started = time.perf_counter()
@@ -85,7 +85,7 @@ def prefill_turn(engine: Engine, prompt: Sequence[int], exits: bool = False, max
 
 def logits_after(engine: Engine, ids: Sequence[int]) -> np.ndarray:
     """Float32 [V] at full depth of the position after `ids`."""
-    state = engine.start([OFF] * len(engine.manifest.checkpoints), room=len(ids))
+    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints), room=len(ids))
     for start in range(0, len(ids), CHUNK):
         logits = state.step(ids[start : start + CHUNK]).logits
     return logits.copy()
