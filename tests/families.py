@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers as tf
 
-from tide_export.model.source import SourceModel, auto_class, reference_attention, wrap_model
+from tide_export.model.attention import reference_attention
+from tide_export.model.source import SourceModel, auto_class, wrap_model
 
 LAYERS = 3
 CHECKPOINTS = (1, 2)

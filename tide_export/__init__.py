@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from tide_export.errors import TideError
 
 if TYPE_CHECKING:
-    from tide_export.model.structure import Anatomy, register_adapter
+    from tide_export.model.structure import ModelStructure, register_adapter
     from tide_export.runtime.engine import Engine, load
 
 from tide_export.version import __version__
 
-__all__ = ["Anatomy", "Engine", "TideError", "__version__", "load", "register_adapter"]
+__all__ = ["Engine", "ModelStructure", "TideError", "__version__", "load", "register_adapter"]
 
 
 def __getattr__(name: str) -> object:
@@ -24,8 +24,8 @@ def __getattr__(name: str) -> object:
         from tide_export.runtime import engine
 
         return getattr(engine, name)
-    if name in ("Anatomy", "register_adapter"):
-        from tide_export.model import structure as anatomy
+    if name in ("ModelStructure", "register_adapter"):
+        from tide_export.model import structure
 
-        return getattr(anatomy, name)
+        return getattr(structure, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,5 @@
-"""Shows how far a long stage is and how much time is left: a bar on a terminal, one log line anywhere else.
+"""Shows how far a long stage is and how much time is left (a bar on a terminal, one log line anywhere else), and
+silences the progress bars and logs of other libraries.
 
 Every stage of making a bundle wraps its slow loop in `stage`. Bars go to stderr, so that stdout stays clean for results
 and `--json`; where stderr is not a terminal (CI, a log file) nothing is drawn and the stage leaves one INFO line in the
@@ -31,6 +32,37 @@ def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], 
     else:
         yield lambda amount: None
     logger.info("%s ... done in %.1f s", title, time.perf_counter() - started)
+
+
+@contextmanager
+def quiet_loggers(level: int, *names: str) -> Iterator[None]:
+    """While open, the loggers `names` drop messages below `level`."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [other.level for other in loggers]
+    for other in loggers:
+        other.setLevel(level)
+    try:
+        yield
+    finally:
+        for other, before in zip(loggers, levels, strict=True):
+            other.setLevel(before)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """While open, transformers shows no progress bars and logs errors alone, as does accelerate about offloading."""
+    from transformers.utils import logging as hf_logging
+
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        with quiet_loggers(logging.ERROR, "accelerate.big_modeling"):
+            yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def test_ten_times_the_text_takes_no_more_memory(demo, sequences):
 def test_only_kept_states_leave_the_pass(demo, sequences, monkeypatch):
     """Neither logits nor the states of other tokens are made into anything."""
     monkeypatch.setattr(type(demo), "head", lambda *_: pytest.fail("the head ran"))
-    monkeypatch.setattr(type(demo), "normed", lambda *_: pytest.fail("the norm ran"))
+    monkeypatch.setattr(type(demo), "normalize", lambda *_: pytest.fail("the norm ran"))
     rows = []
     raw_states = type(demo).raw_states
 
@@ -142,7 +142,7 @@ def test_only_kept_states_leave_the_pass(demo, sequences, monkeypatch):
 
 def break_after_layer_5(source):
     broken = wrap_model(copy.deepcopy(source.model), "broken")
-    broken.anatomy.layers[4].register_forward_hook(
+    broken.structure.layers[4].register_forward_hook(
         lambda module, args, output: (output[0] * float("nan"),) if isinstance(output, tuple) else output * float("nan")
     )
     return broken

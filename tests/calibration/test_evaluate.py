@@ -8,7 +8,7 @@ from tide_export.calibration.assessment import Costs, Evaluation
 from tide_export.calibration.collect import collect
 from tide_export.calibration.evaluate import count_costs, evaluate, read_examples
 from tide_export.config import TideConfig
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.verify.oracle import oracle
 
@@ -17,7 +17,7 @@ CHECKPOINTS = (3, 9)
 
 @pytest.fixture(scope="module", params=[0, 4], ids=["identity", "lens"])
 def routers(request, demo, sequences):
-    return spread_routers(demo, CHECKPOINTS, sequences[5].ids.tolist(), lens_rank=request.param)
+    return random_routers(demo, CHECKPOINTS, sequences[5].ids.tolist(), lens_rank=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 
 from tide_export.calibration.collect import collect
 from tide_export.calibration.fit_lens import fit_lens
-from tide_export.calibration.labels import divergence, normed
+from tide_export.calibration.labels import divergence, normalize
 from tide_export.config import TideConfig
 from tide_export.data.sequences import read_sequences
 from tide_export.errors import CalibrationError
@@ -39,8 +39,8 @@ def fitted(demo, samples):
 def kl(demo, lens, sample):
     """Mean divergence of the exits through `lens`, in one go, by the routers' own path."""
     with torch.no_grad():
-        states = demo.normed(lens(sample.raw[4]))
-    return float(divergence(demo, states, normed(demo, sample.raw[12])).mean())
+        states = demo.normalize(lens(sample.raw[4]))
+    return float(divergence(demo, states, normalize(demo, sample.raw[12])).mean())
 
 
 def test_it_starts_as_nothing(demo, samples):

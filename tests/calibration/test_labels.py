@@ -6,7 +6,7 @@ import torch
 
 from tide_export.calibration import labels as module
 from tide_export.calibration.collect import Sample
-from tide_export.calibration.labels import agreement, divergence, may_leave, normed, top1
+from tide_export.calibration.labels import agreement, divergence, may_leave, normalize, top1
 from tide_export.config import TideConfig
 
 CHECKPOINTS = (3, 6, 9)
@@ -26,8 +26,8 @@ def sample(states):
 
 def labels_of(demo, sample, layers, **options):
     """By `may_leave`, for identity exits."""
-    full = top1(demo, normed(demo, sample.raw[demo.num_layers]))
-    exits = normed(demo, sample.raw[layers])
+    full = top1(demo, normalize(demo, sample.raw[demo.num_layers]))
+    exits = normalize(demo, sample.raw[layers])
     return may_leave(demo, sample, TideConfig.from_options(**options), layers, exits, full)
 
 
@@ -42,7 +42,7 @@ def log_probabilities(demo, raw):
 def test_agreement_is_the_checkpoints_own_head_against_the_models_logits(demo, states, sample):
     full = [int(states.logits[0, t].argmax()) for t in range(states.logits.shape[1])]
     for layers in CHECKPOINTS:
-        early = demo.head(demo.normed(states.raw[layers]))[0]
+        early = demo.head(demo.normalize(states.raw[layers]))[0]
         expected = [int(early[t].argmax()) == full[t] for t in range(len(full))]
         assert labels_of(demo, sample, layers, label="agreement").tolist() == expected
         assert 0 < sum(expected) < len(expected)
@@ -50,8 +50,8 @@ def test_agreement_is_the_checkpoints_own_head_against_the_models_logits(demo, s
 
 def test_agreement_is_of_the_exit_and_not_of_the_raw_state(demo, sample):
     """A lens changes what leaves, and with it the label."""
-    full = top1(demo, normed(demo, sample.raw[demo.num_layers]))
-    exits = normed(demo, sample.raw[demo.num_layers])  # a lens that knows the last layer
+    full = top1(demo, normalize(demo, sample.raw[demo.num_layers]))
+    exits = normalize(demo, sample.raw[demo.num_layers])  # a lens that knows the last layer
     assert may_leave(demo, sample, TideConfig(), 3, exits, full).all()
 
 
@@ -61,7 +61,7 @@ def test_divergence_is_kl_of_the_full_from_the_exits_distribution(demo, sample):
     for layers in CHECKPOINTS:
         exits = log_probabilities(demo, sample.raw[layers])
         expected = (np.exp(full) * (full - exits)).sum(axis=1)
-        found = divergence(demo, normed(demo, sample.raw[layers]), normed(demo, last))
+        found = divergence(demo, normalize(demo, sample.raw[layers]), normalize(demo, last))
         assert np.allclose(found.numpy(), expected, atol=1e-4)
         bound = float(np.median(expected)) + 1e-3
         labels = labels_of(demo, sample, layers, label="kl", kl_bound=bound)
@@ -70,7 +70,7 @@ def test_divergence_is_kl_of_the_full_from_the_exits_distribution(demo, sample):
 
 
 def test_agreement_is_the_same_first_token(demo, sample):
-    early, full = normed(demo, sample.raw[6]), normed(demo, sample.raw[demo.num_layers])
+    early, full = normalize(demo, sample.raw[6]), normalize(demo, sample.raw[demo.num_layers])
     said = top1(demo, full)
     found = agreement(demo, early, said)
     assert found.tolist() == (top1(demo, early) == said).tolist()
@@ -79,14 +79,14 @@ def test_agreement_is_the_same_first_token(demo, sample):
 
 
 def test_divergence_from_itself_is_zero_and_never_below(demo, sample):
-    full = normed(demo, sample.raw[demo.num_layers])
+    full = normalize(demo, sample.raw[demo.num_layers])
     found = divergence(demo, full, full)
     assert float(found.min()) >= 0.0
     assert float(found.max()) < 1e-5
 
 
 def test_chunks_do_not_matter(demo, sample, monkeypatch):
-    early, full = normed(demo, sample.raw[6]), normed(demo, sample.raw[12])
+    early, full = normalize(demo, sample.raw[6]), normalize(demo, sample.raw[12])
     whole, distance = top1(demo, early), divergence(demo, early, full)
     monkeypatch.setattr(module, "LOGITS_BYTES", 4 * demo.vocab_size * 5)
     assert top1(demo, early).tolist() == whole.tolist()
@@ -96,9 +96,9 @@ def test_chunks_do_not_matter(demo, sample, monkeypatch):
 def test_logits_are_bounded_in_memory(demo, states, monkeypatch):
     seen = []
     head = type(demo).head
-    monkeypatch.setattr(type(demo), "head", lambda self, normed: seen.append(normed.shape[1]) or head(self, normed))
+    monkeypatch.setattr(type(demo), "head", lambda self, states: seen.append(states.shape[1]) or head(self, states))
     monkeypatch.setattr(module, "LOGITS_BYTES", 4 * demo.vocab_size * 5 + 3)
-    top1(demo, demo.normed(states.raw[6])[0])
+    top1(demo, demo.normalize(states.raw[6])[0])
     assert max(seen) == 5
 
 

@@ -81,7 +81,7 @@ def test_one_thread_and_two_collect_the_same_bits(demo, sequences, two_threads):
 def test_heads_in_several_threads_answer_each_its_own(demo, two_threads):
     """While one thread asks the head alone, another runs the whole model."""
     ids = torch.arange(6)[None]
-    states = torch.randn(8, 1, 6, demo.normed_size, generator=torch.Generator().manual_seed(0))
+    states = torch.randn(8, 1, 6, demo.normalized_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = [demo.head(state) for state in states]
         whole = demo.model(input_ids=ids, use_cache=False).logits
@@ -94,4 +94,4 @@ def test_heads_in_several_threads_answer_each_its_own(demo, two_threads):
 
         for number, found in enumerate(in_parallel(demo, work, range(60))):
             assert torch.allclose(found, whole if number % 3 == 0 else expected[number % 8], atol=1e-4)
-    assert "forward" not in demo.anatomy.backbone.__dict__
+    assert "forward" not in demo.structure.backbone.__dict__

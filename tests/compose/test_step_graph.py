@@ -52,7 +52,7 @@ def random_lenses(width: int, rank: int = 4) -> dict[int, LensArrays]:
 
 @pytest.fixture(scope="module")
 def routers(demo_source):
-    return random_arrays(demo_source.normed_size)
+    return random_arrays(demo_source.normalized_size)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,9 @@ def model(pieces, routers):
 @pytest.fixture(scope="module")
 def full_form(demo_source, pieces):
     """Routers with a shortlist of 6 tokens, and lenses."""
-    return compose(pieces, random_arrays(demo_source.normed_size, shortlist=6), random_lenses(demo_source.hidden_size))
+    return compose(
+        pieces, random_arrays(demo_source.normalized_size, shortlist=6), random_lenses(demo_source.hidden_size)
+    )
 
 
 def test_the_bundle_graph_passes_the_checker_with_shape_inference(demo_bundle: Path) -> None:

@@ -109,11 +109,11 @@ def half_precision():
     from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
     from tide_export.lower.tensorrt.lower import networks_for_tensorrt
     from tide_export.pipeline.contents import make_manifest
-    from tide_export.routers.random_routers import spread_routers
+    from tide_export.routers.random_routers import random_routers
     from tide_export.trace.tracer import trace
 
     source = make_model("llama")
-    routers = spread_routers(source, (2,), range(3, 43), bottleneck=16)
+    routers = random_routers(source, (2,), range(3, 43), bottleneck=16)
     pieces = cut(trace(source, routers.checkpoints, bound(source)), 64)
     graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), routers.lens_arrays()))
     manifest = make_manifest(source, routers, TideConfig(), graph, 64)

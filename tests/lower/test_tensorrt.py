@@ -19,7 +19,7 @@ from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.lower.tensorrt import lower as lowering
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
 from tide_export.lower.tensorrt.lower import check_operators, networks_for_tensorrt
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.trace.tracer import trace
 
 CAPACITY, CHECKPOINT, WIDTH = 48, 2, 64
@@ -34,7 +34,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def routers(source):
-    return spread_routers(source, (CHECKPOINT,), range(3, 43), bottleneck=16, lens_rank=4)
+    return random_routers(source, (CHECKPOINT,), range(3, 43), bottleneck=16, lens_rank=4)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import load_model
 from tide_export.names import GRAPH_FILE
 from tide_export.pipeline import flow as pipeline
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.trace.offloaded_weights import LARGE, absent_weights
 from tide_export.verify import export_gate as export_check
 from tide_export.verify.parity import check_full
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parameter.data += 0.05 * torch.randn_like(parameter)
     model.bfloat16().save_pretrained(path / "model", max_shard_size="2MB")
     assert len(list((path / "model").glob("*.safetensors"))) > 2
-    spread_routers(load_model(path / "model"), (1,), IDS, bottleneck=8).save(path / "routers.safetensors")
+    random_routers(load_model(path / "model"), (1,), IDS, bottleneck=8).save(path / "routers.safetensors")
     return path
 
 
@@ -140,7 +140,7 @@ def test_half_precision_sources_become_any_weights(stored: str, tmp_path: Path) 
     assert weight.dtype == torch.float32
     assert torch.equal(weight, original.float())
 
-    pieces, routers = pieces_of(source, CHECKPOINTS), spread_routers(source, CHECKPOINTS, IDS, bottleneck=8)
+    pieces, routers = pieces_of(source, CHECKPOINTS), random_routers(source, CHECKPOINTS, IDS, bottleneck=8)
     engine = engine_of(source, routers, tmp_path / "bundle", pieces)
     assert check_full(engine, source, [IDS[:9], [5]], 12).holds
     for weights, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):

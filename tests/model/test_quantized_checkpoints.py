@@ -18,7 +18,7 @@ from tide_export.config import TideConfig
 from tide_export.errors import ModelError, UnsupportedModelError
 from tide_export.model.source import auto_class, load_model
 from tide_export.pipeline.flow import export
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load
 
 LLAMA = LlamaConfig(
@@ -307,7 +307,7 @@ def test_compressed_tensors_computes_what_transformers_computes(tmp_path: Path) 
 def test_a_quantized_model_is_exported_as_the_weights_it_stands_for(tmp_path: Path) -> None:
     tensors, _ = write(tmp_path / "model", LLAMA, GPTQ, gptq())
     twin = float_twin(tmp_path / "model", tmp_path / "twin", tensors)
-    routers = spread_routers(load_model(tmp_path / "twin"), (1,), IDS[0].tolist(), bottleneck=8)
+    routers = random_routers(load_model(tmp_path / "twin"), (1,), IDS[0].tolist(), bottleneck=8)
     routers.save(tmp_path / "routers.safetensors")
     config = TideConfig(checkpoints=(1,), min_layers=1)
     bundle = export(str(tmp_path / "model"), tmp_path / "out", routers=tmp_path / "routers.safetensors", config=config)

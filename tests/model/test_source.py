@@ -64,19 +64,19 @@ def source(request):
 
 def test_head_of_the_normed_last_state_is_the_model(source):
     states = source.run(IDS, [source.num_layers])
-    normed = source.normed(states.raw[source.num_layers])
-    assert normed.shape == (*IDS.shape, source.normed_size)
-    assert torch.allclose(source.head(normed), states.logits, atol=1e-5)
-    assert source.head(normed).shape == (*IDS.shape, source.vocab_size)
+    normalized = source.normalize(states.raw[source.num_layers])
+    assert normalized.shape == (*IDS.shape, source.normalized_size)
+    assert torch.allclose(source.head(normalized), states.logits, atol=1e-5)
+    assert source.head(normalized).shape == (*IDS.shape, source.vocab_size)
 
 
 def test_the_heads_rows_are_its_logits_up_to_what_the_model_does_to_all_of_them(source):
     """Scaling and soft capping keep the order, so a shortlist of rows can stand for the head."""
     rows = source.head_rows()
-    assert (rows.shape, rows.dtype) == ((61, source.normed_size), torch.float32)
+    assert (rows.shape, rows.dtype) == ((61, source.normalized_size), torch.float32)
     assert not rows.requires_grad
-    normed = source.normed(source.run(IDS, [2]).raw[2])
-    products, logits = (normed @ rows.T).flatten(0, 1), source.head(normed).flatten(0, 1)
+    normalized = source.normalize(source.run(IDS, [2]).raw[2])
+    products, logits = (normalized @ rows.T).flatten(0, 1), source.head(normalized).flatten(0, 1)
     bias = getattr(source.model.get_output_embeddings(), "bias", None)
     if bias is None:
         assert torch.equal(products.argsort(dim=-1, stable=True)[:, -3:], logits.argsort(dim=-1, stable=True)[:, -3:])
@@ -112,7 +112,7 @@ def test_raw_states_are_the_residual_stream(source):
 def test_early_heads_differ_from_the_full_model(source):
     """Otherwise the comparison above could not fail."""
     states = source.run(IDS, [2])
-    assert (source.head(source.normed(states.raw[2])) - states.logits).abs().max() > 1e-3
+    assert (source.head(source.normalize(states.raw[2])) - states.logits).abs().max() > 1e-3
 
 
 def test_raw_states_without_logits_are_the_same(source):
@@ -211,7 +211,7 @@ def test_offloaded_weights_change_nothing(tmp_path, placement, tied):
     assert any(parameter.is_meta for parameter in source.model.parameters())
     assert source.weights_sha256 == plain.weights_sha256
     assert source.device == torch.device("cpu")
-    assert source.normed_size == 32
+    assert source.normalized_size == 32
     assert torch.equal(source.head_rows(), plain.head_rows())
 
     mask = torch.ones_like(IDS)
@@ -223,9 +223,9 @@ def test_offloaded_weights_change_nothing(tmp_path, placement, tied):
     states = source.run(IDS, layers)
     assert torch.equal(states.logits, plain.run(IDS, layers).logits)
     for count in layers:
-        normed = source.normed(states.raw[count])
-        assert torch.equal(normed, plain.normed(states.raw[count]))
-        assert torch.equal(source.head(normed), plain.head(normed))
+        normalized = source.normalize(states.raw[count])
+        assert torch.equal(normalized, plain.normalize(states.raw[count]))
+        assert torch.equal(source.head(normalized), plain.head(normalized))
     assert torch.equal(source.run(IDS, layers).logits, states.logits)  # the head left the backbone as it was
     assert any(parameter.is_meta for parameter in source.model.parameters())
 

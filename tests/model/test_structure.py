@@ -14,7 +14,7 @@ from tiny_engines import engine_of
 import tide_export
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.source import SourceModel, wrap_model
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.verify.parity import check_exit, check_full
 
 NAME = "LoudForCausalLM"
@@ -34,7 +34,7 @@ def example() -> dict:
 
 @pytest.fixture
 def adapter(example: dict) -> Iterator[dict]:
-    tide_export.register_adapter(NAME, example["loud_anatomy"])
+    tide_export.register_adapter(NAME, example["loud_structure"])
     yield example
     tide_export.register_adapter(NAME, None)
 
@@ -55,8 +55,8 @@ def test_without_the_adapter_the_model_is_refused(example: dict) -> None:
 
 def test_with_the_adapter_of_the_documentation_it_exports(adapter: dict, tmp_path: Path) -> None:
     source: SourceModel = wrap_model(loud(adapter), "loud")
-    assert len(source.anatomy.tail) == 2
-    routers = spread_routers(source, (1,), PROMPT * 3, bottleneck=8)
+    assert len(source.structure.final_modules) == 2
+    routers = random_routers(source, (1,), PROMPT * 3, bottleneck=8)
     engine = engine_of(source, routers, tmp_path / "bundle")
     full = check_full(engine, source, [PROMPT], 12)
     exits = check_exit(engine, source, routers, [PROMPT], 24, [0.5])
@@ -68,13 +68,16 @@ def test_with_the_adapter_of_the_documentation_it_exports(adapter: dict, tmp_pat
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda right: replace(right, tail=right.tail[:1]), "a tail that does not lead from its last layer"),
+        (
+            lambda right: replace(right, final_modules=right.final_modules[:1]),
+            "final modules that do not lead from its",
+        ),
         (lambda right: replace(right, layers=torch.nn.ModuleList([torch.nn.Identity()])), "1 layers that ran 0 times"),
         (lambda right: replace(right, backbone=torch.nn.Identity()), "its Identity gives no last_hidden_state"),
     ],
 )
 def test_an_adapter_that_is_wrong_is_refused(example: dict, wrong, says: str) -> None:
-    tide_export.register_adapter(NAME, lambda model: wrong(example["loud_anatomy"](model)))
+    tide_export.register_adapter(NAME, lambda model: wrong(example["loud_structure"](model)))
     try:
         with pytest.raises(UnsupportedModelError, match=says):
             wrap_model(loud(example), "loud")
@@ -86,4 +89,4 @@ def test_an_adapter_serves_subclasses(adapter: dict) -> None:
     class Louder(adapter[NAME]):  # type: ignore[misc, name-defined]
         pass
 
-    assert len(wrap_model(loud({NAME: Louder}), "louder").anatomy.tail) == 2
+    assert len(wrap_model(loud({NAME: Louder}), "louder").structure.final_modules) == 2

@@ -11,7 +11,7 @@ from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
@@ -37,7 +37,7 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
     source = build(family)
     pieces = pieces_of(source, CHECKPOINTS)
     for number, form in enumerate((LENS_AND_SHORTLIST, *MORE_FORMS.get(family, ()))):
-        routers = spread_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **form)
+        routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **form)
         assert (routers.strategy == "lens") == (form["lens_rank"] > 0)
         assert (routers.routers[1].shortlist is not None) == (form["shortlist"] > 0)
         batched = family in BATCHED and number == 0

@@ -11,7 +11,7 @@ from families import CHECKPOINTS, LAYERS, build
 from tiny_engines import engine_of
 
 from tide_export.bundle.manifest import PROPAGATE
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.decoding.depth_rule import RowResult
 from tide_export.runtime.packed.propagate import PropagatingBatch
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -33,7 +33,7 @@ FAMILIES = ("llama", "gpt2", "gemma2", "phi", "deepseek_v3", "mpt")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path: Path) -> None:
     source = build(family)
-    routers = spread_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
+    routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
     engine = engine_of(source, routers, tmp_path / "bundle", strategy=PROPAGATE, batch=True)
     assert not [tensor for tensor in engine.manifest.inputs if tensor.name.startswith("pending")]
 
@@ -95,7 +95,7 @@ def test_the_judge_by_hand(demo_source) -> None:
 
     source = demo_source
     prompt, rest = [573, 1003, 391, 1266, 382], [1339, 83, 14, 538, 898, 199, 199, 605, 2721]
-    routers = spread_routers(source, (3, 6, 9), [*prompt, *rest], bottleneck=16)
+    routers = random_routers(source, (3, 6, 9), [*prompt, *rest], bottleneck=16)
     thresholds = [0.6, 0.5, 0.5]
     judged = oracle(source, routers, [*prompt, *rest], thresholds, propagate_from=len(prompt))
 
@@ -114,9 +114,9 @@ def test_the_judge_by_hand(demo_source) -> None:
                     continue  # its key and value are written; its result goes nowhere
                 x = y
                 router = routers.routers.get(number)
-                if router is not None and router(source.normed(x)) > thresholds[number // 3 - 1]:
-                    left, answer = number, source.normed(x)
-            rows.append(source.head(source.normed(x) if answer is None else answer)[0, 0])
+                if router is not None and router(source.normalize(x)) > thresholds[number // 3 - 1]:
+                    left, answer = number, source.normalize(x)
+            rows.append(source.head(source.normalize(x) if answer is None else answer)[0, 0])
             exits.append(left)
     assert len(set(exits)) > 2
     assert judged.exit_layers[len(prompt) :].tolist() == exits

@@ -17,7 +17,7 @@ from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, GraphError, ModelError, RouterFileError, UnsupportedModelError
 from tide_export.model.source import load_model
 from tide_export.pipeline import flow as pipeline
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import Router, RouterSet
 from tide_export.runtime.engine import load
 from tide_export.verify.oracle import oracle
@@ -29,7 +29,7 @@ CONFIG = TideConfig(checkpoints=(3, 6, 9), min_layers=3)
 @pytest.fixture(scope="module")
 def routers(demo_source, demo_text_ids, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("routers") / "routers.safetensors"
-    spread_routers(demo_source, (3, 6, 9), demo_text_ids[:64]).save(path)
+    random_routers(demo_source, (3, 6, 9), demo_text_ids[:64]).save(path)
     return path
 
 
@@ -57,7 +57,7 @@ def test_a_length_beyond_the_context_is_refused(
 def test_an_architecture_that_cannot_be_traced_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     source = build("mamba")
     source.model.save_pretrained(tmp_path / "mamba")
-    random = RouterSet({2: Router(source.normed_size, 4).requires_grad_(False)})
+    random = RouterSet({2: Router(source.normalized_size, 4).requires_grad_(False)})
     random.save(tmp_path / "routers.safetensors")
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
         pipeline.export(
@@ -123,7 +123,7 @@ def test_tides_own_router_file_exports_and_follows_the_oracle(
     """TIDE's routers read neither a shortlist nor have they a bias; where they stand is what is exported."""
     monkeypatch.setattr(pipeline, "trace", traces)
     source = load_model(str(demo_model))
-    spread = spread_routers(source, (3, 6, 9), demo_text_ids[:64], shortlist=0)
+    spread = random_routers(source, (3, 6, 9), demo_text_ids[:64], shortlist=0)
     for router in spread.routers.values():
         router.up.bias.zero_()
     layers = {c - 1: {"down.weight": r.down.weight, "up.weight": r.up.weight} for c, r in spread.routers.items()}

@@ -12,7 +12,7 @@ from tiny_engines import engine_of, pieces_of
 from tide_export.bundle.manifest import Quantization
 from tide_export.errors import BundleError
 from tide_export.quantize.flow import quantize_model
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
@@ -34,7 +34,7 @@ CASES = {
 def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, tmp_path: Path) -> None:
     source = quantize_model(build(family), CASES[family])
     assert source.quantized is not None
-    routers = spread_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
+    routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
     deployed = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, CHECKPOINTS))
     bundle = deployed.bundle
     assert bundle.manifest.quantization == CASES[family]

@@ -7,7 +7,8 @@ import torch
 import transformers as tf
 from families import FAMILIES, build
 
-from tide_export.model.source import load_model, reference_attention
+from tide_export.model.attention import reference_attention
+from tide_export.model.source import load_model
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tide_export.errors import GraphError
 from tide_export.model.source import load_model
 from tide_export.names import GRAPH_FILE
 from tide_export.pipeline import flow as pipeline
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace import tracer
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for parameter in model.parameters():
         parameter.data.mul_(3.0)
     model.save_pretrained(path / "model")
-    spread_routers(load_model(path / "model"), (1,), IDS, bottleneck=8).save(path / "routers.safetensors")
+    random_routers(load_model(path / "model"), (1,), IDS, bottleneck=8).save(path / "routers.safetensors")
     return path
 
 
@@ -87,7 +87,7 @@ def test_the_prompt_leaves_the_windows_as_far_as_that_is_affordable(
 
 def test_thresholds_divide_the_tokens_whatever_the_routers_are_like(folder: Path) -> None:
     source = load_model(folder / "model")
-    routers = spread_routers(source, (1,), IDS, bottleneck=8)
+    routers = random_routers(source, (1,), IDS, bottleneck=8)
     routers.routers[1].up.bias.fill_(-3.0)  # none is above a half
     (threshold,) = dividing_thresholds(source, routers, IDS)
     scores = oracle(source, routers, IDS, [NEVER_EXIT]).scores[:, 0]

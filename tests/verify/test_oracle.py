@@ -22,7 +22,7 @@ def demo():
 @pytest.fixture(scope="module")
 def routers(demo):
     torch.manual_seed(2)
-    made = {layers: Router(demo.normed_size, 16) for layers in CHECKPOINTS}
+    made = {layers: Router(demo.normalized_size, 16) for layers in CHECKPOINTS}
     for router in made.values():
         router.up.weight.data *= 8  # spreads the scores
     return RouterSet(made)
@@ -83,7 +83,7 @@ def test_scores_are_of_normed_states_and_given_behind_the_exit_too(demo, routers
 
 
 def test_a_score_equal_to_the_threshold_stays(demo):
-    still = RouterSet({layers: Router(demo.normed_size, 4) for layers in CHECKPOINTS})
+    still = RouterSet({layers: Router(demo.normalized_size, 4) for layers in CHECKPOINTS})
     for router in still.routers.values():
         router.up.weight.data.zero_()  # every score is exactly .5
     assert set(oracle(demo, still, IDS, [0.5] * 3).exit_layers.tolist()) == {12}

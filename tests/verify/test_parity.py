@@ -60,7 +60,7 @@ def routers(source: SourceModel) -> RouterSet:
     torch.manual_seed(0)
     made = {}
     for layers in CHECKPOINTS:
-        router = Router(source.normed_size, 16).requires_grad_(False)
+        router = Router(source.normalized_size, 16).requires_grad_(False)
         router.up.weight *= 8
         made[layers] = router.eval()
     return RouterSet(made)
@@ -105,7 +105,7 @@ def test_the_right_token_from_the_wrong_layer_fails(source, routers):
 
 
 def test_other_routers_fail(source, routers):
-    other = {layers: Router(source.normed_size, 16).eval().requires_grad_(False) for layers in CHECKPOINTS}
+    other = {layers: Router(source.normalized_size, 16).eval().requires_grad_(False) for layers in CHECKPOINTS}
     assert not exit_check(OracleEngine(source, RouterSet(other)), source, routers).holds
 
 

@@ -87,7 +87,7 @@ class Convergence:
     Attributes:
         layers: layers run, 1 .. num_layers.
         agreement: share of tokens whose top-1 is already the full model's.
-        kl: mean KL(full || head on this layer's normed state), nats.
+        kl: mean KL(full || head on this layer's normalized state), nats.
         cosine: mean cosine similarity of the raw state with the last layer's.
         tokens: size of the sample.
     """

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tide_export.calibration.assessment import Costs, Evaluation, Example
 from tide_export.calibration.collect import Sample
-from tide_export.calibration.labels import Target, answers, blocks, normed, top1
+from tide_export.calibration.labels import Target, answers, blocks, normalize, top1
 from tide_export.calibration.parallel import in_parallel
 from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
@@ -42,7 +42,7 @@ def evaluate(
         with torch.no_grad():
             following, known = sample.next_ids[rows].clamp_min(0), sample.next_ids[rows] >= 0
             raw = {layers: sample.raw[layers][rows] for layers in (*checkpoints, depth)}
-            full = answers(source, normed(source, raw[depth]))
+            full = answers(source, normalize(source, raw[depth]))
             target, said = Target(full), full.first()
             nll[rows, -1] = torch.where(known, full.nll(following), torch.nan).numpy()
             for k, layers in enumerate(checkpoints):
@@ -66,7 +66,7 @@ def evaluate(
 
 @torch.no_grad()
 def exit_states(source: SourceModel, routers: RouterSet, layers: int, raw: torch.Tensor) -> torch.Tensor:
-    """Normed states [n, D'] of exits after `layers` layers, float32 on the CPU."""
+    """Normalized states [n, D'] of exits after `layers` layers, float32 on the CPU."""
     parts = [routers.exit_state(source, layers, part.to(source.device)) for part in raw.split(8192)]
     return torch.cat([part.float().cpu() for part in parts])
 
@@ -94,7 +94,8 @@ def read_examples(
         states = [exit_states(source, routers, layers, raw[layers]) for layers in checkpoints]
         scores = torch.stack([routers.routers[c](s) for c, s in zip(checkpoints, states, strict=True)], dim=-1)
         left = exits(scores.numpy(), thresholds)
-        choices = torch.stack([top1(source, state) for state in [*states, normed(source, raw[depth])]], dim=-1).numpy()
+        states.append(normalize(source, raw[depth]))
+        choices = torch.stack([top1(source, state) for state in states], dim=-1).numpy()
         said = choices[np.arange(len(left)), left]
         found.append(
             Example(
@@ -109,8 +110,8 @@ def read_examples(
 
 def count_costs(source: SourceModel, config: TideConfig) -> Costs:
     """Operations per token of the model's parts: two for each weight that a token is multiplied with."""
-    layer = sum(p.numel() for p in source.anatomy.layers.parameters()) / source.num_layers
-    width = source.normed_size
+    layer = sum(p.numel() for p in source.structure.layers.parameters()) / source.num_layers
+    width = source.normalized_size
     shortlist = min(config.router_shortlist, source.vocab_size)
     rank = max(1, min(config.lens_rank, source.hidden_size // 2)) if config.exit_strategy == "lens" else 0
     return Costs(

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.model.source import SourceModel, attention_implementation
+from tide_export.model.attention import attention_implementation
+from tide_export.model.source import SourceModel
 
 FUSED = "sdpa"
 LOOKED_AT = 64  # tokens

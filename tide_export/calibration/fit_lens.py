@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tide_export.calibration.collect import Sample
-from tide_export.calibration.labels import blocks, divergence, normed
+from tide_export.calibration.labels import blocks, divergence, normalize
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
@@ -39,10 +39,10 @@ def fit_lens(
     # Fitted to states of unit size, as routers are: the size folds out of the bias afterwards.
     size = float(raw[:8192].square().mean().sqrt().clamp_min(1e-12))
     held = torch.randperm(validation.kept, generator=generator)[:VALIDATION_TOKENS]
-    held_raw, held_full = validation.raw[checkpoint][held], normed(source, validation.raw[source.num_layers][held])
+    held_raw, held_full = validation.raw[checkpoint][held], normalize(source, validation.raw[source.num_layers][held])
 
     def exits(states: torch.Tensor) -> torch.Tensor:
-        return source.normed((lens(states / size) * size).to(source.device))
+        return source.normalize((lens(states / size) * size).to(source.device))
 
     def held_out() -> float:
         with torch.no_grad():
@@ -58,7 +58,7 @@ def fit_lens(
             for group in optimizer.param_groups:
                 group["lr"] = config.lens_learning_rate * (1 - step / steps)
             with torch.no_grad():
-                target = source.head(source.normed(full[rows].to(source.device))[None])[0].float().log_softmax(-1)
+                target = source.head(source.normalize(full[rows].to(source.device))[None])[0].float().log_softmax(-1)
             answer = source.head(exits(raw[rows])[None])[0].float().log_softmax(-1)
             loss = (target.exp() * (target - answer)).sum(-1).mean()
             optimizer.zero_grad()

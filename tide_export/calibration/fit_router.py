@@ -28,7 +28,7 @@ _seeding = threading.Lock()  # PyTorch's own generator, which draws a router's f
 
 @dataclass(frozen=True)
 class Labelled:
-    """Tokens of one split at one checkpoint: normed states, float32 [n, D'], and whether each may leave, bool [n]."""
+    """Tokens of a split at one checkpoint: normalized states, float32 [n, D'], and whether each may exit, bool [n]."""
 
     features: torch.Tensor
     labels: torch.Tensor
@@ -132,8 +132,8 @@ def assess(router: Router, split: Labelled, threshold: float) -> dict[str, Any]:
 
 
 class _Scaling:
-    """What a router is fitted to instead of raw numbers, so that one learning rate suits all models: normed states of
-    unit size, and the summary as two distances of unit deviation. Linear, hence foldable into the weights."""
+    """Scales a router's inputs so that one learning rate suits all models: normalized states to unit size, the summary
+    to two differences of unit deviation. Linear, hence foldable into the weights."""
 
     def __init__(self, router: Router, features: torch.Tensor):
         self.router = router

@@ -22,7 +22,7 @@ from tide_export.calibration.distributed import Processes
 from tide_export.calibration.evaluate import count_costs, evaluate, exit_states, read_examples
 from tide_export.calibration.fit_lens import fit_lens
 from tide_export.calibration.fit_router import Fitted, Labelled, assess, fit_router
-from tide_export.calibration.labels import may_leave, normed, top1
+from tide_export.calibration.labels import may_leave, normalize, top1
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.placement import Layerwise, choose_checkpoints, look_layer_by_layer
 from tide_export.calibration.split import Split, split_sequences
@@ -58,7 +58,7 @@ def calibrate(
 ) -> Calibration | None:
     """Fits the routers and lenses of `source` on `config.calibration_dataset`; None in any process but the main one.
 
-    The routers' provenance holds `model`, `weights_sha256`, `num_layers`, `hidden_size` (of the normed state);
+    The routers' provenance holds `model`, `weights_sha256`, `num_layers`, `hidden_size` (of the normalized state);
     `dataset`, `dataset_sha256` (of the text read), `document_hashes`, `documents`, `sequences`, `tokens`; `split` and
     `label`, `exit_strategy`; `config`, `versions`; and `report`, per checkpoint (a string) what `fit.assess` found on
     the test split, with `lens` beside it where there is one.
@@ -106,7 +106,7 @@ def calibrate(
             "model": source.name,
             "weights_sha256": source.weights_sha256,
             "num_layers": source.num_layers,
-            "hidden_size": source.normed_size,
+            "hidden_size": source.normalized_size,
             "dataset": documents.spec,
             "dataset_sha256": documents.sha256,
             "document_hashes": documents.hashes,
@@ -198,7 +198,7 @@ def _fit(
 
     title = "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers"
     with stage(title, total=2 * len(checkpoints)) as advance:
-        teacher = {name: top1(source, normed(source, s.raw[source.num_layers])) for name, s in samples.items()}
+        teacher = {name: top1(source, normalize(source, s.raw[source.num_layers])) for name, s in samples.items()}
         shortlist = _shortlist(source, config, teacher["train"])
         for layers in checkpoints:
             record: dict[str, Any] = {}

@@ -59,18 +59,18 @@ class Target:
 
 @torch.no_grad()
 def answers(source: SourceModel, states: torch.Tensor) -> Answers:
-    """What the head says for normed states [n, D']."""
+    """What the head says for normalized states [n, D']."""
     return Answers(source.head(states[None].to(source.device))[0].float())
 
 
 @torch.no_grad()
-def normed(source: SourceModel, raw: torch.Tensor) -> torch.Tensor:
+def normalize(source: SourceModel, raw: torch.Tensor) -> torch.Tensor:
     """The final norm on raw states [n, D] on the CPU, a few thousand at a time: float32 [n, D'] on the CPU."""
-    return torch.cat([source.normed(part.to(source.device)).float().cpu() for part in raw.split(8192)])
+    return torch.cat([source.normalize(part.to(source.device)).float().cpu() for part in raw.split(8192)])
 
 
 def top1(source: SourceModel, states: torch.Tensor) -> torch.Tensor:
-    """The token the model's head ranks first, int64 [n], for normed states [n, D']."""
+    """The token the model's head ranks first, int64 [n], for normalized states [n, D']."""
 
     def first(rows: slice) -> torch.Tensor:
         return answers(source, states[rows]).first()
@@ -79,7 +79,7 @@ def top1(source: SourceModel, states: torch.Tensor) -> torch.Tensor:
 
 
 def divergence(source: SourceModel, states: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """KL(full || exit) in nats, float32 [n], of the head's distributions for normed states [n, D'] of both."""
+    """KL(full || exit) in nats, float32 [n], of the head's distributions for normalized states [n, D'] of both."""
 
     @torch.no_grad()
     def between(rows: slice) -> torch.Tensor:
@@ -89,7 +89,7 @@ def divergence(source: SourceModel, states: torch.Tensor, full: torch.Tensor) ->
 
 
 def agreement(source: SourceModel, states: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
-    """Whether the head ranks the full model's token, int64 [n], first for normed states [n, D'], bool [n]."""
+    """Whether the head ranks the full model's token, int64 [n], first for normalized states [n, D'], bool [n]."""
 
     def same(rows: slice) -> torch.Tensor:
         return answers(source, states[rows]).agree(full_top1[rows])
@@ -104,14 +104,14 @@ def may_leave(
     """The labels of one checkpoint, bool [n].
 
     Args:
-        exits: normed states [n, D'] of the exit after `layers` layers.
+        exits: normalized states [n, D'] of the exit after `layers` layers.
         full_top1: the full model's token, int64 [n].
     """
     last = sample.raw[source.num_layers]
     if config.label == "agreement":
         return agreement(source, exits, full_top1)
     if config.label == "kl":
-        return divergence(source, exits, normed(source, last)) < config.kl_bound
+        return divergence(source, exits, normalize(source, last)) < config.kl_bound
     return torch.cosine_similarity(sample.raw[layers], last, dim=-1) > config.convergence_threshold
 
 

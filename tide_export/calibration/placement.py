@@ -12,7 +12,7 @@ import torch
 
 from tide_export.calibration.assessment import Convergence, Costs
 from tide_export.calibration.collect import collect
-from tide_export.calibration.labels import Target, answers, blocks, normed
+from tide_export.calibration.labels import Target, answers, blocks, normalize
 from tide_export.calibration.parallel import in_parallel
 from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
@@ -62,11 +62,11 @@ def look_layer_by_layer(source: SourceModel, sequences: Sequence[TokenSequence],
     def look(rows: slice) -> None:
         with torch.no_grad():
             last = sample.raw[depth][rows]
-            full = answers(source, normed(source, last))
+            full = answers(source, normalize(source, last))
             target, choice = Target(full), full.first()
             for layers in range(1, depth + 1):
                 raw = sample.raw[layers][rows]
-                here = answers(source, normed(source, raw)) if layers < depth else full
+                here = answers(source, normalize(source, raw)) if layers < depth else full
                 agrees[rows, layers - 1] = here.agree(choice).numpy()
                 kl[rows, layers - 1] = target.divergence(here).numpy()
                 cosine[rows, layers - 1] = torch.cosine_similarity(raw, last, dim=-1).numpy()

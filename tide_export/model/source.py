@@ -1,15 +1,13 @@
-"""Loads the frozen source model and answers what the other stages ask of it: hidden states, final norm, real head.
+"""Loads the source model and gives the other stages its hidden states, final norm, head and weights.
 
 First stage of every command that needs PyTorch. `load_model` reads any `AutoModelForCausalLM` from a folder or the
-Hugging Face hub; `SourceModel` is what `calibrate`, `trace` and the oracle work on. Nothing here knows an architecture
-by name: see `model.structure` for how layers, norm and head are found.
+Hugging Face hub. No architecture is known by name: `model.structure` finds layers, norm and head.
 """
 
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -26,41 +23,57 @@ from transformers import (
 )
 
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
+from tide_export.model.attention import reference_attention
 from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
 from tide_export.model.quantized_weights import QuantizedWeights
-from tide_export.model.structure import Anatomy, input_device, offload_hooks
+from tide_export.model.structure import ModelStructure, input_device, offload_hooks
+from tide_export.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
 
-HASHED_AT_ONCE = 2**22  # numbers: what looking at them needs besides is a multiple of that, not of the embedding
+HASH_CHUNK = 2**22  # numbers hashed at a time, which bounds the temporary memory
 
 
 @dataclass(frozen=True)
 class States:
-    """What one forward pass over `input_ids` [B, S] gave.
+    """Result of one forward pass over `input_ids` [B, S].
 
     Attributes:
-        raw: for each layer count asked for, the residual stream after that many layers, [B, S, D], before the norm.
-        logits: the model's own logits, [B, S, V].
+        raw: layer count -> the residual stream after that many layers, [B, S, D], before the final norm.
+        logits: the model's logits, [B, S, V].
     """
 
     raw: dict[int, torch.Tensor]
     logits: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SourceModel:
-    """A frozen causal LM with its anatomy and identity."""
+    """A causal LM in evaluation mode, which is never trained.
+
+    `load_model` or `wrap_model` creates it. `quantize.flow.quantize_model` may then round its weights in place. After
+    `release` the weights are freed and it can no longer run.
+
+    Attributes:
+        model: the transformers model, float32.
+        name: the folder or hub id it was loaded from.
+        weights_sha256: hash of the weights as loaded, before any quantization.
+        structure: its layers, final modules and head.
+        normalized_size: width D' of normalized states, which routers and head read; differs from D only where a
+            projection follows the norm.
+        quantized: the integers whose values the weights now have; None where they are as loaded.
+    """
 
     model: PreTrainedModel
     name: str
     weights_sha256: str
-    anatomy: Anatomy
-    quantized: QuantizedWeights | None = None  # whose values the model computes with; None: its own weights
+    structure: ModelStructure
+    normalized_size: int
+    quantized: QuantizedWeights | None = None
 
     @property
     def num_layers(self) -> int:
-        return len(self.anatomy.layers)
+        return len(self.structure.layers)
 
     @property
     def text_config(self):
@@ -76,32 +89,22 @@ class SourceModel:
         return int(self.text_config.hidden_size)
 
     @property
-    def normed_size(self) -> int:
-        """Width of what the routers and the head see; differs from D only where a projection follows the norm."""
-        with torch.no_grad():
-            return int(self.normed(torch.zeros(1, 1, self.hidden_size, device=self.device)).shape[-1])
-
-    @property
     def vocab_size(self) -> int:
         return int(self.text_config.vocab_size)
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes its input; of a model on several devices, others may hold some of its layers."""
+        """Device of the model's input; some layers may be on others."""
         return input_device(self.model)
 
     @property
     def context_length(self) -> int | None:
-        """Positions the model was made for, or None where its config sets no bound.
+        """Largest number of positions the model supports, or None where its config sets no bound.
 
-        With longrope scaling the positions it was made for first: behind them every angle, also of tokens whose keys
-        are in the cache by then, would change.
+        With longrope scaling, the original number: beyond it every angle changes, also of keys already in the cache.
         """
-        config = self.text_config
-        lengths = [
-            getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")
-        ]  # the latter: MPT
-        lengths.append(self.longrope_length)
+        names = ("max_position_embeddings", "max_seq_len")  # the latter: MPT
+        lengths = [*(getattr(self.text_config, name, None) for name in names), self.longrope_length]
         return min((int(length) for length in lengths if length), default=None)
 
     @property
@@ -116,18 +119,18 @@ class SourceModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All of the model's end-of-sequence ids, from its generation config and its config."""
-        found: set[int] = set()
+        """The model's end-of-sequence ids, of its generation config and its config together, ascending."""
+        ids: set[int] = set()
         for config in (getattr(self.model, "generation_config", None), self.model.config, self.text_config):
             value = getattr(config, "eos_token_id", None)
             if value is not None:
-                found.update(int(item) for item in (value if isinstance(value, list | tuple) else [value]))
-        return tuple(sorted(found))
+                ids.update(int(item) for item in (value if isinstance(value, list | tuple) else [value]))
+        return tuple(sorted(ids))
 
     @torch.no_grad()
     def run(self, input_ids: torch.Tensor, layers: Sequence[int], attention_mask: torch.Tensor | None = None) -> States:
-        """One forward pass over `input_ids` [B, S] that also keeps the raw states after each of `layers` layers."""
-        with self.anatomy.captured(layers) as raw:
+        """Runs the model on `input_ids` [B, S] and keeps the raw states after each of `layers` layers."""
+        with self.structure.captured(layers) as raw:
             output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return States(raw=dict(raw), logits=output.logits)
 
@@ -139,48 +142,42 @@ class SourceModel:
         attention_mask: torch.Tensor | None = None,
         keep: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> dict[int, torch.Tensor]:
-        """The raw states [B, S, D] of `run` alone: no logits [B, S, V] are made, which outweigh all else in memory.
+        """Returns only the raw states of `run`, [B, S, D] each, without computing all logits, the largest tensor.
 
-        `keep`, if given, is applied to each as soon as it is there, and what it returns is held instead.
+        `keep`, if given, is applied to each as soon as it is computed, and its result is kept instead.
         """
-        with self.anatomy.captured(layers, keep) as raw, self.anatomy.last_position_only():
+        with self.structure.captured(layers, keep) as raw, self.structure.last_position_only():
             self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return dict(raw)
 
     def head_rows(self) -> torch.Tensor | None:
-        """The head's matrix [V, D'], float32 on the CPU; None where the head is something else."""
+        """Returns the head's matrix [V, D'], float32 on the CPU; None where the head is not a matrix."""
         head = self.model.get_output_embeddings()
         weight = getattr(head, "weight", None)
-        if not isinstance(weight, torch.Tensor) or tuple(weight.shape) != (self.vocab_size, self.normed_size):
+        if not isinstance(weight, torch.Tensor) or tuple(weight.shape) != (self.vocab_size, self.normalized_size):
             return None
-        if weight.is_meta:
-            key = next(name for name, module in self.model.named_modules() if module is head)
-            weight = _offloaded(self.model, self.name, f"{key}.weight")
-        return weight.detach().float().cpu()
+        return self.weight(f"{next(name for name, module in self.model.named_modules() if module is head)}.weight")
 
     def weight(self, key: str) -> torch.Tensor:
-        """The parameter or buffer `key` of `state_dict`, float32 (integers as they are) on the CPU, wherever it is."""
+        """Returns the parameter or buffer `key` of `state_dict`, float32 (integers unchanged), on the CPU."""
         tensor = self.model.get_parameter_or_buffer(key)
         if tensor.is_meta:
             tensor = _offloaded(self.model, self.name, key)
         tensor = tensor.detach().cpu()
         return tensor.float() if tensor.is_floating_point() else tensor
 
-    def let_go(self) -> None:
-        """Frees the weights, whoever else still holds the model: exporters and rewriters keep what they saw last.
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Applies the final norm (and projection) to raw states [..., D]; returns [..., D']."""
+        return self.structure.normalize(hidden)
 
-        Nothing can be asked of the model afterwards.
-        """
+    def head(self, normalized: torch.Tensor) -> torch.Tensor:
+        """Computes logits [B, S, V] of normalized states [B, S, D'], scaling and softcaps included."""
+        return self.structure.head(self.model, normalized)
+
+    def release(self) -> None:
+        """Frees the weights, even where others still refer to the model, as exporters and rewriters do."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm (and projection, if any) on raw states [..., D]: what the head, and every router, sees."""
-        return self.anatomy.normed(hidden)
-
-    def head(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V] of normed states [B, S, D'], by the model's own forward: scaling and softcaps included."""
-        return self.anatomy.head(self.model, normed)
 
 
 def load_model(
@@ -189,23 +186,23 @@ def load_model(
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | os.PathLike | None = None,
 ) -> SourceModel:
-    """Loads `name` (a folder or a hub id) in float32 with `reference_attention`, frozen, and checks that it is usable.
+    """Loads a causal LM in float32 with `reference_attention` and checks that it is usable.
 
-    Whatever type the checkpoint has; what is quantized already is dequantized (see `quantized`).
+    A checkpoint that is already quantized is dequantized (see `model.quantized_checkpoints`).
 
     Args:
-        name: the model.
-        device: where all of it goes.
-        device_map: instead of `device`, for a model that does not fit one: "auto", or a device ("cpu" and "disk"
-            included) per module name, as accelerate takes it.
-        offload_folder: for layers on "disk" whose weights cannot be read from the checkpoint as they are (they can from
-            safetensors): where they are written.
+        name: a folder or a hub id.
+        device: the device of the whole model.
+        device_map: instead of `device`, for a model that does not fit on one: "auto", or a device ("cpu" and "disk"
+            included) per module name, as accelerate defines it.
+        offload_folder: where to write layers on "disk" whose weights cannot be read from the checkpoint itself (from
+            safetensors they can).
 
     Raises:
         ConfigError: both `device` and `device_map`.
         ModelError: no such model, unreadable or missing weights, NaN or infinity in a weight.
-        UnsupportedModelError: transformers has no causal LM for it, its anatomy cannot be found, or it is quantized in
-            a way that cannot be read.
+        UnsupportedModelError: transformers has no causal LM for it, its structure cannot be found, or its
+            quantization cannot be read.
     """
     if device_map is not None and device != "cpu":
         raise ConfigError(f"device {device!r} and a device_map: give one of them")
@@ -228,7 +225,7 @@ def load_model(
             )
         model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
-        reason = loading_problem() or _one_line(error)
+        reason = loading_problem() or _first_line(error)
         raise ModelError(f"cannot load the weights of model {name!r}: {reason}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         problem = sorted(
@@ -239,7 +236,7 @@ def load_model(
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The transformers class that loads the causal LM of `config`: a text model, or one that also reads images.
+    """Returns the transformers class that loads the causal LM of `config`: a text model, or one that reads images too.
 
     Raises:
         UnsupportedModelError: transformers has neither.
@@ -251,56 +248,23 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def wrap_model(model: PreTrainedModel, name: str) -> SourceModel:
-    """A `SourceModel` of a model already in memory (frozen and put in eval mode in place).
+    """Makes a `SourceModel` of a model in memory, which is set to evaluation mode without gradients.
 
     Raises:
         ModelError: NaN or infinity in a weight.
-        UnsupportedModelError: its anatomy cannot be found.
+        UnsupportedModelError: its structure cannot be found.
     """
     model.eval().requires_grad_(False)
     digest = _hash_weights(model, name)
-    return SourceModel(model=model, name=name, weights_sha256=digest, anatomy=Anatomy.find(model))
-
-
-def reference_attention(config: PretrainedConfig) -> str | None:
-    """The attention that a model of `config` is held to: eager, or where it has attention of its own, its default.
-
-    Of an architecture that does not use transformers' attention interface, each kind of attention is code of its own,
-    and the default is what its users run. Falcon's eager attention adds ALiBi twice in transformers 5.23.
-    """
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "eager" if kind is None or kind._can_set_attn_implementation() else None
-
-
-@contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """While open, `model` attends by the registered function `name`.
-
-    Raises:
-        UnsupportedModelError: the architecture refuses any attention but its own.
-    """
-    before = model.config._attn_implementation
-    try:
-        with quiet_transformers():  # it warns of what `refuse_ignored_attention` makes an error
-            model.set_attn_implementation(name)
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UnsupportedModelError(f"{does_not_use_interface(model)} ({str(error).splitlines()[0]})") from error
-    try:
-        yield
-    finally:
-        with quiet_transformers():
-            model.set_attn_implementation(before)
-
-
-def does_not_use_interface(model: PreTrainedModel) -> str:
-    return (
-        f"{type(model).__name__} does not compute its attention through transformers' attention interface, "
-        "so it cannot be traced"
-    )
+    structure = ModelStructure.find(model)
+    with torch.no_grad():
+        zeros = torch.zeros(1, 1, model.config.get_text_config().hidden_size, device=input_device(model))
+        normalized_size = structure.normalize(zeros).shape[-1]
+    return SourceModel(model, name, digest, structure, normalized_size)
 
 
 def _check_source(name: str) -> PretrainedConfig:
-    """Its config; tells a wrong path, a folder that is no model and an unknown architecture apart before all else."""
+    """Reads the config; a wrong path, a folder that is no model and an unknown architecture are different errors."""
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(f"folder {name!r} holds no config.json: it is not a Hugging Face model")
@@ -312,20 +276,21 @@ def _check_source(name: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
         raise ModelError(
-            f"no model {name!r}: no such folder, and the hub has it not or cannot be reached ({_one_line(error)})"
+            f"no model {name!r}: no such folder, and the hub does not have it or cannot be reached "
+            f"({_first_line(error)})"
         ) from error
     except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"model {name!r} cannot be read: {_one_line(error)}") from error
+        raise UnsupportedModelError(f"model {name!r} cannot be read: {_first_line(error)}") from error
 
 
 def _hash_weights(model: nn.Module, name: str) -> str:
-    """sha256 over every tensor's name, shape and float32 bytes, in name order; refuses NaN and infinity on the way."""
+    """Hashes every tensor's name, shape and float32 bytes, in name order; raises ModelError for NaN or infinity."""
     digest = hashlib.sha256()
     for key, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta:
             tensor = _offloaded(model, name, key)
         digest.update(f"{key}{tuple(tensor.shape)}".encode())
-        for part in tensor.reshape(-1).split(HASHED_AT_ONCE):
+        for part in tensor.reshape(-1).split(HASH_CHUNK):
             if part.is_floating_point() and not bool(torch.isfinite(part).all()):
                 raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
             data = part.float() if part.is_floating_point() else part
@@ -334,38 +299,14 @@ def _hash_weights(model: nn.Module, name: str) -> str:
 
 
 def _offloaded(model: nn.Module, name: str, key: str) -> torch.Tensor:
-    """The weight `key` that accelerate holds in another place, alone: the others stay there."""
-    owner, _, own_name = key.rpartition(".")
-    for hook in offload_hooks(model.get_submodule(owner)):
+    """Reads the single weight `key` that accelerate has offloaded."""
+    path, _, attribute = key.rpartition(".")
+    for hook in offload_hooks(model.get_submodule(path)):
         if hook.weights_map is not None:
-            return hook.weights_map[own_name]
+            return hook.weights_map[attribute]
     raise ModelError(f"model {name!r}: weight {key} is on no device and was not offloaded by accelerate either")
 
 
-@contextmanager
-def quiet_transformers():
-    """transformers draws a progress bar per weight file and logs advice; our own progress says what matters.
-
-    So does accelerate, about weights that are offloaded because they were asked to be.
-    """
-    from transformers.utils import logging as hf_logging
-
-    placing = logging.getLogger("accelerate.big_modeling")
-    level = placing.level
-    placing.setLevel(logging.ERROR)
-
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        placing.setLevel(level)
-        hf_logging.set_verbosity(verbosity)
-        if bars:
-            hf_logging.enable_progress_bar()
-
-
-def _one_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,16 +1,15 @@
 """Finds the parts of any Hugging Face causal LM by watching it run: decoder layers, final norm, head.
 
-Used by `model.SourceModel`. No architecture is known by name. The decoder layers are the `ModuleList` as long as the
-config says the model is deep, each of whose modules runs once on a text; the *tail* (final norm, and a projection where
-there is one) is the chain of modules that leads, tensor by tensor, from the last layer's output to the backbone's
-`last_hidden_state`; the head is everything the model's own forward does after its backbone, scaling and softcaps
-included. What cannot be found that way can be told by `register_adapter`.
+No architecture is known by name. The decoder layers are the `ModuleList` of `config.num_hidden_layers` modules that
+each run once on a text. The final modules (a norm, and a projection where there is one) lead, tensor by tensor, from
+the last layer's output to the backbone's `last_hidden_state`. The head is everything the model's own forward does after
+its backbone, scaling and softcaps included. `register_adapter` is for models whose parts cannot be found that way.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,48 +22,48 @@ from tide_export.errors import UnsupportedModelError
 
 
 def first_tensor(output) -> torch.Tensor:
-    """The hidden states in a layer's return value, which is a tensor or a tuple that starts with one."""
+    """Returns the hidden states of a layer's output, which is a tensor or a tuple that starts with one."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """The parts of a causal LM.
 
     Attributes:
-        backbone: the module that owns the layers and whose output carries `last_hidden_state`, or is a tuple that
+        backbone: the module that owns the layers and returns a `ModelOutput` with `last_hidden_state`, or a tuple that
             starts with it.
         layers: its decoder layers, in order; each takes the hidden states [B, S, D] first, or as `hidden_states`.
-        tail: modules from the last layer's output to `last_hidden_state`, in order (norm, projection); may be empty.
+        final_modules: the modules from the last layer's output to `last_hidden_state`, in order (norm, projection); may
+            be empty.
     """
 
     backbone: nn.Module
     layers: nn.ModuleList
-    tail: tuple[nn.Module, ...]
+    final_modules: tuple[nn.Module, ...]
 
     @classmethod
-    def find(cls, model: PreTrainedModel) -> "Anatomy":
-        """The adapter's word for `model`, or else what watching it run on two tokens shows.
+    def find(cls, model: PreTrainedModel) -> "ModelStructure":
+        """Finds the parts of `model` by its adapter, or else by running it on two tokens.
 
         Raises:
-            UnsupportedModelError: naming the part that is missing, or that an adapter got wrong.
+            UnsupportedModelError: a part is missing, or an adapter's part is wrong.
         """
         adapter = next((_ADAPTERS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _ADAPTERS), None)
         if adapter is None:
             return _find(model)
-        anatomy = adapter(model)
-        _check(model, anatomy)
-        return anatomy
+        structure = adapter(model)
+        _check(model, structure)
+        return structure
 
     @contextmanager
     def captured(
         self, layers: Sequence[int], keep: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """While open, forward passes fill the dict with the raw states after each of `layers` layers, [B, S, D].
+        """While open, this thread's forward passes fill the dict with the raw states [B, S, D] after `layers` layers.
 
-        Passes of this thread alone: others may run the model at the same time. The states are on the device their layer
-        computed on. `keep` makes less of each as it comes (chosen rows, moved to the CPU), so that the rest need not be
-        held until the pass ends.
+        Other threads may run the model at the same time. Each state is on the device of its layer. `keep` reduces it as
+        soon as it is computed (say, to chosen rows on the CPU), so that the rest is not held until the pass ends.
         """
         states: dict[int, torch.Tensor] = {}
         here = threading.get_ident()
@@ -77,92 +76,87 @@ class Anatomy:
 
             return hook
 
-        handles = [self.layers[count - 1].register_forward_hook(store(count)) for count in layers]
-        try:
+        with ExitStack() as hooks:
+            for count in layers:
+                hooks.enter_context(self.layers[count - 1].register_forward_hook(store(count)))
             yield states
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def last_position_only(self) -> Iterator[None]:
-        """While open, the backbone hands this thread its last position alone: the head makes [B, 1, V] logits."""
+        """While open, the backbone returns only the last position to this thread: logits are [B, 1, V]."""
         here = threading.get_ident()
 
         def shorten(_module, _args, output):
             return with_states(output, output[0][:, -1:]) if threading.get_ident() == here else output
 
-        handle = self.backbone.register_forward_hook(shorten)
-        try:
+        with self.backbone.register_forward_hook(shorten):
             yield
-        finally:
-            handle.remove()
 
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The tail on raw states [..., D]."""
-        for module in self.tail:
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Applies the final modules to raw states [..., D]; returns [..., D']."""
+        for module in self.final_modules:
             hidden = module(hidden)
         return hidden
 
-    def head(self, model: PreTrainedModel, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V] by the model's own forward, its backbone doing nothing but hand out `normed` [B, S, D']."""
-        with _StandIn.of(self.backbone) as stand_in:
-            stand_in.here.answer = _NoOtherOutputs(last_hidden_state=normed)
+    def head(self, model: PreTrainedModel, normalized: torch.Tensor) -> torch.Tensor:
+        """Computes logits [B, S, V] by the model's own forward, whose backbone only returns `normalized` [B, S, D']."""
+        with _ReplacedForward.of(self.backbone) as replaced:
+            replaced.local.output = _NoOtherOutputs(last_hidden_state=normalized)
             try:
-                ids = torch.zeros(normed.shape[:2], dtype=torch.long, device=normed.device)
+                ids = torch.zeros(normalized.shape[:2], dtype=torch.long, device=normalized.device)
                 return model(input_ids=ids, use_cache=False).logits
             finally:
-                del stand_in.here.answer
+                del replaced.local.output
 
 
-class _StandIn:
-    """Takes the place of a backbone's forward as long as any thread is in `Anatomy.head`.
+class _ReplacedForward:
+    """Replaces a backbone's forward while any thread is in `ModelStructure.head`.
 
-    Hands such a thread what it put there; others get what the backbone gives.
+    Returns the output that a thread has set in `local`; for other threads it runs the backbone.
     """
 
     _lock = threading.Lock()
 
     def __init__(self, backbone: nn.Module):
-        self.own = backbone.__dict__.get("forward")  # accelerate puts one there for a backbone that is dispatched whole
+        self.overridden = backbone.__dict__.get("forward")  # accelerate sets one on a backbone it dispatches whole
         self.forward = backbone.forward
-        self.here = threading.local()
+        self.local = threading.local()
         self.threads = 0
 
     def __call__(self, *args, **kwargs):
-        answer = getattr(self.here, "answer", None)
-        return self.forward(*args, **kwargs) if answer is None else answer
+        output = getattr(self.local, "output", None)
+        return self.forward(*args, **kwargs) if output is None else output
 
     @classmethod
     @contextmanager
-    def of(cls, backbone: nn.Module) -> "Iterator[_StandIn]":
+    def of(cls, backbone: nn.Module) -> "Iterator[_ReplacedForward]":
         with cls._lock:
-            there = backbone.__dict__.get("forward")
-            found = there if isinstance(there, cls) else cls(backbone)
-            found.threads += 1
-            backbone.forward = found
+            current = backbone.__dict__.get("forward")
+            replaced = current if isinstance(current, cls) else cls(backbone)
+            replaced.threads += 1
+            backbone.forward = replaced
         try:
-            yield found
+            yield replaced
         finally:
             with cls._lock:
-                found.threads -= 1
-                if found.threads == 0:
-                    del backbone.forward  # uncovers the class's own
-                    if found.own is not None:
-                        backbone.forward = found.own
+                replaced.threads -= 1
+                if replaced.threads == 0:
+                    del backbone.forward  # the class's method is visible again
+                    if replaced.overridden is not None:
+                        backbone.forward = replaced.overridden
 
 
-Adapter = Callable[[PreTrainedModel], Anatomy]
+Adapter = Callable[[PreTrainedModel], ModelStructure]
 _ADAPTERS: dict[str, Adapter] = {}
 
 
 def register_adapter(architecture: str, adapter: Adapter | None) -> None:
-    """Says where the parts of an architecture are that cannot be found by watching it.
+    """Registers a function that names the parts of an architecture, where they cannot be found by watching it run.
 
     Args:
         architecture: class name of the model, or of one of its base classes.
-        adapter: takes the loaded model and gives its `Anatomy`, or a subclass of it with a `normed` or `head` of its
-            own; None takes an earlier adapter away. What it gives is checked against a run of the model.
+        adapter: maps the loaded model to its `ModelStructure`, or to a subclass that overrides `normalize` or `head`;
+            checked against a run of the model. None removes an earlier adapter.
     """
     if adapter is None:
         _ADAPTERS.pop(architecture, None)
@@ -171,7 +165,7 @@ def register_adapter(architecture: str, adapter: Adapter | None) -> None:
 
 
 class _NoOtherOutputs(BaseModelOutputWithPastAndCrossAttentions):
-    """What a backbone gives beside its states (router logits and the like) is None, whatever the head asks for."""
+    """A backbone's output with states alone: every other field (router logits and the like) is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -179,7 +173,7 @@ class _NoOtherOutputs(BaseModelOutputWithPastAndCrossAttentions):
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where the model takes its token ids: the device of its embedding, also while its weights are offloaded."""
+    """Returns the device of the embedding, which takes the token ids, also while its weights are offloaded."""
     embedding = model.get_input_embeddings()
     for module in (embedding, model):
         for hook in offload_hooks(module):
@@ -189,15 +183,15 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def offload_hooks(module: nn.Module) -> list[Any]:
-    """The hooks by which accelerate moves `module`'s weights and inputs between devices; none on a plain model."""
+    """Returns the hooks by which accelerate moves `module`'s weights and inputs between devices; none by default."""
     hook = getattr(module, "_hf_hook", None)
-    found = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
-    return [one for one in found if hasattr(one, "execution_device")]
+    hooks = getattr(hook, "hooks", (hook,))  # a SequentialHook holds several
+    return [hook for hook in hooks if hasattr(hook, "execution_device")]
 
 
 @dataclass
 class _Run:
-    """What a run on two tokens showed.
+    """A recorded run on two tokens.
 
     Attributes:
         calls: module, input and output of every call with a tensor for both, in order.
@@ -220,18 +214,15 @@ def _watch(model: PreTrainedModel) -> _Run:
         if args and isinstance(args[0], torch.Tensor) and isinstance(tensor, torch.Tensor):
             run.calls.append((module, args[0], tensor))
 
-    handles = [module.register_forward_hook(record) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
-            model(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(record))
+        ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
+        model(input_ids=ids, use_cache=False)
     return run
 
 
-def _find(model: PreTrainedModel) -> Anatomy:
+def _find(model: PreTrainedModel) -> ModelStructure:
     kind = type(model).__name__
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     owners = [
@@ -243,8 +234,8 @@ def _find(model: PreTrainedModel) -> Anatomy:
     if not owners:
         raise UnsupportedModelError(f"{kind} has no list of {depth} decoder layers (config.num_hidden_layers)")
     run = _watch(model)
-    # A vision tower may be as deep as the text model, and lists beside the layers as long: on text, layers run once.
-    ran = [found for found in owners if all(run.counts[id(layer)] == 1 for layer in found[1])]
+    # A vision tower may be as deep as the text model, and other lists as long: on text, only the layers run once each.
+    ran = [(owner, layers) for owner, layers in owners if all(run.counts[id(layer)] == 1 for layer in layers)]
     if not ran:
         calls = max(sum(run.counts[id(layer)] for layer in layers) for _, layers in owners)
         raise UnsupportedModelError(f"{kind} ran {calls} decoder layers but its config says {depth}")
@@ -264,27 +255,27 @@ def _find(model: PreTrainedModel) -> Anatomy:
             )
         chain.append(step[0])
         current = step[2]
-    return Anatomy(backbone, layers, tuple(chain))
+    return ModelStructure(backbone, layers, tuple(chain))
 
 
-def _check(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Raises UnsupportedModelError if an adapter's parts do not run, or do not give what the model gives."""
+def _check(model: PreTrainedModel, structure: ModelStructure) -> None:
+    """Raises UnsupportedModelError if an adapter's parts do not run, or compute something else than the model."""
     kind = type(model).__name__
     run = _watch(model)
-    calls = [run.counts[id(layer)] for layer in anatomy.layers]
+    calls = [run.counts[id(layer)] for layer in structure.layers]
     if calls != [1] * len(calls) or not calls:
         raise UnsupportedModelError(f"the adapter for {kind} names {len(calls)} layers that ran {sum(calls)} times")
-    states = _states(kind, anatomy.backbone, run)
+    states = _states(kind, structure.backbone, run)
     with torch.no_grad():
-        normed = anatomy.normed(first_tensor(run.outputs[id(anatomy.layers[-1])]))
-    if normed.shape != states.shape or not torch.allclose(normed, states, atol=1e-4, rtol=1e-4):
+        normalized = structure.normalize(first_tensor(run.outputs[id(structure.layers[-1])]))
+    if normalized.shape != states.shape or not torch.allclose(normalized, states, atol=1e-4, rtol=1e-4):
         raise UnsupportedModelError(
-            f"the adapter for {kind} names a tail that does not lead from its last layer to its last_hidden_state"
+            f"the adapter for {kind} names final modules that do not lead from its last layer to its last_hidden_state"
         )
 
 
 def _states(kind: str, backbone: nn.Module, run: _Run) -> torch.Tensor:
-    """The `last_hidden_state` that the backbone gave."""
+    """Returns the backbone's `last_hidden_state`."""
     output = run.outputs.get(id(backbone))
     states = output[0] if isinstance(output, tuple | ModelOutput) else None
     if not isinstance(states, torch.Tensor):
@@ -293,7 +284,7 @@ def _states(kind: str, backbone: nn.Module, run: _Run) -> torch.Tensor:
 
 
 def with_states(output: Any, states: torch.Tensor) -> Any:
-    """A backbone's output with other states [B, S, D]."""
+    """Replaces the states [B, S, D] in a backbone's output."""
     if isinstance(output, ModelOutput):
         output["last_hidden_state"] = states
         return output
@@ -301,5 +292,5 @@ def with_states(output: Any, states: torch.Tensor) -> Any:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are one, views included."""
+    """Returns whether two tensors share their data, views included."""
     return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()

@@ -227,7 +227,7 @@ def _write_graphs(folder: Path, request: _Request) -> tuple[Manifest, list[Answe
             networks.save(folder)
             info = networks.info(manifest, request.rows)
             manifest = replace(manifest, targets=("onnxruntime", request.flavour.name), networks=info)
-    source.let_go()
+    source.release()
     return manifest, answers
 
 

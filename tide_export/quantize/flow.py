@@ -50,7 +50,7 @@ def quantize_model(
 
         round_all(matrices.around)
         texts = enter_layers(source, sequences or ()) if settings.method == "gptq" else []
-        for number, (layer, products) in enumerate(zip(source.anatomy.layers, matrices.products, strict=True)):
+        for number, (layer, products) in enumerate(zip(source.structure.layers, matrices.products, strict=True)):
             round_all(matrices.experts[number])
             if settings.method == "gptq":
                 before = {matrix.name: matrix.read() for matrix in products.values()}

@@ -61,7 +61,7 @@ def require_gptq() -> Any:
 @torch.no_grad()
 def enter_layers(source: SourceModel, sequences: Sequence[Sequence[int]]) -> list[Text]:
     """Runs the model on each of `sequences` (token ids) and notes how it enters its layers."""
-    layers, texts = source.anatomy.layers, []
+    layers, texts = source.structure.layers, []
 
     for ids in sequences:
         calls: list[tuple[tuple, dict[str, Any]]] = []

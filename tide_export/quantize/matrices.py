@@ -108,7 +108,7 @@ def find_matrices(source: SourceModel) -> Matrices:
     routed: list[list[Matrix]] = []
     left: list[str] = []
     seen: set[int] = set()
-    for layer in source.anatomy.layers:
+    for layer in source.structure.layers:
         products.append({})
         routed.append([])
         for module in layer.modules():

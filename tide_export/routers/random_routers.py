@@ -11,7 +11,7 @@ from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import Lens, Router, RouterSet
 
 
-def spread_routers(
+def random_routers(
     source: SourceModel,
     checkpoints: Sequence[int],
     ids: Sequence[int],
@@ -40,18 +40,18 @@ def spread_routers(
             lens.up.weight.copy_(draw(lens.up.weight))
             lens.up.bias.copy_(0.1 * raw.std() * draw(lens.up.bias))
             lens.up.weight *= 0.3 * raw.std() / lens.up(lens.down(raw)).std()
-        normed = source.normed(lenses[layers](raw) if lens_rank else raw)
-        router = Router(normed.shape[-1], bottleneck, rows[:shortlist] if rows is not None else None)
+        normalized = source.normalize(lenses[layers](raw) if lens_rank else raw)
+        router = Router(normalized.shape[-1], bottleneck, rows[:shortlist] if rows is not None else None)
         router.requires_grad_(False)
         router.down.weight.copy_(draw(router.down.weight))
-        router.down.weight /= (normed @ router.down.weight.T).std()
-        hidden = router.down(normed)
+        router.down.weight /= (normalized @ router.down.weight.T).std()
+        hidden = router.down(normalized)
         if router.shortlist is not None:
             router.confidence.weight.copy_(draw(router.confidence.weight))
-            router.confidence.weight /= router.confidence(router.summary(normed)).std()
-            hidden = hidden + router.confidence(router.summary(normed))
+            router.confidence.weight /= router.confidence(router.summary(normalized)).std()
+            hidden = hidden + router.confidence(router.summary(normalized))
         up = draw(router.up.weight)
         router.up.weight.copy_(2.0 * up / (torch.nn.functional.silu(hidden) @ up.T).std())
-        router.up.bias.copy_(-router.logit(normed).mean())
+        router.up.bias.copy_(-router.logit(normalized).mean())
         routers[layers] = router
     return RouterSet(routers, {}, lenses)

@@ -2,7 +2,7 @@
 
 Written by `calibrate`, read by `export`, by the oracle and by `validate`. A lens translates the raw state of its
 checkpoint towards the last layer's (tuned lens, arXiv 2303.08112); without one the state is taken as it is, which is
-TIDE's rule. A router reads the *normed* state behind the lens, exactly what the head would see, and answers with a
+TIDE's rule. A router reads the *normalized* state behind the lens, exactly what the head would see, and answers with a
 score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
 
 What an MLP of that size cannot compute is how sure the head would be, and nothing tells more about whether the answer
@@ -33,7 +33,7 @@ CONFIDENCE = 2  # numbers a shortlist's logits are summed up in
 
 
 class Router(nn.Module):
-    """One checkpoint's router; `forward` maps normed states [..., D] to scores [...].
+    """One checkpoint's router; `forward` maps normalized states [..., D] to scores [...].
 
     Attributes:
         down: Linear(D, R, no bias).
@@ -53,24 +53,24 @@ class Router(nn.Module):
         if shortlist is not None:
             self.confidence = nn.Linear(CONFIDENCE, bottleneck, bias=False)
 
-    def summary(self, normed: torch.Tensor) -> torch.Tensor:
+    def summary(self, normalized: torch.Tensor) -> torch.Tensor:
         """[..., 2]: log-probability of the shortlist's likeliest and second likeliest token, for states [..., D]."""
         assert self.shortlist is not None
-        return (normed @ self.shortlist.T).log_softmax(-1).topk(2, dim=-1).values
+        return (normalized @ self.shortlist.T).log_softmax(-1).topk(2, dim=-1).values
 
-    def logit(self, normed: torch.Tensor) -> torch.Tensor:
+    def logit(self, normalized: torch.Tensor) -> torch.Tensor:
         """The score before the sigmoid, [...]."""
-        return self.logit_with(normed, self.summary(normed) if self.shortlist is not None else None)
+        return self.logit_with(normalized, self.summary(normalized) if self.shortlist is not None else None)
 
-    def logit_with(self, normed: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
+    def logit_with(self, normalized: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
         """`logit`, the summary [..., 2] being known already (None for TIDE's form)."""
-        hidden = self.down(normed)
+        hidden = self.down(normalized)
         if summary is not None:
             hidden = hidden + self.confidence(summary)
         return self.up(nn.functional.silu(hidden)).squeeze(-1)
 
-    def forward(self, normed: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.logit(normed))
+    def forward(self, normalized: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.logit(normalized))
 
 
 class Lens(nn.Module):
@@ -148,9 +148,9 @@ class RouterSet:
         return "lens" if self.lenses else "identity"
 
     def exit_state(self, source: SourceModel, layers: int, raw: torch.Tensor) -> torch.Tensor:
-        """Normed states [..., D'] of an exit after `layers` layers, from raw states [..., D]: lens, then norm."""
+        """Normalized states [..., D'] of an exit after `layers` layers, from raw states [..., D]: lens, then norm."""
         lens = self.lenses.get(layers)
-        return source.normed(raw if lens is None else lens.to(raw.device)(raw))
+        return source.normalize(raw if lens is None else lens.to(raw.device)(raw))
 
     def arrays(self) -> dict[int, RouterArrays]:
         """Layers run -> the router's weights."""
@@ -226,9 +226,10 @@ class RouterSet:
                 f"router file {path} has a checkpoint after layer {self.checkpoints[-1]} but {source.name} has "
                 f"{source.num_layers} layers: it was made for a deeper model"
             )
-        if self.hidden_size != source.normed_size:
+        if self.hidden_size != source.normalized_size:
             raise RouterFileError(
-                f"router file {path} is for hidden size {self.hidden_size} but {source.name} has {source.normed_size}"
+                f"router file {path} is for hidden size {self.hidden_size} but {source.name} has "
+                f"{source.normalized_size}"
             )
         for layers, lens in self.lenses.items():
             if lens.down.in_features != source.hidden_size:

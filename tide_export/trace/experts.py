@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tide_export.model.source import quiet_transformers
 from tide_export.names import DOMAIN, OP_EXPERT_MATMUL
+from tide_export.progress import quiet_transformers
 
 IMPLEMENTATION = "tide_export"
 

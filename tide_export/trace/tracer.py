@@ -163,7 +163,7 @@ def _export(source: SourceModel) -> ir.Model:
 @contextmanager
 def _markers(source: SourceModel, places: Sequence[int]) -> Iterator[None]:
     """Hooks that write a marker in front of the layers of `places`, after the last layer and after the backbone."""
-    anatomy, depth = source.anatomy, places[-1]
+    structure, depth = source.structure, places[-1]
 
     def before(layer: int) -> Callable:
         def hook(_module, args, kwargs):
@@ -180,9 +180,9 @@ def _markers(source: SourceModel, places: Sequence[int]) -> Iterator[None]:
     def after_backbone(_module, _args, output):
         return with_states(output, _mark(output[0], depth + 1))
 
-    handles = [anatomy.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in places[:-1]]
-    handles.append(anatomy.layers[-1].register_forward_hook(after_last))
-    handles.append(anatomy.backbone.register_forward_hook(after_backbone))
+    handles = [structure.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in places[:-1]]
+    handles.append(structure.layers[-1].register_forward_hook(after_last))
+    handles.append(structure.backbone.register_forward_hook(after_backbone))
     try:
         yield
     finally:

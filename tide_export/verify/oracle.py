@@ -60,7 +60,7 @@ def oracle(
     else:
         full_logits = None
         last = _run_standing_still(source, rule, ids, propagate_from)
-    chosen = torch.where(rule.exited[..., None], rule.chosen, source.normed(last))
+    chosen = torch.where(rule.exited[..., None], rule.chosen, source.normalize(last))
     scores = torch.stack(rule.scores, dim=-1)[0]
     return OracleOutput(source.head(chosen)[0], rule.exit_layers[0], scores, full_logits)
 
@@ -74,7 +74,7 @@ class _Rule:
         self.may_exit = torch.ones(1, length, dtype=torch.bool, device=source.device)
         self.exited = torch.zeros_like(self.may_exit)
         self.exit_layers = torch.full((1, length), source.num_layers, device=source.device)
-        self.chosen = torch.zeros(1, length, source.normed_size, device=source.device)
+        self.chosen = torch.zeros(1, length, source.normalized_size, device=source.device)
         self.scores: list[torch.Tensor] = []
 
     def ask(self, layers: int, raw: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ def _run_standing_still(source: SourceModel, rule: _Rule, ids: torch.Tensor, pro
 
         return hook
 
-    layers = source.anatomy.layers
+    layers = source.structure.layers
     handles = [layer.register_forward_hook(behind(i), with_kwargs=True) for i, layer in enumerate(layers, start=1)]
     try:
         source.model(input_ids=ids, use_cache=False)

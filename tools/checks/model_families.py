@@ -27,9 +27,10 @@ from transformers import PreTrainedTokenizerFast
 from tide_export.config import TideConfig
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, ProviderError, TideError, UnsupportedModelError
-from tide_export.model.source import load_model, quiet_transformers
+from tide_export.model.source import load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.pipeline.flow import export
+from tide_export.progress import quiet_transformers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
 from tide_export.verify.export_gate import dividing_thresholds

@@ -22,7 +22,7 @@ from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.flow import export
 from tide_export.progress import stage
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load
 from tide_export.verify.parity import Check, check_exit, check_full, check_lossless
@@ -109,7 +109,7 @@ def main() -> int:
     holds = True
     with tempfile.TemporaryDirectory() as scratch:
         random_file = Path(scratch, "random.safetensors")
-        spread_routers(source, checkpoints, max(prompts, key=len)).save(random_file)
+        random_routers(source, checkpoints, max(prompts, key=len)).save(random_file)
         for kind, routers in (("calibrated", arguments.routers), ("random", random_file)):
             bundle = export(arguments.model, Path(scratch, kind), routers=routers, config=config)
             engine = load(bundle, "cpu", arguments.threads)

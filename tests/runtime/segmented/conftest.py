@@ -11,7 +11,7 @@ from families import CHECKPOINTS, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.bundle.store import Bundle, open_bundle
-from tide_export.routers.random_routers import spread_routers
+from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.segmented import cuda
@@ -51,7 +51,7 @@ def on_fake_gpu(opened: Bundle, backend: SegmentBackend, fake: FakeCudart) -> En
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[float]]:
     """A tiny Llama with routers that spread over [0, 1], as a graph and as networks; thresholds that divide tokens."""
     source = build("llama")
-    routers = spread_routers(source, CHECKPOINTS, TEXT, bottleneck=16, lens_rank=4)
+    routers = random_routers(source, CHECKPOINTS, TEXT, bottleneck=16, lens_rank=4)
     pieces, folder = pieces_of(source, CHECKPOINTS), tmp_path_factory.mktemp("batch") / "bundle"
     graph = engine_of(source, routers, folder, pieces, batch=True)
     return graph, segments_of(source, routers, folder, pieces), dividing_thresholds(source, routers, TEXT)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.model.source import attention_implementation, does_not_use_interface
+from tide_export.model.attention import attention_implementation, does_not_use_interface
 from tide_export.names import DOMAIN, OP_ATTENTION
 from tide_export.trace.attention.masks import Mask
 

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from tide_export.errors import UnsupportedModelError
-from tide_export.model.source import attention_implementation
+from tide_export.model.attention import attention_implementation
 from tide_export.model.structure import input_device
 
 IMPLEMENTATION = "tide_export_watch"

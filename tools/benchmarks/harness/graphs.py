@@ -150,7 +150,7 @@ def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: 
     torch.manual_seed(0)
     rows = source.head_rows() if shortlist else None
     read = rows[:shortlist] if rows is not None else None
-    return RouterSet({c: Router(source.normed_size, bottleneck, read).requires_grad_(False) for c in checkpoints})
+    return RouterSet({c: Router(source.normalized_size, bottleneck, read).requires_grad_(False) for c in checkpoints})
 
 
 def export_graph(source: SourceModel, routers: RouterSet, folder: Path) -> None:
