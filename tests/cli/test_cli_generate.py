@@ -40,7 +40,7 @@ def test_generate_equals_the_python_interface(demo_bundle: Path, capsys):
 
     ids = Tokenizer.from_file(str(demo_bundle / "tokenizer.json")).encode(PROMPT).ids
     options = {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 4}
-    expected = tide_export.load(demo_bundle).generate(ids, 10, mode="full", **options)
+    expected = tide_export.load(demo_bundle).generate(ids, max_new_tokens=10, mode="full", **options)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     assert generated(capsys, demo_bundle, "--max-new-tokens", 10, "--mode", "full", *flags)["tokens"] == expected.tokens
 

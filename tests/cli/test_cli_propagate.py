@@ -43,7 +43,7 @@ def test_nothing_waits_and_what_is_skipped_is_never_computed(
     propagating_bundle: Path, demo_text_ids: list[int]
 ) -> None:
     engine = tide_export.load(propagating_bundle, threads=1)
-    stats = engine.generate(demo_text_ids[:20], 24, threshold=0.0, stop_token_ids=[]).stats
+    stats = engine.generate(demo_text_ids[:20], max_new_tokens=24, threshold=0.0, stop_token_ids=[]).stats
     assert stats.exits_per_layer == {3: 23, 6: 0, 9: 0}  # the first token is the prompt's, which runs every layer
     assert stats.layers_run == [12, *[3] * 23]
     assert stats.layer_tokens_run == 20 * 12 + 23 * 3

@@ -89,7 +89,7 @@ def test_a_bundle_without_engines_runs_on_the_cpu_and_nothing_is_said(cpp, tiny_
     for provider in ("auto", "cpu"):
         engine = CppEngine(cpp.driver, tiny_bundle, provider=provider, plugins="none")
         assert engine.log == []
-        assert engine.generate([1, 2], 3).tokens
+        assert engine.generate([1, 2], max_new_tokens=3).tokens
         engine.close()
 
 
@@ -97,7 +97,7 @@ def test_auto_takes_the_cpu_where_engines_do_not_run_and_says_why_once(cpp, buil
     engine = CppEngine(cpp.driver, built, verify=False)
     (line,) = engine.log
     assert line.startswith(f"running '{built}' with ONNX Runtime on the CPU, not with tensorrt: this tide_runtime was ")
-    assert engine.generate([1, 2], 3).tokens
+    assert engine.generate([1, 2], max_new_tokens=3).tokens
     engine.close()
     done = subprocess.run(
         [cpp.program, built, "--ids", "1,2", "--no-verify"], capture_output=True, text=True, check=True

@@ -39,7 +39,7 @@ def facts(made: Generation) -> tuple[list[int], str, dict[str, Any]]:
 
 
 def assert_same(both: Both, ids: list[int], count: int, **options: Any) -> Generation:
-    python, cpp = (engine.generate(ids, count, **options) for engine in both)
+    python, cpp = (engine.generate(ids, max_new_tokens=count, **options) for engine in both)
     assert facts(cpp) == facts(python)
     assert cpp.stats.prefill_seconds > 0
     return cpp
@@ -94,7 +94,7 @@ def test_sequences_in_threads_do_not_touch_each_other(both: Both, demo_text_ids:
     ids, options = demo_text_ids[300:340], {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
     answers = both[1].call("at_once", "4", *both[1].request(ids, 30, **options))
     for lacking, answer in enumerate(answers):
-        alone = both[0].generate(ids[: len(ids) - lacking], 30, **options)
+        alone = both[0].generate(ids[: len(ids) - lacking], max_new_tokens=30, **options)
         assert facts(both[1].generation(answer)) == facts(alone)
 
 
@@ -106,7 +106,7 @@ def test_sequences_in_threads_do_not_touch_each_other(both: Both, demo_text_ids:
 def test_lossless(both: Both, demo_text_ids: list[int], mixed: list[float], options: dict[str, int]) -> None:
     ids = demo_text_ids[100:140] * 2  # repeats itself, so that lookups come to something
     made = assert_same(both, ids, 40, mode="lossless", threshold=mixed, stop_token_ids=[], **options)
-    assert made.tokens == both[1].generate(ids, 40, mode="full", stop_token_ids=[]).tokens
+    assert made.tokens == both[1].generate(ids, max_new_tokens=40, mode="full", stop_token_ids=[]).tokens
     assert made.stats.drafted > made.stats.accepted > 0
 
 
@@ -133,5 +133,5 @@ def test_the_example_program(
     done = subprocess.run(
         [cpp.program, demo_bundle, "--ids-file", file, *options], capture_output=True, text=True, check=True
     )
-    expected = both[0].generate(demo_text_ids[:30], 8, threshold=[0.6, 0.7, 0.8], min_layers=0)
+    expected = both[0].generate(demo_text_ids[:30], max_new_tokens=8, threshold=[0.6, 0.7, 0.8], min_layers=0)
     assert facts(CppEngine.generation(json.loads(done.stdout))) == facts(expected)

@@ -57,6 +57,9 @@ def test_lossless_draws_as_full_depth_does(tiny_engines: dict[str, Any]) -> None
 
 def test_seeds(tiny_engines: dict[str, Any]) -> None:
     cpp, options = tiny_engines["cpp"], {"temperature": 2.0, "stop_token_ids": []}
-    made = [cpp.generate(PROMPT, 20, seed=seed, **options).tokens for seed in (1, 1, 2)]
+    made = [cpp.generate(PROMPT, max_new_tokens=20, seed=seed, **options).tokens for seed in (1, 1, 2)]
     assert made[0] == made[1] != made[2]
-    assert cpp.generate(PROMPT, 20, **options).tokens != cpp.generate(PROMPT, 20, **options).tokens
+    assert (
+        cpp.generate(PROMPT, max_new_tokens=20, **options).tokens
+        != cpp.generate(PROMPT, max_new_tokens=20, **options).tokens
+    )

@@ -48,8 +48,8 @@ def graphs(engine: CppEngine) -> np.ndarray:
 
 
 def assert_same(python: Engine, cpp: CppEngine, ids: list[int], count: int, **options: Any) -> Generation:
-    made = cpp.generate(ids, count, stop_token_ids=[], **options)
-    assert facts(made) == facts(python.generate(ids, count, stop_token_ids=[], **options))
+    made = cpp.generate(ids, max_new_tokens=count, stop_token_ids=[], **options)
+    assert facts(made) == facts(python.generate(ids, max_new_tokens=count, stop_token_ids=[], **options))
     return made
 
 
@@ -68,7 +68,7 @@ def test_exits(python, segmented, demo_text_ids, mixed, length: int, max_pending
 def test_lossless(python, segmented, demo_text_ids, mixed, options: dict[str, int]) -> None:
     ids = demo_text_ids[100:140] * 2  # repeats itself, so that lookups come to something
     made = assert_same(python, segmented, ids, 32, mode="lossless", threshold=mixed, **options)
-    assert made.tokens == segmented.generate(ids, 32, mode="full", stop_token_ids=[]).tokens
+    assert made.tokens == segmented.generate(ids, max_new_tokens=32, mode="full", stop_token_ids=[]).tokens
     assert made.stats.drafted > made.stats.accepted > 0
 
 
@@ -129,7 +129,7 @@ def test_the_whole_context_and_no_token_more(python, segmented, demo_text_ids, m
 def test_a_lane_is_used_again_and_by_one_sequence_at_a_time(python, segmented, demo_text_ids, mixed) -> None:
     ids, options = demo_text_ids[300:330], {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
     segmented.start([0.0] * 3, 1000).step(demo_text_ids[100:160])  # leaves its K/V, and its states waiting, in a lane
-    expected = [facts(python.generate(ids[: len(ids) - lacking], 16, **options)) for lacking in range(4)]
+    expected = [facts(python.generate(ids[: len(ids) - lacking], max_new_tokens=16, **options)) for lacking in range(4)]
     for _ in range(2):
         answers = segmented.call("at_once", "4", *segmented.request(ids, 16, **options))
         assert [facts(segmented.generation(answer)) for answer in answers] == expected
@@ -146,13 +146,15 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(
     bundle = copy_with_nan(demo_bundle, tmp_path / "bundle", overflowing)
     engine = open_cpp(bundle, verify=False, networks=networks)
     options = {"threshold": mixed, "min_layers": 0, "max_pending": 3, "stop_token_ids": []}
-    before = facts(engine.generate(demo_text_ids[:10], 16, **options))
+    before = facts(engine.generate(demo_text_ids[:10], max_new_tokens=16, **options))
     for _ in range(2):
         with pytest.raises(GenerationError, match="not finite"):
-            engine.generate([overflowing, *demo_text_ids[:60]], 16, **options)
-        assert facts(engine.generate(demo_text_ids[:10], 16, **options)) == before
+            engine.generate([overflowing, *demo_text_ids[:60]], max_new_tokens=16, **options)
+        assert facts(engine.generate(demo_text_ids[:10], max_new_tokens=16, **options)) == before
     with pytest.raises(GenerationError, match="not finite"):  # and all of it waits
-        engine.generate([overflowing, *demo_text_ids[:8]], 1, threshold=0.0, min_layers=0, max_pending=1000)
+        engine.generate(
+            [overflowing, *demo_text_ids[:8]], max_new_tokens=1, threshold=0.0, min_layers=0, max_pending=1000
+        )
     state = engine.start([0.0] * 3, 1000)
     for token in demo_text_ids[:2]:
         state.step([token])
@@ -177,14 +179,17 @@ def copy_with_nan(bundle: Path, folder: Path, token: int) -> Path:
 def test_sampling_draws_what_the_graph_draws(segmented, demo_bundle: Path, open_cpp, demo_text_ids) -> None:
     graph, options = open_cpp(demo_bundle, verify=False), {"temperature": 0.8, "top_p": 0.9, "seed": 3}
     for mode in ("exit", "lossless"):
-        one, other = (engine.generate(demo_text_ids[:20], 16, mode=mode, **options) for engine in (graph, segmented))
+        one, other = (
+            engine.generate(demo_text_ids[:20], max_new_tokens=16, mode=mode, **options)
+            for engine in (graph, segmented)
+        )
         assert facts(one) == facts(other)
 
 
 def test_a_list_of_prompts_is_refused(segmented) -> None:
     assert segmented.max_batch_size == 1
     with pytest.raises(GenerationError, match="decodes one prompt at a time on the engines of bundle"):
-        segmented.together([[1, 2], [3]], 4)
+        segmented.together([[1, 2], [3]], max_new_tokens=4)
 
 
 def test_too_little_memory_is_one_sentence(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> None:

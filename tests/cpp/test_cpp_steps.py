@@ -156,12 +156,13 @@ def test_a_callback_ends_the_stream(tiny_engines: Any) -> None:
 def test_why_a_generation_ends(tiny_engines: Any, mode: str) -> None:
     prompt = random_ids(20, seed=4)
     options: dict[str, Any] = {"mode": mode} if mode == "full" else {"mode": mode, "threshold": 0.5}
-    python, cpp = (tiny_engines[name].generate(prompt, 400, **options) for name in ("python", "cpp"))
+    python, cpp = (tiny_engines[name].generate(prompt, max_new_tokens=400, **options) for name in ("python", "cpp"))
     assert (cpp.tokens, cpp.finish_reason) == (python.tokens, "context")
     assert len(prompt) + len(cpp.tokens) == 257  # the last token needs no place
     stop = cpp.tokens[30]
     stopped = [
-        tiny_engines[name].generate(prompt, 400, stop_token_ids=[stop, 47], **options) for name in ("python", "cpp")
+        tiny_engines[name].generate(prompt, max_new_tokens=400, stop_token_ids=[stop, 47], **options)
+        for name in ("python", "cpp")
     ]
     assert stopped[0].tokens == stopped[1].tokens == cpp.tokens[: cpp.tokens.index(stop) + 1]
     assert stopped[1].finish_reason == "stop"
@@ -175,7 +176,7 @@ def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: Ti
         assert engine.call("thresholds") == [NEVER_EXIT, 0.5]
         assert engine.call("thresholds", "--mode", "lossless") == drafts  # min_layers is for what is not verified
         both = load(bundle, threads=1), engine
-        python, cpp = (one.generate([1, 2, 3], 40, mode="lossless") for one in both)
+        python, cpp = (one.generate([1, 2, 3], max_new_tokens=40, mode="lossless") for one in both)
         assert (cpp.tokens, cpp.stats.exit_layer, cpp.stats.drafted) == (
             python.tokens,
             python.stats.exit_layer,
@@ -186,7 +187,7 @@ def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: Ti
 def test_a_graph_without_checkpoints(open_cpp: Any, tmp_path: Any) -> None:
     tiny = TinyModel(checkpoints=())
     engine = open_cpp(tiny.write(tmp_path / "plain"))
-    made = engine.generate([1, 2, 3], 20)
+    made = engine.generate([1, 2, 3], max_new_tokens=20)
     assert made.tokens == tiny.reference_greedy([1, 2, 3], [], 20)[0]
     assert engine.start([], 0).step([1, 2, 3]).segments_run == 1
     with pytest.raises(GenerationError, match=r"min_layers is for checkpoints, and bundle .* has none"):

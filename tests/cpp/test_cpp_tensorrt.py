@@ -96,7 +96,7 @@ def python(demo_bundle: Path) -> Engine:
 @pytest.mark.parametrize("length", [1, 40, 200])
 def test_engines_give_python_s_tokens(engine: CppEngine, python: Engine, demo_text_ids, length: int, options) -> None:
     ids = demo_text_ids[300 : 300 + length]
-    own, other = (one.generate(ids, 32, stop_token_ids=[], **options) for one in (engine, python))
+    own, other = (one.generate(ids, max_new_tokens=32, stop_token_ids=[], **options) for one in (engine, python))
     assert facts(own) == facts(other)
 
 
@@ -124,7 +124,7 @@ def test_many_threads_have_a_lane_each(engine: CppEngine, python: Engine, demo_t
     ids = demo_text_ids[100:120]
     answers = engine.call("at_once", "4", *engine.request(ids, 12, threshold=0.6, stop_token_ids=[]))
     for lacking, answer in enumerate(answers):
-        alone = python.generate(ids[: len(ids) - lacking], 12, threshold=0.6, stop_token_ids=[])
+        alone = python.generate(ids[: len(ids) - lacking], max_new_tokens=12, threshold=0.6, stop_token_ids=[])
         assert facts(engine.generation(answer)) == facts(alone)
 
 

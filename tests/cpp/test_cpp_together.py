@@ -64,8 +64,8 @@ def shown(made: Generation) -> tuple[list[int], str, list[int]]:
 
 
 def assert_same(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any) -> list[Generation]:
-    python, started = both[0].generate(prompts, count, **options), time.perf_counter()
-    cpp, seconds = both[1].together(prompts, count, **options), time.perf_counter() - started
+    python, started = both[0].generate(prompts, max_new_tokens=count, **options), time.perf_counter()
+    cpp, seconds = both[1].together(prompts, max_new_tokens=count, **options), time.perf_counter() - started
     assert [facts(one) for one in cpp] == [facts(one) for one in python]
     assert all(one.stats.prefill_seconds > 0 for one in cpp)
     assert all(one.stats.prefill_seconds + one.stats.decode_seconds < seconds for one in cpp)
@@ -73,12 +73,12 @@ def assert_same(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, *
 
 
 def alone(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any) -> list[Generation]:
-    return [both[1].generate(prompt, count, **options) for prompt in prompts]
+    return [both[1].generate(prompt, max_new_tokens=count, **options) for prompt in prompts]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 6])
 def test_full_depth(both: Both, prompts: list[list[int]], count: int) -> None:
-    made = both[1].together(prompts[:count], NEW_TOKENS, mode="full")
+    made = both[1].together(prompts[:count], max_new_tokens=NEW_TOKENS, mode="full")
     assert [facts(one) for one in made] == [facts(one) for one in alone(both, prompts[:count], mode="full")]
     if count:
         assert_same(both, prompts[:count], mode="full")
@@ -124,9 +124,9 @@ def test_a_cache_that_propagates(propagating: Both, prompts: list[list[int]], mi
         assert len(exits) > (2 if options.get("threshold") == mixed else 0)
     for name, value in (("compaction_threshold", 0.5), ("max_pending", 4)):
         with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache: .* propagates, so that nothing"):
-            propagating[1].together([[5], [6]], 2, **{name: value})
+            propagating[1].together([[5], [6]], max_new_tokens=2, **{name: value})
     with pytest.raises(GenerationError, match="propagates: export it with kv_cache_strategy exact"):
-        propagating[1].together([[5], [6]], 2, mode="lossless")
+        propagating[1].together([[5], [6]], max_new_tokens=2, mode="lossless")
 
 
 @pytest.mark.parametrize("kind", ["exact", "propagate"])
@@ -137,7 +137,7 @@ def test_more_prompts_than_places(
     engines = both if kind == "exact" else propagating
     many = [demo_text_ids[7 * number : 7 * number + 1 + number % 5] for number in range(33)] + prompts
     options = {"threshold": mixed, "min_layers": 0}
-    free = engines[0].generate(many[:3], 12, stop_token_ids=[], **options)
+    free = engines[0].generate(many[:3], max_new_tokens=12, stop_token_ids=[], **options)
     stops = [one.tokens[4] for one in free]
     made = assert_same(engines, many, 12, stop_token_ids=stops, **options)
     assert {one.finish_reason for one in made} == {"stop", "length"}
@@ -148,7 +148,7 @@ def test_more_prompts_than_places(
 
 def test_buffers_that_grow(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
     options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
-    made = both[1].together(prompts[:2], 150, **options)
+    made = both[1].together(prompts[:2], max_new_tokens=150, **options)
     assert [shown(one) for one in made] == [shown(one) for one in alone(both, prompts[:2], 150, **options)]
 
 
@@ -170,13 +170,16 @@ def test_seeds(both: Both, prompts: list[list[int]], mixed: list[float], mode: s
     options = {"mode": mode, "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
     options |= {"stop_token_ids": []}
     cpp, seeds = both[1], [3, 1, 4, 1, 5, 9]
-    together = cpp.together(prompts, NEW_TOKENS, seed=seeds, **options)
-    apart = [cpp.generate(ids, NEW_TOKENS, seed=seed, **options) for ids, seed in zip(prompts, seeds, strict=True)]
+    together = cpp.together(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, **options)
+    apart = [
+        cpp.generate(ids, max_new_tokens=NEW_TOKENS, seed=seed, **options)
+        for ids, seed in zip(prompts, seeds, strict=True)
+    ]
     assert [facts(one) for one in together] == [facts(one) for one in apart]
-    one_for_all = cpp.together(prompts, NEW_TOKENS, seed=7, **options)
+    one_for_all = cpp.together(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options)
     assert [facts(one) for one in one_for_all] == [facts(one) for one in alone(both, prompts, seed=7, **options)]
     assert [one.tokens for one in one_for_all] != [one.tokens for one in together]
-    drawn = [[one.tokens for one in cpp.together(prompts[1:3], NEW_TOKENS, **options)] for _ in range(2)]
+    drawn = [[one.tokens for one in cpp.together(prompts[1:3], max_new_tokens=NEW_TOKENS, **options)] for _ in range(2)]
     assert drawn[0] != drawn[1]
 
 
@@ -266,9 +269,9 @@ def test_networks_that_are_missing_or_others(
 ) -> None:
     old = open_cpp(without(demo_bundle, tmp_path / "old", "batch/"))
     assert old.max_batch_size == 1
-    assert len(old.generate([5], 2).tokens) == 2
+    assert len(old.generate([5], max_new_tokens=2).tokens) == 2
     with pytest.raises(GenerationError, match=r"holds no networks for batches .*: give one prompt at a time"):
-        old.together([[5], [6]], 2)
+        old.together([[5], [6]], max_new_tokens=2)
     folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_04_")
     for file in demo_bundle.glob("batch/slots_08_*"):
         shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_08_", "_04_"))
@@ -279,11 +282,11 @@ def test_networks_that_are_missing_or_others(
     with pytest.raises(
         BundleError, match=r"slots_04_segment_00\.onnx' has the input .*\.slot_4, which its manifest does"
     ):
-        mixed.together([[5], [6]], 2)
+        mixed.together([[5], [6]], max_new_tokens=2)
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*slots_08_segment_02\.onnx': "):
-        mixed.together([[5]] * 5, 2)
-    assert len(mixed.together([[5]] * 9, 2)) == 9  # as many places as another set of networks has
-    assert len(mixed.together([[5]] * 5, 2)) == 5  # which serves smaller batches from then on
+        mixed.together([[5]] * 5, max_new_tokens=2)
+    assert len(mixed.together([[5]] * 9, max_new_tokens=2)) == 9  # as many places as another set of networks has
+    assert len(mixed.together([[5]] * 5, max_new_tokens=2)) == 5  # which serves smaller batches from then on
 
 
 def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
@@ -299,7 +302,7 @@ def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp:
     cpp = open_cpp(folder)
     for mode in ("full", "exit", "lossless", "exit"):
         with pytest.raises(GenerationError, match="the model's logits are not finite"):
-            cpp.together([[5, 6], [7]], 3, mode=mode)
+            cpp.together([[5, 6], [7]], max_new_tokens=3, mode=mode)
 
 
 def test_the_example_program(cpp: CppBuild, demo_bundle: Path, both: Both, demo_text_ids: list[int], tmp_path) -> None:
@@ -309,7 +312,7 @@ def test_the_example_program(cpp: CppBuild, demo_bundle: Path, both: Both, demo_
     done = subprocess.run([cpp.program, demo_bundle, *given], capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)
     options = {"seed": [1, 2], "temperature": 0.7}
-    expected = both[1].together([[5, 17, 3], demo_text_ids[:30]], 8, **options)
+    expected = both[1].together([[5, 17, 3], demo_text_ids[:30]], max_new_tokens=8, **options)
     assert [facts(CppEngine.generation(one)) for one in answer["sequences"]] == [facts(one) for one in expected]
     assert answer["total_tokens"] == sum(len(one.tokens) for one in expected)
     assert answer["tokens_per_second"] == pytest.approx(answer["total_tokens"] / answer["seconds"], rel=0.01)

@@ -89,19 +89,19 @@ def test_several_prompts_get_what_each_gets_alone(engines: Bundle, on_gpu: Engin
     ]
     exits = {"threshold": [0.6, 0.7, 0.8], "min_layers": 0, "max_pending": 4}
     for options, along in (({"mode": "full"}, {}), (exits, {"compaction_threshold": share})):
-        alone = [on_cpu.generate(prompt, 48, stop_token_ids=[], **options) for prompt in prompts]
-        together = on_gpu.generate(prompts, 48, stop_token_ids=[], **options, **along)
+        alone = [on_cpu.generate(prompt, max_new_tokens=48, stop_token_ids=[], **options) for prompt in prompts]
+        together = on_gpu.generate(prompts, max_new_tokens=48, stop_token_ids=[], **options, **along)
         for one, other in zip(together, alone, strict=True):
             assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
     drafts = {"mode": "lossless", "threshold": [0.3, 0.4, 0.5], "max_pending": 4, "compaction_threshold": share}
-    full = [on_cpu.generate(prompt, 48, mode="full", stop_token_ids=[]).tokens for prompt in prompts]
-    assert [one.tokens for one in on_gpu.generate(prompts, 48, stop_token_ids=[], **drafts)] == full
+    full = [on_cpu.generate(prompt, max_new_tokens=48, mode="full", stop_token_ids=[]).tokens for prompt in prompts]
+    assert [one.tokens for one in on_gpu.generate(prompts, max_new_tokens=48, stop_token_ids=[], **drafts)] == full
 
 
 def test_generation_is_that_of_the_cpu(engines: Bundle, on_gpu: Engine, demo_text_ids) -> None:
     on_cpu = load(engines.path, provider="cpu", verify=False)
     for mode in ("full", "exit"):
-        expected = on_cpu.generate(demo_text_ids[:40], 64, mode=mode)
-        found = on_gpu.generate(demo_text_ids[:40], 64, mode=mode)
+        expected = on_cpu.generate(demo_text_ids[:40], max_new_tokens=64, mode=mode)
+        found = on_gpu.generate(demo_text_ids[:40], max_new_tokens=64, mode=mode)
         assert found.tokens == expected.tokens
         assert found.stats.exit_layer == expected.stats.exit_layer

@@ -315,4 +315,4 @@ def test_a_quantized_model_is_exported_as_the_weights_it_stands_for(tmp_path: Pa
     expected = twin.generate(IDS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[
         0, len(prompt) :
     ]
-    assert load(bundle).generate(prompt, 8, mode="full", stop_token_ids=[]).tokens == expected.tolist()
+    assert load(bundle).generate(prompt, max_new_tokens=8, mode="full", stop_token_ids=[]).tokens == expected.tolist()

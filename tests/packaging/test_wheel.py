@@ -107,7 +107,7 @@ import tide_export
 assert Path(tide_export.__file__).is_relative_to(sys.prefix), tide_export.__file__
 assert version("tide_export") == tide_export.__version__
 assert find_spec("torch") is None
-print(tide_export.load(sys.argv[1], threads=1).generate({PROMPT}, {NEW_TOKENS}).tokens)
+print(tide_export.load(sys.argv[1], threads=1).generate({PROMPT}, max_new_tokens={NEW_TOKENS}).tokens)
 """
 
 
@@ -124,7 +124,9 @@ def test_it_runs_a_bundle_in_an_empty_environment(pins, wheel: Path, demo_bundle
 
     done = run(programs / "python", "-c", RUN, demo_bundle, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tide_export.load(demo_bundle, threads=1).generate(PROMPT, NEW_TOKENS).tokens)
+    assert done.stdout.strip() == str(
+        tide_export.load(demo_bundle, threads=1).generate(PROMPT, max_new_tokens=NEW_TOKENS).tokens
+    )
 
     generated = run(
         programs / "tide-export", "generate", demo_bundle, "--prompt", "def ", "--max-new-tokens", 8, cwd=tmp_path

@@ -70,8 +70,8 @@ BATCHED = ("gemma2", "gpt2", "mpt", "gpt_oss", "mixtral")
 def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) -> None:
     """Prompts of different lengths together give what each gives alone, which the oracle has judged."""
     for options in ({"threshold": thresholds, "max_pending": 4, "min_layers": 0}, {"mode": "full"})[:modes]:
-        alone = [engine.generate(prompt, NEW_TOKENS, stop_token_ids=[], **options) for prompt in PROMPTS]
-        together = engine.generate(PROMPTS, NEW_TOKENS, stop_token_ids=[], **options)
+        alone = [engine.generate(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=[], **options) for prompt in PROMPTS]
+        together = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_token_ids=[], **options)
         for one, other in zip(together, alone, strict=True):
             assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
         exits = {layers for one in together for layers in one.stats.exit_layer}

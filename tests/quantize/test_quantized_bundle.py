@@ -69,6 +69,11 @@ def test_export_quantizes_calibrates_and_validate_rebuilds_the_reference(
     assert "what the bundle's integers stand for" in report.render()
     assert report.as_dict()["weight_error"] == report.weight_error
 
-    assert len(load(bundle).generate([5, 6, 7], 4, mode="lossless", threshold=0.2, stop_token_ids=[]).tokens) == 4
+    assert (
+        len(
+            load(bundle).generate([5, 6, 7], max_new_tokens=4, mode="lossless", threshold=0.2, stop_token_ids=[]).tokens
+        )
+        == 4
+    )
     assert main(["inspect", str(bundle), "--no-verify"]) == 0
     assert "4 bits by gptq, blocks of 64, with zero points, level 4" in capsys.readouterr().out

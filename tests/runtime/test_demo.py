@@ -41,7 +41,9 @@ def test_max_pending_changes_speed_and_never_tokens(
     engine: Engine, text: list[int], mixed: list[float], length: int
 ) -> None:
     runs = {
-        limit: engine.generate(text[:length], 40, threshold=mixed, min_layers=0, max_pending=limit, stop_token_ids=[])
+        limit: engine.generate(
+            text[:length], max_new_tokens=40, threshold=mixed, min_layers=0, max_pending=limit, stop_token_ids=[]
+        )
         for limit in (0, 1, 4, 16)
     }
     for run in runs.values():
@@ -59,9 +61,9 @@ def test_lossless_gives_the_tokens_of_full(
     drafted = accepted = 0
     for start in range(0, 600, 60):
         prompt = text[start : start + 60]
-        full = engine.generate(prompt, 40, mode="full", stop_token_ids=[])
+        full = engine.generate(prompt, max_new_tokens=40, mode="full", stop_token_ids=[])
         lossless = engine.generate(
-            prompt, 40, mode="lossless", threshold=mixed, max_pending=max_pending, stop_token_ids=[]
+            prompt, max_new_tokens=40, mode="lossless", threshold=mixed, max_pending=max_pending, stop_token_ids=[]
         )
         assert lossless.tokens == full.tokens
         drafted += lossless.stats.drafted
@@ -106,7 +108,7 @@ def test_eight_threads_on_one_engine_equal_one_by_one(engine: Engine, text: list
     def run(n: int) -> tuple[list[int], list[int]]:
         done = engine.generate(
             text[10 * n : 12 * n + 3],
-            40,
+            max_new_tokens=40,
             threshold=mixed,
             min_layers=0,
             max_pending=2 * n,
@@ -133,7 +135,7 @@ def test_full_mode_is_huggingface_greedy(engine: Engine, text: list[int], length
     model = transformers.AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    tokens = engine.generate(text[:length], 32, mode="full", stop_token_ids=[]).tokens
+    tokens = engine.generate(text[:length], max_new_tokens=32, mode="full", stop_token_ids=[]).tokens
     with torch.no_grad():
         logits = model(torch.tensor([text[:length] + tokens])).logits[0, length - 1 : -1]
     for step, token in enumerate(tokens):

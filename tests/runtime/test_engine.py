@@ -23,7 +23,7 @@ PROMPT = [5, 17, 3]
 def test_tokens_and_exits_are_the_plain_model_s(
     tiny: TinyModel, tiny_engine: Engine, threshold: float | list[float], max_pending: int
 ) -> None:
-    done = tiny_engine.generate(PROMPT, 40, threshold=threshold, max_pending=max_pending)
+    done = tiny_engine.generate(PROMPT, max_new_tokens=40, threshold=threshold, max_pending=max_pending)
     values = threshold if isinstance(threshold, list) else [threshold] * 2
     tokens, exits = tiny.reference_greedy(PROMPT, values, 40)
     assert done.tokens == tokens
@@ -34,13 +34,13 @@ def test_tokens_and_exits_are_the_plain_model_s(
 @pytest.mark.parametrize("length", [1, 2, 33, 200])
 def test_prompts_of_any_length(tiny: TinyModel, tiny_engine: Engine, length: int) -> None:
     prompt = np.random.default_rng(length).integers(0, 48, length)
-    done = tiny_engine.generate(prompt, 12, threshold=0.6)
+    done = tiny_engine.generate(prompt, max_new_tokens=12, threshold=0.6)
     assert done.tokens == tiny.reference_greedy(prompt.tolist(), [0.6, 0.6], 12)[0]
     assert done.stats.prompt_tokens == length
 
 
 def test_full_mode_never_exits(tiny: TinyModel, tiny_engine: Engine) -> None:
-    done = tiny_engine.generate(PROMPT, 40, mode="full")
+    done = tiny_engine.generate(PROMPT, max_new_tokens=40, mode="full")
     assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT, NEVER_EXIT], 40)[0]
     assert done.stats.exit_rate == 0.0
     assert done.stats.layers_run == [6] * 40
@@ -48,7 +48,7 @@ def test_full_mode_never_exits(tiny: TinyModel, tiny_engine: Engine) -> None:
 
 
 def test_min_layers_keeps_the_shallow_checkpoint_off(tiny: TinyModel, tiny_engine: Engine) -> None:
-    done = tiny_engine.generate(PROMPT, 40, threshold=0.3, min_layers=3)
+    done = tiny_engine.generate(PROMPT, max_new_tokens=40, threshold=0.3, min_layers=3)
     assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT, 0.3], 40)[0]
     assert done.stats.exits_per_layer[2] == 0
     assert done.stats.exits_per_layer[4] > 0
@@ -56,18 +56,21 @@ def test_min_layers_keeps_the_shallow_checkpoint_off(tiny: TinyModel, tiny_engin
 
 def test_what_is_not_said_is_the_bundle_s(tmp_path: Path, tiny: TinyModel) -> None:
     engine = load(tiny.write(tmp_path / "b", thresholds=(0.9, 0.6), min_layers=3, max_pending=2))
-    done = engine.generate(PROMPT, 30)
+    done = engine.generate(PROMPT, max_new_tokens=30)
     assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT, 0.6], 30)[0]
-    assert done.stats.layers_run == engine.generate(PROMPT, 30, max_pending=2).stats.layers_run
-    assert done.stats.layers_run != engine.generate(PROMPT, 30, max_pending=9).stats.layers_run
-    assert engine.generate(PROMPT, 30, min_layers=0).tokens == tiny.reference_greedy(PROMPT, [0.9, 0.6], 30)[0]
+    assert done.stats.layers_run == engine.generate(PROMPT, max_new_tokens=30, max_pending=2).stats.layers_run
+    assert done.stats.layers_run != engine.generate(PROMPT, max_new_tokens=30, max_pending=9).stats.layers_run
+    assert (
+        engine.generate(PROMPT, max_new_tokens=30, min_layers=0).tokens
+        == tiny.reference_greedy(PROMPT, [0.9, 0.6], 30)[0]
+    )
 
 
 def test_numpy_values_are_as_good_as_python_s(tiny_engine: Engine) -> None:
-    expected = tiny_engine.generate(PROMPT, 20, threshold=[0.5, 0.75], min_layers=2, max_pending=3)
+    expected = tiny_engine.generate(PROMPT, max_new_tokens=20, threshold=[0.5, 0.75], min_layers=2, max_pending=3)
     done = tiny_engine.generate(
         np.array(PROMPT, np.uint16),
-        np.int64(20),  # type: ignore[arg-type]
+        max_new_tokens=np.int64(20),  # type: ignore[arg-type]
         threshold=np.array([0.5, 0.75], np.float32),
         min_layers=np.int32(2),  # type: ignore[arg-type]
         max_pending=np.int8(3),  # type: ignore[arg-type]
@@ -78,17 +81,17 @@ def test_numpy_values_are_as_good_as_python_s(tiny_engine: Engine) -> None:
 
 def test_sampling_is_seeded(tiny_engine: Engine) -> None:
     def draw(seed: int, **options: object) -> list[int]:
-        return tiny_engine.generate(PROMPT, 30, temperature=1.5, seed=seed, **options).tokens  # type: ignore[arg-type]
+        return tiny_engine.generate(PROMPT, max_new_tokens=30, temperature=1.5, seed=seed, **options).tokens  # type: ignore[arg-type]
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
-    assert draw(1, top_k=1) == tiny_engine.generate(PROMPT, 30).tokens
+    assert draw(1, top_k=1) == tiny_engine.generate(PROMPT, max_new_tokens=30).tokens
     assert draw(1, max_pending=0) == draw(1, max_pending=16)
 
 
 def test_a_model_without_checkpoints_generates(tmp_path: Path) -> None:
     full = TinyModel(checkpoints=())
-    done = load(full.write(tmp_path / "full")).generate(PROMPT, 20)
+    done = load(full.write(tmp_path / "full")).generate(PROMPT, max_new_tokens=20)
     assert done.tokens == full.reference_greedy(PROMPT, [], 20)[0]
     assert (done.stats.exits_per_layer, done.stats.layers_run_per_token) == ({}, 6.0)
 
@@ -100,30 +103,30 @@ def test_the_models_own_stop_tokens_end_it_and_are_included(tmp_path: Path, tiny
     free = tiny.reference_greedy(PROMPT, [0.5, 0.5], 30)[0]
     stop = free[7]
     engine = load(TinyModel(eos=(49, stop)).write(tmp_path / "b"))
-    done = engine.generate(PROMPT, 30)
+    done = engine.generate(PROMPT, max_new_tokens=30)
     assert done.tokens == free[: free.index(stop) + 1]
     assert done.finish_reason == "stop"
-    assert engine.generate(PROMPT, 30, stop_token_ids=[]).tokens == free
+    assert engine.generate(PROMPT, max_new_tokens=30, stop_token_ids=[]).tokens == free
     other = free[3]
-    assert engine.generate(PROMPT, 30, stop_token_ids=[other]).tokens == free[: free.index(other) + 1]
+    assert engine.generate(PROMPT, max_new_tokens=30, stop_token_ids=[other]).tokens == free[: free.index(other) + 1]
 
 
 def test_the_end_of_the_context_ends_it(tmp_path: Path) -> None:
     short = TinyModel(context=10)
     engine = load(short.write(tmp_path / "b"))
-    done = engine.generate(PROMPT, 30)
+    done = engine.generate(PROMPT, max_new_tokens=30)
     # Positions 3..9 are fed back, the token that would be at position 10 is still known.
     assert done.tokens == short.reference_greedy(PROMPT, [0.5, 0.5], 8)[0]
     assert done.finish_reason == "context"
-    assert engine.generate(PROMPT, 8).finish_reason == "length"
-    assert len(engine.generate([1] * 10, 5).tokens) == 1
+    assert engine.generate(PROMPT, max_new_tokens=8).finish_reason == "length"
+    assert len(engine.generate([1] * 10, max_new_tokens=5).tokens) == 1
     with pytest.raises(GenerationError, match="has 11 tokens but the model's context holds 10"):
-        engine.generate([1] * 11, 5)
+        engine.generate([1] * 11, max_new_tokens=5)
 
 
 def test_a_stream_yields_what_generate_returns(tiny_engine: Engine) -> None:
-    expected = tiny_engine.generate(PROMPT, 20)
-    stream = tiny_engine.stream(PROMPT, 20)
+    expected = tiny_engine.generate(PROMPT, max_new_tokens=20)
+    stream = tiny_engine.stream(PROMPT, max_new_tokens=20)
     assert stream.stats.total_tokens == 0
     assert stream.finish_reason is None
     first = next(stream)
@@ -136,7 +139,7 @@ def test_a_stream_yields_what_generate_returns(tiny_engine: Engine) -> None:
 
 
 def test_a_stream_is_lazy(tiny_engine: Engine) -> None:
-    stream = tiny_engine.stream(PROMPT, 100)
+    stream = tiny_engine.stream(PROMPT, max_new_tokens=100)
     for _ in range(3):
         next(stream)
     assert stream.stats.layer_tokens_total == 6 * (3 + 2)
@@ -146,7 +149,7 @@ def test_a_stream_is_lazy(tiny_engine: Engine) -> None:
 
 
 def test_layers_run_are_those_of_each_step(tiny_engine: Engine) -> None:
-    done = tiny_engine.generate(PROMPT, 40, threshold=0.6, max_pending=3)
+    done = tiny_engine.generate(PROMPT, max_new_tokens=40, threshold=0.6, max_pending=3)
     stats = done.stats
     state = tiny_engine.start([0.6, 0.6], 3)
     runs = [state.step(ids).segments_run for ids in [PROMPT, *([token] for token in done.tokens[:-1])]]
@@ -159,14 +162,14 @@ def test_layers_run_are_those_of_each_step(tiny_engine: Engine) -> None:
 
 
 def test_a_short_answer_that_exits_never_runs_the_deep_layers(tiny_engine: Engine) -> None:
-    stats = tiny_engine.generate(PROMPT, 4, threshold=0.0, max_pending=100).stats
+    stats = tiny_engine.generate(PROMPT, max_new_tokens=4, threshold=0.0, max_pending=100).stats
     assert stats.layers_run == [2, 2, 2, 2]
     assert (stats.layer_tokens_run, stats.layer_tokens_total) == (2 * 6, 6 * 6)
     assert stats.exit_rate == 1.0
 
 
 def test_seconds_are_split_and_wait_for_nobody(tiny_engine: Engine) -> None:
-    stream = tiny_engine.stream(PROMPT, 3)
+    stream = tiny_engine.stream(PROMPT, max_new_tokens=3)
     next(stream)
     prefill = stream.stats.prefill_seconds
     assert prefill > 0

@@ -98,11 +98,11 @@ def test_an_engine_says_the_same_on_huge_pages(demo_bundle, monkeypatch: pytest.
     from tide_export.runtime.engine import load
 
     prompt = list(range(1, 30))
-    expected = load(demo_bundle, "cpu", 1).generate(prompt, 12, mode="full").tokens
+    expected = load(demo_bundle, "cpu", 1).generate(prompt, max_new_tokens=12, mode="full").tokens
     asked = []  # so small a model may fit into memory that was mapped before: then there is nothing to move
     looked = huge_pages.anonymous_ranges
     monkeypatch.setattr(huge_pages, "anonymous_ranges", lambda maps: asked.append(looked(maps)) or asked[-1])
     monkeypatch.setenv("TIDE_HUGE_PAGES", "1")
-    assert load(demo_bundle, "cpu", 1).generate(prompt, 12, mode="full").tokens == expected
+    assert load(demo_bundle, "cpu", 1).generate(prompt, max_new_tokens=12, mode="full").tokens == expected
     assert len(asked) == 2
     assert all(asked)

@@ -35,26 +35,26 @@ def test_an_option_counts_or_is_refused(tiny_engine: Engine, option: str, mode: 
     reason = REFUSED[option].get(mode)
     if option == "compaction_threshold":
         with pytest.raises(GenerationError, match="compaction_threshold is for a list of prompts"):
-            tiny_engine.generate([1, 2], 4, **given)
+            tiny_engine.generate([1, 2], max_new_tokens=4, **given)
     elif reason is None:
-        assert len(tiny_engine.generate([1, 2], 4, **given).tokens) == 4
+        assert len(tiny_engine.generate([1, 2], max_new_tokens=4, **given).tokens) == 4
     else:
         with pytest.raises(GenerationError, match=reason):
-            tiny_engine.stream([1, 2], 4, **given)
+            tiny_engine.stream([1, 2], max_new_tokens=4, **given)
     if reason is not None:
         with pytest.raises(GenerationError, match=reason):
-            tiny_engine.generate([[1, 2], [3]], 4, **given)
+            tiny_engine.generate([[1, 2], [3]], max_new_tokens=4, **given)
     if option.startswith("top"):
-        assert tiny_engine.generate([1, 2], 4, temperature=0.5, **given).tokens
+        assert tiny_engine.generate([1, 2], max_new_tokens=4, temperature=0.5, **given).tokens
 
 
 @pytest.mark.parametrize("option", GIVEN)
 @pytest.mark.parametrize("mode", ["exit", "lossless"])
 def test_without_checkpoints_no_token_leaves(tmp_path: Path, mode: str, option: str) -> None:
     bundle = open_bundle(TinyModel(checkpoints=()).write(tmp_path / "b"))
-    check_exits(bundle, mode, dict.fromkeys(GIVEN), several=True)
+    check_exits(bundle, mode, dict.fromkeys(GIVEN), batched=True)
     with pytest.raises(GenerationError, match=f"{option} is for checkpoints, and bundle .* has none"):
-        check_exits(bundle, mode, {option: GIVEN[option]}, several=True)
+        check_exits(bundle, mode, {option: GIVEN[option]}, batched=True)
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt", "tensorrt-rtx"])

@@ -23,7 +23,7 @@ def test_threads_out_of_range_are_refused(tiny_bundle: Path, threads: int) -> No
 def test_the_provider_chosen_is_logged_once(tiny_bundle: Path, provider: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="tide_export"):
         engine = load(tiny_bundle, provider=provider, threads=2)
-        engine.generate([1, 2], 4)
+        engine.generate([1, 2], max_new_tokens=4)
     [record] = caplog.records
     assert "on the CPU, 2 threads" in record.getMessage()
 

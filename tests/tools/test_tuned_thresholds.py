@@ -101,7 +101,7 @@ def test_the_risk_is_what_generate_does(bundle: Path, tune_check, monkeypatch):
     differing, layers = [], []
     for ids in drawn[0].path + drawn[0].calibration:
         for end in range(found.prompt_length, len(ids) + 1):
-            mine, full = (engine.generate(ids[:end], 1, mode=mode) for mode in ("exit", "full"))
+            mine, full = (engine.generate(ids[:end], max_new_tokens=1, mode=mode) for mode in ("exit", "full"))
             differing.append(mine.tokens != full.tokens)
             layers += mine.stats.exit_layer
     assert len(differing) == 8 * 8

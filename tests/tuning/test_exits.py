@@ -109,13 +109,13 @@ def test_what_is_certified_is_stored_and_used_from_then_on(bundle: Path, capsys,
     assert vars(manifest) | {"thresholds": 0, "tuning": 0} == vars(before) | {"thresholds": 0, "tuning": 0}
 
     engine = tide_export.load(bundle, threads=1)
-    by_default = engine.generate(demo_text_ids[:20], 24)
+    by_default = engine.generate(demo_text_ids[:20], max_new_tokens=24)
     assert (
         by_default.stats.exit_layer
-        == engine.generate(demo_text_ids[:20], 24, threshold=report["thresholds"]).stats.exit_layer
+        == engine.generate(demo_text_ids[:20], max_new_tokens=24, threshold=report["thresholds"]).stats.exit_layer
     )
-    assert engine.generate(demo_text_ids[:20], 24, threshold=0.0).stats.exit_layer == [3] * 24
-    overridden = engine.generate(demo_text_ids[:20], 24, threshold=1.0)
+    assert engine.generate(demo_text_ids[:20], max_new_tokens=24, threshold=0.0).stats.exit_layer == [3] * 24
+    overridden = engine.generate(demo_text_ids[:20], max_new_tokens=24, threshold=1.0)
     assert overridden.stats.exit_layer == [12] * 24
     assert by_default.stats.exit_layer != overridden.stats.exit_layer
 
@@ -132,7 +132,7 @@ def test_the_stored_risk_is_what_running_the_bundle_shows(bundle: Path, capsys, 
     differing, layers = [], []
     for ids in drawn[0].calibration:
         for end in range(report["prompt_length"], len(ids) + 1):
-            mine, full = (engine.generate(ids[:end], 1, mode=mode) for mode in ("exit", "full"))
+            mine, full = (engine.generate(ids[:end], max_new_tokens=1, mode=mode) for mode in ("exit", "full"))
             differing.append(mine.tokens != full.tokens)
             layers += mine.stats.exit_layer
     assert np.mean(differing) == pytest.approx(report["risk"], abs=1 / len(differing))
@@ -223,7 +223,7 @@ def test_when_nothing_passes_nothing_exits_and_it_says_so(bundle: Path, capsys, 
     assert manifest.tuning is not None
     assert manifest.tuning["certified"] is False
     assert [tested["passed"] for tested in manifest.tuning["path"]] == [False]
-    assert tide_export.load(bundle, threads=1).generate(demo_text_ids[:20], 12).stats.exit_rate == 0
+    assert tide_export.load(bundle, threads=1).generate(demo_text_ids[:20], max_new_tokens=12).stats.exit_rate == 0
     assert main(["inspect", str(bundle)]) == 0
     assert "found none that passed" in capsys.readouterr().out
 

@@ -43,8 +43,8 @@ def test_what_pays_is_stored_and_used(capsys, bundle: Path, monkeypatch) -> None
     assert said["expected_speedup"] > 1.0
     engine = tide_export.load(bundle, threads=1)
     ids = list(range(40, 60))
-    out = engine.generate(ids, 40, mode="lossless", stop_token_ids=[])
-    assert out.tokens == engine.generate(ids, 40, mode="full", stop_token_ids=[]).tokens
+    out = engine.generate(ids, max_new_tokens=40, mode="lossless", stop_token_ids=[])
+    assert out.tokens == engine.generate(ids, max_new_tokens=40, mode="full", stop_token_ids=[]).tokens
     assert out.stats.drafted
     # Quality is not touched: exit mode's thresholds are what they were.
     assert engine.manifest.thresholds == open_bundle(bundle).manifest.thresholds
@@ -60,7 +60,7 @@ def test_what_does_not_pay_is_stored_as_off_and_said(capsys, bundle: Path, monke
     assert drafting is not None
     assert set(drafting.thresholds) == {1.0}
     assert (drafting.max_drafts, drafting.prompt_lookup) == (0, 0)
-    assert not tide_export.load(bundle).generate([50, 60], 20, mode="lossless").stats.drafted
+    assert not tide_export.load(bundle).generate([50, 60], max_new_tokens=20, mode="lossless").stats.drafted
 
 
 def test_expected_but_not_measured_does_not_pay(capsys, bundle: Path, monkeypatch) -> None:

@@ -103,7 +103,7 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
     rng = np.random.default_rng(1)
     count, length = len(engine.manifest.checkpoints), 24
     prompts = [rng.integers(5, 4000, 12).tolist() for _ in range(6)]
-    full = [engine.generate(p, 60, mode="full", stop_token_ids=[]).tokens for p in prompts]
+    full = [engine.generate(p, max_new_tokens=60, mode="full", stop_token_ids=[]).tokens for p in prompts]
     texts = [p + tokens[:-1] for p, tokens in zip(prompts, full, strict=True)]
     recorded = measure_prompts(engine, texts, 12, engine.manifest.checkpoints)
     assert (recorded.full == np.array(full)).all()
@@ -112,7 +112,13 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
     drafted = accepted = 0
     for p in prompts:
         stats = engine.generate(
-            p, length, mode="lossless", threshold=thresholds, max_pending=1, prompt_lookup=0, stop_token_ids=[]
+            p,
+            max_new_tokens=length,
+            mode="lossless",
+            threshold=thresholds,
+            max_pending=1,
+            prompt_lookup=0,
+            stop_token_ids=[],
         ).stats
         drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
     # The first token behind the prompt is never drafted, the last may not be: replay what lies between.
@@ -132,13 +138,15 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
 def test_the_replay_expects_the_lookups_that_generating_has(engine: Engine) -> None:
     """With exits off nothing is guessed, so only the first and the last token of a generation are left to differ."""
     off, length, prompts = [1.0] * len(engine.manifest.checkpoints), 60, [[50, 60, 70] * 3, [300, 301, 300, 302] * 2]
-    full = [engine.generate(p, length, mode="full", stop_token_ids=[]).tokens for p in prompts]
+    full = [engine.generate(p, max_new_tokens=length, mode="full", stop_token_ids=[]).tokens for p in prompts]
     nothing = np.empty((2, length, 0))
     recorded = Measurement(nothing.astype(np.float32), nothing.astype(np.int64), np.array(full), (), 12)
     lookups = look_up(prompts, recorded.full, 2)
     expected = replay(recorded, StepCosts((), {1: 1.0}, {1: 1.0}, 1.0), (), 0, lookups, 8)
     stats = [
-        engine.drafting_as(Drafting(tuple(off), 0, 8, 2, {})).generate(p, length, mode="lossless", stop_token_ids=[])
+        engine.drafting_as(Drafting(tuple(off), 0, 8, 2, {})).generate(
+            p, max_new_tokens=length, mode="lossless", stop_token_ids=[]
+        )
         for p in prompts
     ]
     lookup_drafted, accepted = (

@@ -63,7 +63,7 @@ def one_by_one(engine: Engine, prompts: list[list[int]], tolerance: Tolerance) -
     for mode, given in options.items():
         check = checks[mode] = Check("0.5" if mode == "exit" else mode, THRESHOLDS, tolerance=tolerance)
         for prompt in prompts:
-            out = engine.generate(prompt, NEW_TOKENS, mode=mode, stop_token_ids=[], **given)
+            out = engine.generate(prompt, max_new_tokens=NEW_TOKENS, mode=mode, stop_token_ids=[], **given)
             check.written.append((out.tokens, out.stats.exit_layer))
     return checks
 

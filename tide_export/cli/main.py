@@ -186,7 +186,7 @@ def _generate(options: Namespace) -> int:
     if len(prompts) > 1:
         return _generate_batch(options, engine, tokenizer, prompts, encoded, request)
     (prompt,) = encoded
-    stream = engine.stream(prompt, options.max_new_tokens, **request)
+    stream = engine.stream(prompt, max_new_tokens=options.max_new_tokens, **request)
     if options.json:
         tokens = list(stream)
         text = "".join(tokenizer.stream(prompt, tokens))
@@ -214,7 +214,7 @@ def _generate_batch(
     """Several prompts together: their texts in order, each under a line with its number."""
     started = time.perf_counter()
     done = engine.generate(
-        encoded, options.max_new_tokens, compaction_threshold=options.compaction_threshold, **request
+        encoded, max_new_tokens=options.max_new_tokens, compaction_threshold=options.compaction_threshold, **request
     )
     seconds = time.perf_counter() - started
     total = sum(len(one.tokens) for one in done)

@@ -226,7 +226,7 @@ def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int
 
 def _run(engine: Engine, mode: Mode, prompt: list[int], new_tokens: int) -> Timing:
     # The first token comes from the prompt's own step.
-    stats = engine.generate(prompt, new_tokens + 1, stop_token_ids=[], **mode.options).stats
+    stats = engine.generate(prompt, max_new_tokens=new_tokens + 1, stop_token_ids=[], **mode.options).stats
     return Timing(
         prefill_ms=1e3 * stats.prefill_seconds,
         decode_ms=1e3 * stats.decode_seconds / new_tokens,

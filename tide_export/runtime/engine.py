@@ -11,35 +11,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import numpy as np
 
-from tide_export.bundle.manifest import PROPAGATE, Drafting, Manifest
+from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.store import Bundle, open_bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.branched.sequence import NO_LIMIT, ROOM, SequenceState, State
+from tide_export.runtime.branched.sequence import ROOM, SequenceState, State
+from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.continuous_batching import empty_batch, generate_batch
 from tide_export.runtime.decoding.decoder import Decoder, OneByOne, run_block
 from tide_export.runtime.decoding.depth_rule import AnyBatch
 from tide_export.runtime.decoding.generation import FinishReason, Generation, Progress
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, Rewindable
 from tide_export.runtime.decoding.sampling import Sampler
-from tide_export.runtime.options import whole_number
 from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 from tide_export.runtime.providers import open_provider
-from tide_export.runtime.request import (
-    check_exits,
-    check_sampling,
-    draft_limits,
-    is_list_of_prompts,
-    prompt_of,
-    seeds_of,
-    share_of,
-    stops_of,
-    thresholds_of,
-    waiting_limit,
-)
+from tide_export.runtime.request import check_prompt, is_list_of_prompts, resolve, seeds, single_seed
 from tide_export.runtime.segmented.batch import SegmentedBatch
 
 
@@ -107,127 +96,83 @@ class Engine:
     def generate(
         self,
         ids: Sequence[int] | np.ndarray,
-        max_new_tokens: int = 64,
-        *,
-        mode: str = "exit",
-        threshold: float | Sequence[float] | None = None,
-        min_layers: int | None = None,
-        max_pending: int | None = None,
-        prompt_lookup: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        compaction_threshold: float | None = None,
+        config: GenerationConfig | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Generation: ...
 
     @overload
     def generate(
         self,
         ids: Sequence[Sequence[int]] | Sequence[np.ndarray],
-        max_new_tokens: int = 64,
-        *,
-        mode: str = "exit",
-        threshold: float | Sequence[float] | None = None,
-        min_layers: int | None = None,
-        max_pending: int | None = None,
-        prompt_lookup: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | Sequence[int] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        compaction_threshold: float | None = None,
+        config: GenerationConfig | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> list[Generation]: ...
 
     def generate(
         self,
         ids: Sequence[int] | np.ndarray | Sequence[Sequence[int]] | Sequence[np.ndarray],
-        max_new_tokens: int = 64,
-        *,
-        mode: str = "exit",
-        threshold: float | Sequence[float] | None = None,
-        min_layers: int | None = None,
-        max_pending: int | None = None,
-        prompt_lookup: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | Sequence[int] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        compaction_threshold: float | None = None,
+        config: GenerationConfig | None = None,
+        **options: Unpack[GenerationOptions],
     ) -> Generation | list[Generation]:
-        """`stream` run to its end: same arguments, same errors. Of a list of prompts, a generation of each.
+        """Generates the tokens that follow a prompt, or each of a list of prompts.
 
-        Several prompts, of any lengths, are decoded together, up to 32 at a time (on TensorRT and CUDA as many as the
-        bundle's networks take); as one ends the next takes its place.
-        Each gets the tokens it would get alone, with the same options, up to rounding (docs/guide/batches.md).
+        The prompts of a list, of any lengths, are decoded as a batch of up to 32 (on TensorRT and CUDA as many as the
+        bundle's networks take); when one ends the next takes its slot. Each gets the tokens it would get alone, up to
+        rounding (docs/guide/batches.md).
 
         Args:
             ids: one prompt, or a list of prompts (each a flat list or an integer array [S]).
-            seed: of a list of prompts, one for each of them, or one that each of them starts from.
-            compaction_threshold: of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs
-                a segment, only those run it; else all that wait before it catch up along. Changes speed, never tokens.
-                None: the bundle's; in lossless mode 0, and with a temperature always 1, because when a sequence is
-                verified decides what it draws. Not where K/V are propagated: nothing waits there.
+            config: how to generate; None: the defaults.
+            options: fields of `GenerationConfig` by name, which override those of `config`.
 
         Raises:
             GenerationError: as `stream`; for a list of prompts also where the bundle holds no networks for batches.
         """
-        options = (max_new_tokens, mode, threshold, min_layers, max_pending, prompt_lookup, temperature, top_k, top_p)
+        config = with_options(config, options)
         if is_list_of_prompts(ids):
-            return self._generate_batch(ids, *options, seed, stop_token_ids, compaction_threshold)
-        check_exits(self.bundle, mode, {"compaction_threshold": compaction_threshold})
-        stream = self.stream(
-            ids,  # type: ignore[arg-type]
-            max_new_tokens,
-            mode=mode,
-            threshold=threshold,
-            min_layers=min_layers,
-            max_pending=max_pending,
-            prompt_lookup=prompt_lookup,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,  # type: ignore[arg-type]
-            stop_token_ids=stop_token_ids,
-        )
+            return self._generate_batch(ids, config)
+        stream = self._stream(ids, config)
         tokens = list(stream)
         assert stream.finish_reason is not None
         return Generation(tokens, stream.stats, stream.finish_reason)
 
-    def _generate_batch(
+    def stream(
         self,
-        prompts: Any,
-        max_new_tokens: int,
-        mode: str,
-        threshold: float | Sequence[float] | None,
-        min_layers: int | None,
-        max_pending: int | None,
-        prompt_lookup: int | None,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: Any,
-        stop_token_ids: Sequence[int] | None,
-        compaction_threshold: float | None,
-    ) -> list[Generation]:
+        ids: Sequence[int] | np.ndarray,
+        config: GenerationConfig | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> "TokenStream":
+        """Checks the request and returns an iterator of new token ids; the model runs as it is read.
+
+        Args:
+            ids: the prompt, a flat list of token ids or an integer array [S].
+            config: how to generate; None: the defaults.
+            options: fields of `GenerationConfig` by name, which override those of `config`.
+
+        Raises:
+            GenerationError: the prompt is empty, holds something that is no token id or is longer than the model's
+                context; or an option is out of range, or of no effect: threshold, min_layers and max_pending in mode
+                "full" or where the bundle has no checkpoints, max_pending where K/V are propagated, prompt_lookup
+                outside mode "lossless", top_k and top_p without a temperature, compaction_threshold for one prompt.
+        """
+        return self._stream(ids, with_options(config, options))
+
+    def _stream(self, ids: Any, config: GenerationConfig) -> "TokenStream":
         manifest = self.manifest
-        checked = [prompt_of(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
-        limit = whole_number("max_new_tokens", max_new_tokens, least=1)
-        thresholds = thresholds_of(manifest, mode, threshold, min_layers)
-        drafts = self._drafts(mode, max_pending, prompt_lookup)
-        waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # a decoder itself says when to verify
-        samplers = [Sampler(temperature, top_k, top_p, own) for own in seeds_of(seed, len(checked))]
-        check_sampling(temperature, top_k, top_p)
-        exits = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
-        check_exits(self.bundle, mode, {**exits, "compaction_threshold": compaction_threshold}, several=True)
-        share = share_of(manifest, compaction_threshold, drafts is not None, all(one.greedy for one in samplers))
-        stops = stops_of(manifest, stop_token_ids)
-        batch = self.start_batch(thresholds, waiting, share, len(checked))
-        decoders = [partial(decoder_of, manifest, sampler, stops, drafts) for sampler in samplers]
-        return generate_batch(batch, manifest, checked, decoders, limit, stops)
+        prompt, request = check_prompt(manifest, ids), resolve(self.bundle, config, batched=False)
+        sampler = Sampler(config.temperature, config.top_k, config.top_p, single_seed(config))
+        state = self.start(request.thresholds, request.max_pending)
+        decoder = decoder_of(manifest, sampler, request.stop, request.drafts, state)
+        return TokenStream(state, decoder, Progress(manifest, prompt, config.max_new_tokens, request.stop))
+
+    def _generate_batch(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
+        manifest = self.manifest
+        checked = [check_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
+        request = resolve(self.bundle, config, batched=True)
+        samplers = [Sampler(config.temperature, config.top_k, config.top_p, one) for one in seeds(config, len(checked))]
+        batch = self.start_batch(request.thresholds, request.max_pending, request.compaction_threshold, len(checked))
+        decoders = [partial(decoder_of, manifest, one, request.stop, request.drafts) for one in samplers]
+        return generate_batch(batch, manifest, checked, decoders, config.max_new_tokens, request.stop)
 
     def start_batch(
         self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, places: int
@@ -244,69 +189,6 @@ class Engine:
         if self._batch_networks is None:
             return SegmentedBatch(self._session, *options, places)
         return empty_batch(self._batch_networks.sessions(min(places, MAX_BATCH_SIZE)), *options)
-
-    def stream(
-        self,
-        ids: Sequence[int] | np.ndarray,
-        max_new_tokens: int = 64,
-        *,
-        mode: str = "exit",
-        threshold: float | Sequence[float] | None = None,
-        min_layers: int | None = None,
-        max_pending: int | None = None,
-        prompt_lookup: int | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-    ) -> "TokenStream":
-        """Checks the request and returns an iterator of new token ids; the model runs as it is read.
-
-        Args:
-            ids: the prompt, a flat list of token ids or an integer array [S].
-            max_new_tokens: 1 or more.
-            mode: "exit" (tokens may leave at a checkpoint), "full" (the source model, layer for layer) or "lossless"
-                (tokens that leave are drafts, verified by the full model before they are handed out: the tokens of
-                "full", when sampling its distribution, and faster where drafts are mostly right).
-            threshold: a router score above it exits; one in [0, 1], or one per checkpoint. None: the bundle's.
-            min_layers: checkpoints with fewer layers behind them never exit. None: the bundle's, in lossless mode 0.
-            max_pending: tokens that may wait before a segment is forced to run, in lossless mode drafts that may wait
-                to be verified; changes speed, never tokens. None: the bundle's.
-            prompt_lookup: lossless mode: tokens drafted at most from what followed the last few tokens where they stood
-                before, 0 for none; changes speed, never tokens. None: the bundle's.
-            temperature, top_k, top_p, seed: see `Sampler`; the defaults are greedy.
-            stop_token_ids: None: the model's own end-of-sequence ids; an empty list never stops.
-
-        Raises:
-            GenerationError: the prompt is empty, holds something that is no token id or is longer than the model's
-                context; or an option is out of range, or of no effect: threshold, min_layers and max_pending in mode
-                "full" or where the bundle has no checkpoints, max_pending where K/V are propagated, prompt_lookup
-                outside mode "lossless", top_k and top_p without a temperature.
-        """
-        manifest = self.manifest
-        prompt = prompt_of(manifest, ids)
-        limit = whole_number("max_new_tokens", max_new_tokens, least=1)
-        thresholds = thresholds_of(manifest, mode, threshold, min_layers)
-        drafts = self._drafts(mode, max_pending, prompt_lookup)
-        waiting = NO_LIMIT if drafts else waiting_limit(manifest, max_pending)  # the decoder itself says when to verify
-        sampler = Sampler(temperature, top_k, top_p, seed)
-        check_sampling(temperature, top_k, top_p)
-        exits = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
-        check_exits(self.bundle, mode, exits)
-        stops = stops_of(manifest, stop_token_ids)
-        state = self.start(thresholds, waiting)
-        decoder = decoder_of(manifest, sampler, stops, drafts, state)
-        return TokenStream(state, decoder, Progress(manifest, prompt, limit, stops))
-
-    def _drafts(self, mode: str, max_pending: int | None, prompt_lookup: int | None) -> DraftLimits | None:
-        drafts = draft_limits(self.manifest, mode, max_pending, prompt_lookup)
-        if drafts and self.manifest.kv_cache_strategy == PROPAGATE:
-            raise GenerationError(
-                f"mode 'lossless' needs an exact K/V cache, and bundle {self.bundle.path} propagates: export it with "
-                "kv_cache_strategy exact"
-            )
-        return drafts
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> State:
         """An empty sequence to `step` by hand.

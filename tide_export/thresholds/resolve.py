@@ -33,8 +33,7 @@ def resolve_thresholds(
     Raises:
         GenerationError: a threshold outside [0, 1], a wrong number of them, a negative min_layers, an unknown mode.
     """
-    if mode not in MODES:
-        raise GenerationError(f"mode must be 'full', 'exit' or 'lossless', not {mode!r}")
+    check_mode(mode)
     if isinstance(min_layers, bool) or not isinstance(min_layers, int) or min_layers < 0:
         raise GenerationError(f"min_layers is a count of layers, 0 or more, not {min_layers!r}")
     values = [threshold] * len(checkpoints) if isinstance(threshold, int | float) else list(threshold)
@@ -44,10 +43,21 @@ def resolve_thresholds(
             f"({', '.join(map(str, checkpoints))}): give one value, or one per checkpoint"
         )
     for value in values:
-        if not isinstance(value, int | float) or not isfinite(value) or not 0.0 <= value <= 1.0:
-            raise GenerationError(f"threshold must lie in [0, 1], not {value!r}")
+        check_threshold(value)
     if mode == "full":
         return [NEVER_EXIT] * len(checkpoints)
     return [
         float(value) if layers >= min_layers else NEVER_EXIT for layers, value in zip(checkpoints, values, strict=True)
     ]
+
+
+def check_mode(mode: str) -> None:
+    """Raises GenerationError for an unknown mode."""
+    if mode not in MODES:
+        raise GenerationError(f"mode must be 'full', 'exit' or 'lossless', not {mode!r}")
+
+
+def check_threshold(value: object) -> None:
+    """Raises GenerationError unless `value` is a number in [0, 1]."""
+    if not isinstance(value, int | float) or not isfinite(value) or not 0.0 <= value <= 1.0:
+        raise GenerationError(f"threshold must lie in [0, 1], not {value!r}")

@@ -258,7 +258,7 @@ def tune_lossless(
 
 def _full(engine: Engine, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], float]:
     """Greedy tokens of full depth and the seconds of decoding them."""
-    out = engine.generate(prompt, new_tokens, mode="full", stop_token_ids=[])
+    out = engine.generate(prompt, max_new_tokens=new_tokens, mode="full", stop_token_ids=[])
     return out.tokens, out.stats.decode_seconds
 
 
@@ -283,7 +283,7 @@ def _confirm(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, 
                 if mode == "full":
                     tokens, seconds[mode] = _full(engine, prompt, new_tokens)
                     continue
-                out = tuned.generate(prompt, new_tokens, mode="lossless", stop_token_ids=[])
+                out = tuned.generate(prompt, max_new_tokens=new_tokens, mode="lossless", stop_token_ids=[])
                 seconds[mode] = out.stats.decode_seconds
                 drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
                 lookup_drafted += out.stats.lookup_drafted

@@ -101,7 +101,9 @@ def check_together(
         check = Check(called, own.thresholds, tolerance=own.tolerance)
         options = _options(engine, mode, own, max_pending)
         wanted = [own.written[number] for number in picked]
-        found = engine.generate([prompts[number] for number in picked], len(wanted[0][0]), mode=mode, **options)
+        found = engine.generate(
+            [prompts[number] for number in picked], max_new_tokens=len(wanted[0][0]), mode=mode, **options
+        )
         for number, one, (tokens, layers) in zip(picked, found, wanted, strict=True):
             check.tokens += len(tokens)
             if one.tokens != tokens or (mode != "lossless" and one.stats.exit_layer != layers):

@@ -262,7 +262,12 @@ def check_lossless(
     check = Check(name, thresholds, tolerance=tolerance)
     for prompt in prompts:
         out = engine.generate(
-            prompt, new_tokens, mode="lossless", threshold=threshold, max_pending=max_pending, stop_token_ids=[]
+            prompt,
+            max_new_tokens=new_tokens,
+            mode="lossless",
+            threshold=threshold,
+            max_pending=max_pending,
+            stop_token_ids=[],
         )
         full = full_logits(source, [*prompt, *out.tokens[:-1]], len(prompt) - 1)
         for i, (token, left) in enumerate(zip(out.tokens, out.stats.exit_layer, strict=True)):

@@ -75,7 +75,7 @@ def main() -> None:
     seconds: dict[tuple[Case, int], list[float]] = {turn: [] for turn in turns}
     outcome: dict[tuple[Case, int], list[tuple[Generation, Generation]]] = {turn: [] for turn in turns}
     for size, engine in engines.items():
-        engine.generate(prompts[:size], 2)  # opens the networks
+        engine.generate(prompts[:size], max_new_tokens=2)  # opens the networks
     order = random.Random(0)
     for number in range(options.rounds):
         order.shuffle(turns)
@@ -133,10 +133,10 @@ def _run(
     if case.mode != "full":
         request |= {"threshold": case.threshold, "min_layers": 0}
     if not together:
-        done = [engine.generate(prompt, new_tokens, **request) for prompt in prompts]
+        done = [engine.generate(prompt, max_new_tokens=new_tokens, **request) for prompt in prompts]
         return done, done[0].stats.decode_seconds
     started = time.perf_counter()
-    done = engine.generate(list(prompts), new_tokens, compaction_threshold=case.compaction, **request)
+    done = engine.generate(list(prompts), max_new_tokens=new_tokens, compaction_threshold=case.compaction, **request)
     whole = time.perf_counter() - started
     return done, whole - max(one.stats.prefill_seconds for one in done)
 

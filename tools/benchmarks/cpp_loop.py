@@ -106,12 +106,12 @@ def python_turn(
     """The tokens, and milliseconds per token behind the first ones, with those inside ONNX Runtime."""
     per_token = 1000 / (count - 1) / len(prompts)
     if len(prompts) == 1:
-        stream = engine.stream(prompts[0], count, stop_token_ids=[], **CASES[case])
+        stream = engine.stream(prompts[0], max_new_tokens=count, stop_token_ids=[], **CASES[case])
         tokens = [next(stream)]
         clock.seconds = 0.0
         tokens += stream
         return [tokens], {PYTHON: stream.stats.decode_seconds * per_token, INSIDE: clock.seconds * per_token}
-    made = engine.generate(prompts, count, stop_token_ids=[], **CASES[case])
+    made = engine.generate(prompts, max_new_tokens=count, stop_token_ids=[], **CASES[case])
     decoding = max(one.stats.decode_seconds for one in made) * per_token
     return [one.tokens for one in made], {PYTHON: decoding, INSIDE: clock.seconds * per_token}
 

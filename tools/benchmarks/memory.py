@@ -40,7 +40,7 @@ export({model!r}, {scratch!r} + "/bundle", routers={scratch!r} + "/routers.safet
 LOAD = """
 import tide_export
 engine = tide_export.load({scratch!r} + "/bundle")
-print(engine.generate([5, 6, 7], 4, mode="full", stop_token_ids=[]).tokens)
+print(engine.generate([5, 6, 7], max_new_tokens=4, mode="full", stop_token_ids=[]).tokens)
 """
 IMPORTS = {
     "export": "import torch, tide_export.pipeline.flow",

@@ -133,7 +133,7 @@ def read_together(
 
 def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> Iterator[Seen]:
     """The same continuation by a generation of its own."""
-    out = engine.generate(prompt, len(said), mode=mode, stop_token_ids=[])
+    out = engine.generate(prompt, max_new_tokens=len(said), mode=mode, stop_token_ids=[])
     same = np.equal(out.tokens[1:], said[1:])
     yield Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
 
@@ -192,7 +192,10 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
     with stage("measuring", total=len(prompts) // together) as advance:
         for start in range(0, len(prompts) - together + 1, together):
             group = prompts[start : start + together]
-            said = [first.generate(p, options.new_tokens, mode="full", stop_token_ids=[]).tokens for p in group]
+            said = [
+                first.generate(p, max_new_tokens=options.new_tokens, mode="full", stop_token_ids=[]).tokens
+                for p in group
+            ]
             for case, seen in zip(cases, in_turns([case.on(group, said) for case in cases], order), strict=True):
                 case.seen.append(joined(seen))
             advance(1)

@@ -54,7 +54,7 @@ def compare(bundle: str, program: str, provider: str, plugins: str | None, token
     for length in (1, 40, 200):
         prompt = prompt_of(engine, length)
         for case, options in CASES.items():
-            made = engine.generate(prompt, tokens, stop_token_ids=[], **options)
+            made = engine.generate(prompt, max_new_tokens=tokens, stop_token_ids=[], **options)
             other = in_cpp(program, bundle, run, prompt, options | {"max_new_tokens": tokens})
             stats, own = other["stats"], json.loads(json.dumps(made.stats.as_dict()))
             found = facts(other["tokens"], other["finish_reason"], stats)

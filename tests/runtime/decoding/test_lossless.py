@@ -37,7 +37,9 @@ def test_greedy_tokens_are_the_full_model_s(
 ) -> None:
     ids = random_ids(prompt, seed=prompt)
     expected, _ = tiny.reference_greedy(ids, [NEVER_EXIT, NEVER_EXIT], 40)
-    out = tiny_engine.generate(ids, 40, mode="lossless", threshold=thresholds, max_pending=max_pending, prompt_lookup=0)
+    out = tiny_engine.generate(
+        ids, max_new_tokens=40, mode="lossless", threshold=thresholds, max_pending=max_pending, prompt_lookup=0
+    )
     assert out.tokens == expected
     assert out.finish_reason == "length"
     assert out.stats.total_tokens == 40
@@ -54,7 +56,7 @@ def test_greedy_tokens_are_the_full_model_s_where_the_text_is_looked_up(
     ids = (random_ids(3, seed=prompt) * 3)[:prompt]  # a text that has been there before
     expected, _ = tiny.reference_greedy(ids, [NEVER_EXIT, NEVER_EXIT], 40)
     out = tiny_engine.generate(
-        ids, 40, mode="lossless", threshold=thresholds, max_pending=max_pending, prompt_lookup=lookup
+        ids, max_new_tokens=40, mode="lossless", threshold=thresholds, max_pending=max_pending, prompt_lookup=lookup
     )
     assert out.tokens == expected
     stats = out.stats
@@ -69,8 +71,8 @@ def test_greedy_tokens_are_the_full_model_s_where_the_text_is_looked_up(
 def test_looking_up_saves_passes_where_the_text_repeats_itself(tiny_engine: Engine) -> None:
     """A greedy model of 48 tokens soon runs in circles, and every full circle is known."""
     options = {"mode": "lossless", "threshold": NEVER, "stop_token_ids": []}
-    without = tiny_engine.generate([1, 2, 3], 200, prompt_lookup=0, **options)
-    with_ = tiny_engine.generate([1, 2, 3], 200, prompt_lookup=8, **options)
+    without = tiny_engine.generate([1, 2, 3], max_new_tokens=200, prompt_lookup=0, **options)
+    with_ = tiny_engine.generate([1, 2, 3], max_new_tokens=200, prompt_lookup=8, **options)
     assert with_.tokens == without.tokens
     assert with_.stats.lookup_accepted > 100
     assert sum(with_.stats.layers_run) < 0.5 * sum(without.stats.layers_run)
@@ -85,7 +87,7 @@ def test_looking_up_is_for_lossless_mode_alone(tiny_engine: Engine) -> None:
 
 def test_drafts_stand_and_fall_and_are_counted(small_engine: Engine) -> None:
     options = {"threshold": ALWAYS, "max_pending": 4, "prompt_lookup": 0, "temperature": 1.0, "seed": 0}
-    stats = small_engine.generate([1, 4, 2], 60, mode="lossless", **options).stats
+    stats = small_engine.generate([1, 4, 2], max_new_tokens=60, mode="lossless", **options).stats
     assert 0 < stats.accepted < stats.drafted  # or the test says nothing about one of the two
     assert stats.acceptance_rate == stats.accepted / stats.drafted
     assert stats.accepted == stats.total_exited  # a confirmed draft counts where it was drafted
@@ -97,14 +99,14 @@ def test_drafts_stand_and_fall_and_are_counted(small_engine: Engine) -> None:
 
 
 def test_full_depth_everywhere_means_no_drafts_in_the_statistics(tiny_engine: Engine) -> None:
-    stats = tiny_engine.generate([1, 2], 10, mode="full").stats
+    stats = tiny_engine.generate([1, 2], max_new_tokens=10, mode="full").stats
     assert (stats.drafted, stats.accepted, stats.acceptance_rate) == (0, 0, 0.0)
     assert "drafts" not in stats.summary()
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
 def test_not_one_token_more_than_asked_for(tiny: TinyModel, tiny_engine: Engine, most: int) -> None:
-    out = tiny_engine.generate([3, 1, 4], most, mode="lossless", threshold=ALWAYS, max_pending=16)
+    out = tiny_engine.generate([3, 1, 4], max_new_tokens=most, mode="lossless", threshold=ALWAYS, max_pending=16)
     assert out.tokens == tiny.reference_greedy([3, 1, 4], [NEVER_EXIT, NEVER_EXIT], most)[0]
 
 
@@ -116,7 +118,7 @@ def test_a_stop_token_ends_it_also_in_the_middle_of_a_block(
     expected, _ = tiny.reference_greedy([7, 8], [NEVER_EXIT, NEVER_EXIT], 30)
     stop = expected[number]
     options = {"threshold": ALWAYS, "max_pending": 5, "prompt_lookup": lookup, "stop_token_ids": [stop]}
-    out = tiny_engine.generate([7, 8], 30, mode="lossless", **options)
+    out = tiny_engine.generate([7, 8], max_new_tokens=30, mode="lossless", **options)
     assert out.tokens == expected[: expected.index(stop) + 1]
     assert out.finish_reason == "stop"
 
@@ -126,16 +128,20 @@ def test_a_stop_token_ends_it_also_in_the_middle_of_a_block(
 def test_the_context_is_filled_to_its_last_place(tiny: TinyModel, tmp_path: Path, room: int, lookup: int) -> None:
     short = TinyModel(context=10 + room)
     engine = load(short.write(tmp_path / "b"))
-    full = engine.generate([1, 2, 3], 100, mode="full")
+    full = engine.generate([1, 2, 3], max_new_tokens=100, mode="full")
     assert full.finish_reason == "context"
-    out = engine.generate([1, 2, 3], 100, mode="lossless", threshold=ALWAYS, max_pending=4, prompt_lookup=lookup)
+    out = engine.generate(
+        [1, 2, 3], max_new_tokens=100, mode="lossless", threshold=ALWAYS, max_pending=4, prompt_lookup=lookup
+    )
     assert (out.tokens, out.finish_reason) == (full.tokens, "context")
 
 
 def test_a_stream_can_be_left_at_any_token(tiny: TinyModel, tiny_engine: Engine) -> None:
     expected, _ = tiny.reference_greedy([5], [NEVER_EXIT, NEVER_EXIT], 12)
     for count in range(1, 12):
-        stream = tiny_engine.stream([5], 12, mode="lossless", threshold=ALWAYS, max_pending=5, prompt_lookup=2)
+        stream = tiny_engine.stream(
+            [5], max_new_tokens=12, mode="lossless", threshold=ALWAYS, max_pending=5, prompt_lookup=2
+        )
         assert [next(stream) for _ in range(count)] == expected[:count]
         assert stream.finish_reason is None
 
@@ -162,7 +168,7 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
         counts: Counter = Counter()
         for seed in range(draws):
             out = engine.generate(
-                PROMPT, LENGTH, mode=mode, threshold=ALWAYS, min_layers=0,
+                PROMPT, max_new_tokens=LENGTH, mode=mode, threshold=ALWAYS, min_layers=0,
                 temperature=temperature, top_p=top_p, seed=seed,
             )  # fmt: skip
             counts[tuple(out.tokens)] += 1
@@ -179,7 +185,9 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
 
 def test_the_same_seed_gives_the_same_tokens(small_engine: Engine) -> None:
     def draw(seed: int) -> list[int]:
-        return small_engine.generate(PROMPT, 40, mode="lossless", threshold=ALWAYS, temperature=1.0, seed=seed).tokens
+        return small_engine.generate(
+            PROMPT, max_new_tokens=40, mode="lossless", threshold=ALWAYS, temperature=1.0, seed=seed
+        ).tokens
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)
@@ -188,10 +196,18 @@ def test_the_same_seed_gives_the_same_tokens(small_engine: Engine) -> None:
 def test_the_bundle_says_how_to_draft(tmp_path: Path) -> None:
     tiny = TinyModel()
     never = Drafting(thresholds=(1.0, 1.0), max_drafts=3, prompt_lookup=0, min_match=1, tuning={})
-    assert not load(tiny.write(tmp_path / "never", drafting=never)).generate([1], 9, mode="lossless").stats.drafted
+    assert (
+        not load(tiny.write(tmp_path / "never", drafting=never))
+        .generate([1], max_new_tokens=9, mode="lossless")
+        .stats.drafted
+    )
     late = Drafting(thresholds=(1.0, 0.0), max_drafts=3, prompt_lookup=5, min_match=1, tuning={})
     # min_layers guards the quality of exits; drafts are verified.
-    stats = load(tiny.write(tmp_path / "late", drafting=late, min_layers=5)).generate([1], 30, mode="lossless").stats
+    stats = (
+        load(tiny.write(tmp_path / "late", drafting=late, min_layers=5))
+        .generate([1], max_new_tokens=30, mode="lossless")
+        .stats
+    )
     assert stats.drafted
     assert stats.exits_per_layer[2] == 0
     assert stats.lookup_drafted

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tide_export.errors import GenerationError
+from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.decoding.sampling import Sampler
 
 LOGITS = np.array([0.3, 2.0, -1.0, 2.0, 0.3, 1.2, -40.0, 0.3, 0.9, -0.2], np.float32)
@@ -143,9 +144,9 @@ def test_broken_logits_are_an_error(broken: float, temperature: float) -> None:
 )
 def test_options_out_of_range_are_named(options: dict) -> None:
     with pytest.raises(GenerationError, match=next(iter(options))):
-        Sampler(**options)
+        GenerationConfig(**options)
 
 
 def test_numpy_numbers_are_numbers() -> None:
-    sampler = Sampler(np.float32(0.5), np.int64(3), np.float64(0.9), np.uint8(1))  # type: ignore[arg-type]
-    assert (sampler.temperature, sampler.top_k, sampler.top_p) == (0.5, 3, 0.9)
+    config = GenerationConfig(temperature=np.float32(0.5), top_k=np.int64(3), top_p=np.float64(0.9), seed=np.uint8(1))  # type: ignore[arg-type]
+    assert (config.temperature, config.top_k, config.top_p, config.seed) == (0.5, 3, 0.9, 1)

@@ -31,7 +31,7 @@ def engine(demo_bundle: Path) -> Engine:
 
 def alone(engine: Engine, prompts: list[list[int]], **options) -> list[Generation]:
     depth = {} if options.get("mode") == "full" else {"min_layers": 0}
-    return [engine.generate(prompt, NEW_TOKENS, **depth, **options) for prompt in prompts]
+    return [engine.generate(prompt, max_new_tokens=NEW_TOKENS, **depth, **options) for prompt in prompts]
 
 
 def same(together: list[Generation], one_by_one: list[Generation]) -> bool:
@@ -44,7 +44,7 @@ def same(together: list[Generation], one_by_one: list[Generation]) -> bool:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_full_depth_is_that_of_one_by_one(engine: Engine, prompts: list[list[int]], count: int) -> None:
-    together = engine.generate(prompts[:count], NEW_TOKENS, mode="full")
+    together = engine.generate(prompts[:count], max_new_tokens=NEW_TOKENS, mode="full")
     expected = alone(engine, prompts[:count], mode="full")
     assert same(together, expected)
     assert [one.stats.layers_run for one in together] == [one.stats.layers_run for one in expected]
@@ -58,17 +58,17 @@ def test_exits_are_those_of_one_by_one(
     expected = alone(engine, prompts, **options)
     exits = {layers for one in expected for layers in one.stats.exit_layer}
     assert exits > {3, 12}, "some leave early, some later, some never"
-    apart = engine.generate(prompts, NEW_TOKENS, min_layers=0, compaction_threshold=1.0, **options)
+    apart = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, compaction_threshold=1.0, **options)
     assert same(apart, expected)
     for one, other in zip(apart, expected, strict=True):
         assert one.stats.layers_run == other.stats.layers_run
         assert one.stats.layer_tokens_run == other.stats.layer_tokens_run
         assert one.stats.layer_tokens_total == other.stats.layer_tokens_total
     for share in (0.0, 0.5):
-        along = engine.generate(prompts, NEW_TOKENS, min_layers=0, compaction_threshold=share, **options)
+        along = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, compaction_threshold=share, **options)
         assert same(along, expected)
     # Whoever could wait caught up along, so more passes were run.
-    along = engine.generate(prompts, NEW_TOKENS, min_layers=0, compaction_threshold=0.0, **options)
+    along = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, compaction_threshold=0.0, **options)
     assert sum(sum(one.stats.layers_run) for one in along) > sum(sum(one.stats.layers_run) for one in apart)
 
 
@@ -109,10 +109,11 @@ def _record(segment, runs: list[list[int]]) -> None:
 def test_every_sequence_draws_from_its_own_seed(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
     options = {"threshold": mixed, "temperature": 0.9, "top_p": 0.95}
     assert same(
-        engine.generate(prompts, NEW_TOKENS, min_layers=0, seed=7, **options), alone(engine, prompts, seed=7, **options)
+        engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, seed=7, **options),
+        alone(engine, prompts, seed=7, **options),
     )
     seeds = [3, 1, 4, 1, 5]
-    together = engine.generate(prompts, NEW_TOKENS, min_layers=0, seed=seeds, **options)
+    together = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, seed=seeds, **options)
     pairs = zip(prompts, seeds, strict=True)
     assert same(together, [alone(engine, [prompt], seed=seed, **options)[0] for prompt, seed in pairs])
 
@@ -120,7 +121,7 @@ def test_every_sequence_draws_from_its_own_seed(engine: Engine, prompts: list[li
 def test_sequences_end_one_by_one(engine: Engine, prompts: list[list[int]]) -> None:
     tokens = [one.tokens for one in alone(engine, prompts, mode="full", stop_token_ids=[])]
     stops = [tokens[0][2], tokens[3][7]]
-    together = engine.generate(prompts, NEW_TOKENS, mode="full", stop_token_ids=stops)
+    together = engine.generate(prompts, max_new_tokens=NEW_TOKENS, mode="full", stop_token_ids=stops)
     assert same(together, alone(engine, prompts, mode="full", stop_token_ids=stops))
     assert len({len(one.tokens) for one in together}) > 1
     assert "stop" in {one.finish_reason for one in together}
@@ -147,15 +148,15 @@ def test_the_context_s_end(engine: Engine, demo_text_ids: list[int]) -> None:
     assert context is not None
     long = (demo_text_ids * (1 + context // len(demo_text_ids)))[: context - 3]
     short = demo_text_ids[:5]
-    one, other = engine.generate([long, short], 8, mode="full", stop_token_ids=[])
+    one, other = engine.generate([long, short], max_new_tokens=8, mode="full", stop_token_ids=[])
     assert (len(one.tokens), one.finish_reason) == (4, "context")
     assert (len(other.tokens), other.finish_reason) == (8, "length")
-    assert one.tokens == engine.generate(long, 8, mode="full", stop_token_ids=[]).tokens
+    assert one.tokens == engine.generate(long, max_new_tokens=8, mode="full", stop_token_ids=[]).tokens
 
 
 def test_kv_buffers_grow(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
     monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)
-    found = engine.generate(prompts, NEW_TOKENS, min_layers=0, threshold=mixed)
+    found = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, threshold=mixed)
     assert same(found, alone(engine, prompts, threshold=mixed))
 
 
@@ -185,15 +186,21 @@ def test_what_is_refused(engine: Engine, prompts: list, options: dict, says: str
 
 
 def test_an_array_of_prompts(engine: Engine) -> None:
-    found = engine.generate(np.array([[5, 6], [7, 8]]), 3, mode="full")
-    assert same(found, [engine.generate([5, 6], 3, mode="full"), engine.generate([7, 8], 3, mode="full")])
+    found = engine.generate(np.array([[5, 6], [7, 8]]), max_new_tokens=3, mode="full")
+    assert same(
+        found,
+        [
+            engine.generate([5, 6], max_new_tokens=3, mode="full"),
+            engine.generate([7, 8], max_new_tokens=3, mode="full"),
+        ],
+    )
 
 
 def test_a_bundle_without_networks_for_batches(demo_bundle: Path, tmp_path: Path) -> None:
     engine = load(without(demo_bundle, tmp_path / "old", "batch/"), threads=1)
-    assert len(engine.generate([5], 2).tokens) == 2
+    assert len(engine.generate([5], max_new_tokens=2).tokens) == 2
     with pytest.raises(GenerationError, match="holds no networks for batches"):
-        engine.generate([[5], [6]], 2)
+        engine.generate([[5], [6]], max_new_tokens=2)
 
 
 def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
@@ -202,10 +209,10 @@ def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
         shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_08_", "_04_"))
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
     with pytest.raises(BundleError, match="slots_04_segment_00"):
-        load(folder, threads=1).generate([[5], [6]], 2)
+        load(folder, threads=1).generate([[5], [6]], max_new_tokens=2)
 
 
 def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
     bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
     with pytest.raises(GenerationError, match="propagates"):
-        Engine(bundle, engine._session).generate([[5], [6]], 2, mode="lossless")
+        Engine(bundle, engine._session).generate([[5], [6]], max_new_tokens=2, mode="lossless")

@@ -36,7 +36,9 @@ def prompts(demo_text_ids: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def full(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    return [engine.generate(prompt, NEW_TOKENS, mode="full", stop_token_ids=[]).tokens for prompt in prompts]
+    return [
+        engine.generate(prompt, max_new_tokens=NEW_TOKENS, mode="full", stop_token_ids=[]).tokens for prompt in prompts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,8 @@ def test_greedy_tokens_are_the_full_model_s(
     options = {"threshold": mixed if exits == "mixed" else ALWAYS, "max_pending": max_pending, "prompt_lookup": lookup}
     options |= {"mode": "lossless", "stop_token_ids": []}
     together = {
-        share: engine.generate(prompts, NEW_TOKENS, compaction_threshold=share, **options) for share in (None, 0.5, 1.0)
+        share: engine.generate(prompts, max_new_tokens=NEW_TOKENS, compaction_threshold=share, **options)
+        for share in (None, 0.5, 1.0)
     }
     for found in together.values():
         assert tokens_of(found) == full
@@ -88,7 +91,7 @@ def test_greedy_tokens_are_the_full_model_s(
             assert stats.remaining_tokens == NEW_TOKENS - stats.accepted
     # Each by itself: the very steps that it takes alone.
     for one, prompt in zip(together[1.0], prompts, strict=True):
-        assert counts(one) == counts(engine.generate(prompt, NEW_TOKENS, **options))
+        assert counts(one) == counts(engine.generate(prompt, max_new_tokens=NEW_TOKENS, **options))
     drafted, accepted = (sum(getattr(one.stats, name) for one in together[None]) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted, "drafts stand, and fall"
     assert (sum(one.stats.lookup_drafted for one in together[None]) > 0) == bool(lookup)
@@ -155,9 +158,14 @@ def test_coming_along_saves_steps(engine: Engine, prompts: list[list[int]], mixe
     deep = {}
     for share in (None, 1.0):
         engine.generate(
-            prompts[:4], NEW_TOKENS, mode="lossless", threshold=mixed, prompt_lookup=0, stop_token_ids=[],
+            prompts[:4],
+            max_new_tokens=NEW_TOKENS,
+            mode="lossless",
+            threshold=mixed,
+            prompt_lookup=0,
+            stop_token_ids=[],
             compaction_threshold=share,
-        )  # fmt: skip
+        )
         deep[share] = len(runs)
         runs.clear()
     assert deep[None] < deep[1.0]
@@ -167,12 +175,15 @@ def test_drawn_tokens_are_those_drawn_alone(engine: Engine, prompts: list[list[i
     """Also where others verify in between: the random numbers are used up in the same order."""
     options = {"mode": "lossless", "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
     seeds = [3, 1, 4, 1, 5, 9]
-    together = engine.generate(prompts, NEW_TOKENS, seed=seeds, **options)
-    alone = [engine.generate(ids, NEW_TOKENS, seed=seed, **options) for ids, seed in zip(prompts, seeds, strict=True)]
+    together = engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, **options)
+    alone = [
+        engine.generate(ids, max_new_tokens=NEW_TOKENS, seed=seed, **options)
+        for ids, seed in zip(prompts, seeds, strict=True)
+    ]
     assert [counts(one) for one in together] == [counts(one) for one in alone]
     drafted, accepted = (sum(getattr(one.stats, name) for one in together) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
-    assert tokens_of(together) != tokens_of(engine.generate(prompts, NEW_TOKENS, seed=7, **options))
+    assert tokens_of(together) != tokens_of(engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options))
 
 
 @pytest.mark.parametrize("lookup", [0, 7])
@@ -182,7 +193,7 @@ def test_a_stop_token_ends_its_own_sequence(
 ) -> None:
     stops = [full[0][2], full[3][7], full[4][11]]
     options = {"threshold": ALWAYS, "max_pending": 5, "prompt_lookup": lookup, "stop_token_ids": stops}
-    found = engine.generate(prompts, NEW_TOKENS, mode="lossless", compaction_threshold=share, **options)
+    found = engine.generate(prompts, max_new_tokens=NEW_TOKENS, mode="lossless", compaction_threshold=share, **options)
     for one, tokens in zip(found, full, strict=True):
         end = next((number for number, token in enumerate(tokens) if token in stops), None)
         assert one.tokens == (tokens if end is None else tokens[: end + 1])
@@ -194,9 +205,9 @@ def test_a_stop_token_ends_its_own_sequence(
 def test_not_one_token_more_than_asked_for(
     engine: Engine, prompts: list[list[int]], full: list[list[int]], most: int
 ) -> None:
-    found = engine.generate(prompts, most, mode="lossless", threshold=ALWAYS, stop_token_ids=[])
+    found = engine.generate(prompts, max_new_tokens=most, mode="lossless", threshold=ALWAYS, stop_token_ids=[])
     assert tokens_of(found) == [tokens[:most] for tokens in full]
-    assert engine.generate(np.zeros((0, 3), int), most, mode="lossless") == []
+    assert engine.generate(np.zeros((0, 3), int), max_new_tokens=most, mode="lossless") == []
 
 
 @pytest.mark.parametrize("lookup", [0, 6])
@@ -211,9 +222,14 @@ def test_the_context_is_filled_to_its_last_place(
         )
         short._batch_networks = engine._batch_networks
         one, other = short.generate(
-            [prompts[1], prompts[0]], 15, mode="lossless", threshold=ALWAYS, max_pending=4, prompt_lookup=lookup,
+            [prompts[1], prompts[0]],
+            max_new_tokens=15,
+            mode="lossless",
+            threshold=ALWAYS,
+            max_pending=4,
+            prompt_lookup=lookup,
             stop_token_ids=[],
-        )  # fmt: skip
+        )
         assert (one.tokens, one.finish_reason) == (full[1][: room + 1], "context")
         assert (other.tokens, other.finish_reason) == (full[0][:15], "length")
 
@@ -230,7 +246,9 @@ def test_more_prompts_than_places(
     assert engine._batch_networks is not None
     monkeypatch.setattr(engine._batch_networks, "_opened", engine._batch_networks._open(4))
     monkeypatch.setattr(Batch, "join", lambda batch: places.append(batch.free) or join(batch))
-    found = engine.generate(prompts + prompts[::-1], NEW_TOKENS, mode="lossless", threshold=mixed, stop_token_ids=[])
+    found = engine.generate(
+        prompts + prompts[::-1], max_new_tokens=NEW_TOKENS, mode="lossless", threshold=mixed, stop_token_ids=[]
+    )
     assert tokens_of(found) == full + full[::-1]
     assert len(places) == 12
     assert min(places) < 3, "several at a time"
@@ -239,7 +257,7 @@ def test_more_prompts_than_places(
 def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]], full: list[list[int]]) -> None:
     never = engine.drafting_as(Drafting((1.0,) * 3, 0, 0, 1, {}))
     never._batch_networks = engine._batch_networks
-    found = never.generate(prompts[:2], NEW_TOKENS, mode="lossless", stop_token_ids=[])
+    found = never.generate(prompts[:2], max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full[:2]
     assert not any(one.stats.drafted for one in found)
 

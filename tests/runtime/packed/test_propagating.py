@@ -29,7 +29,7 @@ def engine(propagating_bundle: Path) -> Engine:
 
 
 def alone(engine: Engine, prompts: list[list[int]], **options) -> list[Generation]:
-    return [engine.generate(prompt, NEW_TOKENS, **options) for prompt in prompts]
+    return [engine.generate(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in prompts]
 
 
 def same(together: list[Generation], one_by_one: list[Generation]) -> bool:
@@ -46,7 +46,7 @@ def test_a_list_is_as_one_by_one(engine: Engine, prompts: list[list[int]], mixed
     for options in ({"mode": "full"}, {"threshold": mixed}, {"threshold": 0.0}):
         options |= {"stop_token_ids": []} | ({"min_layers": 0} if "threshold" in options else {})
         expected = alone(engine, prompts[:count], **options)
-        assert same(engine.generate(prompts[:count], NEW_TOKENS, **options), expected), options
+        assert same(engine.generate(prompts[:count], max_new_tokens=NEW_TOKENS, **options), expected), options
         if count == 5 and options.get("threshold") == mixed:
             exits = {layers for one in expected for layers in one.stats.exit_layer}
             assert exits > {3, 12}, "some leave early, some later, some never"
@@ -97,21 +97,21 @@ def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]])
 def test_there_is_nothing_to_choose(engine: Engine) -> None:
     for name, value in (("compaction_threshold", 0.5), ("max_pending", 4)):
         with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache: .* propagates, so that nothing"):
-            engine.generate([[5], [6]], 2, **{name: value})
+            engine.generate([[5], [6]], max_new_tokens=2, **{name: value})
     with pytest.raises(GenerationError, match="max_pending is for an exact K/V cache"):
-        engine.stream([5], 2, max_pending=4)
+        engine.stream([5], max_new_tokens=2, max_pending=4)
     with pytest.raises(GenerationError, match="propagates"):
-        engine.generate([[5], [6]], 2, mode="lossless")
+        engine.generate([[5], [6]], max_new_tokens=2, mode="lossless")
 
 
 def test_networks_that_are_missing_or_others(propagating_bundle: Path, tmp_path: Path) -> None:
     old = load(without(propagating_bundle, tmp_path / "old", "batch/"), threads=1)
-    assert len(old.generate([5], 2).tokens) == 2
+    assert len(old.generate([5], max_new_tokens=2).tokens) == 2
     with pytest.raises(GenerationError, match="holds no networks for batches"):
-        old.generate([[5], [6]], 2)
+        old.generate([[5], [6]], max_new_tokens=2)
     folder, wrong = tmp_path / "mixed", names.batch_file(names.skipped(1))
     without(propagating_bundle, folder, wrong)
     shutil.copyfile(propagating_bundle / names.batch_file(names.skipped(2)), folder / wrong)
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
     with pytest.raises(BundleError, match="batch/skipped_01"):
-        load(folder, threads=1).generate([[5], [6]], 2)
+        load(folder, threads=1).generate([[5], [6]], max_new_tokens=2)

@@ -119,15 +119,15 @@ def test_generation_and_its_statistics_are_the_same(branched, segmented, demo_te
         {"temperature": 0.8, "seed": 3},
         {"mode": "lossless"},
     ):
-        a = branched.generate(demo_text_ids[:30], 24, **options)
-        b = segmented.generate(demo_text_ids[:30], 24, **options)
+        a = branched.generate(demo_text_ids[:30], max_new_tokens=24, **options)
+        b = segmented.generate(demo_text_ids[:30], max_new_tokens=24, **options)
         assert b.tokens == a.tokens
         assert (b.stats.exit_layer, b.stats.layers_run) == (a.stats.exit_layer, a.stats.layers_run)
         assert b.stats.layer_tokens_run == a.stats.layer_tokens_run
 
 
 def test_a_lane_is_used_again_by_the_next_sequence_and_by_no_other(segmented, backend, demo_text_ids) -> None:
-    alone = segmented.generate(demo_text_ids[:20], 12, threshold=0.5).tokens
+    alone = segmented.generate(demo_text_ids[:20], max_new_tokens=12, threshold=0.5).tokens
     gc.collect()
     free = len(backend._free)
     first, second = segmented.start([0.5] * 3), segmented.start([0.5] * 3)
@@ -141,7 +141,7 @@ def test_a_lane_is_used_again_by_the_next_sequence_and_by_no_other(segmented, ba
     results: dict[int, list[int]] = {}
 
     def work(number: int) -> None:
-        results[number] = segmented.generate(demo_text_ids[:20], 12, threshold=0.5).tokens
+        results[number] = segmented.generate(demo_text_ids[:20], max_new_tokens=12, threshold=0.5).tokens
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -156,7 +156,7 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, device: st
     """What a model leaves that overflows: in K/V, in what waits, in what is padded with."""
     engine: Engine = request.getfixturevalue(device)
     options = {"threshold": [0.3, 0.5, 0.7], "min_layers": 0, "max_pending": 3}
-    alone = engine.generate(demo_text_ids[:20], 12, **options).tokens
+    alone = engine.generate(demo_text_ids[:20], max_new_tokens=12, **options).tokens
     overflown = engine.start([0.5] * 3)
     for count in (50, 5, 1):
         overflown.step(demo_text_ids[100 : 100 + count])
@@ -177,7 +177,7 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, device: st
     assert np.isfinite(following.step([7], full=True).logits).all()  # over three tokens, padded to four
     del following
     gc.collect()
-    assert engine.generate(demo_text_ids[:20], 12, **options).tokens == alone
+    assert engine.generate(demo_text_ids[:20], max_new_tokens=12, **options).tokens == alone
 
 
 def fill_with_nan(address: int, size: int) -> None:

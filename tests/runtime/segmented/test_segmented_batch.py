@@ -26,7 +26,10 @@ PLACES = 3
 
 
 def one_by_one(engine: Engine, prompts: list[list[int]], **options) -> list:
-    return [engine.generate(prompt, NEW_TOKENS, stop_token_ids=[], min_layers=0, **options) for prompt in prompts]
+    return [
+        engine.generate(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=[], min_layers=0, **options)
+        for prompt in prompts
+    ]
 
 
 def assert_same(together: list, alone: list, passes: bool = True) -> None:
@@ -50,7 +53,7 @@ def test_tokens_exits_and_passes_are_those_of_one_by_one(engines, max_pending: i
     assert {layers for one in alone for layers in one.stats.exit_layer} == {*CHECKPOINTS, LAYERS}
     for share in (1.0, 0.5, 0.0):
         together = networks.generate(
-            PROMPTS, NEW_TOKENS, stop_token_ids=[], min_layers=0, compaction_threshold=share, **options
+            PROMPTS, max_new_tokens=NEW_TOKENS, stop_token_ids=[], min_layers=0, compaction_threshold=share, **options
         )
         assert_same(together, alone, passes=share == 1.0)
     if 0 < max_pending < 1000:  # whoever could wait came along, so more passes were run
@@ -60,12 +63,15 @@ def test_tokens_exits_and_passes_are_those_of_one_by_one(engines, max_pending: i
 def test_full_depth_and_every_sequence_s_own_random_numbers(engines) -> None:
     graph, networks, thresholds = engines
     full = {"mode": "full", "stop_token_ids": []}
-    alone = [graph.generate(prompt, NEW_TOKENS, **full) for prompt in PROMPTS]
-    assert_same(networks.generate(PROMPTS, NEW_TOKENS, **full), alone)
+    alone = [graph.generate(prompt, max_new_tokens=NEW_TOKENS, **full) for prompt in PROMPTS]
+    assert_same(networks.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **full), alone)
     options = {"threshold": thresholds, "min_layers": 0, "temperature": 0.9, "stop_token_ids": []}
     seeds = [3, 1, 4, 1, 5]
-    alone = [graph.generate(prompt, NEW_TOKENS, seed=n, **options) for prompt, n in zip(PROMPTS, seeds, strict=True)]
-    assert_same(networks.generate(PROMPTS, NEW_TOKENS, seed=seeds, **options), alone)
+    alone = [
+        graph.generate(prompt, max_new_tokens=NEW_TOKENS, seed=n, **options)
+        for prompt, n in zip(PROMPTS, seeds, strict=True)
+    ]
+    assert_same(networks.generate(PROMPTS, max_new_tokens=NEW_TOKENS, seed=seeds, **options), alone)
 
 
 def test_a_recording_device_gives_the_same(engines, fake_gpu: Engine, fake: FakeCudart, monkeypatch) -> None:
@@ -76,7 +82,7 @@ def test_a_recording_device_gives_the_same(engines, fake_gpu: Engine, fake: Fake
         monkeypatch.setattr("tide_export.runtime.segmented.cuda.MOST_GRAPHS", most)
         options = {"threshold": thresholds, "max_pending": max_pending}
         before = fake.launches
-        together = fake_gpu.generate(PROMPTS, NEW_TOKENS, stop_token_ids=[], min_layers=0, **options)
+        together = fake_gpu.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_token_ids=[], min_layers=0, **options)
         assert_same(together, one_by_one(graph, PROMPTS, **options))
         assert fake.launches - before > 2 * NEW_TOKENS
         (lane,) = fake_gpu._session._free_batches
@@ -149,7 +155,7 @@ def test_the_context_is_the_end_of_one_and_a_failed_step_changes_nothing(engines
     alone = one_by_one(graph, prompts, threshold=thresholds)
     assert [one.finish_reason for one in alone] == ["length", "context", "length"]
     options = {"stop_token_ids": [], "min_layers": 0, "threshold": thresholds}
-    assert_same(networks.generate(prompts, NEW_TOKENS, **options), alone, passes=False)
+    assert_same(networks.generate(prompts, max_new_tokens=NEW_TOKENS, **options), alone, passes=False)
     batch = networks.start_batch(thresholds, 4, 1.0, 2)
     first, second = batch.join(), batch.join()
     batch.step({first: [5], second: long})
@@ -201,15 +207,15 @@ def test_a_lane_serves_the_next_batch_and_a_larger_one_takes_its_place(engines) 
     backend = networks._session
     backend._free_batches.clear()
     options = {"threshold": thresholds, "min_layers": 0}
-    networks.generate([[5], [6]], 4, **options)
+    networks.generate([[5], [6]], max_new_tokens=4, **options)
     gc.collect()
     (small,) = backend._free_batches
     assert small.rows == 2
-    networks.generate([[5], [6], [7]], 4, **options)
+    networks.generate([[5], [6], [7]], max_new_tokens=4, **options)
     gc.collect()
     (large,) = backend._free_batches
     assert large.rows == 3
-    networks.generate([[5], [6]], 4, **options)
+    networks.generate([[5], [6]], max_new_tokens=4, **options)
     gc.collect()
     assert backend._free_batches == [large]
 
@@ -221,7 +227,7 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, engines, d
     engine = networks if device == "host" else request.getfixturevalue(device)
     options = {"threshold": thresholds, "min_layers": 0, "max_pending": 3}
     engine._session._free_batches.clear()
-    alone = engine.generate(PROMPTS[:3], NEW_TOKENS, **options)
+    alone = engine.generate(PROMPTS[:3], max_new_tokens=NEW_TOKENS, **options)
     gc.collect()
     (lane,) = engine._session._free_batches
 
@@ -254,17 +260,17 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, engines, d
     overflow([])
     step({0: [7], 2: [7]}, full=(0, 2))  # the place between them has nothing to run, and takes part as padding
     step({1: [8]}, full=(1,))
-    assert_same(engine.generate(PROMPTS[:3], NEW_TOKENS, **options), alone)
+    assert_same(engine.generate(PROMPTS[:3], max_new_tokens=NEW_TOKENS, **options), alone)
 
 
 def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCudart) -> None:
     _, networks, _ = engines
     fake.limit = 1 << 18
     with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
-        fake_gpu.generate([[5], [6]], 4)
+        fake_gpu.generate([[5], [6]], max_new_tokens=4)
     backend = networks._session
     alone = type(backend)(
         networks.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_lane
     )
     with pytest.raises(GenerationError, match=r"take one sequence at a time .* or use provider 'cpu'"):
-        Engine(networks.bundle, alone, SegmentedState).generate([[5], [6]], 4)
+        Engine(networks.bundle, alone, SegmentedState).generate([[5], [6]], max_new_tokens=4)

@@ -29,7 +29,9 @@ SETTINGS = [("mixed", 1, 0), ("mixed", 4, 6), ("always", 4, 0), ("always", 2, 6)
 @pytest.fixture(scope="module")
 def full(engines) -> list[list[int]]:
     graph, _, _ = engines
-    return [graph.generate(prompt, NEW_TOKENS, mode="full", stop_token_ids=[]).tokens for prompt in PROMPTS]
+    return [
+        graph.generate(prompt, max_new_tokens=NEW_TOKENS, mode="full", stop_token_ids=[]).tokens for prompt in PROMPTS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +74,18 @@ def test_greedy_tokens_are_the_full_model_s(
     options = options_of(thresholds, exits, max_pending, lookup)
     some = PROMPTS[1:4]  # as many as all engines have places for
     for share in (None, 0.5, 1.0):  # whoever comes along: the very decisions of the branched graph
-        together = networks.generate(some, NEW_TOKENS, compaction_threshold=share, **options)
-        assert decisions(together) == decisions(graph.generate(some, NEW_TOKENS, compaction_threshold=share, **options))
-    alone = [graph.generate(prompt, NEW_TOKENS, **options) for prompt in PROMPTS]
+        together = networks.generate(some, max_new_tokens=NEW_TOKENS, compaction_threshold=share, **options)
+        assert decisions(together) == decisions(
+            graph.generate(some, max_new_tokens=NEW_TOKENS, compaction_threshold=share, **options)
+        )
+    alone = [graph.generate(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in PROMPTS]
     assert decisions(together) == decisions(alone[1:4])
-    assert tokens_of(networks.generate(PROMPTS, NEW_TOKENS, **options)) == full
+    assert tokens_of(networks.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **options)) == full
     drafted, accepted = (sum(getattr(one.stats, name) for one in together) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted, "drafts stand, and fall"
     assert (sum(one.stats.lookup_drafted for one in together) > 0) == bool(lookup)
     many = PROMPTS + PROMPTS[::-1]
-    assert tokens_of(eight.generate(many, NEW_TOKENS, **options)) == full + full[::-1]
+    assert tokens_of(eight.generate(many, max_new_tokens=NEW_TOKENS, **options)) == full + full[::-1]
 
 
 @pytest.mark.parametrize(("exits", "max_pending", "lookup"), SETTINGS[1:4])
@@ -91,9 +95,9 @@ def test_a_recording_device_gives_the_same(
     """Memory that is NaN until it is set, work done late, and a head that takes two tokens a run."""
     graph, _, thresholds = engines
     options = options_of(thresholds, exits, max_pending, lookup)
-    assert tokens_of(fake_gpu.generate(PROMPTS, NEW_TOKENS, **options)) == full
-    found = fake_gpu.generate(PROMPTS[1:4], NEW_TOKENS, **options)
-    assert decisions(found) == decisions(graph.generate(PROMPTS[1:4], NEW_TOKENS, **options))
+    assert tokens_of(fake_gpu.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **options)) == full
+    found = fake_gpu.generate(PROMPTS[1:4], max_new_tokens=NEW_TOKENS, **options)
+    assert decisions(found) == decisions(graph.generate(PROMPTS[1:4], max_new_tokens=NEW_TOKENS, **options))
 
 
 @pytest.mark.parametrize("places", range(1, 9))
@@ -101,7 +105,7 @@ def test_any_number_of_places(engines, eight: Engine, full: list[list[int]], pla
     _, _, thresholds = engines
     options = options_of(thresholds, "mixed", 3, 4)
     prompts = [PROMPTS[number % 5] for number in range(places)]
-    found = eight.generate(prompts, 9, **options)
+    found = eight.generate(prompts, max_new_tokens=9, **options)
     assert tokens_of(found) == [full[number % 5][:9] for number in range(places)]
 
 
@@ -194,9 +198,11 @@ def test_drawn_tokens_are_those_drawn_alone(engines, fake_gpu: Engine) -> None:
     options = {"mode": "lossless", "threshold": thresholds, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
     options |= {"stop_token_ids": []}
     seeds = [3, 1, 4, 1, 5]
-    alone = [graph.generate(ids, 16, seed=seed, **options) for ids, seed in zip(PROMPTS, seeds, strict=True)]
+    alone = [
+        graph.generate(ids, max_new_tokens=16, seed=seed, **options) for ids, seed in zip(PROMPTS, seeds, strict=True)
+    ]
     for engine in (networks, fake_gpu):
-        assert decisions(engine.generate(PROMPTS, 16, seed=seeds, **options)) == decisions(alone)
+        assert decisions(engine.generate(PROMPTS, max_new_tokens=16, seed=seeds, **options)) == decisions(alone)
     drafted, accepted = (sum(getattr(one.stats, name) for one in alone) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
 
@@ -217,9 +223,15 @@ def test_drawn_tokens_are_distributed_as_the_full_model_s(engines) -> None:
         counts: Counter = Counter()
         for first in range(0, draws, 3):
             found = drafting.generate(
-                [prompt] * 3, 3, mode=mode, threshold=ALWAYS, min_layers=0, seed=[first, first + 1, first + 2],
-                stop_token_ids=[], **sampler,
-            )  # fmt: skip
+                [prompt] * 3,
+                max_new_tokens=3,
+                mode=mode,
+                threshold=ALWAYS,
+                min_layers=0,
+                seed=[first, first + 1, first + 2],
+                stop_token_ids=[],
+                **sampler,
+            )
             counts.update(tuple(one.tokens) for one in found)
         return deviation(counts, expected, draws)
 
@@ -233,7 +245,7 @@ def test_a_stop_token_ends_its_own_sequence(engines, full: list[list[int]], shar
     _, networks, _ = engines
     stops = [full[1][4], full[3][6], full[4][7]]
     options = options_of([], "always", 5, lookup) | {"stop_token_ids": stops}
-    found = networks.generate(PROMPTS, NEW_TOKENS, compaction_threshold=share, **options)
+    found = networks.generate(PROMPTS, max_new_tokens=NEW_TOKENS, compaction_threshold=share, **options)
     for one, tokens in zip(found, full, strict=True):
         end = next((number for number, token in enumerate(tokens) if token in stops), None)
         assert one.tokens == (tokens if end is None else tokens[: end + 1])
@@ -247,16 +259,16 @@ def test_the_context_is_filled_to_its_last_place(engines, lookup: int) -> None:
     graph, networks, _ = engines
     for room in (0, 1, 3, 6):
         prompts = [[5, 6], [TEXT[i % 40] for i in range(256 - room)], [8]]
-        alone = [graph.generate(prompt, 12, mode="full", stop_token_ids=[]) for prompt in prompts]
+        alone = [graph.generate(prompt, max_new_tokens=12, mode="full", stop_token_ids=[]) for prompt in prompts]
         assert [one.finish_reason for one in alone] == ["length", "context", "length"]
-        found = networks.generate(prompts, 12, **options_of([], "always", 4, lookup))
+        found = networks.generate(prompts, max_new_tokens=12, **options_of([], "always", 4, lookup))
         assert [(one.tokens, one.finish_reason) for one in found] == [(one.tokens, one.finish_reason) for one in alone]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_not_one_token_more_than_asked_for(engines, full: list[list[int]], most: int) -> None:
     _, networks, thresholds = engines
-    found = networks.generate(PROMPTS, most, **options_of(thresholds, "always", 4, 6))
+    found = networks.generate(PROMPTS, max_new_tokens=most, **options_of(thresholds, "always", 4, 6))
     assert tokens_of(found) == [tokens[:most] for tokens in full]
 
 
@@ -267,7 +279,9 @@ def test_coming_along_saves_runs_of_the_last_segment(engines, monkeypatch) -> No
     monkeypatch.setattr(BatchLane, "_launch", lambda lane, k, *rest: (runs.append(k), launch(lane, k, *rest)))
     deep = {}
     for share in (None, 1.0):
-        networks.generate(PROMPTS[:3], NEW_TOKENS, compaction_threshold=share, **options_of(thresholds, "mixed", 2, 0))
+        networks.generate(
+            PROMPTS[:3], max_new_tokens=NEW_TOKENS, compaction_threshold=share, **options_of(thresholds, "mixed", 2, 0)
+        )
         deep[share] = runs.count(2)
         runs.clear()
     assert deep[None] < deep[1.0]
@@ -279,7 +293,7 @@ def test_states_that_wait_for_verification_need_not_fit_what_was_set_aside(
     """More drafts than the bundle lets wait otherwise: the buffers before the segments grow while they hold some."""
     backend = fake_gpu._session
     backend._waiting_rows = 1
-    found = fake_gpu.generate(PROMPTS, NEW_TOKENS, **options_of([], "always", 20, 0))
+    found = fake_gpu.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **options_of([], "always", 20, 0))
     assert tokens_of(found) == full
     (lane,) = backend._free_batches
     assert lane._waiting_tokens >= 16

@@ -9,34 +9,15 @@ from math import isfinite
 import numpy as np
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.options import real_number, whole_number
 
 
 class Sampler:
     """Picks token ids by the options of one generation."""
 
-    def __init__(
-        self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | np.integer | None = None
-    ) -> None:
-        """Checks the options.
-
-        Args:
-            temperature: 0 is greedy; otherwise logits are divided by it.
-            top_k: keep the k most likely tokens; 0 keeps all.
-            top_p: keep the fewest most likely tokens whose probabilities (after top_k) add up to this or more.
-            seed: of the random numbers; None draws a new one.
-
-        Raises:
-            GenerationError: temperature below 0, top_k below 0, top_p outside (0, 1], seed below 0.
-        """
-        self.temperature = real_number("temperature", temperature)
-        if self.temperature < 0:
-            raise GenerationError(f"temperature must be 0 or more, not {temperature!r}")
-        self.top_k = whole_number("top_k", top_k, least=0)
-        self.top_p = real_number("top_p", top_p)
-        if not 0 < self.top_p <= 1:
-            raise GenerationError(f"top_p must be above 0 and at most 1, not {top_p!r}")
-        self._random = np.random.default_rng(None if seed is None else whole_number("seed", seed, least=0))
+    def __init__(self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None) -> None:
+        """Takes options as `GenerationConfig` checked them."""
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self._random = np.random.default_rng(seed)
 
     def __call__(self, logits: np.ndarray) -> int:
         """The next token for float logits [V]. Equal logits: greedy and top-k prefer the lowest id.

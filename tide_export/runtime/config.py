@@ -1,0 +1,173 @@
+"""The options of a generation, checked one by one before any work is done.
+
+What depends on a bundle (its vocabulary, context, checkpoints and defaults) is checked in `request`.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any, TypedDict
+
+import numpy as np
+
+from tide_export.errors import GenerationError
+from tide_export.thresholds.resolve import check_mode, check_threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How to generate. Lists and arrays are accepted and stored as tuples.
+
+    Attributes:
+        max_new_tokens: 1 or more.
+        mode: "exit" (tokens may exit at a checkpoint), "full" (the source model, layer for layer) or "lossless" (tokens
+            that exit are drafts, verified by the full model before they are returned: the tokens of "full", when
+            sampling its distribution, and faster where drafts are mostly accepted).
+        threshold: a router score above it exits; one in [0, 1], or one per checkpoint. None: the bundle's.
+        min_layers: checkpoints after fewer layers never exit. None: the bundle's, in lossless mode 0.
+        max_pending: tokens that may be pending before a segment is forced to run, in lossless mode drafts that may
+            await verification; changes speed, never tokens. None: the bundle's.
+        prompt_lookup: lossless mode: maximum length of a prompt-lookup draft, 0 for none; changes speed, never
+            tokens. None: the bundle's.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: sample from the k most likely tokens; 0 keeps all.
+        top_p: sample from the fewest most likely tokens whose probabilities (after top_k) sum to this or more.
+        seed: of the random numbers; None draws a new one. For a list of prompts, one seed for all or one for each.
+        stop_token_ids: tokens that end the generation. None: the model's end-of-sequence ids; empty: none.
+        compaction_threshold: for a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a
+            segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
+            speed, never tokens. None: the bundle's; in lossless mode 0, and with a temperature always 1, because when a
+            sequence is verified decides what it draws. Not where K/V are propagated: nothing is pending there.
+
+    Raises:
+        GenerationError: an option is of the wrong type or out of range.
+    """
+
+    max_new_tokens: int = 64
+    mode: str = "exit"
+    threshold: float | Sequence[float] | None = None
+    min_layers: int | None = None
+    max_pending: int | None = None
+    prompt_lookup: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | Sequence[int] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    compaction_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens, minimum=1))
+        check_mode(self.mode)
+        if self.threshold is not None:
+            self._set("threshold", _threshold(self.threshold))
+        for name in ("min_layers", "max_pending", "prompt_lookup"):
+            if getattr(self, name) is not None:
+                self._set(name, whole_number(name, getattr(self, name), minimum=0))
+        if real_number("temperature", self.temperature) < 0:
+            raise GenerationError(f"temperature must be 0 or more, not {self.temperature!r}")
+        self._set("temperature", float(self.temperature))
+        self._set("top_k", whole_number("top_k", self.top_k, minimum=0))
+        if not 0 < real_number("top_p", self.top_p) <= 1:
+            raise GenerationError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        self._set("top_p", float(self.top_p))
+        if isinstance(self.seed, list | tuple | np.ndarray):
+            self._set("seed", tuple(whole_number("seed", seed, minimum=0) for seed in self.seed))
+        elif self.seed is not None:
+            self._set("seed", whole_number("seed", self.seed, minimum=0))
+        if self.stop_token_ids is not None:
+            self._set("stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids).tolist()))
+        if self.compaction_threshold is not None:
+            share = real_number("compaction_threshold", self.compaction_threshold)
+            if not 0 <= share <= 1:
+                raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
+            self._set("compaction_threshold", share)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+class GenerationOptions(TypedDict, total=False):
+    """The fields of `GenerationConfig` as keyword arguments."""
+
+    max_new_tokens: int
+    mode: str
+    threshold: float | Sequence[float] | None
+    min_layers: int | None
+    max_pending: int | None
+    prompt_lookup: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | Sequence[int] | None
+    stop_token_ids: Sequence[int] | None
+    compaction_threshold: float | None
+
+
+def with_options(config: GenerationConfig | None, options: GenerationOptions) -> GenerationConfig:
+    """`config`, or the default one, with `options` in place of its fields."""
+    if config is None:
+        return GenerationConfig(**options)
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(f"config must be a GenerationConfig, not {config!r}: give single options by name")
+    return replace(config, **options) if options else config
+
+
+def whole_number(name: str, value: Any, minimum: int) -> int:
+    """`value` (int or numpy integer, no bool) as an int.
+
+    Raises:
+        GenerationError: it is not a whole number or below `minimum`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < minimum:
+        raise GenerationError(f"{name} must be a whole number, {minimum} or more, not {value!r}")
+    return number
+
+
+def real_number(name: str, value: Any) -> float:
+    """`value` (int, float or numpy number, no bool) as a finite float.
+
+    Raises:
+        GenerationError: it is not a finite number.
+    """
+    try:
+        number = float(value) if not isinstance(value, bool | str | bytes) else None
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or not isfinite(number):
+        raise GenerationError(f"{name} must be a number, not {value!r}")
+    return number
+
+
+def token_ids(what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """`ids` as an integer array [S].
+
+    Raises:
+        GenerationError: they are not a flat list of whole numbers.
+    """
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError):
+        array = None
+    if array is not None and array.shape == (0,):
+        return np.zeros(0, np.int64)
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+        raise GenerationError(f"{what} must be a flat list of whole numbers (token ids)")
+    return array
+
+
+def _threshold(value: Any) -> float | tuple[float, ...]:
+    """One threshold, or one per checkpoint, each in [0, 1]."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, int | float | list | tuple):
+        raise GenerationError(f"threshold must be a number or a list of numbers, not {value!r}")
+    values = [value] if isinstance(value, int | float) else value
+    for one in values:
+        check_threshold(one)
+    return value if isinstance(value, int | float) else tuple(value)
