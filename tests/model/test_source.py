@@ -328,3 +328,12 @@ def test_architecture_without_a_causal_lm(folder):
     (folder / "config.json").write_text(json.dumps({"model_type": "t5", "num_layers": 2}))
     with pytest.raises(ModelError, match=r"T5|t5"):
         load_model(folder)
+
+
+def test_release_frees_the_weights_and_the_model_no_longer_runs():
+    source = tiny("llama")
+    weight = source.model.lm_head.weight
+    source.release()
+    assert weight.numel() == 0
+    with pytest.raises(ModelError, match="was released"):
+        source.run(IDS, [1])

@@ -175,9 +175,10 @@ class SourceModel:
         return self.structure.head(self.model, normalized)
 
     def release(self) -> None:
-        """Frees the weights, even where others still refer to the model, as exporters and rewriters do."""
+        """Frees the weights, even where exporters still refer to the model; running it then raises ModelError."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.model.register_forward_pre_hook(_refuse_released)
 
 
 def load_model(
@@ -305,6 +306,10 @@ def _offloaded(model: nn.Module, name: str, key: str) -> torch.Tensor:
         if hook.weights_map is not None:
             return hook.weights_map[attribute]
     raise ModelError(f"model {name!r}: weight {key} is on no device and was not offloaded by accelerate either")
+
+
+def _refuse_released(*_: object) -> None:
+    raise ModelError("the source model was released: load it again")
 
 
 def _first_line(error: BaseException) -> str:

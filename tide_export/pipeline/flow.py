@@ -195,7 +195,7 @@ def _write_graphs(folder: Path, request: _Request) -> tuple[Manifest, list[Answe
     if given is not None:
         given.check(source, request.routers or "")
     if request.quantization is not None:
-        source = quantize_model(source, request.quantization, _texts(source, request))
+        quantize_model(source, request.quantization, _texts(source, request))
     if given is not None:
         given.check_quantization(source, request.routers or "")
         fitted, pieces = given, None

@@ -1,8 +1,7 @@
-"""Quantizes a loaded model: its matrices become blocks, and the model computes with what the blocks stand for."""
+"""Quantizes a loaded model in place: its matrices become blocks of integers, and it computes with their values."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from tide_export.errors import UnsupportedModelError
 from tide_export.model.quantized_weights import Blocks, QuantizedWeights
 from tide_export.model.source import SourceModel
 from tide_export.progress import stage
-from tide_export.quantize.gptq import enter_layers, quantize_layer, require_gptq
+from tide_export.quantize.gptq import quantize_layer, record_layer_inputs, require_gptq
 from tide_export.quantize.matrices import Matrix, find_matrices
 from tide_export.quantize.rounding import round_to_nearest
 
@@ -20,8 +19,8 @@ logger = logging.getLogger("tide_export")
 
 def quantize_model(
     source: SourceModel, settings: Quantization, sequences: Sequence[Sequence[int]] | None = None
-) -> SourceModel:
-    """`source` with quantized weights, changed in place; its `weights_sha256` stays that of the weights it had.
+) -> None:
+    """Quantizes the weights of `source` in place and sets its `quantized`; `weights_sha256` keeps the original hash.
 
     Args:
         sequences: texts as token ids, for a method that is calibrated.
@@ -34,11 +33,12 @@ def quantize_model(
     if settings.method == "gptq":
         require_gptq()
     matrices = find_matrices(source)
-    if not len(matrices):
+    total = len(matrices.all())
+    if not total:
         raise UnsupportedModelError(f"{source.architecture} has no matrix that can be quantized")
     blocks: dict[str, Blocks] = {}
     errors: list[tuple[float, float]] = []
-    with stage(f"quantizing the weights to {settings.bits} bits", total=len(matrices)) as advance:
+    with stage(f"quantizing the weights to {settings.bits} bits", total=total) as advance:
 
         def round_all(some: Sequence[Matrix]) -> None:
             for matrix in some:
@@ -48,25 +48,25 @@ def quantize_model(
                 errors.append(_squares(before, after))
                 advance(1)
 
-        round_all(matrices.around)
-        texts = enter_layers(source, sequences or ()) if settings.method == "gptq" else []
-        for number, (layer, products) in enumerate(zip(source.structure.layers, matrices.products, strict=True)):
+        round_all(matrices.outside)
+        texts = record_layer_inputs(source, sequences or ()) if settings.method == "gptq" else []
+        for number, (layer, linear) in enumerate(zip(source.structure.layers, matrices.linear, strict=True)):
             round_all(matrices.experts[number])
             if settings.method == "gptq":
-                before = {matrix.name: matrix.read() for matrix in products.values()}
-                found = quantize_layer(layer, number, products, texts, settings)
-                errors += [_squares(before[name], made.values()) for name, made in found.items()]
-                blocks |= found
-                advance(len(found))
+                before = {matrix.name: matrix.read() for matrix in linear.values()}
+                quantized = quantize_layer(layer, number, linear, texts, settings)
+                errors += [_squares(before[name], matrix.values()) for name, matrix in quantized.items()]
+                blocks |= quantized
+                advance(len(quantized))
             else:
-                round_all(list(products.values()))
-    if matrices.left:
-        logger.info("%d weights of the layers stay float32, such as %s", len(matrices.left), matrices.left[0])
+                round_all(list(linear.values()))
+    if names := matrices.unquantized:
+        logger.info("%d weights of the layers stay float32, such as %s", len(names), names[0])
     error, size = (sum(column) for column in zip(*errors, strict=True))
     logger.info("quantized %d matrices, which changed them by %.1f %%", len(blocks), 100 * (error / size) ** 0.5)
-    return replace(source, quantized=QuantizedWeights(settings, blocks))
+    source.quantized = QuantizedWeights(settings, blocks)
 
 
 def _squares(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
-    """Sum of squares of what quantizing changed, and of what was there."""
+    """Returns the sums of squares of the changes and of the original weights."""
     return float(np.square(after - before, dtype=np.float64).sum()), float(np.square(before, dtype=np.float64).sum())

@@ -1,13 +1,13 @@
-"""GPTQ: rounds the columns of a matrix one after the other and makes up for each error in the columns still to come.
+"""GPTQ: rounds the columns of a matrix one by one and compensates each error in the columns not yet rounded.
 
-Frantar et al., https://arxiv.org/abs/2210.17323. What an error costs is told by the products of the matrix's inputs on
-text (its Hessian). The algorithm is Intel Neural Compressor's; here the layers are walked, each fed by what the layers
-before it give once they are quantized, and what it found is put into blocks. Called by `model.quantize_model`.
+Frantar et al., https://arxiv.org/abs/2210.17323. The Hessian of the matrix's inputs on text estimates the cost of an
+error. The algorithm is Intel Neural Compressor's; this module runs the layers in order, each on the outputs of the
+quantized layers before it, and packs the resulting integers.
 """
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,12 @@ DAMPING = 0.01  # of the Hessian's mean diagonal, added to it, as in the paper
 
 
 @dataclass
-class Text:
-    """One sequence on its way through the layers.
+class LayerInputs:
+    """The inputs of the layers for one sequence of S tokens.
 
     Attributes:
-        states: what goes into the next layer, [1, S, D].
-        calls: for every layer what its model calls it with beside the states, positional and named.
+        states: the next layer's hidden states, [1, S, D].
+        calls: the other arguments of every layer, positional and named.
     """
 
     states: torch.Tensor
@@ -40,101 +40,106 @@ class Text:
 
 
 def require_gptq() -> Any:
-    """The module that holds the algorithm.
+    """Imports the module with the algorithm.
 
     Raises:
         ConfigError: Neural Compressor is not installed.
     """
-    logging.disable(logging.WARNING)  # it announces the device it found, twice, and then sets its own level
+    # A filter, because importing it resets the level of its logger, and then logs the device it found.
+    logging.getLogger("neural_compressor").addFilter(_is_error)
     try:
         from neural_compressor.torch.algorithms.weight_only import gptq
     except ImportError as error:
         raise ConfigError(
             f"quantization gptq needs Neural Compressor ({error}): pip install 'tide_export[gptq]'"
         ) from None
-    finally:
-        logging.disable(logging.NOTSET)
-    logging.getLogger("neural_compressor").setLevel(logging.ERROR)
     return gptq
 
 
-@torch.no_grad()
-def enter_layers(source: SourceModel, sequences: Sequence[Sequence[int]]) -> list[Text]:
-    """Runs the model on each of `sequences` (token ids) and notes how it enters its layers."""
-    layers, texts = source.structure.layers, []
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
+
+@torch.no_grad()
+def record_layer_inputs(source: SourceModel, sequences: Sequence[Sequence[int]]) -> list[LayerInputs]:
+    """Runs the model on each of `sequences` (token ids) and records the arguments of its layers."""
+    texts = []
     for ids in sequences:
         calls: list[tuple[tuple, dict[str, Any]]] = []
 
-        def note(_module, args, kwargs, calls=calls):
+        def record(_module, args, kwargs, calls=calls):
             calls.append((args, dict(kwargs)))
 
-        handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-        try:
+        with ExitStack() as hooks:
+            for layer in source.structure.layers:
+                hooks.enter_context(layer.register_forward_pre_hook(record, with_kwargs=True))
             source.raw_states(torch.tensor([list(ids)], device=source.device), [])
-        finally:
-            for handle in handles:
-                handle.remove()
         args, kwargs = calls[0]
         states = args[0] if args else kwargs["hidden_states"]
-        without = [(a[1:], {k: v for k, v in kw.items() if k != "hidden_states"}) for a, kw in calls]
-        texts.append(Text(states, without))
+        others = [(a[1:], {k: v for k, v in kw.items() if k != "hidden_states"}) for a, kw in calls]
+        texts.append(LayerInputs(states, others))
     return texts
 
 
 @torch.no_grad()
 def quantize_layer(
-    layer: nn.Module, number: int, products: Mapping[nn.Module, Matrix], texts: Sequence[Text], settings: Quantization
+    layer: nn.Module,
+    number: int,
+    linear: Mapping[nn.Module, Matrix],
+    texts: Sequence[LayerInputs],
+    settings: Quantization,
 ) -> dict[str, Blocks]:
-    """Quantizes the matrices of one layer in place and moves `texts` behind it.
+    """Quantizes the matrices of one layer in place and advances `texts` to the next layer.
+
+    Args:
+        number: of the layer, from 0.
+        linear: the layer's matrices by module.
 
     Returns:
-        Their blocks by name.
+        The blocks by the name of the matrix.
 
     Raises:
         CalibrationError: the inputs of a matrix were NaN or infinite, or there were none.
     """
     gptq = require_gptq()
     solvers = {
-        module: gptq.GPTQ(nn.Linear(1, 1), torch.empty(matrix.read().shape)) for module, matrix in products.items()
+        module: gptq.GPTQ(nn.Linear(1, 1), torch.empty(matrix.read().shape)) for module, matrix in linear.items()
     }
-    with _inputs_of(solvers):
+    with _hessians(solvers):
         for text in texts:
             _run(layer, number, text)
-    found = {}
-    for module, matrix in products.items():
-        found[matrix.name] = blocks = _solve(gptq, solvers[module], matrix, settings)
+    quantized = {}
+    for module, matrix in linear.items():
+        quantized[matrix.name] = blocks = _solve(gptq, solvers[module], matrix, settings)
         matrix.write(blocks.values())
     for text in texts:
         text.states = _run(layer, number, text)
-    return found
+    return quantized
 
 
-def _run(layer: nn.Module, number: int, text: Text) -> torch.Tensor:
+def _run(layer: nn.Module, number: int, text: LayerInputs) -> torch.Tensor:
     args, kwargs = text.calls[number]
     return first_tensor(layer(text.states, *args, **kwargs))
 
 
 @contextmanager
-def _inputs_of(solvers: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """While open, whatever goes into these modules is added to their Hessians."""
+def _hessians(solvers: Mapping[nn.Module, Any]) -> Iterator[None]:
+    """While open, the inputs of these modules are added to their Hessians."""
 
     def add(module, args, output):
         solvers[module].add_batch(args[0].detach(), output)
 
-    handles = [module.register_forward_hook(add) for module in solvers]
-    try:
+    with ExitStack() as hooks:
+        for module in solvers:
+            hooks.enter_context(module.register_forward_hook(add))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization) -> Blocks:
     if not bool(torch.isfinite(solver.H).all()) or not solver.nsamples:
         raise CalibrationError(f"the text does not reach {matrix.name}, or overflows there: give other text")
     solver.quantizer = _Grid(settings)
-    # A block of the algorithm is one of ours, so that a scale is chosen for the weights as they are by then.
+    # The algorithm's blocks are those of the format, so that each scale is chosen for the compensated weights.
     weight = torch.from_numpy(matrix.read())
     scales, _, zeros, values = solver.fasterquant(
         weight.clone(), blocksize=settings.block_size, percdamp=DAMPING, groupsize=settings.block_size
@@ -148,9 +153,9 @@ def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization) -> Bl
 
 
 class _Grid:
-    """Stands in for Neural Compressor's quantizer: scales and zero points as ONNX Runtime's kernel chooses them.
+    """Replaces Neural Compressor's quantizer: chooses scales and zero points as ONNX Runtime's kernel does.
 
-    Without zero points its own are 7 % wider, because they leave out the lowest integer.
+    Without zero points, Neural Compressor's scales are 7 % larger, because they omit the lowest integer.
     """
 
     def __init__(self, settings: Quantization):
@@ -159,21 +164,21 @@ class _Grid:
         self.scale = self.zero = torch.zeros(1)
 
     def ready(self) -> bool:
-        """Whether the first block needs no scale before its turn comes."""
+        """Returns True: the first block needs no scale in advance."""
         return True
 
     def find_params(self, block: torch.Tensor, weight: bool) -> None:
         """Chooses `scale` and `zero` [N, 1] for weights [N, block size]."""
-        found = round_to_nearest(block.numpy(), self.settings)
-        self.scale = torch.from_numpy(found.scales)
+        rounded = round_to_nearest(block.numpy(), self.settings)
+        self.scale = torch.from_numpy(rounded.scales)
         self.zero = torch.full_like(self.scale, 2 ** (self.settings.bits - 1))
-        if found.zeros is not None:  # of one block: nothing to unpack but the low bits
-            self.zero = torch.from_numpy((found.zeros & self.maxq).astype(np.float32))
+        if rounded.zeros is not None:  # one block a row: its zero point is in the low bits
+            self.zero = torch.from_numpy((rounded.zeros & self.maxq).astype(np.float32))
 
     def integers(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-        """The integers nearest to `x`, as floats; where the scale is 0, so were all weights."""
+        """Returns the integers nearest to `x`, as floats; a scale is 0 where all its weights are."""
         return (torch.where(scale == 0, 0.0, x / scale).round() + zero).clamp(0, self.maxq)
 
     def quantize(self, x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, maxq: int) -> torch.Tensor:
-        """What those integers stand for."""
+        """Rounds `x` to the values of its integers."""
         return scale * (self.integers(x, scale, zero) - zero)

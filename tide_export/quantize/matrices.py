@@ -1,12 +1,14 @@
-"""Which weights of a model are quantized: matrices of products, experts, the embedding and the head.
+"""Finds the weights of a model that are quantized: linear layers, experts, the embedding and the head.
 
-Found by watching the model run, so that parts a text never reaches (a vision tower) are left alone. Everything that
-multiplies through `nn.Linear` or transformers' `Conv1D` counts, and experts that go through transformers' experts
-interface. What routes between experts stays float32, as do matrices too small to gain anything.
+The model is run once, so that parts a text never reaches (a vision tower) are omitted. Included are `nn.Linear`,
+transformers' `Conv1D`, and experts that go through transformers' experts interface. Gates that route between experts
+stay float32, as do matrices too small to gain anything.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -16,20 +18,20 @@ from transformers.pytorch_utils import Conv1D
 
 from tide_export.model.source import SourceModel
 
-SMALLEST = 16  # rows and columns; a gate of one output is not worth a block
-PRODUCTS: dict[type[nn.Module], Callable] = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
+MIN_SIZE = 16  # rows and columns; a gate of one output is not worth a block
+LINEAR_FORWARDS: dict[type[nn.Module], Callable] = {nn.Linear: nn.Linear.forward, Conv1D: Conv1D.forward}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix [N, K] of the model, wherever and however it is stored.
+    """One matrix [N, K] of the model, N outputs by K inputs.
 
     Attributes:
-        name: of its parameter, with `.<number>` behind it where that holds all experts'.
-        parameter: it is stored there,
-        transposed: as [K, N],
-        expert: at this index of the first dimension.
+        name: of its parameter, followed by `.<expert>` where the parameter holds all experts.
+        parameter: where it is stored.
+        transposed: whether it is stored as [K, N].
+        expert: its index in the parameter's first dimension; None where the parameter is the matrix.
     """
 
     name: str
@@ -38,13 +40,13 @@ class Matrix:
     expert: int | None = None
 
     def read(self) -> np.ndarray:
-        """A float32 copy, [N, K]."""
+        """Returns a float32 copy, [N, K]."""
         stored = self._stored()
         return (stored.T if self.transposed else stored).detach().float().cpu().contiguous().numpy().copy()
 
     @torch.no_grad()
     def write(self, values: np.ndarray) -> None:
-        """Puts `values`, float32 [N, K], in its place."""
+        """Overwrites the matrix with `values`, float32 [N, K]."""
         new = torch.from_numpy(values)
         self._stored().copy_(new.T if self.transposed else new)
 
@@ -54,67 +56,65 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """A model's matrices.
+    """The matrices of a model that can be quantized.
 
     Attributes:
-        around: those outside the layers, embedding and head, each once also where they are one.
-        products: of every layer those that a module of its own multiplies by, by that module.
-        experts: of every layer the experts'.
-        left: names of parameters of two or more dimensions that stay float32, though the layers hold them.
+        outside: those outside the layers (embedding and head; one matrix where they are tied).
+        linear: for every layer, those of its linear modules, by module.
+        experts: for every layer, those of its experts.
+        unquantized: names of the layers' other parameters of two or more dimensions, which stay float32.
     """
 
-    around: list[Matrix]
-    products: list[dict[nn.Module, Matrix]]
+    outside: list[Matrix]
+    linear: list[dict[nn.Module, Matrix]]
     experts: list[list[Matrix]]
-    left: list[str]
+    unquantized: list[str]
 
-    def __len__(self) -> int:
-        return len(self.around) + sum(map(len, self.products)) + sum(map(len, self.experts))
+    def all(self) -> list[Matrix]:
+        """Returns all matrices in one list."""
+        return [*self.outside, *chain.from_iterable(m.values() for m in self.linear), *chain(*self.experts)]
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """The first name of every parameter, by id: one name for a tied one."""
-    found: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), name)
-    return found
+    """Returns the first name of every parameter by its id; tied parameters have one name."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def is_product(module: nn.Module) -> bool:
-    """Whether the module does nothing but multiply by its `weight` and add its `bias`."""
-    return any(isinstance(module, kind) and type(module).forward is own for kind, own in PRODUCTS.items())
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether the module only multiplies by its `weight` and adds its `bias`."""
+    return any(isinstance(module, kind) and type(module).forward is fn for kind, fn in LINEAR_FORWARDS.items())
 
 
 def expert_weights(model: PreTrainedModel, module: nn.Module) -> list[str]:
-    """The attributes of `module` that hold its experts' weights, where transformers' experts interface runs them."""
+    """Returns the attributes of `module` with its experts' weights, if transformers' experts interface runs it."""
     if not model._can_set_experts_implementation() or not hasattr(module, "is_transposed"):
         return []
     return ["gate_up_proj" if getattr(module, "has_gate", False) else "up_proj", "down_proj"]
 
 
 def find_matrices(source: SourceModel) -> Matrices:
-    """The matrices of `source` that can be quantized."""
+    """Finds the matrices of `source` that can be quantized, by running it on two tokens."""
     model, names = source.model, parameter_names(source.model)
     experts = {getattr(source.text_config, name, None) for name in EXPERT_COUNTS}
-    ran = _modules_that_run(source)
+    executed = _executed_modules(source)
 
     def quantizable(module: nn.Module) -> bool:
-        if not is_product(module) or module not in ran:
+        if not is_linear(module) or module not in executed:
             return False
         rows, columns = _size(module)
-        return min(rows, columns) >= SMALLEST and rows not in experts
+        return min(rows, columns) >= MIN_SIZE and rows not in experts
 
-    products: list[dict[nn.Module, Matrix]] = []
+    linear: list[dict[nn.Module, Matrix]] = []
     routed: list[list[Matrix]] = []
-    left: list[str] = []
+    unquantized: list[str] = []
     seen: set[int] = set()
     for layer in source.structure.layers:
-        products.append({})
+        linear.append({})
         routed.append([])
         for module in layer.modules():
             if quantizable(module) and id(module.weight) not in seen:
                 parameter: nn.Parameter = module.weight  # type: ignore[assignment]
-                products[-1][module] = Matrix(names[id(parameter)], parameter, isinstance(module, Conv1D))
+                linear[-1][module] = Matrix(names[id(parameter)], parameter, isinstance(module, Conv1D))
                 seen.add(id(parameter))
             for attribute in expert_weights(model, module):
                 parameter = getattr(module, attribute)
@@ -123,30 +123,28 @@ def find_matrices(source: SourceModel) -> Matrices:
                     for index in range(len(parameter))
                 ]
                 seen.add(id(parameter))
-        left += [names[id(p)] for p in layer.parameters() if p.ndim >= 2 and id(p) not in seen]
-    around = []
+        unquantized += [names[id(p)] for p in layer.parameters() if p.ndim >= 2 and id(p) not in seen]
+    outside = []
     embedding = model.get_input_embeddings()
     others = [module for module in model.modules() if quantizable(module)]
     for module in ([embedding] if isinstance(embedding, nn.Embedding) else []) + others:
         parameter = module.weight  # type: ignore[assignment]
-        if id(parameter) not in seen and min(parameter.shape) >= SMALLEST:
-            around.append(Matrix(names[id(parameter)], parameter, isinstance(module, Conv1D)))
+        if id(parameter) not in seen and min(parameter.shape) >= MIN_SIZE:
+            outside.append(Matrix(names[id(parameter)], parameter, isinstance(module, Conv1D)))
             seen.add(id(parameter))
-    return Matrices(around, products, routed, left)
+    return Matrices(outside, linear, routed, unquantized)
 
 
 def _size(module: nn.Module) -> tuple[int, int]:
-    """Rows N and columns K."""
+    """Returns rows N and columns K."""
     rows, columns = module.weight.shape  # type: ignore[misc]
     return (int(columns), int(rows)) if isinstance(module, Conv1D) else (int(rows), int(columns))
 
 
-def _modules_that_run(source: SourceModel) -> set[nn.Module]:
-    ran: set[nn.Module] = set()
-    handles = [m.register_forward_hook(lambda module, *_: ran.add(module)) for m in source.model.modules()]
-    try:
+def _executed_modules(source: SourceModel) -> set[nn.Module]:
+    executed: set[nn.Module] = set()
+    with ExitStack() as hooks:
+        for module in source.model.modules():
+            hooks.enter_context(module.register_forward_hook(lambda module, *_: executed.add(module)))
         source.run(torch.zeros((1, 2), dtype=torch.long, device=source.device), [])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ran
+    return executed

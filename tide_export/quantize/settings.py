@@ -1,4 +1,4 @@
-"""What a user may ask of quantized weights, checked before any work is done."""
+"""Checks the options of quantized weights before any work is done."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from tide_export.errors import ConfigError
 BITS = {"int8": 8, "int4": 4}
 QUANTIZED = tuple(BITS)
 CALIBRATED = ("gptq",)  # methods that read text
-INT8_PRODUCTS = 4  # MatMulNBits's accuracy_level: inputs are rounded to 8 bits, block by block, too
-DEFAULTS: dict[str, Any] = {"quantization": "rtn", "block_size": 32, "accuracy_level": INT8_PRODUCTS, "symmetric": True}
+INT8_MATMULS = 4  # MatMulNBits's accuracy_level that rounds the inputs to 8 bits, block by block, too
+DEFAULTS: dict[str, Any] = {"quantization": "rtn", "block_size": 32, "accuracy_level": INT8_MATMULS, "symmetric": True}
 
 
 def quantization_settings(
@@ -19,31 +19,31 @@ def quantization_settings(
     accuracy_level: int | None = None,
     symmetric: bool | None = None,
 ) -> Quantization | None:
-    """The settings for `weights`, options that are None at their defaults; None for weights that are not quantized.
+    """Returns the settings for `weights`, with defaults for options that are None; None for weights not quantized.
 
     Args:
-        weights: as `export` takes it; "int8" and "int4" are quantized.
-        method: "rtn", round to nearest; "gptq", each rounding made up for by the weights not yet rounded, on text.
-        block_size: weights of one scale; a power of two in 16..256.
-        accuracy_level: how products are computed, as com.microsoft.MatMulNBits takes it: 0, as the engine likes;
-            1 float32; 2 float16; 3 bfloat16; 4 inputs rounded to 8 bits too.
+        weights: as for `export`; "int8" and "int4" are quantized.
+        method: "rtn", round to nearest; "gptq", compensate each rounding error in the weights not yet rounded, on text.
+        block_size: weights that share one scale; a power of two in 16..256.
+        accuracy_level: precision of matmuls, as in com.microsoft.MatMulNBits: 0 the engine's choice, 1 float32,
+            2 float16, 3 bfloat16, 4 inputs rounded to 8 bits too.
         symmetric: without zero points.
 
     Raises:
-        ConfigError: a value out of range, or an option of quantized weights with others.
+        ConfigError: a value out of range, or an option of quantized weights for other weights.
     """
-    given = {
+    options = {
         "quantization": method,
         "block_size": block_size,
         "accuracy_level": accuracy_level,
         "symmetric": symmetric,
     }
     if weights not in BITS:
-        for name, value in given.items():
+        for name, value in options.items():
             if value is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is for weights int8 and int4, not for {weights}")
         return None
-    chosen = DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    chosen = DEFAULTS | {name: value for name, value in options.items() if value is not None}
     if chosen["quantization"] not in QUANTIZATION_METHODS:
         raise ConfigError(f"quantization {chosen['quantization']!r} is none of {', '.join(QUANTIZATION_METHODS)}")
     if chosen["block_size"] not in BLOCK_SIZES:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.names import DOMAIN, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL
-from tide_export.quantize.matrices import is_product, parameter_names
+from tide_export.quantize.matrices import is_linear, parameter_names
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def symbolic_products(model: PreTrainedModel, quantized: QuantizedWeights | None
     known = {
         module: names[id(module.weight)]
         for module in model.modules()
-        if (is_product(module) or isinstance(module, nn.Embedding)) and names[id(module.weight)] in quantized.blocks
+        if (is_linear(module) or isinstance(module, nn.Embedding)) and names[id(module.weight)] in quantized.blocks
     }
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, Conv1D, nn.Embedding)
     own: dict[type[nn.Module], Callable] = {kind: kind.forward for kind in kinds}

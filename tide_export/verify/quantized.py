@@ -15,8 +15,8 @@ from tide_export.errors import BundleError
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.names import GRAPH_FILE, WEIGHTS_METADATA
-from tide_export.quantize.matrices import Matrices, Matrix, find_matrices
-from tide_export.quantize.settings import INT8_PRODUCTS
+from tide_export.quantize.matrices import find_matrices
+from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.session import import_onnxruntime, open_session, session_options
 from tide_export.verify.parity import TOLERANCES, Tolerance
@@ -34,7 +34,7 @@ def restore(source: SourceModel, bundle: Bundle) -> float:
     Raises:
         BundleError: the graph's quantized matrices are not those of this model.
     """
-    rows = {matrix.name: matrix for matrix in _all(find_matrices(source))}
+    rows = {matrix.name: matrix for matrix in find_matrices(source).all()}
     changed = size = 0.0
     done: set[str] = set()
     for names, whole in _stored(bundle):
@@ -62,7 +62,7 @@ def restore(source: SourceModel, bundle: Bundle) -> float:
 def computes_in_float32(bundle: Bundle) -> bool:
     """Whether the graph multiplies what its weights stand for without rounding its inputs to 8 bits first."""
     how = bundle.manifest.quantization
-    return how is None or how.accuracy_level != INT8_PRODUCTS
+    return how is None or how.accuracy_level != INT8_MATMULS
 
 
 def float32_session(bundle: Bundle, threads: int | None = None) -> Any:
@@ -133,8 +133,3 @@ def _columns(gather: ir.Node) -> int | None:
 
 def _array(value: ir.Value | None) -> np.ndarray | None:
     return None if value is None or value.const_value is None else value.const_value.numpy()
-
-
-def _all(matrices: Matrices) -> list[Matrix]:
-    layers = [m for some in matrices.products for m in some.values()] + [m for some in matrices.experts for m in some]
-    return [*matrices.around, *layers]

@@ -111,7 +111,9 @@ class Graphs:
         """The model in PyTorch, quantized as the graphs are."""
         source = load_model(str(self.model))
         settings = self.recipe.quantization
-        return source if settings is None else quantize_model(source, settings)
+        if settings is not None:
+            quantize_model(source, settings)
+        return source
 
     def forget_source(self) -> None:
         """Lets go of the memory of `source`; asked for again, it is loaded again."""
