@@ -1,0 +1,29 @@
+"""Fits routers on your text, reports what they gain, exports with them: calibrate_on_your_text.py MODEL TEXT BUNDLE"""
+
+import sys
+from pathlib import Path
+
+import tide_export
+from tide_export.config import TideConfig
+
+
+def main(model: str, text: str, bundle: str) -> None:
+    folder = Path(bundle).parent
+    config = TideConfig(
+        calibration_dataset=text,
+        checkpoint_interval=3,
+        min_layers=3,
+        exit_strategy="lens",  # for models that were not trained to answer early
+        calibration_samples=200,
+        calibration_length=128,
+    )
+    routers = folder / "routers.safetensors"
+    tide_export.calibrate(model, routers, config=config, report=folder / "gains.html")
+    print(f"read {folder / 'gains.html'} before you go on: its first sentence says whether it pays")
+
+    # Thresholds and min_layers are defaults of the bundle: every call may use others.
+    tide_export.export(model, bundle, routers=routers, config=TideConfig(min_layers=3), overwrite=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

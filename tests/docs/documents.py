@@ -1,0 +1,41 @@
+"""The documents, their code blocks and the commands in them."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+GUIDE = sorted(ROOT.glob("docs/guide/*.md"))
+DOCUMENTS = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/README.md"), *ROOT.glob(".github/**/*.md")}
+    - {ROOT / "CHANGELOG.md"}  # a history: its links and options are those of their day
+)
+
+
+def name(path: Path) -> str:
+    """A document's path, for the names of tests."""
+    return str(path.relative_to(ROOT))
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The contents of the code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words of each command in the bash blocks."""
+    lines = [line for block in blocks(document, "bash") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def script_folder(folder: Path) -> dict[str, str]:
+    """An environment in which `tide-export` is this checkout's, run by this interpreter."""
+    script = folder / "bin" / "tide-export"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tide_export.cli.main "$@"\n')
+    script.chmod(0o755)
+    path = f"{script.parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
