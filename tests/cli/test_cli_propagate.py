@@ -10,7 +10,7 @@ import tide_export
 from tide_export.bundle.store import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import GenerationError, TuneError
-from tide_export.tuning.lossless import tune_lossless
+from tide_export.tuning.tune import tune
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
@@ -123,10 +123,10 @@ def test_what_needs_an_exact_cache_is_refused(
     state.step([1, 2])
     with pytest.raises(GenerationError, match="cannot be rewound"):
         state.rewind(1)
-    with pytest.raises(TuneError, match="propagates K/V"):
-        tune_lossless(propagating_bundle, str(TEXT))
+    with pytest.raises(TuneError, match="kv_cache_strategy propagate"):
+        tune(propagating_bundle, str(TEXT), mode="lossless")
     assert main(["tune", str(propagating_bundle), "--dataset", str(TEXT), "--epsilon", "0.1", "--delta", "0.1"]) == 2
-    assert "single positions certify nothing" in capsys.readouterr().err
+    assert "tokens depend on earlier exits" in capsys.readouterr().err
     target = ["--target", "tensorrt", "--no-engines"]
     assert main(["export", str(demo_model), "-o", str(tmp_path / "b"), *target, *OPTIONS]) == 2
     assert "kv_cache_strategy propagate is for target onnxruntime, not tensorrt" in capsys.readouterr().err

@@ -13,7 +13,8 @@ import tide_export
 from tide_export.bundle.store import open_bundle
 from tide_export.data.documents import document_hash
 from tide_export.names import MANIFEST_FILE
-from tide_export.tuning.exits import tune
+from tide_export.tuning.report import ExitReport
+from tide_export.tuning.tune import tune
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
@@ -48,6 +49,7 @@ def tuned(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         positions=8,
         threads=1,
     )
+    assert isinstance(report, ExitReport)
     assert report.certified is not None
     return bundle
 

@@ -5,7 +5,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from tide_export.tuning.choose import MOST_CANDIDATES, candidates, certify
+from tide_export.tuning.choose import MAX_CANDIDATES, candidates, certify
 from tide_export.tuning.measure import Measurement
 
 LAYERS, DEPTH, POSITIONS = (3, 6, 9), 12, 6
@@ -31,7 +31,7 @@ def test_candidates_go_from_safe_to_aggressive_in_steps_below_epsilon():
     epsilon = 0.1
     path = candidates(population(300), epsilon)
     risks, layers = [1 - point.agreement for point in path], [point.layers for point in path]
-    assert 10 < len(path) <= MOST_CANDIDATES
+    assert 10 < len(path) <= MAX_CANDIDATES
     assert risks[0] < 0.2 * epsilon
     assert epsilon < risks[-1] <= 1.5 * epsilon
     assert max(np.diff(risks)) < 0.15 * epsilon
@@ -41,7 +41,7 @@ def test_candidates_go_from_safe_to_aggressive_in_steps_below_epsilon():
 
 def test_no_more_candidates_than_asked_for_and_both_ends_stay():
     whole = population(300)
-    few, many = candidates(whole, 0.1, most=4), candidates(whole, 0.1)
+    few, many = candidates(whole, 0.1, max_candidates=4), candidates(whole, 0.1)
     assert len(few) == 4
     assert (few[0], few[-1]) == (many[0], many[-1])
 
@@ -54,7 +54,7 @@ def test_routers_that_know_nothing_leave_no_candidate_that_is_safe():
     assert [tested.passed for tested in certify(wrong, found, 0.05, 0.1)] == [False]
 
 
-def test_the_walk_ends_at_the_first_failure():
+def test_the_sequence_ends_at_the_first_failure():
     path, calibration = population(100, seed=1), population(200, seed=2)
     points = candidates(path, 0.1)
     tested = certify(calibration, points, 0.1, 0.1)
@@ -73,7 +73,7 @@ def test_the_true_risk_is_above_epsilon_no_more_often_than_delta():
     random = np.random.default_rng(5)
     bad = found = 0
     for _ in range(runs):
-        points = candidates(pick(whole, random.integers(4000, size=40)), epsilon, most=12)
+        points = candidates(pick(whole, random.integers(4000, size=40)), epsilon, max_candidates=12)
         tested = certify(pick(whole, random.integers(4000, size=120)), points, epsilon, delta)
         passed = [one for one in tested if one.passed]
         if passed:

@@ -16,7 +16,7 @@ from tide_export.errors import TuneError
 from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.pareto import Point
-from tide_export.tuning.exits import tune as tune_bundle
+from tide_export.tuning.tune import tune as tune_bundle
 
 ROOT = Path(__file__).parents[2]
 SEEN = ROOT / "calibration" / "text" / "python-stdlib.jsonl"  # what the demo bundle's routers were fitted on
@@ -122,7 +122,7 @@ def test_what_is_certified_is_stored_and_used_from_then_on(bundle: Path, capsys,
 
 def test_the_stored_risk_is_what_running_the_bundle_shows(bundle: Path, capsys, monkeypatch):
     """The prompts it tested, run again under the bundle's own defaults."""
-    from tide_export.tuning import exits as tuning
+    from tide_export.tuning import tune as tuning
 
     drawn = []
     draw = tuning.draw_prompts
@@ -297,7 +297,7 @@ def test_a_bundle_without_checkpoints_has_nothing_to_tune(bundle: Path, monkeypa
     opened = open_bundle(bundle)
     full_depth = replace(opened.manifest, checkpoints=(), thresholds=())
     engine = Engine(Bundle(bundle, full_depth), session=None)
-    monkeypatch.setattr("tide_export.tuning.exits.load", lambda *arguments, **options: engine)
+    monkeypatch.setattr("tide_export.tuning.tune.load", lambda *arguments, **options: engine)
     with pytest.raises(TuneError, match="no checkpoints"):
         tune_bundle(bundle, str(TEXT), epsilon=0.1, delta=0.1)
 

@@ -1,4 +1,4 @@
-"""The statistics: p-values equal to exact values, the walk's rule, and the guarantee itself, by simulation."""
+"""The statistics: p-values equal to exact values, fixed-sequence testing, and the guarantee itself, by simulation."""
 
 import re
 from fractions import Fraction
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tide_export.tuning.guarantee import binomial_cdf, hoeffding_bentkus, p_value, prompts_needed, walk
+from tide_export.tuning.guarantee import binomial_cdf, fixed_sequence_test, hoeffding_bentkus, p_value, prompts_needed
 
 DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "guarantee.md").read_text()
 TABLE = [
@@ -96,14 +96,14 @@ def test_the_numbers_of_prompts_in_the_docs(row):
     assert [prompts_needed(epsilon, delta, risk) for risk in risks] == [int(number) for number in numbers]
 
 
-# --- the walk --------------------------------------------------------------------------------------------------------
+# --- the sequence ----------------------------------------------------------------------------------------------------
 
 
 def losses_of(*risks: float, n: int = 100) -> list[np.ndarray]:
     return [np.full(n, risk) for risk in risks]
 
 
-def test_the_walk_stops_at_the_first_failure_and_reads_no_further():
+def test_the_sequence_stops_at_the_first_failure_and_reads_no_further():
     read = []
 
     def given():
@@ -111,15 +111,15 @@ def test_the_walk_stops_at_the_first_failure_and_reads_no_further():
             read.append(number)
             yield losses
 
-    found = walk(given(), 0.1, 0.05, binary=False)
+    found = fixed_sequence_test(given(), 0.1, 0.05, binary=False)
     assert read == [0, 1, 2]
     assert [p <= 0.05 for p in found] == [True, True, False]
 
 
 def test_all_may_pass_or_none():
-    assert all(p <= 0.05 for p in walk(losses_of(0, 0, 0.01), 0.1, 0.05, binary=False))
-    assert [p <= 0.05 for p in walk(losses_of(0.09, 0, 0), 0.1, 0.05, binary=False)] == [False]
-    assert walk([], 0.1, 0.05, binary=False) == []
+    assert all(p <= 0.05 for p in fixed_sequence_test(losses_of(0, 0, 0.01), 0.1, 0.05, binary=False))
+    assert [p <= 0.05 for p in fixed_sequence_test(losses_of(0.09, 0, 0), 0.1, 0.05, binary=False)] == [False]
+    assert fixed_sequence_test([], 0.1, 0.05, binary=False) == []
 
 
 # --- the guarantee, by simulation ------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ RUNS = 1500
 
 def chosen(losses: list[np.ndarray], epsilon: float, delta: float, binary: bool) -> int | None:
     """Number of the setting that would be used."""
-    passed = [p <= delta for p in walk(losses, epsilon, delta, binary)]
+    passed = [p <= delta for p in fixed_sequence_test(losses, epsilon, delta, binary)]
     return sum(passed) - 1 if passed[0] else None
 
 
@@ -197,7 +197,7 @@ def last_below_epsilon(losses, epsilon, delta, binary):
 
 def first_failing(losses, epsilon, delta, binary):
     """What a published program does."""
-    return min(len(walk(losses, epsilon, delta, binary)), len(losses)) - 1
+    return min(len(fixed_sequence_test(losses, epsilon, delta, binary)), len(losses)) - 1
 
 
 def best_of_all(losses, epsilon, delta, binary):

@@ -30,7 +30,7 @@ def bundle(demo_bundle: Path, tmp_path: Path) -> Path:
 
 def test_what_pays_is_stored_and_used(capsys, bundle: Path, monkeypatch) -> None:
     monkeypatch.setattr(lossless, "step_costs", lambda engine, ids: CHEAP)
-    monkeypatch.setattr(lossless, "PAYS", 0.0)  # times are noise here; what they decide is tested below
+    monkeypatch.setattr(lossless, "MIN_SPEEDUP", 0.0)  # times are noise here; what they decide is tested below
     assert main(["tune", str(bundle), *QUICK, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     drafting = open_bundle(bundle).manifest.drafting
@@ -65,7 +65,7 @@ def test_what_does_not_pay_is_stored_as_off_and_said(capsys, bundle: Path, monke
 
 def test_expected_but_not_measured_does_not_pay(capsys, bundle: Path, monkeypatch) -> None:
     monkeypatch.setattr(lossless, "step_costs", lambda engine, ids: CHEAP)
-    monkeypatch.setattr(lossless, "PAYS", 1e9)
+    monkeypatch.setattr(lossless, "MIN_SPEEDUP", 1e9)
     before = open_bundle(bundle).manifest
     assert main(["tune", str(bundle), *QUICK, "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -77,19 +77,19 @@ def test_expected_but_not_measured_does_not_pay(capsys, bundle: Path, monkeypatc
 
 def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypatch) -> None:
     engine = tide_export.load(demo_bundle, threads=1)
-    monkeypatch.setattr(lossless, "_full", lambda engine, prompt, new_tokens: ([-1] * new_tokens, 1.0))
-    with pytest.raises(TuneError, match="another token than full depth at position 0 behind prompt 0"):
-        lossless._confirm(engine, [[50, 60, 70]], 8, Setting((0.5,) * 3, 4, 0, 2, 2.0))
+    monkeypatch.setattr(lossless, "_decode_full", lambda engine, prompt, new_tokens: ([-1] * new_tokens, 1.0))
+    with pytest.raises(TuneError, match="another token than full depth at position 0 after prompt 0"):
+        lossless._compare(engine, [[50, 60, 70]], 8, Setting((0.5,) * 3, 4, 0, 2, 2.0))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "--mode exit needs --epsilon and --delta"),
-        (("--epsilon", "0.1"), "--mode exit needs --epsilon and --delta"),
-        (("--epsilon", "0.1", "--delta", "0.1", "--new-tokens", "9"), "--new-tokens belongs to --mode lossless"),
-        (("--mode", "lossless", "--epsilon", "0.1"), "--epsilon belongs to --mode exit"),
-        (("--mode", "lossless", "--positions", "3"), "--positions belongs to --mode exit"),
+        ((), "mode exit needs epsilon and delta"),
+        (("--epsilon", "0.1"), "mode exit needs epsilon and delta"),
+        (("--epsilon", "0.1", "--delta", "0.1", "--new-tokens", "9"), "new_tokens belongs to mode lossless"),
+        (("--mode", "lossless", "--epsilon", "0.1"), "epsilon belongs to mode exit"),
+        (("--mode", "lossless", "--positions", "3"), "positions belongs to mode exit"),
         (("--mode", "lossless", "--new-tokens", "1"), "new_tokens must be 2 or more, not 1"),
         (("--mode", "lossless", "--prompts", "1"), "prompts must be 2 or more, not 1"),
         (("--mode", "lossless", "--prompt-length", "2000"), "make 2064 tokens but the model's context holds 1024"),

@@ -9,10 +9,19 @@ import pytest
 from tide_export.bundle.manifest import Drafting
 from tide_export.runtime.engine import Engine
 from tide_export.tuning.measure import Measurement, measure_prompts
-from tide_export.tuning.replay import DRAFTS, NONE_FOUND, Replayed, StepCosts, best_setting, look_up, replay, step_costs
+from tide_export.tuning.replay import (
+    DRAFTS,
+    NO_MATCH,
+    Replayed,
+    StepCosts,
+    best_setting,
+    lookup_matches,
+    replay,
+    step_costs,
+)
 
 COSTS = StepCosts(draft=(1.0, 2.0), verify={1: 4.0, 5: 6.0}, block={1: 4.0, 5: 8.0}, plain=4.0)
-NO_TEXT = [[0]]  # a prompt in which nothing is found
+NO_TEXT = [[0]]  # a prompt in which nothing matches
 
 
 def recording(scores: list, agrees: list) -> Measurement:
@@ -38,19 +47,19 @@ def test_a_replay_by_hand() -> None:
 
 def test_a_replay_with_lookups_by_hand() -> None:
     one = recording([[0.9, 0.9], [0.1, 0.1], [0.1, 0.1], [0.1, 0.1], [0.1, 0.1]], [[1, 1]] * 5)
-    # A right draft (1 s), then a guess of 3 of which 2 are right: 4 tokens at once, 1 more waited: 7 + .5 s for 4
-    # tokens. Then a guess of one, wrong: 2 at once, 5 s.
-    found = replay(one, COSTS, (0.5, 0.5), 2, [[NONE_FOUND, 2, 0, 0, 0]], 3)
+    # A right draft (1 s), then a lookup of 3 of which 2 are right: 4 tokens at once, 1 more pending: 7 + .5 s for 4
+    # tokens. Then a lookup of one, wrong: 2 at once, 5 s.
+    found = replay(one, COSTS, (0.5, 0.5), 2, [[NO_MATCH, 2, 0, 0, 0]], 3)
     assert found == Replayed((1 + 7.5 + 5) / 5, 1, 1, 4, 2)
-    # Behind a wrong draft a guess is in vain, and says nothing of guesses.
+    # After a wrong draft a lookup is in vain, and says nothing of lookups.
     one = recording([[0.9, 0.9], [0.1, 0.1]], [[0, 0], [1, 1]])
-    assert replay(one, COSTS, (0.5, 0.5), 2, [[NONE_FOUND, 1]], 3) == Replayed((1 + 5.5 + 5) / 3, 1, 0, 2, 1)
+    assert replay(one, COSTS, (0.5, 0.5), 2, [[NO_MATCH, 1]], 3) == Replayed((1 + 5.5 + 5) / 3, 1, 0, 2, 1)
 
 
-def test_what_lookups_are_worth_along_a_text() -> None:
+def test_tokens_that_lookups_get_right_along_a_text() -> None:
     full = np.array([[3, 1, 2, 3, 4, 1]])
-    assert look_up([[1, 2]], full, 2) == [[NONE_FOUND, NONE_FOUND, NONE_FOUND, 1, 0, NONE_FOUND]]
-    assert look_up([[1, 2]], full, 1)[0][:4] == [NONE_FOUND, NONE_FOUND, 2, 1]
+    assert lookup_matches([[1, 2]], full, 2) == [[NO_MATCH, NO_MATCH, NO_MATCH, 1, 0, NO_MATCH]]
+    assert lookup_matches([[1, 2]], full, 1)[0][:4] == [NO_MATCH, NO_MATCH, 2, 1]
 
 
 def test_nothing_pays_when_every_draft_is_wrong() -> None:
@@ -60,14 +69,14 @@ def test_nothing_pays_when_every_draft_is_wrong() -> None:
     assert (found.speedup, found.max_drafts, found.prompt_lookup) == (1.0, 0, 0)
 
 
-def test_a_text_that_repeats_itself_is_looked_up() -> None:
+def test_prompt_lookup_is_chosen_for_a_text_that_repeats_itself() -> None:
     wrong = recording([[0.9, 0.9]] * 24, [[0, 0]] * 24)
     circle = replace(wrong, full=np.array([[5, 6, 7] * 8]))
     found = best_setting(circle, COSTS, NO_TEXT)
     assert found.thresholds == (1.0, 1.0)
     assert found.prompt_lookup > 0
-    lookups = look_up(NO_TEXT, circle.full, found.min_match)
-    replayed = replay(circle, COSTS, found.thresholds, 0, lookups, found.prompt_lookup)
+    matches = lookup_matches(NO_TEXT, circle.full, found.min_match)
+    replayed = replay(circle, COSTS, found.thresholds, 0, matches, found.prompt_lookup)
     assert found.speedup == COSTS.plain / replayed.seconds > 1.5
     assert replayed.lookup_accepted > 12
 
@@ -99,7 +108,7 @@ def engine(demo_bundle) -> Engine:
 
 
 def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -> None:
-    """Drafts behind a wrong draft differ, so the counts are near; with one draft at a time they are equal."""
+    """Drafts after a wrong draft differ, so the counts are near; with one draft at a time they are equal."""
     rng = np.random.default_rng(1)
     count, length = len(engine.manifest.checkpoints), 24
     prompts = [rng.integers(5, 4000, 12).tolist() for _ in range(6)]
@@ -121,7 +130,7 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
             stop_token_ids=[],
         ).stats
         drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
-    # The first token behind the prompt is never drafted, the last may not be: replay what lies between.
+    # The first token after the prompt is never drafted, the last may not be: replay what lies between.
     inner = Measurement(
         recorded.scores[:, 1 : length - 1],
         recorded.early[:, 1 : length - 1],
@@ -136,13 +145,13 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
 
 
 def test_the_replay_expects_the_lookups_that_generating_has(engine: Engine) -> None:
-    """With exits off nothing is guessed, so only the first and the last token of a generation are left to differ."""
+    """With exits off only the first and the last token of a generation may differ from the replay."""
     off, length, prompts = [1.0] * len(engine.manifest.checkpoints), 60, [[50, 60, 70] * 3, [300, 301, 300, 302] * 2]
     full = [engine.generate(p, max_new_tokens=length, mode="full", stop_token_ids=[]).tokens for p in prompts]
     nothing = np.empty((2, length, 0))
     recorded = Measurement(nothing.astype(np.float32), nothing.astype(np.int64), np.array(full), (), 12)
-    lookups = look_up(prompts, recorded.full, 2)
-    expected = replay(recorded, StepCosts((), {1: 1.0}, {1: 1.0}, 1.0), (), 0, lookups, 8)
+    matches = lookup_matches(prompts, recorded.full, 2)
+    expected = replay(recorded, StepCosts((), {1: 1.0}, {1: 1.0}, 1.0), (), 0, matches, 8)
     stats = [
         engine.drafting_as(Drafting(tuple(off), 0, 8, 2, {})).generate(
             p, max_new_tokens=length, mode="lossless", stop_token_ids=[]
@@ -158,13 +167,13 @@ def test_the_replay_expects_the_lookups_that_generating_has(engine: Engine) -> N
 
 
 def test_step_costs_are_those_of_the_steps(engine: Engine) -> None:
-    costs = step_costs(engine, [5, 6, 7, 8], most=4, rounds=5)
+    costs = step_costs(engine, [5, 6, 7, 8], max_draft=4, rounds=5)
     assert len(costs.draft) == len(engine.manifest.checkpoints)
     assert list(costs.verify) == list(costs.block) == [1, 2, 3, 4, 5]
     assert min(costs.draft) < costs.plain  # a third of the layers against all of them
 
 
-def test_a_run_over_what_waited_and_what_is_new() -> None:
+def test_seconds_of_a_run_over_pending_and_new_tokens() -> None:
     assert [COSTS.verifying(n) for n in (0, 2, 4, 9)] == [4.0, 5.0, 6.0, 6.0]
     assert [COSTS.verifying(0, n) for n in (1, 3, 5)] == [4.0, 6.0, 8.0]
     assert COSTS.verifying(2, 3) == 6.0 + 1.0

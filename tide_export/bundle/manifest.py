@@ -128,7 +128,7 @@ class Drafting:
     max_drafts: int  # drafts by early exits that may wait for one verification
     prompt_lookup: int  # tokens drafted at most from earlier text; 0: that does not pay
     min_match: int  # tokens that must have stood there before
-    tuning: dict[str, Any]  # what was measured where (see `tuning.lossless`)
+    tuning: dict[str, Any]  # what was measured where (see `tuning.report`)
 
 
 @dataclass(frozen=True)

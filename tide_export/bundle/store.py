@@ -54,6 +54,18 @@ class Bundle:
             raise BundleError(f"bundle '{self.path}' has no file {name}")
         return self.path / name
 
+    def require_weights(self, sha256: str, model: str) -> None:
+        """Refuses a model whose weights have another hash than those the bundle was made from.
+
+        Raises:
+            BundleError: naming both hashes.
+        """
+        if sha256 != self.manifest.model.weights_sha256:
+            raise BundleError(
+                f"bundle '{self.path}' was made from other weights than those of {model} "
+                f"(sha256 {self.manifest.model.weights_sha256[:12]}, not {sha256[:12]})"
+            )
+
 
 def open_bundle(path: str | os.PathLike[str], verify: bool = True) -> Bundle:
     """Reads the manifest and checks that every file it lists is there, with its size and (`verify`) its sha256.

@@ -144,21 +144,13 @@ def _validate(options: Namespace) -> int:
 
 
 def _tune(options: Namespace) -> int:
-    from tide_export.tuning.exits import tune
-    from tide_export.tuning.lossless import tune_lossless
+    from tide_export.tuning.tune import tune
 
-    shared = ("prompts", "prompts_per_document", "prompt_length", "threads", "seed", "dry_run")
-    own = {"exit": ("epsilon", "delta", "model", "positions", "min_layers"), "lossless": ("new_tokens",)}
-    other = "lossless" if options.mode == "exit" else "exit"
-    for name in own[other]:
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} belongs to --mode {other}, not to --mode {options.mode}")
-    if options.mode == "exit" and None in (options.epsilon, options.delta):
-        raise ConfigError("--mode exit needs --epsilon and --delta")
-    given = {name: getattr(options, name) for name in (*shared, *own[options.mode])}
-    given = {name: value for name, value in given.items() if value is not None}
-    run = tune if options.mode == "exit" else tune_lossless
-    report = run(options.bundle, options.dataset, **given)
+    names = (
+        *("mode", "epsilon", "delta", "model", "prompts", "prompts_per_document", "prompt_length", "positions"),
+        *("new_tokens", "min_layers", "seed", "threads", "dry_run"),
+    )
+    report = tune(options.bundle, options.dataset, **{name: getattr(options, name) for name in names})
     print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
     return 0
 

@@ -1,1 +1,1 @@
-"""Finds thresholds with a guarantee, and the fastest way to draft."""
+"""Tunes a bundle: exit thresholds with a guarantee, and the fastest way to draft."""

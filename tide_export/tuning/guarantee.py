@@ -1,9 +1,8 @@
-"""The statistics of `tune`: p-values for "the risk is above epsilon", and the walk that stops at the first failure.
+"""Computes p-values for "the risk is above epsilon" and tests settings in sequence until the first failure.
 
-Knows nothing of models: losses go in, one number in [0, 1] per prompt, and the last setting that may be used comes out.
-The procedure is fixed-sequence testing of Learn then Test (Angelopoulos et al., arXiv 2110.01052); the p-values are the
-exact binomial one and Hoeffding-Bentkus (Bates et al., "Distribution-free, risk-controlling prediction sets", arXiv
-2101.02703). NumPy alone.
+Losses are one number in [0, 1] per prompt. The procedure is fixed-sequence testing of Learn then Test (Angelopoulos et
+al., arXiv 2110.01052); the p-values are the exact binomial one and Hoeffding-Bentkus (Bates et al., "Distribution-free,
+risk-controlling prediction sets", arXiv 2101.02703). NumPy alone.
 """
 
 from collections.abc import Iterable
@@ -18,8 +17,8 @@ def p_value(losses: np.ndarray, epsilon: float, binary: bool) -> float:
     Args:
         losses: float [n] in [0, 1], one per prompt.
         epsilon: the risk to be ruled out, in (0, 1).
-        binary: a loss can be nothing but 0 or 1, so that their sum is binomial. To be known before the losses are: to
-            choose the test that likes them better would break the guarantee.
+        binary: every loss is 0 or 1, so that their sum is binomial. To be decided before the losses are known: choosing
+            the test that suits them would break the guarantee.
     """
     n = len(losses)
     if n == 0:
@@ -52,7 +51,7 @@ def binomial_cdf(k: int, n: int, p: float) -> float:
 def prompts_needed(epsilon: float, delta: float, risk: float = 0.0, binary: bool = False) -> int:
     """The fewest prompts whose p-value is at most `delta` when their mean loss is `risk` (below `epsilon`).
 
-    With `risk` 0 this is the n from which (1 - epsilon)**n <= delta: with fewer no setting passes, whatever it does.
+    With `risk` 0 this is the smallest n with (1 - epsilon)**n <= delta: with fewer prompts no setting can pass.
     """
     n = 1
     while (binomial_cdf(ceil(n * risk), n, epsilon) if binary else hoeffding_bentkus(n * risk, n, epsilon)) > delta:
@@ -60,10 +59,10 @@ def prompts_needed(epsilon: float, delta: float, risk: float = 0.0, binary: bool
     return n
 
 
-def walk(losses: Iterable[np.ndarray], epsilon: float, delta: float, binary: bool) -> list[float]:
+def fixed_sequence_test(losses: Iterable[np.ndarray], epsilon: float, delta: float, binary: bool) -> list[float]:
     """Tests settings in the order they come, up to and including the first that fails; returns their p-values.
 
-    The last setting before the failure may be used. Nothing behind it counts, however small its losses: that keeps the
+    The last setting before the failure may be used. Nothing after it counts, however small its losses: that keeps the
     chance of passing any setting whose true risk is above `epsilon` at `delta` in all, for any number of settings.
 
     Args:
@@ -71,8 +70,8 @@ def walk(losses: Iterable[np.ndarray], epsilon: float, delta: float, binary: boo
         binary: see `p_value`.
     """
     p_values = []
-    for one in losses:
-        p_values.append(p_value(one, epsilon, binary))
+    for sample in losses:
+        p_values.append(p_value(sample, epsilon, binary))
         if p_values[-1] > delta:
             break
     return p_values
@@ -85,5 +84,5 @@ def _kl(a: float, b: float) -> float:
 
 
 def _exact_sum(losses: np.ndarray) -> float:
-    """Their sum without the dust of float addition, which `ceil` would take for a whole error more."""
+    """Their sum without float rounding errors, which `ceil` would turn into a whole loss more."""
     return round(float(np.sum(losses, dtype=np.float64)), 9)

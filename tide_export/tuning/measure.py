@@ -1,10 +1,9 @@
-"""Runs the deployed graph over the prompts of `tune` and writes down all that any thresholds could do to them.
+"""Runs the deployed graph over the prompts of `tune` and records the result of every exit.
 
-What a token leaves with depends on its own prefix alone, and no K/V is approximated. So the graph is run only C+1 times
-over a prompt: once at full depth, which gives every router's score, and once for each of C checkpoints with every token
-leaving there. From the scores and the C+1 tokens of each position follows what the graph does under *any* thresholds.
-(Up to rounding: the same sums are taken over several waiting tokens at once when they catch up. `tests/tune` compares
-both.)
+A token depends on its own prefix alone, and no K/V is approximated. So the graph is run only C+1 times over a prompt:
+once at full depth, which gives every router's score, and once for each of C checkpoints with every token exiting there.
+The scores and the C+1 tokens of each position determine the result of *any* thresholds, up to rounding: pending tokens
+are summed several at once when they catch up (`tests/tuning` compares both).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +21,11 @@ from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
 
 @dataclass(frozen=True)
 class Measurement:
-    """n prompts with P scored positions each, over the C checkpoints asked about.
+    """Scores and tokens of n prompts with P positions each, at C checkpoints.
 
     Attributes:
         scores: float32 [n, P, C], the routers' scores.
-        early: int64 [n, P, C], the token read off at each checkpoint.
+        early: int64 [n, P, C], the token of an exit at each checkpoint.
         full: int64 [n, P], the token of full depth after the same prefix.
         layers: layers run at each of the C checkpoints.
         depth: layers of the model.
@@ -44,7 +43,7 @@ class Measurement:
         return self.early == self.full[..., None]
 
     def outcome(self, thresholds: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """What the graph says under C thresholds: tokens and layers behind each, int64 [n, P] both."""
+        """Tokens of the graph under C thresholds, and the layers run for each; int64 [n, P] both."""
         n, positions, columns = self.scores.shape
         left = exits(self.scores.reshape(n * positions, columns), thresholds).reshape(n, positions, 1)
         tokens = np.concatenate([self.early, self.full[..., None]], axis=2)
@@ -72,21 +71,21 @@ def measure_prompts(
         advance: called with 1 after each prompt.
 
     Raises:
-        TuneError: the graph does not do what its manifest says: a router gave no score, or a token left elsewhere.
+        TuneError: a router gave no score, or a token did not exit where the thresholds make it.
         GenerationError: a step failed, or logits are not finite.
     """
-    own, depth = engine.manifest.checkpoints, engine.manifest.model.num_layers
-    columns = [own.index(layers) for layers in checkpoints]
+    every, depth = engine.manifest.checkpoints, engine.manifest.model.num_layers
+    columns = [every.index(layers) for layers in checkpoints]
     positions = len(prompts[0]) - prompt_length + 1
     scores = np.empty((len(prompts), positions, len(columns)), np.float32)
     early = np.empty(scores.shape, np.int64)
     full = np.empty(scores.shape[:2], np.int64)
     for i, ids in enumerate(prompts):
-        full[i], found = _run(engine, ids, prompt_length, [NEVER_EXIT] * len(own), depth)
-        scores[i] = found[:, columns]
+        full[i], all_scores = _run(engine, ids, prompt_length, [NEVER_EXIT] * len(every), depth)
+        scores[i] = all_scores[:, columns]
         for c, column in enumerate(columns):
-            thresholds = [ALWAYS_EXIT if k == column else NEVER_EXIT for k in range(len(own))]
-            early[i, :, c], _ = _run(engine, ids, prompt_length, thresholds, own[column])
+            thresholds = [ALWAYS_EXIT if k == column else NEVER_EXIT for k in range(len(every))]
+            early[i, :, c], _ = _run(engine, ids, prompt_length, thresholds, every[column])
         advance(1)
     if not np.isfinite(scores).all():
         raise TuneError(f"bundle {engine.bundle.path}: a router gave no score at full depth; export the bundle again")
@@ -94,7 +93,7 @@ def measure_prompts(
 
 
 def _run(
-    engine: Engine, ids: Sequence[int], prompt_length: int, thresholds: Sequence[float], leaves_at: int
+    engine: Engine, ids: Sequence[int], prompt_length: int, thresholds: Sequence[float], exit_layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """One pass over one prompt: greedy tokens [P], and scores [P, K-1] of all the bundle's routers."""
     greedy = Sampler()
@@ -102,10 +101,10 @@ def _run(
     tokens, scores = [], []
     for end in range(prompt_length, len(ids) + 1):
         result = state.step(ids[state.length : end])
-        if result.exit_layer != leaves_at:
+        if result.exit_layer != exit_layer:
             raise TuneError(
-                f"bundle {engine.bundle.path}: a token left after layer {result.exit_layer} where thresholds "
-                f"{list(thresholds)} say {leaves_at}; export the bundle again"
+                f"bundle {engine.bundle.path}: a token exited after layer {result.exit_layer} instead of {exit_layer} "
+                f"at thresholds {list(thresholds)}; export the bundle again"
             )
         tokens.append(greedy(result.logits))
         scores.append(result.scores.copy())

@@ -1,8 +1,7 @@
-"""From documents to the prompts of `tune`: first stage, before the graph is touched.
+"""Draws the prompts of `tune` from documents.
 
-A prompt is a stretch of a document, tokenized as `generate` would; it is the unit the guarantee counts. Documents that
-the routers were fitted on are left out, and no document gives prompts both to the choice of candidates and to their
-test.
+A prompt is a stretch of a document, tokenized as by `generate`; it is the unit the guarantee counts. Documents that the
+routers were fitted on are omitted, and no document gives prompts both to the choice of candidates and to their test.
 """
 
 import logging
@@ -23,18 +22,18 @@ STRETCH_CHARS = 1 << 18  # of a longer document a random stretch of this size is
 
 @dataclass(frozen=True)
 class Prompts:
-    """What was drawn from a dataset.
+    """The prompts drawn from a dataset.
 
     Attributes:
         path: token ids [L] of each prompt that candidates are chosen on.
         calibration: the same for those they are tested on; from other documents.
         path_documents, calibration_documents: how many documents each came from.
         document_hashes: `document_hash` of each of these, the path's first.
-        document_prompts: how many prompts each of them gave; the prompts lie in this order.
-        seen, duplicates, short: documents left out: the routers saw them, they came before, or they hold no stretch of
+        document_prompts: how many prompts each of them gave; the prompts are in this order.
+        seen, duplicates, short: documents omitted: the routers saw them, they came before, or they hold no stretch of
             L tokens.
         dataset_sha256: over the documents read, as `Documents.sha256`.
-        overlap: how far documents the routers saw could be told: "per document", "beginning of the dataset" or "no".
+        overlap: how documents that the routers saw were recognised: "per document", "beginning of the dataset" or "no".
     """
 
     path: list[list[int]]
@@ -51,7 +50,7 @@ class Prompts:
 
 
 class SeenDocuments:
-    """Tells which documents the routers were fitted on, by the calibration record of the bundle."""
+    """The documents the routers were fitted on, by the calibration record of the bundle."""
 
     def __init__(self, calibration: Mapping[str, Any] | None) -> None:
         record = calibration or {}
@@ -83,47 +82,46 @@ def draw_prompts(
 ) -> Prompts:
     """At most `count` prompts of exactly `length` tokens, at most `per_document` from one document.
 
-    The first `count` usable documents of the dataset are read. Each gives one prompt, then (in turns, until there are
-    enough) a second, and so on, from random places that do not overlap. A third of the documents is set apart for the
-    path.
+    The first `count` usable documents of the dataset are read. Each gives one prompt, then (until there are enough) a
+    second, and so on, from random places that do not overlap. A third of the documents is set apart for the path.
 
     Args:
-        calibration: the bundle's calibration record, to leave out what the routers saw.
-        length: tokens of a prompt, the tokenizer's own first ones included.
+        calibration: the bundle's calibration record, to omit what the routers saw.
+        length: tokens of a prompt, the tokenizer's prefix included.
 
     Raises:
         DatasetError: the dataset cannot be read or holds no text.
-        TuneError: fewer than two usable documents are there, which the message explains.
+        TuneError: fewer than two usable documents, with the reasons.
     """
     random = np.random.default_rng(seed)
     seen = SeenDocuments(calibration)
     _warn_about_overlap(seen, calibration)
     documents = Documents(dataset)
-    met: set[str] = set()
+    previous: set[str] = set()
     names: list[str] = []  # of the usable ones
     usable: list[list[list[int]]] = []
-    left_out = {"seen": 0, "duplicates": 0, "short": 0}
+    omitted = {"seen": 0, "duplicates": 0, "short": 0}
     for text in documents:
         name = document_hash(text)
         if seen.hashes is not None and name in seen.hashes:
-            left_out["seen"] += 1
-        elif name in met:
-            left_out["duplicates"] += 1
+            omitted["seen"] += 1
+        elif name in previous:
+            omitted["duplicates"] += 1
         elif stretches := _stretches(text, tokenizer, length, per_document, random):
             names.append(name)
             usable.append(stretches)
         else:
-            left_out["short"] += 1
-        met.add(name)
+            omitted["short"] += 1
+        previous.add(name)
         if documents.sha256 == seen.digest:  # an older record: this is where calibration stopped reading
-            left_out = {"seen": documents.count, "duplicates": 0, "short": 0}
+            omitted = {"seen": documents.count, "duplicates": 0, "short": 0}
             names.clear()
             usable.clear()
         if len(usable) >= count and documents.count >= seen.documents:
             break
-    _refuse_too_few(dataset, documents.count, len(usable), left_out, length)
+    _require_two(dataset, documents.count, len(usable), omitted, length)
 
-    taken = _in_turns(usable[:count], count)
+    taken = _round_robin(usable[:count], count)
     order = random.permutation(len(taken))
     first = max(1, round(len(taken) * PATH_SHARE))
     return Prompts(
@@ -135,14 +133,14 @@ def draw_prompts(
         document_prompts=[len(taken[number]) for number in order],
         dataset_sha256=documents.sha256,
         overlap=seen.overlap,
-        **left_out,
+        **omitted,
     )
 
 
 def _stretches(
-    text: str, tokenizer: BundleTokenizer, length: int, most: int, random: np.random.Generator
+    text: str, tokenizer: BundleTokenizer, length: int, max_prompts: int, random: np.random.Generator
 ) -> list[list[int]]:
-    """Up to `most` prompts from random places of a document, in random order; none where it is too short for one."""
+    """Up to `max_prompts` prompts from random places of a document, in random order; none where it is too short."""
     if len(text) > STRETCH_CHARS:
         start = int(random.integers(len(text) - STRETCH_CHARS + 1))
         text = text[start : start + STRETCH_CHARS]
@@ -153,20 +151,20 @@ def _stretches(
     whole = len(ids) // size
     if whole == 0:
         return []
-    offset = int(random.integers(len(ids) - whole * size + 1))  # what does not fill a prompt: before or behind them
-    places = random.permutation(whole)[:most]
+    offset = int(random.integers(len(ids) - whole * size + 1))  # what does not fill a prompt: before or after them
+    places = random.permutation(whole)[:max_prompts]
     return [prefix + ids[offset + place * size : offset + (place + 1) * size] for place in places]
 
 
-def _in_turns(usable: Sequence[Sequence[list[int]]], count: int) -> list[list[list[int]]]:
-    """`count` prompts (or all there are), dealt so that no document gives two more than another that has more."""
+def _round_robin(usable: Sequence[Sequence[list[int]]], count: int) -> list[list[list[int]]]:
+    """`count` prompts (or all), dealt so that no document gives two more than another that has more."""
     taken: list[list[list[int]]] = [[] for _ in usable]
-    left = count
+    remaining = count
     for turn in range(max(map(len, usable))):
-        for mine, prompts in zip(taken, usable, strict=True):
-            if left and turn < len(prompts):
-                mine.append(prompts[turn])
-                left -= 1
+        for chosen, prompts in zip(taken, usable, strict=True):
+            if remaining and turn < len(prompts):
+                chosen.append(prompts[turn])
+                remaining -= 1
     return taken
 
 
@@ -182,15 +180,15 @@ def _warn_about_overlap(seen: SeenDocuments, calibration: Mapping[str, Any] | No
     logger.warning("%s, so make sure yourself that they were not fitted on this text", what)
 
 
-def _refuse_too_few(dataset: str, read: int, usable: int, left_out: Mapping[str, int], length: int) -> None:
+def _require_two(dataset: str, read: int, usable: int, omitted: Mapping[str, int], length: int) -> None:
     if usable >= 2:
         return
     why = ", ".join(
         f"{number} {reason}"
         for number, reason in (
-            (left_out["seen"], "seen by the routers"),
-            (left_out["duplicates"], "repeated"),
-            (left_out["short"], f"shorter than {length} tokens"),
+            (omitted["seen"], "seen by the routers"),
+            (omitted["duplicates"], "repeated"),
+            (omitted["short"], f"shorter than {length} tokens"),
         )
         if number
     )

@@ -1,42 +1,43 @@
-"""What `tune` found: a table for people, JSON for programs, and the record that stays in the bundle's manifest."""
+"""The results of `tune`: a table for people, JSON for programs, and what the bundle's manifest keeps."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.formatting import table
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.choose import Tested
 from tide_export.tuning.prompts import Prompts
+from tide_export.tuning.replay import Replayed, Setting, StepCosts
+from tide_export.tuning.request import ExitRequest, LosslessRequest
 from tide_export.version import __version__
 
-METHOD = "learn-then-test, fixed sequence"
+EXIT_METHOD = "learn-then-test, fixed sequence"
+LOSSLESS_METHOD = "replay of recorded continuations, confirmed by interleaved generations"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
-class TuningReport:
-    """The outcome of one `tune`.
+class ExitReport:
+    """The result of `tune` in mode exit.
 
     Attributes:
+        checkpoints: of the bundle.
         thresholds: one per checkpoint of the bundle; all 1.0 (nothing exits) when nothing passed.
-        p_value_kind: "binomial" or "hoeffding-bentkus".
-        min_layers: under which they were tested, and with which they are stored.
+        min_layers: with which they were tested, and are stored.
         certified: the candidate they come from; None when none passed.
         tested: candidates in the order they were tested, the one that failed (if any) last.
         candidates: how many there were.
-        stored: whether the bundle uses them from now on (not after a dry run).
-        date: when it was done.
+        date: of the measurement, ISO 8601.
     """
 
     bundle: str
-    dataset: str
-    epsilon: float
-    delta: float
+    request: ExitRequest
     prompts: Prompts
-    prompts_per_document: int
-    prompt_length: int
-    positions: int
-    p_value_kind: str
-    seed: int
     checkpoints: tuple[int, ...]
     num_layers: int
     thresholds: tuple[float, ...]
@@ -44,25 +45,28 @@ class TuningReport:
     certified: Tested | None
     tested: list[Tested]
     candidates: int
-    stored: bool
-    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    date: str = field(default_factory=_now)
+
+    def stored_in(self, manifest: Manifest) -> Manifest:
+        """The manifest of the tuned bundle."""
+        return replace(manifest, thresholds=self.thresholds, min_layers=self.min_layers, tuning=self.record())
 
     def record(self) -> dict[str, Any]:
-        """What the manifest keeps: JSON types, everything needed to say what was promised and to do it again."""
-        best, prompts = self.certified, self.prompts
+        """The guarantee and everything needed to measure it again, as JSON types."""
+        best, prompts, request = self.certified, self.prompts, self.request
         return {
-            "method": METHOD,
-            "p_value_kind": self.p_value_kind,
+            "method": EXIT_METHOD,
+            "p_value_kind": "binomial" if request.binary else "hoeffding-bentkus",
             "certified": best is not None,
-            "epsilon": self.epsilon,
-            "delta": self.delta,
+            "epsilon": request.epsilon,
+            "delta": request.delta,
             "n": len(prompts.calibration),
             "documents": prompts.calibration_documents,
             "path_prompts": len(prompts.path),
             "path_documents": prompts.path_documents,
-            "prompts_per_document": self.prompts_per_document,
-            "prompt_length": self.prompt_length,
-            "positions": self.positions,
+            "prompts_per_document": request.prompts_per_document,
+            "prompt_length": request.prompt_length,
+            "positions": request.positions,
             "risk": best.risk if best else 0.0,
             "p_value": best.p_value if best else None,
             "layers_per_token": best.layers if best else float(self.num_layers),
@@ -71,37 +75,39 @@ class TuningReport:
             "min_layers": self.min_layers,
             "candidates": self.candidates,
             "path": [asdict(tested) | {"thresholds": list(tested.thresholds)} for tested in self.tested],
-            "dataset": self.dataset,
+            "dataset": request.dataset,
             "dataset_sha256": prompts.dataset_sha256,
             "document_hashes": prompts.document_hashes,
             "documents_seen_by_routers": prompts.seen,
             "documents_repeated": prompts.duplicates,
             "documents_too_short": prompts.short,
             "overlap_checked": prompts.overlap,
-            "seed": self.seed,
+            "seed": request.seed,
             "tide_export": __version__,
             "date": self.date,
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """`record`, and what it was done to."""
-        return {"bundle": self.bundle, "stored": self.stored, "checkpoints": list(self.checkpoints), **self.record()}
+        """`record`, and the bundle it is about."""
+        stored = not self.request.dry_run
+        return {"bundle": self.bundle, "stored": stored, "checkpoints": list(self.checkpoints), **self.record()}
 
     def render(self) -> str:
         """The text the command prints."""
-        prompts = self.prompts
+        prompts, request = self.prompts, self.request
         return "\n".join(
             [
-                f"{self.bundle} on {self.dataset}",
+                f"{self.bundle} on {request.dataset}",
                 f"{len(prompts.path)} prompts of {prompts.path_documents} documents to choose candidates, "
                 f"{len(prompts.calibration)} of {prompts.calibration_documents} others to test them; "
-                f"{self.positions} positions after {self.prompt_length} tokens each",
+                f"{request.positions} positions after {request.prompt_length} tokens each",
                 f"left out: {prompts.seen} documents the routers saw, {prompts.duplicates} repeated, "
                 f"{prompts.short} too short (overlap with the routers' text checked: {prompts.overlap})",
                 "",
                 self._table(),
                 "",
                 *self._verdict(),
+                _stored(request.dry_run, "the bundle's own thresholds from now on"),
             ]
         )
 
@@ -111,7 +117,7 @@ class TuningReport:
         rows = [
             [
                 number,
-                *("off" if value >= 1 else f"{value:.4f}" for value in tested.thresholds),
+                *map(_threshold, tested.thresholds),
                 f"{tested.path_risk:.4f}",
                 f"{tested.risk:.4f}",
                 f"{tested.p_value:.2g}",
@@ -123,30 +129,181 @@ class TuningReport:
         return table([*headers, ""], rows)
 
     def _verdict(self) -> list[str]:
-        untested = self.candidates - len(self.tested)
+        request, untested = self.request, self.candidates - len(self.tested)
         lines = [f"{untested} more aggressive candidates were not tested"] if untested else []
-        values = ",".join(f"{value:.6g}" for value in self.thresholds)
-        if self.certified:
-            lines += [
-                f"CERTIFIED: thresholds {values}",
-                f"  tokens that differ from full depth: at most {self.epsilon:g} of a prompt's on average, with "
-                f"probability {1 - self.delta:g}; measured {self.certified.risk:.4f}",
-                f"  layers per token: {self.certified.layers:.2f} of {self.num_layers}",
-                f"  {self._about()}",
+        if self.certified is None:
+            return [
+                *lines,
+                f"NOT CERTIFIED: no candidate passed at epsilon {request.epsilon:g}, delta {request.delta:g}; every "
+                "token takes all layers",
             ]
-        else:
-            lines.append(
-                f"NOT CERTIFIED: no candidate passed at epsilon {self.epsilon:g}, delta {self.delta:g}; every token "
-                "takes all layers"
-            )
-        done = "stored: the bundle's own thresholds from now on" if self.stored else "dry run: the bundle is unchanged"
-        return [*lines, done]
+        return [
+            *lines,
+            f"CERTIFIED: thresholds {','.join(f'{value:.6g}' for value in self.thresholds)}",
+            f"  tokens that differ from full depth: at most {request.epsilon:g} of a prompt's on average, with "
+            f"probability {1 - request.delta:g}; measured {self.certified.risk:.4f}",
+            f"  layers per token: {self.certified.layers:.2f} of {self.num_layers}",
+            f"  {self._scope()}",
+        ]
 
-    def _about(self) -> str:
+    def _scope(self) -> str:
         """Which prompts the guarantee is for; more than one from a document do not count as new documents."""
-        if self.prompts_per_document == 1:
+        if self.request.prompts_per_document == 1:
             return "for new documents like those of the dataset: one prompt was taken from each"
         return (
             f"for other places of the {self.prompts.calibration_documents} documents tested, up to "
-            f"{self.prompts_per_document} prompts from each; for other documents as far as they are like these"
+            f"{self.request.prompts_per_document} prompts from each; for other documents as far as they are like these"
         )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Interleaved generations in full and in lossless mode.
+
+    Attributes:
+        speedup: median over the prompts of full's decoding time over lossless mode's; 1.0 where nothing was measured.
+        drafted, accepted: drafts made and accepted.
+        lookup_drafted: drafts made from earlier text.
+    """
+
+    speedup: float
+    drafted: int
+    accepted: int
+    lookup_drafted: int
+
+    @property
+    def acceptance(self) -> float:
+        return _share(self.accepted, self.drafted)
+
+    @property
+    def lookup_share(self) -> float:
+        return _share(self.lookup_drafted, self.drafted)
+
+
+@dataclass(frozen=True)
+class LosslessReport:
+    """The result of `tune` in mode lossless.
+
+    Attributes:
+        checkpoints: of the bundle.
+        setting: the best of the replay, all thresholds 1.0 where none should be faster than full depth.
+        costs: seconds of single steps on this machine.
+        expected: what the replay of `setting` gave.
+        measured: what generating gave; nothing was generated where no speed-up was expected.
+        pays: whether `setting` is stored; else drafting is off.
+        date: of the measurement, ISO 8601.
+    """
+
+    bundle: str
+    request: LosslessRequest
+    prompts: Prompts
+    checkpoints: tuple[int, ...]
+    setting: Setting
+    costs: StepCosts
+    expected: Replayed
+    measured: Comparison
+    pays: bool
+    date: str = field(default_factory=_now)
+
+    def stored_in(self, manifest: Manifest) -> Manifest:
+        """The manifest of the tuned bundle."""
+        return replace(manifest, drafting=self.drafting())
+
+    def drafting(self) -> Drafting:
+        """What lossless mode does from now on."""
+        if not self.pays:
+            off = (MAX_THRESHOLD,) * len(self.checkpoints)
+            return Drafting(off, 0, 0, self.setting.min_match, self.record())
+        setting = self.setting
+        return Drafting(setting.thresholds, setting.max_drafts, setting.prompt_lookup, setting.min_match, self.record())
+
+    def record(self) -> dict[str, Any]:
+        """Everything needed to measure it again, as JSON types."""
+        request, setting, expected = self.request, self.setting, self.expected
+        accepted = expected.accepted + expected.lookup_accepted
+        return {
+            "method": LOSSLESS_METHOD,
+            "pays": self.pays,
+            "speedup": self.measured.speedup,
+            "acceptance": self.measured.acceptance,
+            "lookup_drafted": self.measured.lookup_share,
+            "expected_speedup": setting.speedup,
+            "expected_acceptance": _share(accepted, expected.drafted + expected.lookup_drafted),
+            "tried_thresholds": list(setting.thresholds),
+            "tried_max_drafts": setting.max_drafts,
+            "tried_lookup": setting.prompt_lookup,
+            "tried_least_match": setting.min_match,
+            "draft_seconds": list(self.costs.draft),
+            "verify_seconds": {str(n): seconds for n, seconds in self.costs.verify.items()},
+            "block_seconds": {str(n): seconds for n, seconds in self.costs.block.items()},
+            "full_seconds": self.costs.plain,
+            "path_prompts": len(self.prompts.path),
+            "n": len(self.prompts.calibration),
+            "prompt_length": request.prompt_length,
+            "new_tokens": request.new_tokens,
+            "threads": request.threads,
+            "dataset": request.dataset,
+            "dataset_sha256": self.prompts.dataset_sha256,
+            "seed": request.seed,
+            "tide_export": __version__,
+            "date": self.date,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """`record`, and the bundle it is about."""
+        return {
+            "bundle": self.bundle,
+            "stored": not self.request.dry_run,
+            "checkpoints": list(self.checkpoints),
+            "drafting": {key: value for key, value in asdict(self.drafting()).items() if key != "tuning"},
+            **self.record(),
+        }
+
+    def render(self) -> str:
+        """The text the command prints."""
+        record, measured = self.record(), self.measured
+        lines = [f"{self.bundle} on {self.request.dataset}", "", self._table(), ""]
+        if self.setting.speedup > 1.0:
+            lines += [
+                f"best setting: {self._setting()}; expected {self.setting.speedup:.2f}x with "
+                f"{record['expected_acceptance']:.0%} of drafts accepted",
+                f"measured on {len(self.prompts.calibration)} other prompts: {measured.speedup:.2f}x, "
+                f"{measured.acceptance:.0%} of drafts accepted ({measured.lookup_share:.0%} of drafts from prompt "
+                "lookup), every token that of full depth",
+            ]
+        else:
+            lines.append("no setting is expected to be faster than full depth")
+        if self.pays:
+            lines.append(f"PAYS: lossless mode is {measured.speedup:.2f}x as fast as full depth here")
+        else:
+            lines.append("DOES NOT PAY: lossless mode stays at full depth")
+        return "\n".join([*lines, _stored(self.request.dry_run, "what lossless mode does from now on")])
+
+    def _table(self) -> str:
+        costs = self.costs
+        steps = [("full depth", costs.plain)]
+        steps += [(f"draft after layer {k}", seconds) for k, seconds in zip(self.checkpoints, costs.draft, strict=True)]
+        if self.checkpoints:
+            steps += [(f"verifying {n} pending tokens", seconds) for n, seconds in costs.verify.items()]
+        steps += [(f"{n} tokens at once", seconds) for n, seconds in costs.block.items()]
+        rows = [[name, f"{1e3 * seconds:.3f}", f"{seconds / costs.plain:.2f}x"] for name, seconds in steps]
+        return table(["step", "ms", "x full"], rows)
+
+    def _setting(self) -> str:
+        setting, thresholds = self.setting, ", ".join(map(_threshold, self.setting.thresholds))
+        exits = f"thresholds {thresholds}, at most {setting.max_drafts} early exits" if thresholds else "no early exits"
+        if not setting.prompt_lookup:
+            return f"{exits}, no prompt lookup"
+        return f"{exits}, prompt lookup of up to {setting.prompt_lookup} tokens after {setting.min_match} or more equal"
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _stored(dry_run: bool, result: str) -> str:
+    return "dry run: the bundle is unchanged" if dry_run else f"stored: {result}"
+
+
+def _threshold(value: float) -> str:
+    return "off" if value >= MAX_THRESHOLD else f"{value:.4f}"

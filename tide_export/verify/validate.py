@@ -162,11 +162,7 @@ def validate(
     spec = _dataset(opened, dataset)
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
     source = load_model(model_name)
-    if source.weights_sha256 != manifest.model.weights_sha256:
-        raise BundleError(
-            f"bundle {opened.path} was made from other weights than those of {model_name} "
-            f"(sha256 {manifest.model.weights_sha256[:12]}, not {source.weights_sha256[:12]})"
-        )
+    opened.require_weights(source.weights_sha256, model_name)
     weight_error = restore(source, opened) if manifest.quantization is not None else None
     texts = pick_prompts(model_name, spec, prompts, longest_prompt)
     routers = _routers(opened, source)

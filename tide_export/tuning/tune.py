@@ -1,0 +1,103 @@
+"""`tide-export tune`: sets a bundle's exit thresholds with a guarantee, or its drafting to what is fastest here.
+
+The flow: documents -> `prompts` -> `exits` (`measure` -> `choose` -> `guarantee`) or `lossless` (`measure` -> `replay`
+-> a measured comparison) -> `report` -> the bundle's manifest. docs/guide/guarantee.md says what is promised.
+"""
+
+import os
+from typing import Any
+
+from tide_export.bundle.manifest import PROPAGATE
+from tide_export.bundle.store import Bundle, replace_manifest
+from tide_export.errors import BundleError, ConfigError, TuneError
+from tide_export.progress import stage
+from tide_export.runtime.engine import load
+from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.tuning.exits import tune_exits
+from tide_export.tuning.lossless import tune_lossless
+from tide_export.tuning.prompts import draw_prompts
+from tide_export.tuning.report import ExitReport, LosslessReport
+from tide_export.tuning.request import ExitRequest, LosslessRequest, make_request
+
+
+def tune(
+    bundle: str | os.PathLike[str], dataset: str, *, mode: str = "exit", **options: Any
+) -> ExitReport | LosslessReport:
+    """Tunes a bundle for one mode on a dataset, and stores the result in its manifest.
+
+    Mode `exit`: the thresholds that save most layers while, with probability 1 - delta over the prompts tested, the
+    mean share of positions at which they give another greedy token than full depth is at most epsilon, for prompts
+    drawn like those. Where no candidate passes, the bundle is set to exit nowhere.
+
+    Mode `lossless`: how to draft on this machine to get most tokens a second; off where it is not faster.
+
+    Args:
+        bundle: the folder; its manifest is replaced in one step at the end, or not at all.
+        dataset: SPEC of the text.
+        mode: "exit" or "lossless".
+        options: the fields of `ExitRequest` (epsilon and delta are required) or of `LosslessRequest`.
+
+    Raises:
+        ConfigError: a number out of range, or an option of the other mode.
+        TuneError: too few prompts for epsilon and delta whatever they show (raised before the graph runs), fewer than
+            two documents the routers have not seen, no checkpoint that may exit, approximate K/V, or lossless mode gave
+            another token than full depth.
+        BundleError: the bundle is unusable, was made from other weights, cannot be written to, or changed meanwhile.
+        DatasetError, ModelError: as `Documents` and `load_model`.
+    """
+    request = make_request(mode, {"dataset": dataset, **options})
+    engine = load(bundle, provider="cpu", threads=request.threads)
+    _check_bundle(engine.bundle, request)
+    with stage("reading prompts"):
+        prompts = draw_prompts(
+            dataset,
+            BundleTokenizer(engine.bundle.path),
+            engine.manifest.calibration,
+            length=request.drawn_length,
+            count=request.prompts,
+            per_document=request.prompts_per_document,
+            seed=request.seed,
+        )
+    report: ExitReport | LosslessReport
+    if isinstance(request, ExitRequest):
+        report = tune_exits(engine, request, prompts)
+    else:
+        report = tune_lossless(engine, request, prompts)
+    if not request.dry_run:
+        replace_manifest(engine.bundle, report.stored_in(engine.manifest))
+    return report
+
+
+def _check_bundle(bundle: Bundle, request: ExitRequest | LosslessRequest) -> None:
+    """Raises where the bundle cannot be tuned as requested."""
+    manifest, context = bundle.manifest, bundle.manifest.model.context_length
+    if manifest.kv_cache_strategy == PROPAGATE:
+        raise TuneError(
+            f"bundle {bundle.path} has kv_cache_strategy propagate: tokens depend on earlier exits, so no mode can be "
+            "tuned; export it with kv_cache_strategy exact"
+        )
+    if isinstance(request, ExitRequest):
+        _check_exits(bundle, request)
+        length, counted = request.drawn_length, "positions"
+    else:
+        length, counted = request.prompt_length + request.new_tokens, "new_tokens"
+    if context is not None and length > context:
+        raise ConfigError(f"prompt_length and {counted} make {length} tokens but the model's context holds {context}")
+    if not request.dry_run and not os.access(bundle.path, os.W_OK):
+        raise BundleError(f"bundle {bundle.path} cannot be written to: the result could not be stored")
+
+
+def _check_exits(bundle: Bundle, request: ExitRequest) -> None:
+    manifest = bundle.manifest
+    if not manifest.checkpoints:
+        raise TuneError(f"bundle {bundle.path} has no checkpoints: there are no thresholds to tune")
+    min_layers = manifest.min_layers if request.min_layers is None else request.min_layers
+    if manifest.checkpoints[-1] < min_layers:
+        raise TuneError(
+            f"bundle {bundle.path}: min_layers is {min_layers} but the last checkpoint comes after layer "
+            f"{manifest.checkpoints[-1]}, so nothing may exit; give a lower --min-layers"
+        )
+    if request.model is not None:
+        from tide_export.model.source import load_model  # needs PyTorch
+
+        bundle.require_weights(load_model(request.model).weights_sha256, request.model)
