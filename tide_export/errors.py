@@ -11,6 +11,11 @@ class TideError(Exception):
     exit_code = 2
 
 
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """Returns an error's message on one line of at most `limit` characters; its type's name where it is empty."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
 class ConfigError(TideError):
     """An option or config value is out of range or contradicts another."""
 

@@ -9,7 +9,7 @@ from tide_export.calibration import fit_router as fit
 from tide_export.calibration.fit_router import Labelled, assess, fit_router
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
-from tide_export.routers.router_set import Router
+from tide_export.routers.router import Router
 
 
 def config(**options):

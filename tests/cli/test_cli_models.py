@@ -10,7 +10,8 @@ from command_line import refused
 from safetensors.torch import load_file, save_file
 
 from tide_export.cli.main import main
-from tide_export.routers.router_set import Router, RouterSet
+from tide_export.routers.router import Router
+from tide_export.routers.router_set import RouterSet
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "demo-llama"

@@ -18,7 +18,7 @@ from tide_export.compose.step_graph import compose
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.source import wrap_model
-from tide_export.routers.router_set import LensArrays, RouterArrays
+from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.runtime.engine import load
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace

@@ -18,7 +18,8 @@ from tide_export.errors import BundleError, ConfigError, GraphError, ModelError,
 from tide_export.model.source import load_model
 from tide_export.pipeline import flow as pipeline
 from tide_export.routers.random_routers import random_routers
-from tide_export.routers.router_set import Router, RouterSet
+from tide_export.routers.router import Router
+from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import load
 from tide_export.verify.oracle import oracle
 from tide_export.verify.parity import check_exit

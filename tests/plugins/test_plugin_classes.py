@@ -17,7 +17,7 @@ from kernel_runner import decode, encode, poison
 
 from tide_export import names
 from tide_export.compose.router_op import route_attributes, route_function
-from tide_export.routers.router_set import RouterArrays
+from tide_export.routers.router import RouterArrays
 from tide_export.trace.tracer import OPSET
 
 FIELD_FLOAT32, FIELD_INT32, FIELD_CHAR = 1, 5, 6  # nvinfer1::PluginFieldType

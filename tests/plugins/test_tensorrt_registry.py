@@ -19,7 +19,7 @@ from tide_export import names
 from tide_export.compose.router_op import route_attributes, route_function
 from tide_export.engines.build import run_worker
 from tide_export.errors import BuildError
-from tide_export.routers.router_set import RouterArrays
+from tide_export.routers.router import RouterArrays
 from tide_export.runtime.tensorrt.flavours import TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins
 from tide_export.trace.tracer import OPSET

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_export.errors import RouterFileError
 from tide_export.model.source import wrap_model
-from tide_export.routers.router_set import FORMAT, Lens, Router, RouterSet
+from tide_export.routers.router import Lens, Router, summarize
+from tide_export.routers.router_set import FORMAT, RouterSet
 
 
 def tiny_llama(layers=4, width=16, seed=0, name="tiny"):
@@ -64,7 +65,7 @@ def test_score_with_a_shortlist_is_the_formula():
     part = {name: tensor.double().numpy() for name, tensor in router.state_dict().items()}
     logits = np.sort(part["shortlist"] @ x)[::-1]
     told = logits[:2] - np.log(np.exp(logits).sum())
-    assert router.summary(torch.from_numpy(x).float()).tolist() == pytest.approx(told.tolist(), abs=1e-5)
+    assert summarize(torch.from_numpy(x).float(), router.shortlist).tolist() == pytest.approx(told.tolist(), abs=1e-5)
     hidden = part["down.weight"] @ x + part["confidence.weight"] @ told
     expected = score(hidden.tolist(), part["up.weight"], float(part["up.bias"][0]))
     assert float(router(torch.from_numpy(x).float()).detach()) == pytest.approx(expected, abs=1e-5)
@@ -72,7 +73,7 @@ def test_score_with_a_shortlist_is_the_formula():
 
 def test_summary_of_large_logits_is_finite():
     router = random_routers(shortlist=5).routers[1]
-    assert torch.isfinite(router.summary(1e4 * torch.ones(2, 16))).all()
+    assert torch.isfinite(summarize(1e4 * torch.ones(2, 16), router.shortlist)).all()
 
 
 def test_a_new_router_has_no_bias_and_a_new_lens_does_nothing():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tide_export.model.source import load_model
-from tide_export.routers.router_set import Router, RouterSet
+from tide_export.routers.router import Router
+from tide_export.routers.router_set import RouterSet
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.oracle import oracle
 

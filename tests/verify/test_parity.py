@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tide_export.model.source import SourceModel, load_model
-from tide_export.routers.router_set import Router, RouterSet
+from tide_export.routers.router import Router
+from tide_export.routers.router_set import RouterSet
 from tide_export.verify.oracle import oracle
 from tide_export.verify.parity import check_exit, check_full
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 
-from tide_export.errors import CalibrationError
+from tide_export.errors import CalibrationError, one_line
 
 # Work is dealt evenly, so the first to finish waits for the last as long as their speeds differ, not for all the work.
 TIMEOUT = timedelta(minutes=30)
@@ -94,5 +94,4 @@ def _attempt(action: Callable, problem: str):
     try:
         return action()
     except (RuntimeError, ValueError) as error:  # of gloo and the store that processes meet in
-        reason = " ".join(str(error).split())[:200]
-        raise CalibrationError(f"{problem}: {reason}") from error
+        raise CalibrationError(f"{problem}: {one_line(error)}") from error

@@ -15,7 +15,7 @@ from tide_export.calibration.labels import blocks, divergence, normalize
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
-from tide_export.routers.router_set import Lens
+from tide_export.routers.router import Lens
 
 BATCH_TOKENS = 512
 VALIDATION_TOKENS = 4096

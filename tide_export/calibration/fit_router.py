@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 from tide_export.calibration.calibration_error import expected_calibration_error
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
-from tide_export.routers.router_set import Router
+from tide_export.routers.router import Router, summarize
 
 BATCH_TOKENS = 1024
 PATIENCE = 3  # epochs after which fitting stops if the validation loss has not fallen
@@ -139,14 +139,14 @@ class _Scaling:
         self.router = router
         self.size = float(features.square().mean().sqrt().clamp_min(1e-12))
         if router.shortlist is not None:
-            part = router.summary(features[:8192]) @ _DIFFERENCES
+            part = summarize(features[:8192], router.shortlist) @ _DIFFERENCES
             self.turn = _DIFFERENCES / part.std(0).clamp_min(1e-6)
 
     def inputs(self, split: Labelled) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The split's states as they are, and its summaries, scaled: computed once, not in every epoch."""
         if self.router.shortlist is None:
             return split.features, None
-        summaries = [self.router.summary(part) @ self.turn for part in split.features.split(8192)]
+        summaries = [summarize(part, self.router.shortlist) @ self.turn for part in split.features.split(8192)]
         return split.features, torch.cat(summaries)
 
     def batch(

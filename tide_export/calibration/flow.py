@@ -32,7 +32,8 @@ from tide_export.data.sequences import TokenSequence, load_tokenizer, read_seque
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
 from tide_export.progress import stage
-from tide_export.routers.router_set import Lens, Router, RouterSet
+from tide_export.routers.router import Lens, Router
+from tide_export.routers.router_set import RouterSet
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.version import __version__
 

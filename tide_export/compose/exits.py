@@ -11,7 +11,7 @@ from tide_export import names
 from tide_export.compose.builder import Block, Weights
 from tide_export.compose.cut import Pieces
 from tide_export.compose.router_op import route_attributes
-from tide_export.routers.router_set import LensArrays, RouterArrays
+from tide_export.routers.router import LensArrays, RouterArrays
 
 FLOAT, BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from tide_export.compose.cut import Pieces, static_dim
 from tide_export.names import DOMAIN, OP_ROUTE, PLUGIN_NAMESPACE, PLUGIN_VERSION
-from tide_export.routers.router_set import RouterArrays
+from tide_export.routers.router import RouterArrays
 from tide_export.trace.tracer import OPSET
 
 _NORMS = {"RMSNormalization": "rms", "LayerNormalization": "layer"}

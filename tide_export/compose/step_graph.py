@@ -45,7 +45,7 @@ from tide_export.compose.exits import leaving_state, route, token_dims
 from tide_export.compose.kv_cache import attend_from_cache
 from tide_export.compose.router_op import norm_kind, normed_size, route_function
 from tide_export.errors import GraphError
-from tide_export.routers.router_set import LensArrays, RouterArrays
+from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.trace.tracer import OPSET
 
 IR_VERSION = 10

@@ -11,11 +11,11 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tide_export.errors import DatasetError
+from tide_export.errors import DatasetError, one_line
+from tide_export.progress import quiet_loggers
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}  # suffix -> builder of `datasets`
 FOLDER_SUFFIXES = {".txt", *BUILDERS}
@@ -58,7 +58,7 @@ class Documents:
 
     def __iter__(self) -> Iterator[str]:
         try:
-            with _quiet_readers():
+            with quiet_loggers(logging.CRITICAL, "datasets", "huggingface_hub", "fsspec"):  # retries and broken files
                 for text in self._texts():
                     if not text.strip():
                         continue
@@ -70,7 +70,7 @@ class Documents:
         except DatasetError:
             raise
         except Exception as error:  # pyarrow, fsspec, the hub and codecs raise many kinds; all mean: not readable
-            raise DatasetError(f"dataset {self.spec!r} cannot be read: {_one_line(error)}") from error
+            raise DatasetError(f"dataset {self.spec!r} cannot be read: {one_line(error, 300)}") from error
         if not self.count:
             raise DatasetError(f"dataset {self.spec!r} holds no text")
 
@@ -140,7 +140,7 @@ def _file_texts(spec: str, file: Path) -> Iterator[str]:
     except UnicodeDecodeError as error:
         raise DatasetError(f"dataset {spec!r}: {file} is not UTF-8 text") from error
     except Exception as error:
-        raise DatasetError(f"dataset {spec!r}: {file} is broken: {_one_line(error)}") from error
+        raise DatasetError(f"dataset {spec!r}: {file} is broken: {one_line(error, 300)}") from error
 
 
 def _hub_texts(spec: str) -> Iterator[str]:
@@ -176,21 +176,3 @@ def _column(origin: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             raise DatasetError(f"dataset {origin!r}: column {column!r} holds {type(value).__name__}, not text")
     if column is None:
         raise DatasetError(f"dataset {origin!r} has no column of text")
-
-
-@contextmanager
-def _quiet_readers() -> Iterator[None]:
-    """The readers log each retry and each broken file on their own; our one sentence says it."""
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "fsspec")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

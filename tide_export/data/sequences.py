@@ -14,7 +14,7 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tide_export.data.documents import Documents
-from tide_export.errors import ConfigError, DatasetError, ModelError
+from tide_export.errors import ConfigError, DatasetError, ModelError, one_line
 
 COVERED_DOCUMENTS = 32  # no document gives more than one in this many sequences while there are others
 BLOCK_CHARS = 1 << 18  # text tokenized at a time
@@ -44,8 +44,7 @@ def load_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers, tokenizers and the hub raise many kinds; all mean: not loadable
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ModelError(f"cannot load the tokenizer of model {name!r}: {reason}") from error
+        raise ModelError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}") from error
     if not len(tokenizer):
         raise ModelError(f"model {name!r} has no tokenizer: its vocabulary is empty")
     return tokenizer

@@ -1,1 +1,1 @@
-"""What stands at a checkpoint (router and lens), and the file that holds all of them."""
+"""Defines routers and lenses, and reads and writes the file that holds them."""

@@ -1,6 +1,6 @@
-"""Random routers for proofs: what `tools/checks/parity.py` and the tests export with, beside calibrated ones.
+"""Makes random routers for the tests and `tools/checks/parity.py`.
 
-Calibrated routers of a good model rarely use every checkpoint; with these every path of the graph is walked.
+Calibrated routers of a good model rarely use every checkpoint; these take every path of the graph.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from tide_export.model.source import SourceModel
-from tide_export.routers.router_set import Lens, Router, RouterSet
+from tide_export.routers.router import Lens, Router, summarize
+from tide_export.routers.router_set import RouterSet
 
 
 def random_routers(
@@ -20,10 +21,11 @@ def random_routers(
     lens_rank: int = 0,
     seed: int = 0,
 ) -> RouterSet:
-    """Seeded random routers whose logits on `ids` have mean 0 and deviation 2, so that scores spread over [0, 1].
+    """Makes seeded random routers whose logits on `ids` have mean 0 and deviation 2: scores are all over [0, 1].
 
     Args:
-        shortlist: head rows the routers read; 0: routers of TIDE's form.
+        ids: token ids of a text.
+        shortlist: rows of the head that the routers read; 0: routers of TIDE's form.
         lens_rank: rank of a random lens at every checkpoint that moves states by a third of their size; 0: none.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -47,9 +49,10 @@ def random_routers(
         router.down.weight /= (normalized @ router.down.weight.T).std()
         hidden = router.down(normalized)
         if router.shortlist is not None:
+            summary = summarize(normalized, router.shortlist)
             router.confidence.weight.copy_(draw(router.confidence.weight))
-            router.confidence.weight /= router.confidence(router.summary(normalized)).std()
-            hidden = hidden + router.confidence(router.summary(normalized))
+            router.confidence.weight /= router.confidence(summary).std()
+            hidden = hidden + router.confidence(summary)
         up = draw(router.up.weight)
         router.up.weight.copy_(2.0 * up / (torch.nn.functional.silu(hidden) @ up.T).std())
         router.up.bias.copy_(-router.logit(normalized).mean())

@@ -1,14 +1,4 @@
-"""What stands at a checkpoint: a router, and with `exit_strategy = "lens"` a lens; their file; TIDE's own `router.pt`.
-
-Written by `calibrate`, read by `export`, by the oracle and by `validate`. A lens translates the raw state of its
-checkpoint towards the last layer's (tuned lens, arXiv 2303.08112); without one the state is taken as it is, which is
-TIDE's rule. A router reads the *normalized* state behind the lens, exactly what the head would see, and answers with a
-score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1, `router.py`).
-
-What an MLP of that size cannot compute is how sure the head would be, and nothing tells more about whether the answer
-is final. So a router of ours also reads a *shortlist*: the head's logits of the few hundred tokens the model says most,
-of which the log-probabilities of the first and the second (among the shortlist alone) join the hidden layer.
-"""
+"""Reads and writes the routers, and lenses, of one model: this package's files, and TIDE's `router.pt`."""
 
 import json
 import logging
@@ -17,102 +7,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from tide_export.errors import RouterFileError
+from tide_export.errors import RouterFileError, one_line
 from tide_export.model.source import SourceModel
+from tide_export.routers.router import Lens, LensArrays, Router, RouterArrays
 
 logger = logging.getLogger("tide_export")
 
 FORMAT = "tide_export.routers/2"
-CONFIDENCE = 2  # numbers a shortlist's logits are summed up in
-
-
-class Router(nn.Module):
-    """One checkpoint's router; `forward` maps normalized states [..., D] to scores [...].
-
-    Attributes:
-        down: Linear(D, R, no bias).
-        up: Linear(R, 1); TIDE's has no bias, which is a bias of 0.
-        shortlist: rows of the head [N, D], a buffer that is not trained; None for TIDE's form.
-        confidence: Linear(2, R, no bias) on what `summary` says of the shortlist.
-    """
-
-    shortlist: torch.Tensor | None
-
-    def __init__(self, hidden_size: int, bottleneck: int, shortlist: torch.Tensor | None = None):
-        super().__init__()
-        self.down = nn.Linear(hidden_size, bottleneck, bias=False)
-        self.up = nn.Linear(bottleneck, 1)
-        nn.init.zeros_(self.up.bias)
-        self.register_buffer("shortlist", shortlist)
-        if shortlist is not None:
-            self.confidence = nn.Linear(CONFIDENCE, bottleneck, bias=False)
-
-    def summary(self, normalized: torch.Tensor) -> torch.Tensor:
-        """[..., 2]: log-probability of the shortlist's likeliest and second likeliest token, for states [..., D]."""
-        assert self.shortlist is not None
-        return (normalized @ self.shortlist.T).log_softmax(-1).topk(2, dim=-1).values
-
-    def logit(self, normalized: torch.Tensor) -> torch.Tensor:
-        """The score before the sigmoid, [...]."""
-        return self.logit_with(normalized, self.summary(normalized) if self.shortlist is not None else None)
-
-    def logit_with(self, normalized: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
-        """`logit`, the summary [..., 2] being known already (None for TIDE's form)."""
-        hidden = self.down(normalized)
-        if summary is not None:
-            hidden = hidden + self.confidence(summary)
-        return self.up(nn.functional.silu(hidden)).squeeze(-1)
-
-    def forward(self, normalized: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(self.logit(normalized))
-
-
-class Lens(nn.Module):
-    """A low-rank affine translator of raw states [..., D]: x + up(down(x)) + bias; starts as the identity."""
-
-    def __init__(self, hidden_size: int, rank: int):
-        super().__init__()
-        self.down = nn.Linear(hidden_size, rank, bias=False)
-        self.up = nn.Linear(rank, hidden_size)
-        nn.init.zeros_(self.up.weight)
-        nn.init.zeros_(self.up.bias)
-
-    def forward(self, raw: torch.Tensor) -> torch.Tensor:
-        return raw + self.up(self.down(raw))
-
-
-@dataclass(frozen=True)
-class RouterArrays:
-    """A router's weights in float32, laid out for `x @ weight`.
-
-    Attributes:
-        down: [D, R].
-        up: [R, 1].
-        shortlist: [D, N], or None.
-        confidence: [2, R]; None without a shortlist.
-        bias: what is added to the logit.
-    """
-
-    down: np.ndarray
-    up: np.ndarray
-    bias: float
-    shortlist: np.ndarray | None = None
-    confidence: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class LensArrays:
-    """A lens's weights in float32: down [D, r] and up [r, D], laid out for `x @ weight`, and bias [D]."""
-
-    down: np.ndarray
-    up: np.ndarray
-    bias: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -120,10 +26,10 @@ class RouterSet:
     """The routers, and lenses, of one model.
 
     Attributes:
-        routers: layers run at the checkpoint -> its router, ascending.
-        provenance: JSON-able record of how they were made: source model, weights hash, dataset, config, versions,
-            per-checkpoint report. Empty for routers imported from TIDE, which records nothing.
-        lenses: layers run -> its lens; empty for identity exits, else one for every checkpoint.
+        routers: checkpoint (the number of layers run) -> its router, ascending.
+        provenance: JSON-serializable record of how they were made: source model, weights hash, dataset, config,
+            versions, per-checkpoint report. Empty for a file of TIDE, which records nothing.
+        lenses: checkpoint -> its lens; empty for identity exits, else one for every checkpoint.
     """
 
     routers: dict[int, Router]
@@ -148,37 +54,33 @@ class RouterSet:
         return "lens" if self.lenses else "identity"
 
     def exit_state(self, source: SourceModel, layers: int, raw: torch.Tensor) -> torch.Tensor:
-        """Normalized states [..., D'] of an exit after `layers` layers, from raw states [..., D]: lens, then norm."""
+        """Computes the normalized states [..., D'] of an exit after `layers` layers, of raw states [..., D]."""
         lens = self.lenses.get(layers)
         return source.normalize(raw if lens is None else lens.to(raw.device)(raw))
 
     def arrays(self) -> dict[int, RouterArrays]:
-        """Layers run -> the router's weights."""
-        return {layers: _router_arrays(router) for layers, router in self.routers.items()}
+        """Returns checkpoint -> the router's weights."""
+        return {layers: router.arrays() for layers, router in self.routers.items()}
 
     def lens_arrays(self) -> dict[int, LensArrays]:
-        """Layers run -> the lens's weights."""
-        return {
-            layers: LensArrays(_array(lens.down.weight.T), _array(lens.up.weight.T), _array(lens.up.bias))
-            for layers, lens in self.lenses.items()
-        }
+        """Returns checkpoint -> the lens's weights."""
+        return {layers: lens.arrays() for layers, lens in self.lenses.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All weights by their names in the file; the shortlist, which the routers share, once."""
-        found: dict[str, torch.Tensor] = {}
+        """Returns all weights by their names in the file; the shortlist, which the routers share, once."""
+        tensors: dict[str, torch.Tensor] = {}
         for layers, router in self.routers.items():
             for name, tensor in router.state_dict().items():
-                found[name if name == "shortlist" else f"routers.{layers}.{name}"] = tensor
+                tensors[name if name == "shortlist" else f"routers.{layers}.{name}"] = tensor
         for layers, lens in self.lenses.items():
-            found |= {f"lenses.{layers}.{name}": tensor for name, tensor in lens.state_dict().items()}
-        return {name: tensor.detach().float().cpu().contiguous() for name, tensor in found.items()}
+            tensors |= {f"lenses.{layers}.{name}": tensor for name, tensor in lens.state_dict().items()}
+        return {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
 
     def sizes(self) -> str:
-        """What routers and lenses weigh, for people."""
+        """Describes the sizes of routers and lenses in KiB."""
 
         def kib(prefix: str) -> str:
-            found = [t for name, t in self.tensors().items() if name.startswith(prefix)]
-            return f"{sum(t.numel() * t.element_size() for t in found) / 1024:.0f} KiB"
+            return f"{sum(t.nbytes for name, t in self.tensors().items() if name.startswith(prefix)) / 1024:.0f} KiB"
 
         parts = [f"{len(self.routers)} routers {kib('routers.')}"]
         if any(router.shortlist is not None for router in self.routers.values()):
@@ -188,7 +90,7 @@ class RouterSet:
         return ", ".join(parts)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes safetensors with the provenance in its metadata; a file already there is replaced atomically.
+        """Writes safetensors with the provenance in the metadata; replaces an existing file atomically.
 
         Raises:
             RouterFileError: the folder does not exist or cannot be written.
@@ -205,7 +107,7 @@ class RouterSet:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "RouterSet":
-        """Reads our safetensors, or TIDE's `router.pt` (its layer index l becomes checkpoint l + 1).
+        """Reads a file that `save` wrote, or TIDE's `router.pt` (its layer index l becomes checkpoint l + 1).
 
         Raises:
             RouterFileError: missing, truncated, corrupt, or not a router file.
@@ -216,10 +118,10 @@ class RouterSet:
         return _load_tide(path) if path.suffix in (".pt", ".pth", ".bin") else _load_safetensors(path)
 
     def check(self, source: SourceModel, path: str | os.PathLike) -> None:
-        """Refuses routers made for another depth, width or model than `source`.
+        """Checks that the routers, read from `path`, were made for `source`.
 
         Raises:
-            RouterFileError: naming `path` and what differs.
+            RouterFileError: they were made for another depth, width or model.
         """
         if self.checkpoints[-1] >= source.num_layers:
             raise RouterFileError(
@@ -250,21 +152,10 @@ class RouterSet:
             )
 
     def check_quantization(self, source: SourceModel, path: str | os.PathLike) -> None:
-        """Warns of routers that were calibrated with the model's weights in another precision than they have now."""
-        now = None if source.quantized is None else asdict(source.quantized.settings)
-        if self.provenance and self.provenance.get("quantization") != now:
+        """Warns if the routers were calibrated on another quantization of the weights than that of `source`."""
+        current = None if source.quantized is None else asdict(source.quantized.settings)
+        if self.provenance and self.provenance.get("quantization") != current:
             logger.warning("router file %s was calibrated on weights of another precision: its scores may be off", path)
-
-
-def _router_arrays(router: Router) -> RouterArrays:
-    down, up, bias = _array(router.down.weight.T), _array(router.up.weight.T), float(router.up.bias.detach())
-    if router.shortlist is None:
-        return RouterArrays(down, up, bias)
-    return RouterArrays(down, up, bias, _array(router.shortlist.T), _array(router.confidence.weight.T))
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
 
 
 def _load_safetensors(path: Path) -> RouterSet:
@@ -291,7 +182,7 @@ def _load_safetensors(path: Path) -> RouterSet:
     except (ValueError, KeyError) as error:
         raise RouterFileError(f"router file {path} is corrupt: {error}") from error
     if not isinstance(provenance, dict):
-        raise RouterFileError(f"router file {path} is corrupt: its provenance is no record")
+        raise RouterFileError(f"router file {path} is corrupt: its provenance is not an object")
     routers = _build(parts["routers"], path, shortlist)
     lenses = {layers: _build_lens(weights, layers, path) for layers, weights in sorted(parts["lenses"].items())}
     if lenses and lenses.keys() != routers.keys():
@@ -304,8 +195,9 @@ def _load_tide(path: Path) -> RouterSet:
         state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {int(layer) + 1: dict(parts) for layer, parts in state["router_layers"].items()}
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
-        reason = " ".join(str(error).split())[:150]
-        raise RouterFileError(f"router file {path} is not a TIDE router.pt, or is damaged ({reason})") from error
+        raise RouterFileError(
+            f"router file {path} is not a TIDE router.pt, or is damaged ({one_line(error, 150)})"
+        ) from error
     return RouterSet(_build(weights, path, None))
 
 
@@ -344,7 +236,7 @@ def _build_lens(parts: dict[str, torch.Tensor], layers: int, path: Path) -> Lens
 
 
 def _fill(module: nn.Module, parts: dict[str, torch.Tensor], what: str) -> None:
-    """Gives `module` the weights of a file, frozen; refuses missing, misshapen and non-finite ones."""
+    """Loads the weights of a file into `module`; raises RouterFileError for missing, misshapen or non-finite ones."""
     expected = module.state_dict()
     if parts.keys() != expected.keys() or any(parts[name].shape != expected[name].shape for name in expected):
         raise RouterFileError(f"{what} has missing or misshapen weights")

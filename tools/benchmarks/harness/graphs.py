@@ -29,7 +29,8 @@ from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.contents import context_length, make_manifest, save_graph
 from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.settings import quantization_settings
-from tide_export.routers.router_set import Router, RouterSet
+from tide_export.routers.router import Router
+from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import trace
 
 PLAIN, BRANCHED, GENAI, GENAI_LAST = "plain", "branched", "genai", "genai-last"

@@ -1,0 +1,121 @@
+"""Defines the networks at a checkpoint: a router, and with `exit_strategy = "lens"` a lens.
+
+A lens maps the raw state of its checkpoint towards the last layer's (tuned lens, https://arxiv.org/abs/2303.08112);
+without one the state is used unchanged, which is TIDE's rule. A router reads the normalized state after the lens, the
+same as the head would, and computes a score in [0, 1]: Linear(D, R) -> SiLU -> Linear(R, 1) -> sigmoid (TIDE 0.2.1,
+`router.py`).
+
+Such a network is too small to compute the head's confidence, the best predictor of whether its answer is final. So this
+package's routers also read a *shortlist*: the head's logits of the few hundred tokens that the model predicts most. The
+log-probabilities of the first and the second among them are added to the hidden layer.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+SUMMARY_SIZE = 2  # log-probabilities in the summary of a shortlist
+
+
+@dataclass(frozen=True)
+class RouterArrays:
+    """A router's weights in float32, laid out for `x @ weight`.
+
+    Attributes:
+        down: [D, R].
+        up: [R, 1].
+        bias: added to the logit.
+        shortlist: [D, N], or None.
+        confidence: [2, R]; None without a shortlist.
+    """
+
+    down: np.ndarray
+    up: np.ndarray
+    bias: float
+    shortlist: np.ndarray | None = None
+    confidence: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class LensArrays:
+    """A lens's weights in float32: down [D, r] and up [r, D], laid out for `x @ weight`, and bias [D]."""
+
+    down: np.ndarray
+    up: np.ndarray
+    bias: np.ndarray
+
+
+class Router(nn.Module):
+    """Maps normalized states [..., D] to scores [...].
+
+    Attributes:
+        down: Linear(D, R, no bias).
+        up: Linear(R, 1); TIDE's has no bias, which is a bias of 0.
+        shortlist: rows of the head [N, D], a buffer that is not trained; None for TIDE's form.
+        confidence: Linear(2, R, no bias) on the summary of the shortlist; only where there is one.
+    """
+
+    shortlist: torch.Tensor | None
+
+    def __init__(self, hidden_size: int, bottleneck: int, shortlist: torch.Tensor | None = None):
+        super().__init__()
+        self.down = nn.Linear(hidden_size, bottleneck, bias=False)
+        self.up = nn.Linear(bottleneck, 1)
+        nn.init.zeros_(self.up.bias)
+        self.register_buffer("shortlist", shortlist)
+        if shortlist is not None:
+            self.confidence = nn.Linear(SUMMARY_SIZE, bottleneck, bias=False)
+
+    def logit(self, normalized: torch.Tensor) -> torch.Tensor:
+        """Computes the score before the sigmoid, [...]."""
+        return self.logit_with(normalized, None if self.shortlist is None else summarize(normalized, self.shortlist))
+
+    def logit_with(self, normalized: torch.Tensor, summary: torch.Tensor | None) -> torch.Tensor:
+        """Computes `logit` from a summary [..., 2] that is already known (None for TIDE's form)."""
+        hidden = self.down(normalized)
+        if summary is not None:
+            hidden = hidden + self.confidence(summary)
+        return self.up(nn.functional.silu(hidden)).squeeze(-1)
+
+    def forward(self, normalized: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.logit(normalized))
+
+    def arrays(self) -> RouterArrays:
+        """Returns the weights as arrays."""
+        down, up, bias = _array(self.down.weight.T), _array(self.up.weight.T), float(self.up.bias.detach())
+        if self.shortlist is None:
+            return RouterArrays(down, up, bias)
+        return RouterArrays(down, up, bias, _array(self.shortlist.T), _array(self.confidence.weight.T))
+
+
+class Lens(nn.Module):
+    """Maps raw states [..., D] to x + up(down(x)) + bias, of low rank; starts as the identity."""
+
+    def __init__(self, hidden_size: int, rank: int):
+        super().__init__()
+        self.down = nn.Linear(hidden_size, rank, bias=False)
+        self.up = nn.Linear(rank, hidden_size)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, raw: torch.Tensor) -> torch.Tensor:
+        return raw + self.up(self.down(raw))
+
+    def arrays(self) -> LensArrays:
+        """Returns the weights as arrays."""
+        return LensArrays(_array(self.down.weight.T), _array(self.up.weight.T), _array(self.up.bias))
+
+
+def summarize(normalized: torch.Tensor, shortlist: torch.Tensor) -> torch.Tensor:
+    """Computes the two largest log-probabilities [..., 2], the larger first, among the tokens of a shortlist [N, D].
+
+    Args:
+        normalized: states [..., D].
+    """
+    return (normalized @ shortlist.T).log_softmax(-1).topk(SUMMARY_SIZE, dim=-1).values
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.detach().float().cpu().numpy())
