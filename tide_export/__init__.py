@@ -1,31 +1,97 @@
 """tide_export: from a Hugging Face causal LM with early-exit routers to an engine that really skips layers.
 
-`tide_export.load(bundle)` runs a bundle and needs numpy and one engine alone; everything that makes a bundle
-(`pipeline.flow`, `calibrate`, `trace`, ...) is imported only when asked for and needs the `export` extra.
-`tide_export.register_adapter` tells where the parts of a model are that cannot be found by themselves.
+`export` makes a bundle of a model and `load` runs it. Everything in `__all__` is the public API. What is not an error
+is imported when it is first used, so that running a bundle needs NumPy and one engine alone; what makes or checks a
+bundle needs the `export` extra.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tide_export.errors import TideError
-
-if TYPE_CHECKING:
-    from tide_export.model.structure import ModelStructure, register_adapter
-    from tide_export.runtime.engine import Engine, load
-
+from tide_export.errors import (
+    BuildError,
+    BundleError,
+    CalibrationError,
+    ConfigError,
+    DatasetError,
+    GenerationError,
+    GraphError,
+    ModelError,
+    ProviderError,
+    RouterFileError,
+    TideError,
+    TraceError,
+    TuneError,
+    UnsupportedModelError,
+)
 from tide_export.version import __version__
 
-__all__ = ["Engine", "ModelStructure", "TideError", "__version__", "load", "register_adapter"]
+if TYPE_CHECKING:
+    from tide_export.config import TideConfig
+    from tide_export.model.structure import ModelStructure, register_adapter
+    from tide_export.pipeline.calibrate import calibrate
+    from tide_export.pipeline.flow import export
+    from tide_export.pipeline.request import ExportRequest
+    from tide_export.runtime.bench import bench
+    from tide_export.runtime.config import GenerationConfig
+    from tide_export.runtime.decoding.generation import Generation
+    from tide_export.runtime.engine import Engine, load
+    from tide_export.tuning.tune import tune
+    from tide_export.verify.validate import validate
+
+__all__ = [
+    "BuildError",
+    "BundleError",
+    "CalibrationError",
+    "ConfigError",
+    "DatasetError",
+    "Engine",
+    "ExportRequest",
+    "Generation",
+    "GenerationConfig",
+    "GenerationError",
+    "GraphError",
+    "ModelError",
+    "ModelStructure",
+    "ProviderError",
+    "RouterFileError",
+    "TideConfig",
+    "TideError",
+    "TraceError",
+    "TuneError",
+    "UnsupportedModelError",
+    "__version__",
+    "bench",
+    "calibrate",
+    "export",
+    "load",
+    "register_adapter",
+    "tune",
+    "validate",
+]
+
+_MODULES = {
+    "Engine": "runtime.engine",
+    "ExportRequest": "pipeline.request",
+    "Generation": "runtime.decoding.generation",
+    "GenerationConfig": "runtime.config",
+    "ModelStructure": "model.structure",
+    "TideConfig": "config",
+    "bench": "runtime.bench",
+    "calibrate": "pipeline.calibrate",
+    "export": "pipeline.flow",
+    "load": "runtime.engine",
+    "register_adapter": "model.structure",
+    "tune": "tuning.tune",
+    "validate": "verify.validate",
+}
 
 
 def __getattr__(name: str) -> object:
-    # Late, so that making a bundle does not load an engine and `tide-export --help` loads neither.
-    if name in ("Engine", "load"):
-        from tide_export.runtime import engine
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
-        return getattr(engine, name)
-    if name in ("ModelStructure", "register_adapter"):
-        from tide_export.model import structure
 
-        return getattr(structure, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -184,7 +184,7 @@ def test_calibration_options_beside_finished_routers_are_refused(capsys, tmp_pat
 def test_a_report_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     capsys, tmp_path, monkeypatch, report, says
 ):
-    from tide_export.pipeline import flow as pipeline
+    from tide_export.pipeline import calibrate as pipeline
 
     monkeypatch.setattr(pipeline, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
     (tmp_path / "folder.html").mkdir()

@@ -41,6 +41,10 @@ def test_nothing_is_loaded_for_an_output_that_exists(tmp_path: Path, monkeypatch
         pipeline.export("anything", tmp_path / "out", config=CONFIG)
 
 
+def test_the_flow_fits_on_a_page() -> None:
+    assert len(Path(pipeline.__file__).read_text().splitlines()) < 100
+
+
 def test_weights_of_another_precision_are_refused(tmp_path: Path, demo_model: Path) -> None:
     with pytest.raises(ConfigError, match="int2"):
         pipeline.export(str(demo_model), tmp_path / "out", weights="int2")
@@ -165,30 +169,3 @@ def test_an_export_killed_in_the_middle_leaves_the_old_bundle_and_no_half_of_a_n
         os.kill(process.pid, signal.SIGKILL)
     assert (target / "tide.json").read_bytes() == before
     open_bundle(target)
-
-
-def test_what_tensorrt_does_not_take_is_refused_before_anything_is_calibrated(
-    tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def refuse(source, checkpoints, length):
-        asked.append(checkpoints)
-        raise UnsupportedModelError("it computes with an abacus")
-
-    monkeypatch.setattr(pipeline, "trace", refuse)
-    monkeypatch.setattr(pipeline, "calibrate", lambda *args: pytest.fail("calibrated first"))
-    for checkpoints in ((3, 6, 9), "auto"):
-        config = TideConfig(checkpoints=checkpoints, calibration_dataset="away.txt")
-        with pytest.raises(UnsupportedModelError, match="abacus"):
-            pipeline.export(str(demo_model), tmp_path / "out", config=config, targets=("tensorrt",), engines=False)
-    assert asked == [(3, 6, 9), (6,)], "the checkpoints that will be, or one in the middle"
-
-
-def test_a_batch_size_is_for_tensorrt_and_a_number(tmp_path: Path, demo_model: Path) -> None:
-    for targets, size, says in (
-        (("onnxruntime",), 4, "batch_size is for targets tensorrt and tensorrt-rtx"),
-        (("tensorrt",), 0, "batch_size must be a whole number from 1 to 256, not 0"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            pipeline.export(str(demo_model), tmp_path / "out", targets=targets, engines=False, batch_size=size)

@@ -61,9 +61,9 @@ def _run(options: Namespace) -> int:
 def _calibrate(options: Namespace) -> int:
     config = _config(options)
     if options.from_tide is None:
-        from tide_export.pipeline.flow import calibrate_to_file
+        from tide_export.pipeline.calibrate import calibrate
 
-        made = calibrate_to_file(
+        made = calibrate(
             options.model,
             Path(options.output),
             config,

@@ -1,9 +1,11 @@
-"""What goes into a bundle beside the graph: weights file, tokenizer, and the manifest that describes it all.
+"""Writes the contents of a bundle: graph and weights, networks, tokenizer, routers; and describes them in a manifest.
 
-Called by `pipeline.flow` once the graph is lowered; `bundle` then puts the folder in place.
+Called by `pipeline.flow` once the graph is lowered; `bundle.store` then puts the folder in place.
 """
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,10 +15,14 @@ import onnx_ir as ir
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
+from tide_export.compose.cut import Pieces
 from tide_export.config import TideConfig
 from tide_export.data.sequences import load_tokenizer
-from tide_export.errors import ConfigError, ModelError
+from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
+from tide_export.lower.onnxruntime.packed import save_batch_networks
+from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
+from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.attention.masks import layer_masks
 from tide_export.trace.tracer import OPSET
@@ -49,6 +55,37 @@ def context_length(source: SourceModel, max_length: int | None) -> int:
     if max_length < 2 or (own is not None and max_length > own):
         raise ConfigError(f"max_length must lie in 2..{own or 'any'} ({why}), not {max_length}")
     return max_length
+
+
+def write_contents(
+    folder: Path,
+    model: str,
+    graph: ir.Model,
+    pieces: Pieces,
+    routers: RouterSet,
+    lower: Callable[[ir.Model], ir.Model],
+) -> None:
+    """Writes what every bundle holds: the graph, composed of `pieces` and lowered by `lower`, networks for batches of
+    sequences where there can be such, tokenizer and routers."""
+    save_graph(graph, folder)
+    try:
+        save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays(), lower=lower)
+    except UnsupportedModelError as error:
+        logger.warning("the bundle will take one prompt at a time: no networks for batches of this model: %s", error)
+    save_tokenizer(model, folder)
+    routers.save(folder / names.ROUTERS_FILE)
+
+
+def write_networks(
+    folder: Path, request: ExportRequest, manifest: Manifest, pieces: Pieces, routers: RouterSet, length: int
+) -> Manifest:
+    """Writes the segment networks, if `request` has a target that takes them; returns the manifest with them."""
+    if request.flavour is None:
+        return manifest
+    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), length, request.weights)
+    networks.save(folder)
+    info = networks.info(manifest, request.max_batch_size)
+    return replace(manifest, targets=("onnxruntime", request.flavour.name), networks=info)
 
 
 def save_graph(graph: ir.Model, folder: Path) -> None:

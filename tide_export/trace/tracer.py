@@ -79,11 +79,7 @@ def trace(
         UnsupportedModelError: the architecture cannot be traced; the message names what it lacks.
         TraceError: the exporter failed, or lost an attention op or a marker.
     """
-    if getattr(source.model, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{source.architecture} keeps a recurrent state beside keys and values or instead of them, so it cannot be "
-            "exported"
-        )
+    refuse_recurrent_state(source)
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
     quantized = source.quantized
@@ -104,6 +100,15 @@ def trace(
     traced = TracedModel(model, boundaries, every_layer)
     _check(source, traced)
     return traced
+
+
+def refuse_recurrent_state(source: SourceModel) -> None:
+    """Raises UnsupportedModelError if the model's state is more than keys and values."""
+    if getattr(source.model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{source.architecture} keeps a recurrent state beside keys and values or instead of them, so it cannot be "
+            "exported"
+        )
 
 
 class _TracedForward(nn.Module):
@@ -149,8 +154,10 @@ def _export(source: SourceModel) -> ir.Model:
                     f"{source.architecture} picks its attention from a table of its own instead of transformers' "
                     "attention interface, so it cannot be traced"
                 ) from error
-        reason = next((line.strip() for line in reversed(_root(error).splitlines()) if line.strip()), "no reason given")
-        raise TraceError(f"torch.onnx.export failed on {source.architecture} ({source.name}): {reason}") from error
+        raise TraceError(
+            f"PyTorch's exporter cannot trace {source.architecture} ({source.name}), so it cannot be exported: "
+            "--debug shows why"
+        ) from error
     if program is None:
         raise TraceError(f"torch.onnx.export gave no graph for {source.architecture} ({source.name})")
     model = program.model.clone()
@@ -219,12 +226,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _root(error: BaseException) -> str:
-    """The message of the first cause, cut off before the exporter's report on how to file a bug."""
-    *_, root = _causes(error)
-    return f"{type(root).__name__}: {str(root).split('## Exception summary')[-1].strip()}".split("\n\n")[0]
 
 
 @contextmanager

@@ -96,13 +96,29 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
     def _rounded(self, name: str, tensor: ir.TensorProtocol) -> Callable[[], ir.TensorProtocol]:
         def make() -> ir.TensorProtocol:
             array = tensor.numpy()
+            _check_range(name, array, self.numpy)
             with np.errstate(over="ignore"):
-                half: np.ndarray = array.astype(self.numpy)
-            if not np.isfinite(half[np.isfinite(array)].astype(np.float32)).all():
-                raise GraphError(f"weight {name} holds a number too large for {self.numpy.__name__}: use bf16 or fp32")
-            return ir.tensor(half, name=name, dtype=self.dtype)
+                return ir.tensor(array.astype(self.numpy), name=name, dtype=self.dtype)
 
         return make
+
+
+def check_weights(piece: ir.Graph, weights: str) -> None:
+    """Raises GraphError if a weight of `piece`, part of a cut trace, holds a number too large for `weights`."""
+    for name, value in piece.initializers.items():
+        added = [(use.node.domain, use.node.op_type) == (DOMAIN, OP_ATTENTION) and use.idx > 2 for use in value.uses()]
+        if value.dtype == FLOAT and value.const_value is not None and not (added and all(added)):
+            _check_range(name, value.const_value.numpy(), TYPES[weights][1])
+
+
+def _check_range(name: str, array: np.ndarray, half: type) -> None:
+    ends = np.array([array.min(initial=0), array.max(initial=0)])
+    if not np.isfinite(ends).all():
+        return _check_range(name, array[np.isfinite(array)], half)
+    with np.errstate(over="ignore"):
+        if not np.isfinite(ends.astype(half).astype(np.float32)).all():
+            raise GraphError(f"weight {name} holds a number too large for {half.__name__}: use bf16 or fp32")
+    return None
 
 
 def _is_router(node: ir.Node) -> bool:

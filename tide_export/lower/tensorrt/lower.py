@@ -34,7 +34,7 @@ from tide_export.compose.step_graph import LensWeights, RouterWeights, check_rou
 from tide_export.errors import UnsupportedModelError
 from tide_export.lower.onnxruntime.packed import check_positions
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, most_gathering
-from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
+from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_weights
 from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
 
 logger = logging.getLogger("tide_export")
@@ -172,6 +172,18 @@ def networks_for_tensorrt(
         )(model)
     max_tokens = min((bound for bound in bounds if bound is not None), default=None)
     return Networks(models, weights, capacity, normed_size(pieces), max_tokens, apart)
+
+
+def check_pieces(pieces: Pieces, weights: str) -> None:
+    """Raises what `networks_for_tensorrt` or writing its networks would; needs no routers.
+
+    Raises:
+        UnsupportedModelError: as `check_operators`.
+        GraphError: a weight holds a number too large for `weights`.
+    """
+    check_operators(pieces)
+    for piece in (pieces.embed, *pieces.segments, pieces.tail, pieces.head) if weights != "fp32" else ():
+        check_weights(piece, weights)
 
 
 def check_operators(pieces: Pieces) -> None:

@@ -1,0 +1,158 @@
+"""What cannot be exported is refused before anything is calibrated, in one sentence."""
+
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, REFUSED, build
+from transformers import masking_utils
+
+from tide_export.config import TideConfig
+from tide_export.errors import (
+    BundleError,
+    ConfigError,
+    DatasetError,
+    GraphError,
+    ModelError,
+    TideError,
+    TraceError,
+    UnsupportedModelError,
+)
+from tide_export.model.source import load_model
+from tide_export.pipeline import flow, preflight
+from tide_export.pipeline.calibrate import calibrate
+from tide_export.pipeline.flow import export
+
+
+@pytest.fixture(autouse=True)
+def _no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide_export.calibration.flow.calibrate", lambda *_: pytest.fail("calibrated first"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("a few words")
+    return str(tmp_path / "text.txt")
+
+
+def says(error: pytest.ExceptionInfo[TideError]) -> str:
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    assert "torch" not in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_cannot_be_exported(family: str, tmp_path: Path) -> None:
+    source = build(family)
+    source.model.save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match=FAMILIES[family].refused) as exported:
+        export(str(tmp_path / "model"), tmp_path / "out", max_length=64)
+    with pytest.raises(UnsupportedModelError, match=FAMILIES[family].refused) as calibrated:
+        calibrate(str(tmp_path / "model"), tmp_path / "routers.safetensors")
+    assert source.architecture in says(exported)
+    assert says(calibrated) == says(exported)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_masks_that_cannot_be_exported(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking_utils, "causal_mask_function", masking_utils.bidirectional_mask_function)
+    for run in (export, calibrate):
+        with pytest.raises(UnsupportedModelError, match="masks attention in a way") as error:
+            run(str(demo_model), tmp_path / "out")
+        assert "LlamaForCausalLM" in says(error)
+
+
+@pytest.mark.parametrize("targets", [("onnxruntime",), ("tensorrt",)])
+@pytest.mark.parametrize(("checkpoints", "traced"), [((3, 6, 9), (3, 6, 9)), (None, (4, 8)), ("auto", (6,))])
+def test_whatever_the_trace_refuses(
+    tmp_path: Path, demo_model: Path, text: str, monkeypatch: pytest.MonkeyPatch, targets, checkpoints, traced
+) -> None:
+    tried = []
+
+    def refuse(source, checkpoints, length, every_layer):
+        tried.append(checkpoints)
+        raise UnsupportedModelError("it computes with an abacus")
+
+    monkeypatch.setattr(flow, "trace", refuse)
+    config = TideConfig(checkpoints=checkpoints, calibration_dataset=text)
+    with pytest.raises(UnsupportedModelError, match="abacus"):
+        export(str(demo_model), tmp_path / "out", config=config, targets=targets, engines=False)
+    assert tried == [traced], "the checkpoints there will be, or one in the middle"
+
+
+def test_a_failure_of_the_exporter(tmp_path: Path, demo_model: Path, text: str, monkeypatch) -> None:
+    def fail(*_, **__):
+        raise RuntimeError("torch.fx does not know how\nto do this\n")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    with pytest.raises(TraceError, match="LlamaForCausalLM") as error:
+        export(str(demo_model), tmp_path / "out", config=TideConfig(calibration_dataset=text))
+    says(error)
+
+
+def test_what_tensorrt_does_not_take(tmp_path: Path, demo_model: Path, text: str, monkeypatch) -> None:
+    config = TideConfig(checkpoints=(3, 6, 9), calibration_dataset=text)
+
+    def load(*_, **__):
+        source = load_model(demo_model)
+        with torch.no_grad():
+            source.model.model.layers[2].mlp.up_proj.weight[1, 1] = 1e6
+        return source
+
+    monkeypatch.setattr(flow, "load_model", load)
+    options = {"config": config, "targets": ("tensorrt",), "engines": False}
+    with pytest.raises(GraphError, match=r"up_proj.* too large for float16: use bf16 or fp32") as error:
+        export(str(demo_model), tmp_path / "out", weights="fp16", **options)
+    says(error)
+    monkeypatch.setattr("tide_export.lower.tensorrt.lower.NOT_TAKEN", frozenset(["Sigmoid"]))
+    with pytest.raises(UnsupportedModelError, match="computes with Sigmoid") as error:
+        export(str(demo_model), tmp_path / "out", **options)
+    says(error)
+
+
+def test_a_length_that_nothing_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "load_model", lambda *_, **__: build("bloom"))
+    with pytest.raises(ConfigError, match="give --max-length"):
+        export("bloom", tmp_path / "out")
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path, demo_model: Path, text: str) -> None:
+    shutil.copytree(demo_model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ModelError, match="tokenizer"):
+        export(str(tmp_path / "model"), tmp_path / "out", config=TideConfig(calibration_dataset=text))
+
+
+def test_a_dataset_that_cannot_be_read(tmp_path: Path, demo_model: Path, text: str) -> None:
+    Path(text).write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(DatasetError, match="is not UTF-8 text"):
+        export(str(demo_model), tmp_path / "out", config=TideConfig(calibration_dataset=text))
+
+
+def test_several_processes(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.Processes, "current", lambda: preflight.Processes(0, 2))
+    with pytest.raises(ConfigError, match="export runs in one process"):
+        export(str(demo_model), tmp_path / "out")
+
+
+def test_a_disk_without_space(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1_000_000))
+    with pytest.raises(BundleError, match=r"no space for bundle '.*out'.* take 9\.\d MB and the disk has 1\.0 MB free"):
+        export(str(demo_model), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_router_file_that_cannot_be_written(tmp_path: Path, demo_model: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="cannot write routers"):
+        calibrate(str(demo_model), tmp_path / "routers.safetensors")
+
+
+def test_a_router_file_where_a_folder_is(tmp_path: Path, demo_model: Path) -> None:
+    with pytest.raises(ConfigError, match="it is a folder"):
+        calibrate(str(demo_model), tmp_path)

@@ -1,0 +1,74 @@
+"""A request to export: checked when it is made, and what follows from it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tide_export.config import TideConfig
+from tide_export.errors import ConfigError
+from tide_export.pipeline import flow
+from tide_export.pipeline.flow import export
+from tide_export.pipeline.request import ExportRequest
+
+PROPAGATE = TideConfig(kv_cache_strategy="propagate")
+WAITING = TideConfig(kv_cache_strategy="propagate", max_pending=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"targets": ("abacus",)}, "target 'abacus' is none of onnxruntime, tensorrt, tensorrt-rtx"),
+        ({"weights": "int2"}, "weights 'int2' are not in this release"),
+        ({"targets": ("tensorrt", "tensorrt-rtx")}, "the engines of one flavour"),
+        ({"targets": ("tensorrt",), "weights": "int4"}, "'int4' are for target onnxruntime alone"),
+        ({"weights": "fp16"}, "'fp16' are for targets tensorrt and tensorrt-rtx"),
+        ({"targets": ("tensorrt",), "config": PROPAGATE}, "propagate is for target onnxruntime, not tensorrt"),
+        ({"config": WAITING}, "max_pending is for kv_cache_strategy exact"),
+        ({"plugins": "x.so"}, "--plugins is for building engines"),
+        ({"targets": ("tensorrt",), "engines": False, "plugins": "x.so"}, "--plugins is for building engines"),
+        ({"batch_size": 4}, "batch_size is for targets tensorrt and tensorrt-rtx"),
+        (
+            {"targets": ("tensorrt",), "engines": False, "batch_size": 0},
+            "batch_size must be a whole number from 1 to 256, not 0",
+        ),
+        ({"block_size": 32}, "--block-size is for weights int8 and int4, not for fp32"),
+        ({"weights": "int4", "quantization": "awq"}, "'awq' is none of rtn, gptq"),
+    ],
+)
+def test_contradictions_are_refused(options: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ExportRequest("model", "out", **options)
+
+
+def test_what_follows_from_a_request() -> None:
+    plain = ExportRequest("model", "out")
+    assert (plain.flavour, plain.plugin_library, plain.quantization_settings) == (None, None, None)
+    assert not plain.propagates
+    assert plain.config == ExportRequest("model", "out", config=None).config == TideConfig()  # type: ignore[arg-type]
+    request = ExportRequest("model", "out", targets=("onnxruntime", "tensorrt-rtx"), engines=False, batch_size=3)
+    assert request.flavour is not None
+    assert (request.flavour.name, request.max_batch_size) == ("tensorrt-rtx", 3)
+    assert ExportRequest("model", "out", config=PROPAGATE).propagates
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plain.model = "other"  # type: ignore[misc]
+
+
+def test_export_takes_a_request_or_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    def load(model, device_map):
+        loaded.append((model, device_map))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(flow, "load_model", load)
+    for run in (
+        lambda: export("model", tmp_path / "out", device_map="auto"),
+        lambda: export(output=tmp_path / "out", model="model", device_map="auto"),
+        lambda: export(ExportRequest("model", tmp_path / "out", device_map="auto")),
+    ):
+        with pytest.raises(ConfigError, match="enough"):
+            run()
+    assert loaded == [("model", "auto")] * 3
+    with pytest.raises(TypeError, match="wights"):
+        export("model", tmp_path / "out", wights="int4")

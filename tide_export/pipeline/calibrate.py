@@ -1,0 +1,104 @@
+"""Calibration as a stage of the flow and as a command of its own, which writes a router file."""
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tide_export.calibration import flow as calibration
+from tide_export.config import TideConfig
+from tide_export.data.sequences import load_tokenizer, read_sequences
+from tide_export.errors import ConfigError
+from tide_export.model.source import SourceModel, load_model
+from tide_export.names import REPORT_FILE
+from tide_export.pipeline.preflight import planned_checkpoints
+from tide_export.pipeline.request import ExportRequest
+from tide_export.progress import stage
+from tide_export.quantize.settings import CALIBRATED
+from tide_export.report.write import check_report_path, headline, write_report
+from tide_export.routers.router_set import RouterSet
+from tide_export.trace.attention.masks import layer_masks
+from tide_export.trace.tracer import refuse_recurrent_state
+
+logger = logging.getLogger("tide_export")
+
+QUANTIZATION_SEQUENCES = 64  # read by a calibrated quantization
+
+
+def calibrate(
+    model: str,
+    output: str | os.PathLike[str],
+    config: TideConfig | None = None,
+    *,
+    report: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> RouterSet | None:
+    """Calibrates routers for `model` (folder or hub id) and writes them to `output` (safetensors).
+
+    Args:
+        report: a .html file for what the model gains by the routers; a picture of the same name goes beside it.
+        cache: a folder to keep hidden states in, so that a run that is killed can go on.
+        device_map: "auto" for a model larger than one device.
+
+    Returns:
+        The routers; None in all but the main one of several processes.
+
+    Raises:
+        TideError: of the stage that failed; nothing is written then.
+    """
+    config, target = config or TideConfig(), Path(output)
+    _check_router_path(target)
+    if report is not None:
+        check_report_path(Path(report))
+    with stage("loading the model"):
+        source = load_model(model, device_map=device_map)
+    refuse_recurrent_state(source)
+    layer_masks(source.model, source.num_layers)
+    planned_checkpoints(config, source.num_layers)
+    made = calibration.calibrate(source, load_tokenizer(model), config, None if cache is None else Path(cache))
+    if made is None:
+        return None
+    made.routers.save(target)
+    logger.info("wrote %s: %s", target, made.routers.sizes())
+    logger.info("%s", headline(made.assessment))
+    if report is not None:
+        with stage("writing the report"):
+            write_report(made.assessment, Path(report))
+    return made.routers
+
+
+def calibrate_for_bundle(source: SourceModel, request: ExportRequest, folder: Path) -> RouterSet:
+    """Calibrates routers of `source` and writes the report into `folder`."""
+    made = calibration.calibrate(source, load_tokenizer(request.model), request.config)
+    assert made is not None, "preflight refuses several processes"
+    logger.info("%s", headline(made.assessment))
+    with stage("writing the report"):
+        write_report(made.assessment, folder / REPORT_FILE)
+    return made.routers
+
+
+def quantization_text(source: SourceModel, request: ExportRequest) -> list[list[int]] | None:
+    """Token ids for a calibrated quantization: the beginning of the text that routers are calibrated on."""
+    settings, config = request.quantization_settings, request.config
+    if settings is None or settings.method not in CALIBRATED:
+        return None
+    length = min(config.calibration_length, source.context_length or config.calibration_length)
+    count = min(config.calibration_samples, QUANTIZATION_SEQUENCES)
+    sequences = read_sequences(config.calibration_dataset, load_tokenizer(request.model), length, count)
+    return [sequence.ids.tolist() for sequence in sequences]
+
+
+def _check_router_path(target: Path) -> None:
+    """Refuses a router file that could not be written after the calibration."""
+    folder = target.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write routers to {target}: the folder {target.parent} does not exist")
+    if target.is_dir():
+        raise ConfigError(f"cannot write routers to {target}: it is a folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not show a read-only file system
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write routers to {target}: {error.strerror}") from None

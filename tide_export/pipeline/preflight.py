@@ -1,0 +1,99 @@
+"""Refuses, once the model is loaded, what a later stage would refuse after hours of calibration."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from tide_export.calibration.distributed import Processes
+from tide_export.config import TideConfig
+from tide_export.data.documents import Documents
+from tide_export.data.sequences import load_tokenizer
+from tide_export.errors import BundleError, ConfigError
+from tide_export.formatting import size
+from tide_export.model.source import SourceModel
+from tide_export.pipeline.contents import context_length
+from tide_export.pipeline.request import ExportRequest
+from tide_export.quantize.settings import CALIBRATED
+from tide_export.routers.router_set import RouterSet
+from tide_export.trace.tracer import refuse_recurrent_state
+
+logger = logging.getLogger("tide_export")
+
+BITS = {"fp16": 16, "bf16": 16}  # of a weight in the segment networks; others are float32
+
+
+def check_source(
+    source: SourceModel, request: ExportRequest, routers: RouterSet | None, folder: Path
+) -> tuple[int, tuple[int, ...]]:
+    """Checks `request` against the loaded model, the routers given, the disk of `folder` and the text to be read.
+
+    Returns:
+        The longest sequence in tokens, and the checkpoints to trace the model with.
+
+    Raises:
+        UnsupportedModelError: a recurrent state, or attention masks that cannot be exported.
+        ConfigError: no such sequence length or checkpoints, or calibration in several processes.
+        RouterFileError: the routers are of another model.
+        BundleError: the disk has less space than the weights of the layers need.
+        ModelError, DatasetError: the tokenizer or the dataset is needed and cannot be read.
+    """
+    refuse_recurrent_state(source)
+    length = context_length(source, request.max_length)
+    if routers is not None:
+        routers.check(source, request.routers or "")
+    checkpoints = routers.checkpoints if routers is not None else planned_checkpoints(request.config, source.num_layers)
+    _check_space(source, request, folder)
+    if routers is None and Processes.current().count > 1:
+        raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
+    settings = request.quantization_settings
+    if routers is None or (settings is not None and settings.method in CALIBRATED):
+        check_text(request.model, request.config)
+    return length, checkpoints
+
+
+def planned_checkpoints(config: TideConfig, num_layers: int) -> tuple[int, ...]:
+    """The checkpoints to trace with before calibration: those of `config`, or for `auto` one in the middle.
+
+    Raises:
+        ConfigError: the model has no such layers.
+    """
+    if config.checkpoints == "auto":
+        return (num_layers // 2,) if num_layers > 1 else ()
+    return config.resolve_checkpoints(num_layers)
+
+
+def check_text(model: str, config: TideConfig) -> None:
+    """Loads the tokenizer and reads the first document of the dataset.
+
+    Raises:
+        ModelError: the model has no tokenizer that can be read.
+        DatasetError: the dataset cannot be read or holds no text.
+    """
+    load_tokenizer(model)
+    next(iter(Documents(config.calibration_dataset)))
+
+
+def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None:
+    if checkpoints[-1] < min_layers:
+        logger.warning(
+            "no token can exit by default: min_layers is %d but the last checkpoint comes after layer %d; "
+            "lower --min-layers, or give min_layers when generating",
+            min_layers,
+            checkpoints[-1],
+        )
+
+
+def _check_space(source: SourceModel, request: ExportRequest, folder: Path) -> None:
+    """Compares the free space with the weights of the decoder layers alone, which every bundle holds."""
+    settings = request.quantization_settings
+    bits = 32 if settings is None else settings.bits
+    if request.flavour is not None:
+        bits += BITS.get(request.weights, 32)
+    parameters = {id(parameter): parameter for layer in source.structure.layers for parameter in layer.parameters()}
+    needed = sum(parameter.numel() for parameter in parameters.values()) * bits // 8
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise BundleError(
+            f"no space for bundle '{request.output}': the weights of its layers take {size(needed)} and the disk has "
+            f"{size(free)} free"
+        )

@@ -1,0 +1,161 @@
+"""What `export` takes: one record, checked when it is made, before a model is loaded."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property, wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, Protocol, overload
+
+from tide_export.bundle.manifest import NETWORK_PRECISIONS, PROPAGATE, TARGETS, Quantization
+from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
+from tide_export.config import TideConfig
+from tide_export.engines.build import require_builder
+from tide_export.errors import ConfigError
+from tide_export.quantize.settings import QUANTIZED, quantization_settings
+from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
+from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to_build_with
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """A bundle to make of a model; refused when it is made if it contradicts itself or this machine cannot make it.
+
+    Args:
+        model: folder or Hugging Face hub id.
+        output: folder of the bundle; missing parent folders are made.
+        routers: a router file; without one the routers are calibrated first.
+        config: calibration settings and the bundle's default thresholds, min_layers, max_pending and
+            compaction_threshold.
+        targets: "onnxruntime", which every bundle is for, and one of "tensorrt" and "tensorrt-rtx", for which it also
+            gets segment networks and engines.
+        weights: "fp32"; for ONNX Runtime alone "int8" or "int4", of the graph's matrices; for TensorRT "fp16" or
+            "bf16", of the segment networks, the graph being fp32.
+        quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`).
+        engines: build the engines; without, the bundle has the networks alone and `engines.rebuild` adds engines.
+        plugins: the library of plugins to build engines for "tensorrt" with, or "none"; None: an installed one, if any.
+        overwrite: replace a bundle already there. It stays untouched until the new one is complete.
+        validate: compare the finished graph with the model (see `verify.export_gate`) before it is put in place.
+        max_length: longest sequence of the bundle, in tokens; None: the model's context.
+        batch_size: for TensorRT: sequences decoded in one step, at most; None: `bundle.profiles.BATCH_SIZE`.
+        device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
+            devices or on disk, and each weight is read when it is written.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or contradicts another.
+        ProviderError, BuildError: engines are to be built and this machine cannot build them.
+    """
+
+    model: str
+    output: str | os.PathLike[str]
+    _: KW_ONLY
+    routers: str | os.PathLike[str] | None = None
+    config: TideConfig = field(default_factory=TideConfig)
+    targets: Sequence[str] = ("onnxruntime",)
+    weights: str = "fp32"
+    quantization: str | None = None
+    block_size: int | None = None
+    accuracy_level: int | None = None
+    symmetric: bool | None = None
+    engines: bool = True
+    plugins: str | os.PathLike[str] | None = None
+    overwrite: bool = False
+    validate: bool = True
+    max_length: int | None = None
+    batch_size: int | None = None
+    device_map: str | dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", self.config or TideConfig())  # None: the defaults
+        _ = self.quantization_settings
+        self._check_targets()
+        if self.flavour is not None and self.propagates:
+            raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {self.flavour.name}")
+        unused = {"max_pending", "compaction_threshold"} & self.config.model_fields_set
+        if self.propagates and unused:
+            raise ConfigError(f"{min(unused)} is for kv_cache_strategy exact: where K/V are propagated nothing waits")
+        if self.batch_size is not None and self.flavour is None:
+            raise ConfigError(
+                "batch_size is for targets tensorrt and tensorrt-rtx: onnxruntime takes batches as they come"
+            )
+        check_batch_size(self.max_batch_size)
+        if not (self.engines and self.flavour) and self.plugins not in (None, NONE):
+            raise ConfigError("--plugins is for building engines of target tensorrt, and none are built here: omit it")
+        _ = self.plugin_library
+
+    @property
+    def flavour(self) -> Flavour | None:
+        """The TensorRT that networks are made for."""
+        return next((FLAVOURS[target] for target in self.targets if target in FLAVOURS), None)
+
+    @cached_property
+    def plugin_library(self) -> PluginLibrary | None:
+        """The plugins that engines are built with; looked for once, with the library that builds them."""
+        if self.flavour is None or not self.engines:
+            return None
+        return plugins_to_build_with(self.flavour, require_builder(self.flavour), self.plugins)
+
+    @property
+    def propagates(self) -> bool:
+        """Whether skipped layers get keys and values from the exit state."""
+        return self.config.kv_cache_strategy == PROPAGATE
+
+    @property
+    def quantization_settings(self) -> Quantization | None:
+        return quantization_settings(
+            self.weights, self.quantization, self.block_size, self.accuracy_level, self.symmetric
+        )
+
+    @property
+    def max_batch_size(self) -> int:
+        return BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    def _check_targets(self) -> None:
+        for target in self.targets:
+            if target not in TARGETS:
+                raise ConfigError(f"target {target!r} is none of {', '.join(TARGETS)}")
+        known = (*NETWORK_PRECISIONS, *QUANTIZED)
+        if self.weights not in known:
+            raise ConfigError(f"weights {self.weights!r} are not in this release: use one of {', '.join(known)}")
+        if len({target for target in self.targets if target in FLAVOURS}) > 1:
+            raise ConfigError(
+                "a bundle holds the engines of one flavour: give target tensorrt or tensorrt-rtx, not both"
+            )
+        if self.flavour is not None and self.weights in QUANTIZED:
+            raise ConfigError(
+                f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16 or "
+                "bf16"
+            )
+        if self.flavour is None and self.weights not in ("fp32", *QUANTIZED):
+            raise ConfigError(
+                f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, int8 or "
+                "int4"
+            )
+
+
+class TakesRequest(Protocol, Generic[P]):
+    """A function of an `ExportRequest`, or of its fields."""
+
+    @overload
+    def __call__(self, request: ExportRequest, /) -> Path: ...
+    @overload
+    def __call__(self, *args: P.args, **fields: P.kwargs) -> Path: ...
+
+
+def _taking_fields(make: Callable[P, ExportRequest]) -> Callable[[Callable[[ExportRequest], Path]], TakesRequest[P]]:
+    def decorate(function: Callable[[ExportRequest], Path]) -> TakesRequest[P]:
+        @wraps(function)
+        def call(*args: Any, **fields: Any) -> Path:
+            ready = not fields and len(args) == 1 and isinstance(args[0], ExportRequest)
+            return function(args[0] if ready else make(*args, **fields))
+
+        call.__signature__ = signature(make)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+takes_request = _taking_fields(ExportRequest)
