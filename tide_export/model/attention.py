@@ -32,7 +32,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
         with quiet_transformers():  # its warning is an error in `refuse_ignored_attention`
             model.set_attn_implementation(name)
     except (ValueError, KeyError, AttributeError) as error:
-        raise UnsupportedModelError(f"{does_not_use_interface(model)} ({str(error).splitlines()[0]})") from error
+        raise UnsupportedModelError(does_not_use_interface(model)) from error
     try:
         yield
     finally:

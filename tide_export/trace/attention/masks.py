@@ -64,9 +64,9 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
         try:
             model(input_ids=ids, use_cache=False)
         except (AttributeError, TypeError, KeyError, IndexError) as error:  # it wants a mask it can compute with
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UnsupportedModelError(
-                f"{type(model).__name__} does something to its attention masks that is not understood ({reason})"
+                f"{type(model).__name__} computes with its attention masks before attention does, so it cannot be "
+                "exported"
             ) from error
     return tuple(seen.get(layer) for layer in range(depth))
 
