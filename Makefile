@@ -26,7 +26,7 @@ lint: $(VENV)/.tests
 	$(BIN)/mypy
 
 docs: $(VENV)/.tests
-	$(BIN)/mkdocs build --strict --site-dir out/site
+	$(BIN)/mkdocs build --strict
 
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
