@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from tide_export.lower.tensorrt import expert_gather
-from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, most_gathering
+from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathering_tokens
 from tide_export.names import DOMAIN, OP_EXPERT_MATMUL
 
 ROWS, EXPERTS, K, N = 7, 3, 4, 5
@@ -66,8 +66,8 @@ def test_a_run_has_no_more_tokens_than_may_be_gathered_for(monkeypatch: pytest.M
     model, _ = product(False, chosen=2)
     each = 2 * K * N * 4  # two experts a token
     monkeypatch.setattr(expert_gather, "GATHERED_BYTES", 10 * each + 1)
-    assert most_gathering(model) == 10
+    assert max_gathering_tokens(model) == 10
     monkeypatch.setattr(expert_gather, "GATHERED_BYTES", 1)
-    assert most_gathering(model) == 1
+    assert max_gathering_tokens(model) == 1
     ExpertGatherPass()(model)
-    assert most_gathering(model) is None
+    assert max_gathering_tokens(model) is None

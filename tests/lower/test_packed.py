@@ -8,8 +8,9 @@ import onnx_ir as ir
 import pytest
 
 from tide_export import names
+from tide_export.compose.cut import Pieces, check_positions
 from tide_export.errors import GraphError, UnsupportedModelError
-from tide_export.lower.onnxruntime.packed import INLINE_BYTES, _point_to, check_positions
+from tide_export.lower.onnxruntime.packed import INLINE_BYTES, _point_to
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,9 @@ def test_positions_counted_from_the_first_are_refused(as_data: bool) -> None:
     states, positions, other = (ir.Value(name=name) for name in ("states", "position_ids", "other"))
     node = ir.node("Gather", [positions, other] if as_data else [other, positions])
     piece = ir.Graph([states, positions, other], node.outputs, nodes=[node], opset_imports={"": 23})
+    pieces = Pieces((0, 1), piece, (piece,), piece, piece, ())
     if not as_data:
-        check_positions(piece)
+        check_positions(pieces)
         return
     with pytest.raises(UnsupportedModelError, match="one token's position"):
-        check_positions(piece)
+        check_positions(pieces)

@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
-from tide_export.lower.onnxruntime.flat_matmuls import FlatProductsPass
+from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
@@ -155,7 +155,7 @@ def test_a_product_alone_between_two_changes_of_shape_needs_neither(scaled: bool
     if scaled:
         product = sketch.op("Mul", [product, product], shape=[1, "m", 24])
     logits = sketch.op("Squeeze", [product, first], shape=["m", 24])
-    modified, ops = apply(FlatProductsPass(), sketch.model(logits))
+    modified, ops = apply(FlatMatMulsPass(), sketch.model(logits))
     assert (modified, ops) == (not scaled, left)
 
 
@@ -167,7 +167,7 @@ def test_a_tied_head_on_a_matrix_is_one_product() -> None:
     turned = sketch.op("Transpose", [table], {"perm": [1, 0]}, shape=[16, 24])
     product = sketch.op("MatMul", [tokens, turned], shape=[1, "m", 24])
     model = sketch.model(sketch.op("Squeeze", [product, first], shape=["m", 24]), rows)
-    assert apply(FlatProductsPass(), model)[0]
+    assert apply(FlatMatMulsPass(), model)[0]
     assert apply(TransposedWeightsPass(), model) == (True, ["Gather", "Gemm"])
 
 

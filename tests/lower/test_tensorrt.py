@@ -241,9 +241,9 @@ def test_sequences_that_cannot_run_together_run_alone_and_a_warning_says_why(
     assert unaligned.info(manifest, 1).max_batch_size == 1
     assert not caplog.records, "nothing else was asked for"
 
-    def counting(piece) -> None:
+    def refuse(pieces) -> None:
         raise UnsupportedModelError("it counts on")
 
-    monkeypatch.setattr(lowering, "check_positions", counting)
+    monkeypatch.setattr(lowering, "check_positions", refuse)
     assert make().info(manifest).max_batch_size == 1
     assert "take one prompt at a time: it counts on" in caplog.text

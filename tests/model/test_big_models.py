@@ -21,7 +21,7 @@ from tide_export.model.source import load_model
 from tide_export.names import GRAPH_FILE
 from tide_export.pipeline import flow as pipeline
 from tide_export.routers.random_routers import random_routers
-from tide_export.trace.offloaded_weights import LARGE, absent_weights
+from tide_export.trace.offloaded_weights import LARGE, placeholder_weights
 from tide_export.verify import export_gate as export_check
 from tide_export.verify.parity import check_full
 
@@ -101,8 +101,8 @@ def test_weights_left_on_disk_make_the_same_bundle(folder: Path, plain: Path, tm
 def test_large_weights_are_stood_in_for_and_everything_is_put_back(folder: Path) -> None:
     source = load_model(folder / "model", device_map={"": "disk"})
     hidden, parameters = source.run(torch.tensor([IDS]), [1]).raw[1], dict(source.model.named_parameters())
-    with absent_weights(source) as stand_ins:
-        names = set(stand_ins.tensors)
+    with placeholder_weights(source) as placeholders:
+        names = set(placeholders.tensors)
         assert all(parameter.device.type == "cpu" for parameter in source.model.parameters())
         norm = source.model.get_parameter("model.norm.weight")
         assert torch.equal(norm, load_model(folder / "model").model.get_parameter("model.norm.weight"))
@@ -111,8 +111,8 @@ def test_large_weights_are_stood_in_for_and_everything_is_put_back(folder: Path)
         name: id(value) for name, value in parameters.items()
     }
     assert torch.equal(source.run(torch.tensor([IDS]), [1]).raw[1], hidden)
-    with absent_weights(load_model(folder / "model")) as stand_ins:
-        assert not stand_ins.tensors
+    with placeholder_weights(load_model(folder / "model")) as placeholders:
+        assert not placeholders.tensors
 
 
 def test_the_model_is_gone_when_the_graph_is_loaded(plain_and_left: tuple[Path, int]) -> None:

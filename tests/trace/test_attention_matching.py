@@ -9,7 +9,7 @@ from tide_export.compose.cut import cut
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.names import DOMAIN, OP_ATTENTION
 from tide_export.trace.attention.matching import ExplicitAttentionPass
-from tide_export.trace.attention.scores import LONGEST
+from tide_export.trace.attention.scores import MAX_LENGTH
 from tide_export.trace.tracer import TracedModel
 
 LENGTH = 24
@@ -117,8 +117,8 @@ def test_a_model_without_a_softmax_over_keys_is_refused() -> None:
 
 
 def test_more_tokens_than_a_mask_can_be_looked_at_for_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=f"at most {LONGEST}"):
-        attention_of(written("logits = Where (causal, scores, least)"), length=LONGEST + 1)
+    with pytest.raises(UnsupportedModelError, match=f"at most {MAX_LENGTH}"):
+        attention_of(written("logits = Where (causal, scores, least)"), length=MAX_LENGTH + 1)
 
 
 def test_a_trace_made_for_shorter_sequences_is_not_cut_for_longer_ones() -> None:

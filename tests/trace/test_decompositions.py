@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 from torch.onnx._internal.exporter import _fx_passes
 
 from tide_export.trace import tracer
-from tide_export.trace.exporter.decompositions import spared_decompositions
+from tide_export.trace.exporter.decompositions import minimal_decompositions
 
 
 def decompositions(monkeypatch: pytest.MonkeyPatch) -> list:
@@ -45,7 +45,7 @@ def test_the_graph_is_the_one_torch_would_have_made(monkeypatch: pytest.MonkeyPa
     calls = decompositions(monkeypatch)
     spared = tracer.trace(build("gpt2"), (1,)).model
     assert not calls, "nothing of it needs decomposing"
-    monkeypatch.setattr(tracer, "spared_decompositions", nullcontext)
+    monkeypatch.setattr(tracer, "minimal_decompositions", nullcontext)
     assert structure(spared) == structure(tracer.trace(build("gpt2"), (1,)).model)
     assert len(calls) == 1
 
@@ -141,7 +141,7 @@ def test_what_is_decomposed(given: Callable, long: int, monkeypatch: pytest.Monk
         dynamic = {0: torch.export.Dim.DYNAMIC}
         return torch.onnx.export(Model().eval(), (states,), dynamo=True, opset_version=23, dynamic_shapes=(dynamic,))
 
-    with spared_decompositions():
+    with minimal_decompositions():
         program = exported()
     assert len(calls) == long
     if given not in (flattened, differences):  # where sizes are asked of other tensors

@@ -1,8 +1,8 @@
-"""Puts pieces and single ops together into a graph or a branch of one; what `compose` writes with.
+"""Assembles pieces and single operators into a graph, or a branch of one.
 
-A `Block` collects the nodes of one scope (the main graph, or one branch of an `If`) under a name prefix; all blocks of
-a model draw their weights from one `Weights` pool that lives in the main graph, so a weight used in two branches is
-stored once.
+A `Block` collects the nodes of one scope (the main graph, or one branch of an `If`) under a name prefix. All blocks of
+a model share one `Weights` pool, which becomes the initializers of the main graph, so that a weight used in two
+branches is stored once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +10,15 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import ArrayLike
 
-Dim = int | str | None
+from tide_export.names import DOMAIN
+from tide_export.trace.rewriting import OutputType, dims, initializer, new_node
+from tide_export.trace.tracer import OPSET
+
+IR_VERSION = 10  # the first that has opset 23
+
+Dim = int | str | ir.SymbolicDim | None
 
 
 class Weights:
@@ -21,23 +28,25 @@ class Weights:
         self.values: dict[str, ir.Value] = {}
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """The initializer `name`, made from `array` the first time it is asked for."""
+        """The initializer `name`; adds `array` under that name the first time."""
         if name not in self.values:
-            self.values[name] = ir.Value(
-                name=name,
-                shape=ir.Shape(array.shape),
-                type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-                const_value=ir.tensor(array, name=name),
-            )
+            self.values[name] = initializer(ir.tensor(array, name=name))
         return self.values[name]
 
-    def share(self, initializer: ir.Value) -> ir.Value:
-        """The pool's own value for a piece's initializer; pieces of one trace use one name for one tensor."""
-        name = initializer.name
-        assert name is not None
+    def integers(self, name: str, numbers: ArrayLike) -> ir.Value:
+        """The same for int64 numbers."""
+        return self.constant(name, np.array(numbers, dtype=np.int64))
+
+    def float32(self, name: str, array: np.ndarray) -> ir.Value:
+        """The same, converted to float32."""
+        return self.constant(name, np.ascontiguousarray(array, dtype=np.float32))
+
+    def share(self, weight: ir.Value) -> ir.Value:
+        """The pool's value for a piece's initializer; pieces of one trace use one name for one tensor."""
+        name = str(weight.name)
         if name not in self.values:
             self.values[name] = ir.Value(
-                name=name, shape=initializer.shape, type=initializer.type, const_value=initializer.const_value
+                name=name, shape=weight.shape, type=weight.type, const_value=weight.const_value
             )
         return self.values[name]
 
@@ -60,7 +69,7 @@ class Block:
         dtype: ir.DataType | None = None,
         shape: Iterable[Any] | None = None,
     ) -> ir.Value:
-        """Adds a node with one output and gives the output."""
+        """Adds a node with one output and returns the output."""
         (value,) = self.ops(op_type, inputs, attributes, domain=domain, types=[(dtype, shape)])
         return value
 
@@ -71,53 +80,78 @@ class Block:
         attributes: Mapping | None = None,
         *,
         domain: str = "",
-        types: Sequence[tuple[ir.DataType | None, Iterable[Any] | None]],
+        types: Sequence[OutputType],
     ) -> list[ir.Value]:
-        """Adds a node with one output per (dtype, shape) of `types` and gives them."""
-        node = ir.node(op_type, inputs, attributes=attributes or {}, domain=domain, num_outputs=len(types))
-        for value, (dtype, shape) in zip(node.outputs, types, strict=True):
-            value.type = ir.TensorType(dtype) if dtype is not None else None
-            value.shape = ir.Shape(shape) if shape is not None else None
+        """Adds a node with one output per (dtype, shape) of `types` and returns them."""
+        node = new_node(op_type, inputs, attributes, name="", domain=domain, outputs=types)
         self._add(node)
         return list(node.outputs)
 
-    def inline(self, piece: ir.Graph, inputs: Sequence[ir.Value], dims: Mapping[str, Dim]) -> list[ir.Value]:
-        """Adds a copy of `piece` fed by `inputs` and gives its outputs.
+    def copy(self, value: ir.Value) -> ir.Value:
+        """An Identity of `value`: a branch may not output an outer value, nor a graph one value twice.
 
-        `dims` renames the piece's symbolic dimensions. Others become anonymous: one name for two different lengths
-        would let ONNX Runtime reuse a buffer that is too small.
+        Into the same buffer it copies nothing.
         """
-        copy = piece.clone()
-        for parameter, value in zip(copy.inputs, inputs, strict=True):
+        return self.op("Identity", [value], dtype=value.dtype, shape=value.shape)
+
+    def inline(self, piece: ir.Graph, inputs: Sequence[ir.Value], batch: Dim, tokens: Dim) -> list[ir.Value]:
+        """Adds a copy of `piece` applied to `inputs` and returns its outputs.
+
+        The piece's symbolic batch and token dimensions are renamed to `batch` and `tokens`. Others become anonymous:
+        one name for two different lengths would let ONNX Runtime reuse a buffer that is too small.
+        """
+        symbols = zip(dims(piece.inputs[0]), (batch, tokens), strict=False)
+        renamed = {str(dim.value): to for dim, to in symbols if isinstance(dim, ir.SymbolicDim) and dim.value}
+        clone = piece.clone()
+        for parameter, value in zip(clone.inputs, inputs, strict=True):
             parameter.replace_all_uses_with(value)
-        for initializer in list(copy.initializers.values()):
-            initializer.replace_all_uses_with(self.weights.share(initializer))
-        outputs = list(copy.outputs)
-        copy.outputs.clear()
-        nodes = list(copy)
-        copy.remove(nodes)
+        for weight in list(clone.initializers.values()):
+            weight.replace_all_uses_with(self.weights.share(weight))
+        outputs = list(clone.outputs)
+        clone.outputs.clear()
+        nodes = list(clone)
+        clone.remove(nodes)
         for node in nodes:
             for value in node.outputs:
                 if value.shape is not None:
-                    value.shape = ir.Shape([_rename(dim, dims) for dim in value.shape])
+                    value.shape = ir.Shape(
+                        [dim if isinstance(dim, int) else renamed.get(str(dim.value)) for dim in value.shape]
+                    )
             self._add(node)
         return outputs
 
     def graph(self, outputs: Sequence[ir.Value]) -> ir.Graph:
-        """The block as a branch: no inputs of its own, everything outer is seen by name."""
+        """The block as a branch, which has no inputs and reads outer values by name."""
         return ir.Graph([], outputs, nodes=self.nodes, name=self.prefix)
 
-    def _add(self, node: ir.Node) -> None:
-        self._name(node, len(self.nodes))
-        self.nodes.append(node)
+    def model(
+        self,
+        name: str,
+        inputs: Sequence[ir.Value],
+        outputs: Mapping[str, ir.Value],
+        functions: Sequence[ir.Function] = (),
+        opset: int = OPSET,
+        ir_version: int = IR_VERSION,
+    ) -> ir.Model:
+        """The block as a model whose outputs get the names in `outputs`."""
+        values = []
+        for output, value in outputs.items():
+            if value.producer() is None or value.name in outputs:  # a constant, or already an output
+                value = self.copy(value)
+            value.name = output
+            values.append(value)
+        graph = ir.Graph(
+            inputs,
+            values,
+            nodes=self.nodes,
+            initializers=list(self.weights.values.values()),
+            opset_imports={"": opset, DOMAIN: 1, "com.microsoft": 1},
+            name=name,
+        )
+        return ir.Model(graph, ir_version=ir_version, producer_name="tide_export", functions=functions)
 
-    def _name(self, node: ir.Node, number: int) -> None:
-        node.name = f"{self.prefix}/{node.op_type}_{number}"
+    def _add(self, node: ir.Node) -> None:
+        node.name = f"{self.prefix}/{node.op_type}_{len(self.nodes)}"
         for index, value in enumerate(node.outputs):
             value.name = f"{node.name}.{index}" if len(node.outputs) > 1 else node.name
-
-
-def _rename(dim: int | ir.SymbolicDim, dims: Mapping[str, Dim]) -> Dim:
-    if isinstance(dim, int):
-        return dim
-    return dims.get(dim.value) if dim.value is not None else None
+        self.nodes.append(node)

@@ -1,42 +1,57 @@
-"""Gives the traced attentions of a piece their K/V cache: what `compose` and `batch` do right after inlining one."""
+"""Connects the traced attentions of an inlined piece to their K/V cache."""
 
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
 from tide_export import names
-from tide_export.compose.cut import bias_table, is_attention
+from tide_export.compose.cut import is_attention, layer_of, sinks_and_bias
+from tide_export.trace.rewriting import FLOAT, typed_value
 
 
 def attend_from_cache(
     nodes: Sequence[ir.Node],
     past: Mapping[tuple[int, str], ir.Value],
-    total: ir.Value,
-    biases: Mapping[str, ir.Value],
+    positions: Sequence[ir.Value],
+    biases: Mapping[str, ir.Value] | None = None,
 ) -> dict[str, ir.Value]:
-    """Every TideAttention among `nodes` reads the buffers `past` (by layer and kind) and the length `total` (int32 []).
+    """Makes every TideAttention among `nodes` read and write K/V buffers.
+
+    Its inputs become query, key, value, past key, past value, `positions`, sinks and bias (the last two may be absent);
+    its outputs the attention's result, present key and present value.
 
     Args:
-        biases: what takes the place of a bias table, by the table's name; a table that is not in it stays.
+        past: the buffers, by layer and kind.
+        positions: what tells the target where the new tokens are.
+        biases: replacements of bias tables, by the table's name; by default the tables stay.
 
     Returns:
-        The buffers after the step, by output name.
+        The present buffers, by output name.
     """
     presents = {}
     for node in filter(is_attention, nodes):
-        layer = node.attributes["layer"].as_int()
+        layer = layer_of(node)
         buffers = [past[layer, kind] for kind in ("key", "value")]
-        more = list(node.inputs[3:])  # sinks and bias, where the model has them
-        table = bias_table(node)
-        if table is not None:
-            more[-1] = biases.get(str(table.name), table)
-        inputs = [*node.inputs[:3], *buffers, total, *more]
+        sinks, table = sinks_and_bias(node)
+        bias = table if table is None or biases is None else biases[str(table.name)]
+        inputs = [*node.inputs[:3], *buffers, *positions, sinks, bias]
         node.resize_inputs(len(inputs))
         for index, value in enumerate(inputs):
             node.replace_input_with(index, value)
         node.resize_outputs(3)
         for kind, value, buffer in zip(("key", "value"), node.outputs[1:], buffers, strict=True):
-            value.name = f"{node.name}.{kind}"
-            value.type, value.shape = buffer.type, buffer.shape
+            value.name, value.type, value.shape = f"{node.name}.{kind}", buffer.type, buffer.shape
             presents[names.present(layer, kind)] = value
     return presents
+
+
+def past_buffers(
+    layers: range, kv_shapes: Sequence[tuple[int, int]], batch: int | str, capacity: int | str
+) -> dict[tuple[int, str], ir.Value]:
+    """Inputs for the K/V buffers of `layers`, float32 [batch, kv_heads, capacity, head_dim], by layer and kind."""
+    return {
+        (layer, kind): typed_value(names.past(layer, kind), FLOAT, [batch, kv_heads, capacity, head_dim])
+        for layer in layers
+        for kv_heads, head_dim in [kv_shapes[layer]]
+        for kind in ("key", "value")
+    }

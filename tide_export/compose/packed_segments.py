@@ -1,15 +1,15 @@
-"""From the same cut, the parts of a step over several sequences at once: every segment, and the head, side by side.
+"""Composes the parts of a step over several sequences: every segment, and the head, side by side in one model.
 
-Stands beside `compose` and is lowered by the same passes; `lower.onnxruntime.packed` then gives each sequence of a
-batch its own attention and makes a network of each part. A step decides between segments which sequences go on, so
-nothing joins the parts: what one gives, the host hands to the next (`runtime.packed.batch`).
+`lower.onnxruntime` lowers the model by the passes of the step graph, gives each sequence its attention, and saves a
+network per part. Between segments the runtime decides which sequences go on, so the parts are not connected: it passes
+one part's outputs to the next (`runtime.packed.batch`).
 
-All sequences' tokens lie behind one another on one axis, [1, N, ..], so that everything but attention reads each weight
+The tokens of all sequences are concatenated on one axis, [1, N, ..], so that everything but attention reads each weight
 once for all of them and no token is padding.
 
-Where keys and values are propagated (`compose.propagate` has the rule) a segment that some sequences skip has a part of
-its own for these: from the states they left with to its layers' keys and values. It holds no K/V buffers: an attention
-to write them by, as in the one graph, would read them whole, for each sequence and layer. The host writes them.
+Where keys and values are propagated (see `compose.propagate`), each segment that sequences can skip has one more part:
+from the states they exited with to its layers' keys and values. It holds no K/V buffers, because writing them by an
+attention, as the step graph does, would read them whole for each sequence and layer. The runtime writes them.
 """
 
 from dataclasses import dataclass
@@ -20,149 +20,127 @@ import onnx_ir as ir
 from tide_export import names
 from tide_export.compose.builder import Block, Weights
 from tide_export.compose.cut import Pieces
-from tide_export.compose.exits import leaving_state, route, token_dims
-from tide_export.compose.kv_cache import attend_from_cache
-from tide_export.compose.router_op import norm_kind, normed_size, route_function
-from tide_export.compose.step_graph import IR_VERSION, LensWeights, RouterWeights, check_routers
+from tide_export.compose.exits import exit_states, route
+from tide_export.compose.kv_cache import attend_from_cache, past_buffers
+from tide_export.compose.router_op import route_function
+from tide_export.compose.step_graph import LensWeights, RouterWeights, check_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
-from tide_export.trace.tracer import OPSET
+from tide_export.trace.rewriting import FLOAT, INT32, INT64, dims, typed_value
 
-FLOAT, INT32, INT64 = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
-TOKENS, ASKED = "tokens", "asked"  # N, all tokens of a run; m, those that may leave
+TOKENS, CANDIDATES = "tokens", "asked"  # N, all tokens of a run; m, the last ones of their sequences, which may exit
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the step: names in the model of all parts, by the names in a network of its own."""
+    """One part of the step: names of values in the model of all parts, by their names in the part's network."""
 
     name: str  # names.segment(k), names.skipped(k) or names.HEAD
     inputs: dict[str, str]
     outputs: dict[str, str]
 
     @property
-    def has_rows(self) -> bool:
-        """Whether it holds K/V buffers, so that each size of batch needs a network of its own."""
+    def has_slots(self) -> bool:
+        """Whether it holds K/V buffers, so that each batch size needs a network."""
         return names.TOTAL_LENGTH in self.inputs
 
 
-def compose_batch(
+def compose_packed(
     pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None
 ) -> tuple[ir.Model, list[Part]]:
     """The parts of `pieces`, shallowest first and the head last, in one model that holds every weight once.
 
-    K/V buffers and lengths are those of one sequence yet: `lower.onnxruntime.PackedRowsPass` replaces them. Pieces with
-    the layers' keys and values, which only a model that propagates them is cut into, give the parts for that too.
+    K/V buffers and lengths are those of one sequence until `PackedSequencesPass` replaces them. Pieces with the layers'
+    keys and values (of a model that propagates them) also give the parts for skipped segments.
 
     Raises:
-        GraphError: a router or lens is missing or of another width.
+        GraphError: a router or lens is missing or has another width.
     """
     check_routers(pieces, routers, lenses)
-    return _Batch(pieces, routers, lenses or {}).compose()
+    return _PackedComposer(pieces, routers, lenses or {}).compose()
 
 
-class _Batch:
+class _PackedComposer:
     def __init__(self, pieces: Pieces, routers: RouterWeights, lenses: LensWeights):
         self.pieces, self.routers, self.lenses = pieces, routers, lenses
         self.block = Block("batch", Weights())
-        self.positions = _input(names.POSITION_IDS, INT64, [1, TOKENS])
-        self.last = _input(names.LAST_TOKENS, INT64, [ASKED])
-        self.total = _input(names.TOTAL_LENGTH, INT32, [])
+        self.positions = typed_value(names.POSITION_IDS, INT64, [1, TOKENS])
+        self.last = typed_value(names.LAST_TOKENS, INT64, [CANDIDATES])
+        self.total = typed_value(names.TOTAL_LENGTH, INT32, [])
         self.inputs = [self.positions, self.last, self.total]
         self.outputs: dict[str, ir.Value] = {}
-        self.past = {
-            (layer, kind): _input(names.past(layer, kind), FLOAT, [1, kv_heads, "capacity", head_dim])
-            for layer, (kv_heads, head_dim) in enumerate(pieces.kv_shapes)
-            for kind in ("key", "value")
-        }
+        self.past = past_buffers(range(pieces.boundaries[-1]), pieces.kv_shapes, 1, "capacity")
 
     def compose(self) -> tuple[ir.Model, list[Part]]:
-        pieces = self.pieces
-        parts = [self._segment(k) for k in range(len(pieces.segments))]
-        if pieces.keys_values:
-            parts += [self._skipped(k) for k in range(1, len(pieces.segments))]
+        count = len(self.pieces.segments)
+        parts = [self._segment(k) for k in range(count)]
+        if self.pieces.keys_values:
+            parts += [self._skipped(k) for k in range(1, count)]
         parts.append(self._head())
-        values = []
-        for name, value in self.outputs.items():
-            if value.producer() is None or value.name in self.outputs:
-                value = self.block.op("Identity", [value], dtype=value.dtype, shape=value.shape)
-            value.name = name
-            values.append(value)
-        graph = ir.Graph(
-            [*self.inputs, *self.past.values()],
-            values,
-            nodes=self.block.nodes,
-            initializers=list(self.block.weights.values.values()),
-            opset_imports={"": OPSET, names.DOMAIN: 1, "com.microsoft": 1},
-            name="tide_batch_step",
-        )
-        functions = [route_function(next(iter(self.routers.values())))] if len(pieces.segments) > 1 else []
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="tide_export", functions=functions), parts
+        functions = [route_function(next(iter(self.routers.values())))] if count > 1 else []
+        inputs = [*self.inputs, *self.past.values()]
+        return self.block.model("tide_batch_step", inputs, self.outputs, functions), parts
 
     def _segment(self, k: int) -> Part:
-        block, pieces, width = self.block, self.pieces, self.pieces.hidden_size
+        block, pieces = self.block, self.pieces
         name, layers = names.segment(k), pieces.boundaries[k + 1]
         if k == 0:
-            entry = _input(names.INPUT_IDS, INT64, [1, TOKENS])
-            (x,) = block.inline(pieces.embed, [entry, self.positions], token_dims(pieces.embed, 1, TOKENS))
+            entry = typed_value(names.INPUT_IDS, INT64, [1, TOKENS])
+            (x,) = block.inline(pieces.embed, [entry, self.positions], 1, TOKENS)
         else:
-            x = entry = _input(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, width])
+            x = entry = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.hidden_size])
         self.inputs.append(entry)
         start = len(block.nodes)
-        piece = pieces.segments[k]
-        (y,) = block.inline(piece, [x, self.positions], token_dims(piece, 1, TOKENS))
-        given = attend_from_cache(block.nodes[start:], self.past, self.total, {})
-        leaving = self._leaving(layers, y)
-        made = {names.EXIT_STATES: leaving}
+        (y,) = block.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
+        presents = attend_from_cache(block.nodes[start:], self.past, [self.total])
+        states = self._exit_states(layers, y)
+        values = {names.EXIT_STATES: states}
         if k + 1 < len(pieces.segments):
-            made[names.NEW_HIDDEN_STATES] = y
-            made[names.ROUTER_SCORE] = self._score(layers, leaving)
-        inputs = {
-            names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: str(entry.name),
-            names.POSITION_IDS: names.POSITION_IDS,
-            names.LAST_TOKENS: names.LAST_TOKENS,
-            names.TOTAL_LENGTH: names.TOTAL_LENGTH,
-        }
-        for layer in range(pieces.boundaries[k], layers):
-            inputs |= {names.past(layer, kind): names.past(layer, kind) for kind in ("key", "value")}
-        outputs = {output: f"{name}/{output}" for output in made} | {output: output for output in given}
-        self.outputs |= {f"{name}/{output}": value for output, value in made.items()} | given
+            values |= {names.NEW_HIDDEN_STATES: y, names.ROUTER_SCORE: self._score(layers, states)}
+        shared = [names.POSITION_IDS, names.LAST_TOKENS, names.TOTAL_LENGTH]
+        shared += [
+            names.past(layer, kind) for layer in range(pieces.boundaries[k], layers) for kind in ("key", "value")
+        ]
+        inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: str(entry.name)} | {i: i for i in shared}
+        outputs = {output: f"{name}/{output}" for output in values} | {output: output for output in presents}
+        self.outputs |= {f"{name}/{output}": value for output, value in values.items()} | presents
         return Part(name, inputs, outputs)
 
-    def _leaving(self, layers: int, y: ir.Value) -> ir.Value:
-        """What the head sees of the tokens asked about should they leave after `layers`: [1, m, D'] (as in `compose`,
-        a norm alone is taken of all of y: behind the residual addition the two are one operator)."""
-        pieces, lens = self.pieces, self.lenses.get(layers)
-        if lens is None and norm_kind(pieces) is not None:
-            (normed,) = self.block.inline(pieces.tail, [y], token_dims(pieces.tail, 1, TOKENS))
-            return self._asked(normed)
-        return leaving_state(self.block, pieces, layers, lens, self._asked(y))
+    def _exit_states(self, layers: int, y: ir.Value) -> ir.Value:
+        """What the head reads of the sequences' last tokens should they exit after `layers`, [1, m, D'].
 
-    def _asked(self, states: ir.Value) -> ir.Value:
-        assert states.shape is not None
-        shape = [1, ASKED, states.shape[-1]]
+        As in `step_graph`, a final norm that is one operator is applied to all of y, where it fuses with the residual
+        addition.
+        """
+        lens = self.lenses.get(layers)
+        if lens is None and self.pieces.norm_alone:
+            return self._last_tokens(exit_states(self.block, self.pieces, layers, None, y))
+        return exit_states(self.block, self.pieces, layers, lens, self._last_tokens(y))
+
+    def _last_tokens(self, states: ir.Value) -> ir.Value:
+        shape = [1, CANDIDATES, dims(states)[-1]]
         return self.block.op("Gather", [states, self.last], {"axis": 1}, dtype=FLOAT, shape=shape)
 
-    def _score(self, layers: int, leaving: ir.Value) -> ir.Value:
-        """[m, 1, 1]; the verdict on it is the host's, whose sequences may have thresholds of their own."""
-        off = self.block.weights.constant("no_threshold", np.array([NEVER_EXIT], dtype=np.float32))
-        turned = self.block.op(
-            "Transpose", [leaving], {"perm": [1, 0, 2]}, dtype=FLOAT, shape=[ASKED, 1, normed_size(self.pieces)]
-        )
-        score, _ = route(self.block, layers, self.routers[layers], turned, off)
+    def _score(self, layers: int, states: ir.Value) -> ir.Value:
+        """[m, 1, 1]; the runtime compares it with each sequence's threshold."""
+        off = self.block.weights.float32("no_threshold", np.array([NEVER_EXIT]))
+        shape = [CANDIDATES, 1, self.pieces.normalized_size]
+        by_token = self.block.op("Transpose", [states], {"perm": [1, 0, 2]}, dtype=FLOAT, shape=shape)
+        score, _ = route(self.block, layers, self.routers[layers], by_token, off)
         return score
 
     def _skipped(self, k: int) -> Part:
-        """States [1, m, D] that tokens left with before segment k, and their places -> its layers' keys and values."""
+        """States [1, m, D] of tokens that exited before segment k, and their positions -> its layers' keys and
+        values."""
         pieces, name = self.pieces, names.skipped(k)
-        states = _input(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, ASKED, pieces.hidden_size])
-        positions = _input(f"{name}/{names.POSITION_IDS}", INT64, [1, ASKED])
+        states = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, CANDIDATES, pieces.hidden_size])
+        positions = typed_value(f"{name}/{names.POSITION_IDS}", INT64, [1, CANDIDATES])
         self.inputs += [states, positions]
         outputs = {}
         for layer in range(pieces.boundaries[k], pieces.boundaries[k + 1]):
-            piece, (kv_heads, head_dim) = pieces.keys_values[layer], pieces.kv_shapes[layer]
-            made = self.block.inline(piece, [states, positions], token_dims(piece, 1, ASKED))
-            for kind, value in zip(("key", "value"), made, strict=True):
-                value.type, value.shape = ir.TensorType(FLOAT), ir.Shape([1, kv_heads, ASKED, head_dim])
+            kv_heads, head_dim = pieces.kv_shapes[layer]
+            key_value = self.block.inline(pieces.keys_values[layer], [states, positions], 1, CANDIDATES)
+            for kind, value in zip(("key", "value"), key_value, strict=True):
+                value.type, value.shape = ir.TensorType(FLOAT), ir.Shape([1, kv_heads, CANDIDATES, head_dim])
                 outputs[names.new(layer, kind)] = f"{name}/{names.new(layer, kind)}"
                 self.outputs[outputs[names.new(layer, kind)]] = value
         inputs = {names.HIDDEN_STATES: str(states.name), names.POSITION_IDS: str(positions.name)}
@@ -171,13 +149,9 @@ class _Batch:
     def _head(self) -> Part:
         """Exit states [1, m, D'] -> logits [1, m, V]."""
         pieces = self.pieces
-        entry = _input(f"{names.HEAD}/{names.EXIT_STATES}", FLOAT, [1, ASKED, normed_size(pieces)])
+        entry = typed_value(f"{names.HEAD}/{names.EXIT_STATES}", FLOAT, [1, CANDIDATES, pieces.normalized_size])
         self.inputs.append(entry)
-        (logits,) = self.block.inline(pieces.head, [entry], token_dims(pieces.head, 1, ASKED))
-        logits.type, logits.shape = ir.TensorType(FLOAT), ir.Shape([1, ASKED, pieces.vocab_size])
+        (logits,) = self.block.inline(pieces.head, [entry], 1, CANDIDATES)
+        logits.type, logits.shape = ir.TensorType(FLOAT), ir.Shape([1, CANDIDATES, pieces.vocab_size])
         self.outputs[names.LOGITS] = logits
         return Part(names.HEAD, {names.EXIT_STATES: str(entry.name)}, {names.LOGITS: names.LOGITS})
-
-
-def _input(name: str, dtype: ir.DataType, shape: list) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

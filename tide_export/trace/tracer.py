@@ -1,10 +1,9 @@
 """Traces a source model into one flat ONNX graph with its checkpoints marked.
 
 The graph takes input_ids and position_ids [B, S] and gives logits [B, S, V]. Identity-like `tide::TideCheckpoint`
-markers stand where the embedding ends (layer 0), at each checkpoint, after the last layer, and in front of the head (if
-asked for, also in front of every other layer); `cut` takes the graph apart there. Opset exactly 23: at any other, the
-exporter's rules no longer recognise hand-written RMSNorm and rotary code. No control flow, no cache: both are composed
-later.
+markers come after the embedding (layer 0), at each checkpoint, after the last layer, and before the head (optionally
+also before every other layer); `compose.cut` cuts there. The opset is exactly 23: at any other, the exporter's rules no
+longer recognise hand-written RMSNorm and rotary code. The trace has no control flow and no cache: `compose` adds both.
 """
 
 import contextlib
@@ -27,16 +26,19 @@ from tide_export.model.structure import first_tensor, with_states
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.attention.masks import layer_masks
-from tide_export.trace.attention.matching import ExplicitAttentionPass, attends_by_itself, symbolic_sdpa
+from tide_export.trace.attention.matching import ExplicitAttentionPass, bypasses_interface, symbolic_sdpa
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
-from tide_export.trace.exporter.decompositions import spared_decompositions
-from tide_export.trace.offloaded_weights import absent_weights, bring_weights
-from tide_export.trace.quantized_linear import symbolic_products
-from tide_export.trace.static_rope import passing_cache, short_rotary
+from tide_export.trace.exporter.decompositions import minimal_decompositions
+from tide_export.trace.offloaded_weights import placeholder_weights, read_when_written
+from tide_export.trace.passthrough_cache import passthrough_cache
+from tide_export.trace.quantized_linear import symbolic_quantized
+from tide_export.trace.rewriting import nodes_of
+from tide_export.trace.static_rope import static_rope
+from tide_export.trace.symbolic import symbolic
 
 OPSET = 23
-NO_CONTEXT_LENGTH = 2048  # tokens an attention bias is kept for where neither the model nor the caller sets a bound
+DEFAULT_LENGTH = 2048  # tokens that attention biases are stored for if neither the model nor the caller sets a bound
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class TracedModel:
 
     Attributes:
         model: inputs input_ids and position_ids, int64 [B, S]; output logits, float32 [B, S, V].
-        boundaries: layers run at the markers segments begin and end at: (0, checkpoints ..., depth).
-        every_layer: markers stand in front of all layers.
+        boundaries: layers run at the markers between segments: (0, checkpoints ..., depth).
+        every_layer: there is a marker before every layer.
     """
 
     model: ir.Model
@@ -55,15 +57,12 @@ class TracedModel:
 
     @property
     def head_marker(self) -> int:
-        """The `layer` attribute of the marker in front of the head."""
+        """The `layer` attribute of the marker before the head."""
         return self.boundaries[-1] + 1
 
     def marker(self, layer: int) -> ir.Node:
-        return next(
-            node
-            for node in self.model.graph
-            if (node.domain, node.op_type) == (DOMAIN, OP_CHECKPOINT) and node.attributes["layer"].as_int() == layer
-        )
+        markers = nodes_of(self.model.graph, OP_CHECKPOINT, DOMAIN)
+        return next(node for node in markers if node.attributes["layer"].as_int() == layer)
 
 
 def trace(
@@ -72,8 +71,8 @@ def trace(
     """Traces `source` with markers at `checkpoints` (layers run).
 
     Args:
-        max_length: longest sequence the graph will see, in tokens; by default the model's own context.
-        every_layer: with markers in front of the other layers too.
+        max_length: longest sequence the graph will run on, in tokens; by default the model's context.
+        every_layer: put markers before the other layers too.
 
     Raises:
         UnsupportedModelError: the architecture cannot be traced; the message names what it lacks.
@@ -84,18 +83,18 @@ def trace(
     boundaries = (0, *checkpoints, depth)
     quantized = source.quantized
     with (
-        absent_weights(source) as stand_ins,
+        placeholder_weights(source) as placeholders,
         symbolic_attention(source.model, layer_masks(source.model, depth)),
         symbolic_sdpa(),
         symbolic_experts(source.model, quantized.blocks if quantized is not None else ()),
-        symbolic_products(source.model, quantized),
-        short_rotary(source.model),
+        symbolic_quantized(source.model, quantized),
+        static_rope(source.model),
         _markers(source, range(depth + 1) if every_layer else boundaries),
     ):
         model = _export(source)
-    bring_weights(model, source, stand_ins)
-    if attends_by_itself(source.model):
-        length = max_length or source.context_length or NO_CONTEXT_LENGTH
+    read_when_written(model, source, placeholders)
+    if bypasses_interface(source.model):
+        length = max_length or source.context_length or DEFAULT_LENGTH
         ExplicitAttentionPass(length, source.architecture)(model)
     traced = TracedModel(model, boundaries, every_layer)
     _check(source, traced)
@@ -112,16 +111,16 @@ def refuse_recurrent_state(source: SourceModel) -> None:
 
 
 class _TracedForward(nn.Module):
-    """The model's forward with the two inputs the graph has and the one output."""
+    """The model's forward with the graph's two inputs and one output."""
 
     def __init__(self, model: PreTrainedModel, depth: int):
         super().__init__()
         self.model = model
         self.depth = depth
-        self.cached = not attends_by_itself(model)  # or it would size its masks by what the cache says
+        self.cached = not bypasses_interface(model)  # which would size its masks by the cache's length
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        cache = passing_cache(self.depth, position_ids[0, 0]) if self.cached else None
+        cache = passthrough_cache(self.depth, position_ids[0, 0]) if self.cached else None
         return self.model(
             input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=self.cached
         ).logits
@@ -134,7 +133,7 @@ def _export(source: SourceModel) -> ir.Model:
     positions = torch.arange(3, device=device).expand(2, 3).contiguous()
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
-        with _quiet_exporter(), spared_decompositions():
+        with _quiet_exporter(), minimal_decompositions():
             program = torch.onnx.export(
                 _TracedForward(source.model, source.num_layers).eval(),
                 (ids, positions),
@@ -161,16 +160,17 @@ def _export(source: SourceModel) -> ir.Model:
     if program is None:
         raise TraceError(f"torch.onnx.export gave no graph for {source.architecture} ({source.name})")
     model = program.model.clone()
-    # onnxscript's rewrite rules live as long as the process and keep the last graph they saw: not with the weights.
+    # onnxscript's rewrite rules live as long as the process and keep the last graph they matched: drop its weights.
     for value in program.model.graph.initializers.values():
         value.const_value = None
     return model
 
 
 @contextmanager
-def _markers(source: SourceModel, places: Sequence[int]) -> Iterator[None]:
-    """Hooks that write a marker in front of the layers of `places`, after the last layer and after the backbone."""
-    structure, depth = source.structure, places[-1]
+def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
+    """While open, the model emits a marker before each layer of `bounds` (the last one is the depth), after the last
+    layer and after the backbone."""
+    structure, depth = source.structure, bounds[-1]
 
     def before(layer: int) -> Callable:
         def hook(_module, args, kwargs):
@@ -187,7 +187,7 @@ def _markers(source: SourceModel, places: Sequence[int]) -> Iterator[None]:
     def after_backbone(_module, _args, output):
         return with_states(output, _mark(output[0], depth + 1))
 
-    handles = [structure.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in places[:-1]]
+    handles = [structure.layers[b].register_forward_pre_hook(before(b), with_kwargs=True) for b in bounds[:-1]]
     handles.append(structure.layers[-1].register_forward_hook(after_last))
     handles.append(structure.backbone.register_forward_hook(after_backbone))
     try:
@@ -198,21 +198,15 @@ def _markers(source: SourceModel, places: Sequence[int]) -> Iterator[None]:
 
 
 def _mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
-    return torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{OP_CHECKPOINT}",
-        (hidden,),
-        attrs={"layer": layer},
-        dtype=hidden.dtype,
-        shape=hidden.shape,
-        version=1,
-    )
+    return symbolic(OP_CHECKPOINT, [hidden], {"layer": layer}, hidden.shape)
 
 
 def _check(source: SourceModel, traced: TracedModel) -> None:
-    """Every layer's attention and every marker came through, once, in order."""
-    ours = [node for node in traced.model.graph if node.domain == DOMAIN]
-    attention = [node.attributes["layer"].as_int() for node in ours if node.op_type == OP_ATTENTION]
-    markers = [node.attributes["layer"].as_int() for node in ours if node.op_type == OP_CHECKPOINT]
+    """Checks that the trace holds every layer's attention and every marker once, in order."""
+    attention, markers = (
+        [node.attributes["layer"].as_int() for node in nodes_of(traced.model.graph, op_type, DOMAIN)]
+        for op_type in (OP_ATTENTION, OP_CHECKPOINT)
+    )
     depth = traced.boundaries[-1]
     refuse_ignored_attention(source.model, len(attention), depth)
     if attention != list(range(depth)):
@@ -230,9 +224,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """The exporter prints advice about packages we do not use; errors still come as exceptions.
+    """Silences the exporter's advice about packages that are not used; errors still come as exceptions.
 
-    It would also keep a Python stack trace with every node of every pass, a tenth of its work, which no one reads.
+    Also turns off the Python stack trace that it would keep with every node of every pass, a tenth of its work.
     """
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]

@@ -1,51 +1,39 @@
-"""Writing one number to the places of a mask becomes Where, which needs no list of the places.
+"""Replaces masked fills by Where, whose shape does not depend on data.
 
-`x[mask] = number` is traced as NonZero, which gives as many places as there are, and ScatterND. Models that also read
-images do so to the token ids of image places (Gemma 3). TensorRT for RTX has no NonZero, and no engine likes a shape
-that depends on data.
-
-Precondition: `StaticReshapesPass` has run. Postcondition: a ScatterND onto a tensor of the mask's shape, at all places
-of the mask, of one number repeated, is a Where.
+`x[mask] = number` is traced as NonZero, whose length is that of the mask's True cells, and ScatterND. Models that also
+read images do so to the token ids of image positions (Gemma 3). TensorRT for RTX has no NonZero.
 """
 
 import onnx_ir as ir
 
+from tide_export.trace.rewriting import ensure_none_left, op_before, producer, rank, replace_value
+
 
 class MaskedFillsPass(ir.passes.InPlacePass):
+    """Runs after `StaticReshapesPass`, without which the repeated number is not recognized."""
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        for node in list(model.graph):
-            found = _masked_fill(node)
-            if found is None:
-                continue
-            data, mask, number = found
+        fills = [(node, fill) for node in model.graph if (fill := _masked_fill(node)) is not None]
+        for node, (data, mask, number) in fills:
             (output,) = node.outputs
-            new = ir.node("Where", [mask, number, data], name=f"{node.name}/Where")
-            new.outputs[0].name = f"{output.name}_filled"
-            new.outputs[0].type, new.outputs[0].shape = output.type, output.shape
-            model.graph.insert_before(node, new)
-            output.replace_all_uses_with(new.outputs[0], replace_graph_outputs=True)
-            model.graph.remove(node, safe=True)
-            modified = True
-        return ir.passes.PassResult(model, modified=modified)
+            where = op_before(node, "Where", [mask, number, data], dtype=output.dtype, shape=output.shape)
+            replace_value(output, where)
+        return ir.passes.PassResult(model, modified=bool(fills))
+
+    def ensures(self, model: ir.Model) -> None:
+        ensure_none_left(node for node in model.graph if _masked_fill(node) is not None)
 
 
 def _masked_fill(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """What is filled, the mask and the number, of a ScatterND that is such a writing."""
+    """Data, mask of the same shape and number of a ScatterND that writes the number wherever the mask is True."""
     if (node.domain, node.op_type) != ("", "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
         return None
-    data, places, numbers = node.inputs
-    turned, repeated = _producer(places, "Transpose"), _producer(numbers, "Expand")
-    listing = _producer(turned.inputs[0], "NonZero") if turned is not None else None
-    if data is None or listing is None or repeated is None:
+    data, indices, numbers = node.inputs
+    transpose, repeated = producer(indices, "Transpose"), producer(numbers, "Expand")
+    nonzero = producer(transpose.inputs[0], "NonZero") if transpose is not None else None
+    if data is None or nonzero is None or repeated is None:
         return None
-    mask, number = listing.inputs[0], repeated.inputs[0]
-    if mask is None or number is None or data.shape is None or number.shape is None:
+    mask, number = nonzero.inputs[0], repeated.inputs[0]
+    if mask is None or number is None or data.shape is None or rank(number) != 0:
         return None
-    same = mask.dtype == ir.DataType.BOOL and mask.shape == data.shape
-    return (data, mask, number) if same and not len(number.shape) else None
-
-
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    node = value.producer() if value is not None else None
-    return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
+    return (data, mask, number) if mask.dtype == ir.DataType.BOOL and mask.shape == data.shape else None

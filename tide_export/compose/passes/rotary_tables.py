@@ -1,12 +1,10 @@
-"""Cosines and sines computed from position_ids become tables of every position the model was made for.
+"""Replaces cosines and sines computed from position_ids by tables of every position.
 
 Runs on the trace before it is cut. `RotaryEmbedding(x, cos, sin)` becomes `RotaryEmbedding(x, cos_cache, sin_cache,
-position_ids)` (both forms are ONNX opset 23), so that every segment can rotate at its own positions and ONNX Runtime
-can do it inside attention. Whatever scaling the model applies (NTK, llama3, yarn) is in the table, because the traced
-nodes themselves are evaluated.
-
-Precondition: common subexpressions are merged. Postcondition: no rotary node that depends on positions alone computes
-its angles at run time; equal tables are stored once.
+position_ids)` (both forms are ONNX opset 23), so that every segment rotates at its own positions and ONNX Runtime can
+do it inside attention. The traced nodes themselves are evaluated, so the tables hold whatever scaling the model applies
+(NTK, llama3, yarn). Angles that depend on more than positions remain. Equal tables are stored once if common
+subexpressions are merged before.
 """
 
 import numpy as np
@@ -15,11 +13,12 @@ import onnx_ir.convenience as irc
 from onnx.reference import ReferenceEvaluator
 
 from tide_export.errors import UnsupportedModelError
+from tide_export.trace.rewriting import constant, nodes_of, present
 
 
 class RotaryTablesPass(ir.passes.InPlacePass):
     def __init__(self, max_length: int):
-        """`max_length`: rows of the tables, the longest sequence the graph will see."""
+        """`max_length`: rows of the tables, the longest sequence the graph will run on."""
         super().__init__()
         self.max_length = max_length
 
@@ -28,21 +27,18 @@ class RotaryTablesPass(ir.passes.InPlacePass):
         positions = next(value for value in graph.inputs if value.name == "position_ids")
         tables: dict[ir.Value, ir.Value | None] = {}
         modified = False
-        for node in graph:
-            if node.op_type != "RotaryEmbedding" or node.domain != "" or len(node.inputs) != 3:
+        for node in nodes_of(graph, "RotaryEmbedding"):
+            if len(node.inputs) != 3:
                 continue
-            _, cos, sin = node.inputs
-            assert cos is not None
-            assert sin is not None
+            cos, sin = map(present, node.inputs[1:])
             for value, kind in ((cos, "cos"), (sin, "sin")):
                 if value not in tables:
                     tables[value] = self._table(graph, positions, value, f"rotary.{kind}_cache.{len(tables) // 2}")
             if tables[cos] is None or tables[sin] is None:
                 continue
             node.resize_inputs(4)
-            node.replace_input_with(1, tables[cos])
-            node.replace_input_with(2, tables[sin])
-            node.replace_input_with(3, positions)
+            for index, table in enumerate((tables[cos], tables[sin], positions), start=1):
+                node.replace_input_with(index, table)
             modified = True
         return ir.passes.PassResult(model, modified=modified)
 
@@ -64,12 +60,4 @@ class RotaryTablesPass(ir.passes.InPlacePass):
                 f"the rotary angles of a token depend on how long the sequence is ({value.name}), so keys in the cache "
                 "would go out of date: the model cannot be exported"
             )
-        array = np.ascontiguousarray(rows[0])
-        table = ir.Value(
-            name=name,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-            const_value=ir.tensor(array, name=name),
-        )
-        graph.register_initializer(table)
-        return table
+        return constant(graph, name, np.ascontiguousarray(rows[0]))

@@ -1,35 +1,41 @@
-"""A matrix product between an `Unsqueeze` and a `Squeeze` of the batch axis is done on the matrix itself.
+"""Removes an `Unsqueeze` and `Squeeze` of the batch axis around a matmul, which then runs on the matrix itself.
 
-The step graph picks the rows that get logits as a matrix [m, D], and the traced head takes [B, S, D]. Where the head is
-a product alone, both changes of shape go; where it does more (a softcap, a scale) they stay and cost little.
-
-Postcondition: no `MatMul` or `tide::TideQuantizedMatMul` by a matrix stands alone between the two.
+The step graph gathers the states that get logits as a matrix [m, D], and the traced head takes [B, S, D]. Where the
+head is one matmul by a weight, both reshapes go; where it does more (a softcap, a scale) they remain and cost little.
 """
+
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from tide_export.lower.rewriting import drop_unused, nodes_of, producer
 from tide_export.names import DOMAIN, OP_QUANTIZED_MATMUL
+from tide_export.trace.rewriting import drop_unused, ensure_none_left, nodes_of, producer, rank, replace_value
 
 
-class FlatProductsPass(ir.passes.InPlacePass):
+class FlatMatMulsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
-        for product in [*nodes_of(model, "MatMul"), *nodes_of(model, OP_QUANTIZED_MATMUL, DOMAIN)]:
-            added, removed = producer(product.inputs[0], "Unsqueeze"), _only_reader(product.outputs[0], "Squeeze")
-            if added is None or removed is None or not _same_axis(added, removed):
-                continue
-            matrix = added.inputs[0]
-            if matrix is None or matrix.shape is None or len(matrix.shape) != 2 or not _by_matrix(product):
-                continue
-            product.replace_input_with(0, matrix)
-            flat, result = product.outputs[0], removed.outputs[0]
-            name, flat.shape = result.name, result.shape
-            result.replace_all_uses_with(flat, replace_graph_outputs=True)
-            drop_unused([removed, added])
-            flat.name = name
+        for matmul, added, removed in _between_reshapes(model):
+            matmul.replace_input_with(0, added.inputs[0])
+            flat, result = matmul.outputs[0], removed.outputs[0]
+            flat.shape = result.shape
+            replace_value(result, flat)
+            drop_unused([added])
             modified = True
         return ir.passes.PassResult(model, modified=modified)
+
+    def ensures(self, model: ir.Model) -> None:
+        ensure_none_left(matmul for matmul, _, _ in _between_reshapes(model))
+
+
+def _between_reshapes(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Node, ir.Node]]:
+    """Each matmul by a weight alone between an Unsqueeze of a matrix and a Squeeze of the first axis, with the two."""
+    for matmul in [*nodes_of(model.graph, "MatMul"), *nodes_of(model.graph, OP_QUANTIZED_MATMUL, DOMAIN)]:
+        added, removed = producer(matmul.inputs[0], "Unsqueeze"), _only_reader(matmul.outputs[0], "Squeeze")
+        if added is None or removed is None or not _of_first_axis(added, removed) or rank(added.inputs[0]) != 2:
+            continue
+        if matmul.domain == DOMAIN or rank(matmul.inputs[1]) == 2:
+            yield matmul, added, removed
 
 
 def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
@@ -40,14 +46,6 @@ def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
     return node if (node.domain, node.op_type) == ("", op_type) else None
 
 
-def _same_axis(added: ir.Node, removed: ir.Node) -> bool:
-    """Whether both are about the first axis, and nothing else."""
+def _of_first_axis(added: ir.Node, removed: ir.Node) -> bool:
     axes = [node.inputs[1].const_value if node.inputs[1] is not None else None for node in (added, removed)]
     return all(axis is not None and axis.numpy().tolist() == [0] for axis in axes)
-
-
-def _by_matrix(product: ir.Node) -> bool:
-    if product.domain == DOMAIN:
-        return True
-    weight = product.inputs[1]
-    return weight is not None and weight.shape is not None and len(weight.shape) == 2

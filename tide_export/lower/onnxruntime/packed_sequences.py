@@ -1,179 +1,175 @@
-"""One sequence's GroupQueryAttention becomes that of several, whose tokens lie behind one another on one axis.
+"""Replaces one sequence's GroupQueryAttention by those of several, whose tokens are concatenated on one axis.
 
-For networks of a batch (`lower.onnxruntime.packed`). The operator takes several sequences with one new token each, or
-one with several; a step over a batch has any number of each. So there is one operator per row of the batch, on its own
-stretch of the packed queries, keys and values and on its own K/V buffers, inside an `If`: a row without tokens costs a
-few microseconds, and rows may come and go between runs without a copy.
-
-Precondition: `GroupQueryAttentionPass` ran; the graph's inputs are those of one sequence, past buffers and total length
-among them; a bias input (ALiBi) is the model's table [H, N].
-Postcondition: these inputs and the present outputs are there once per row (`names.row`), and instead of the total
-length the rows' tokens (int64 [R]) and lengths (int32 [R]).
+For the networks of a batch. The operator takes several sequences with one new token each, or one with several; a step
+over a batch has any number of each. So there is one operator per slot of the batch, on its slice of the packed queries,
+keys and values and its K/V buffers, inside an `If`: a slot without tokens costs a few microseconds, and sequences may
+join and leave between runs without a copy.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from tide_export import names
-from tide_export.lower.rewriting import constant, last_dim, nodes_of
+from tide_export.trace.rewriting import (
+    BOOL,
+    FLOAT,
+    INT32,
+    INT64,
+    OutputType,
+    constant,
+    dims,
+    integers,
+    last_dim,
+    new_node,
+    nodes_of,
+    op_before,
+    ops_before,
+    present,
+    typed_value,
+)
 
-FLOAT, INT32, INT64, BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
-PAST, LAST_INDEX, TOTAL, BIAS = 3, 5, 6, 10  # inputs of GroupQueryAttention
+PAST, TOTAL, BIAS = 3, 6, 10  # inputs of GroupQueryAttention
 
 
-class PackedRowsPass(ir.passes.InPlacePass):
-    def __init__(self, rows: int):
-        """`rows`: of a batch at most."""
+class PackedSequencesPass(ir.passes.InPlacePass):
+    """Replaces the graph's inputs for one sequence (past buffers and total length) by one past buffer per slot
+    (`names.slot`) and all slots' tokens (int64 [R]) and lengths (int32 [R]); present outputs likewise. A bias input
+    (ALiBi) is the model's table [H, N]."""
+
+    def __init__(self, slots: int):
+        """`slots`: sequences of a batch, R."""
         super().__init__()
-        self.rows = rows
+        self.slots = slots
+
+    def requires(self, model: ir.Model) -> None:
+        if not {names.TOTAL_LENGTH} <= {value.name for value in model.graph.inputs}:
+            raise ir.passes.PreconditionError("the graph has no length of one sequence to replace")
+        if nodes_of(model.graph, names.OP_ATTENTION, names.DOMAIN):
+            raise ir.passes.PreconditionError("sequences are packed after attention is lowered")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = nodes_of(model, "GroupQueryAttention", "com.microsoft")
-        if not nodes:
-            return ir.passes.PassResult(model, modified=False)
-        _Rows(model, self.rows).lower(nodes)
-        return ir.passes.PassResult(model, modified=True)
+        nodes = nodes_of(model.graph, "GroupQueryAttention", "com.microsoft")
+        if nodes:
+            _Slots(model.graph, self.slots).lower(nodes)
+        return ir.passes.PassResult(model, modified=bool(nodes))
 
 
-class _Rows:
-    """The values that all attentions of a model share, one per row."""
+class _Slots:
+    """The values that all attentions of a model share, one per slot."""
 
-    def __init__(self, model: ir.Model, rows: int):
-        self.model, self.rows = model, rows
-        self.tokens = _value(names.SLOT_TOKENS, INT64, [rows])
-        lengths = _value(names.SLOT_LENGTHS, INT32, [rows])
+    def __init__(self, graph: ir.Graph, slots: int):
+        self.graph, self.slots = graph, slots
+        self.tokens = typed_value(names.SLOT_TOKENS, INT64, [slots])
+        lengths = typed_value(names.SLOT_LENGTHS, INT32, [slots])
         self.inputs = [self.tokens, lengths]
-        one = constant(model, "one_int32", np.array([1], dtype=np.int32))
-        none = constant(model, "zero_int64", np.array([0], dtype=np.int64))
-        nodes: list[ir.Node] = []
+        one = constant(graph, "one_int32", np.array([1], dtype=np.int32))
+        zero = integers(graph, "zero_int64", [0])
+        first = graph[0]
 
-        def add(op: str, inputs: list, name: str, kinds: list, attributes: dict | None = None) -> list[ir.Value]:
-            node = _node(op, inputs, f"rows/{name}", kinds, attributes)
-            nodes.append(node)
-            return list(node.outputs)
+        def per_slot(value: ir.Value, dtype: ir.DataType, suffix: str) -> list[ir.Value]:
+            types, attributes = [(dtype, [1])] * slots, {"axis": 0, "num_outputs": slots}
+            return ops_before(first, "Split", [value], attributes, types=types, suffix=suffix)
 
-        def per_row(value: ir.Value, name: str, dtype: ir.DataType) -> list[ir.Value]:
-            attributes = {"axis": 0, "num_outputs": rows}
-            return add("Split", [value], name, [(dtype, [1])] * rows, attributes)
-
-        (last,) = add("Sub", [lengths, one], "last_indices", [(INT32, [rows])])
-        (active,) = add("Greater", [self.tokens, none], "active", [(BOOL, [rows])])
-        self.total = per_row(lengths, "total", INT32)
-        self.last = per_row(last, "last", INT32)
-        self.active = per_row(active, "has_tokens", BOOL)
-        model.graph.insert_before(model.graph[0], nodes)
+        last = op_before(first, "Sub", [lengths, one], dtype=INT32, shape=[slots], suffix="_last")
+        active = op_before(first, "Greater", [self.tokens, zero], dtype=BOOL, shape=[slots], suffix="_active")
+        self.total = per_slot(lengths, INT32, "_total")
+        self.last = per_slot(last, INT32, "_last")
+        self.active = per_slot(active, BOOL, "_active")
 
     def lower(self, attentions: list[ir.Node]) -> None:
         presents: dict[str, list[ir.Value]] = {}
-        replaced: set[str] = {names.TOTAL_LENGTH}
+        replaced = {names.TOTAL_LENGTH}
         for node in attentions:
-            replaced |= {str(value.name) for value in node.inputs[PAST : PAST + 2] if value is not None}
-            given = self._attention(node)
-            for old, rows in zip(node.outputs[1:], given, strict=True):
-                presents[str(old.name)] = rows
-        graph = self.model.graph
-        kept = [value for value in graph.inputs if value.name not in replaced]
-        graph.inputs[:] = [*kept, *self.inputs]
-        outputs = [[value] if value.name not in presents else presents[str(value.name)] for value in graph.outputs]
-        graph.outputs[:] = [value for values in outputs for value in values]
-        graph.remove(attentions, safe=True)
+            replaced |= {str(present(value).name) for value in node.inputs[PAST : PAST + 2]}
+            for old, values in zip(node.outputs[1:], self._attention(node), strict=True):
+                presents[str(old.name)] = values
+        self.graph.inputs[:] = [*(value for value in self.graph.inputs if value.name not in replaced), *self.inputs]
+        outputs = [presents.get(str(value.name), [value]) for value in self.graph.outputs]
+        self.graph.outputs[:] = [value for values in outputs for value in values]
+        self.graph.remove(attentions, safe=True)
 
     def _attention(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
-        """Writes all rows' attentions before `node`; gives the rows' keys and values afterwards."""
-        graph, name = self.model.graph, str(node.name)
-        stretches = [self._split(node, index) for index in range(3)]
-        buffers = [value for value in node.inputs[PAST : PAST + 2] if value is not None]
-        width = last_dim(node.outputs[0])
-        mixed = list[ir.Value]()
+        """Adds all slots' attentions before `node`; returns the slots' present keys and values."""
+        inputs = [self._split(node, index) for index in range(3)]
+        buffers = [present(value) for value in node.inputs[PAST : PAST + 2]]
+        width = last_dim(node.outputs[0]) or 0
+        results = list[ir.Value]()
         presents: tuple[list[ir.Value], list[ir.Value]] = ([], [])
-        for row in range(self.rows):
-            pasts = [_value(names.slot(str(value.name), row), FLOAT, _row_shape(value, row)) for value in buffers]
+        for slot in range(self.slots):
+            pasts = [_slot_buffer(value, slot) for value in buffers]
             self.inputs += pasts
+            types = [(FLOAT, [1, None, width]), *((FLOAT, value.shape) for value in pasts)]
+            name = f"{node.name}/slot_{slot}"
             branches = {
-                "then_branch": self._run(node, row, [stretch[row] for stretch in stretches], pasts),
-                "else_branch": self._skip(node, row, pasts, width),
+                "then_branch": self._run(node, slot, f"{name}/run", [values[slot] for values in inputs], pasts, types),
+                "else_branch": self._skip(f"{name}/skip", pasts, width),
             }
-            kinds = [(FLOAT, [1, None, width]), *((FLOAT, value.shape) for value in pasts)]
-            choice = _node("If", [self.active[row]], f"{name}/row_{row}", kinds, branches)
-            graph.insert_before(node, choice)
-            mixed.append(choice.outputs[0])
-            for values, old, new in zip(presents, node.outputs[1:], choice.outputs[1:], strict=True):
-                new.name = names.slot(str(old.name), row)
+            result, *slot_presents = ops_before(
+                node, "If", [self.active[slot]], branches, types=types, suffix=f"_{slot}"
+            )
+            results.append(result)
+            for values, old, new in zip(presents, node.outputs[1:], slot_presents, strict=True):
+                new.name = names.slot(str(old.name), slot)
                 values.append(new)
-        shape = node.outputs[0].shape
-        joined = _node("Concat", mixed, f"{name}/rows", [(FLOAT, shape)], {"axis": 1})
-        graph.insert_before(node, joined)
-        node.outputs[0].replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
+        output = node.outputs[0]
+        joined = op_before(node, "Concat", results, {"axis": 1}, dtype=FLOAT, shape=output.shape)
+        output.replace_all_uses_with(joined, replace_graph_outputs=True)
         return presents
 
-    def _split(self, node: ir.Node, index: int) -> list[ir.Value | None]:
-        """Each row's stretch of an input [1, N, W], None throughout where the attention has no such input."""
+    def _split(self, node: ir.Node, index: int) -> Sequence[ir.Value | None]:
+        """Each slot's slice of an input [1, N, W], None for all if the attention has no such input."""
         value = node.inputs[index]
         if value is None:
-            return [None] * self.rows
-        width = last_dim(value)
-        kinds = [(FLOAT, [1, None, width])] * self.rows
-        split = _node("Split", [value, self.tokens], f"{node.name}/split_{index}", kinds, {"axis": 1})
-        self.model.graph.insert_before(node, split)
-        return list(split.outputs)
+            return [None] * self.slots
+        types = [(FLOAT, [1, None, last_dim(value)])] * self.slots
+        return ops_before(node, "Split", [value, self.tokens], {"axis": 1}, types=types, suffix=f"_{index}")
 
-    def _run(self, node: ir.Node, row: int, stretches: list, pasts: list[ir.Value]) -> ir.Graph:
+    def _run(
+        self, node: ir.Node, slot: int, name: str, slices: list, pasts: list[ir.Value], types: Sequence[OutputType]
+    ) -> ir.Graph:
         nodes: list[ir.Node] = []
-        inputs = [*stretches, *pasts, self.last[row], self.total[row], *node.inputs[TOTAL + 1 :]]
-        prefix = f"{node.name}/row_{row}/run"
+        inputs = [*slices, *pasts, self.last[slot], self.total[slot], *node.inputs[TOTAL + 1 :]]
         if len(inputs) > BIAS and inputs[BIAS] is not None:
-            first = next(value for value in stretches if value is not None)
-            nodes, inputs[BIAS] = self._bias(prefix, inputs[BIAS], first, row)
-        kinds = [(FLOAT, [1, None, last_dim(node.outputs[0])]), *((FLOAT, value.shape) for value in pasts)]
-        attention = _node("GroupQueryAttention", inputs, prefix, kinds, dict(node.attributes), "com.microsoft")
-        return ir.Graph([], attention.outputs, nodes=[*nodes, attention], name=prefix)
+            queries = next(value for value in slices if value is not None)
+            nodes, inputs[BIAS] = self._bias(name, inputs[BIAS], queries, slot)
+        attributes = dict(node.attributes)
+        attention = new_node(
+            "GroupQueryAttention", inputs, attributes, name=name, domain="com.microsoft", outputs=types
+        )
+        return ir.Graph([], attention.outputs, nodes=[*nodes, attention], name=name)
 
-    def _bias(self, prefix: str, table: ir.Value, stretch: ir.Value, row: int) -> tuple[list[ir.Node], ir.Value]:
-        """The bias [1, H, n, T] of a row's n tokens at length T (`compose.alibi` does the same for one sequence)."""
+    def _bias(self, prefix: str, table: ir.Value, slices: ir.Value, slot: int) -> tuple[list[ir.Node], ir.Value]:
+        """The bias [1, H, n, T] of a slot's n tokens at length T (`compose.alibi` does the same for one sequence)."""
         nodes: list[ir.Node] = []
 
-        def op(name: str, inputs: list, attributes: dict | None = None, dtype: ir.DataType = INT64) -> ir.Value:
-            nodes.append(_node(name, inputs, f"{prefix}/{name}_{len(nodes)}", [(dtype, None)], attributes))
+        def op(op_type: str, inputs: list, attributes: dict | None = None, dtype: ir.DataType = INT64) -> ir.Value:
+            name = f"{prefix}/{op_type}_{len(nodes)}"
+            nodes.append(new_node(op_type, inputs, attributes, name=name, outputs=[(dtype, None)]))
             return nodes[-1].outputs[0]
 
-        def numbers(name: str, values: list[int]) -> ir.Value:
-            return constant(self.model, name, np.array(values, dtype=np.int64))
-
-        zero, one = numbers("axis_0", [0]), numbers("axis_1", [1])
-        stop = op("Cast", [self.total[row]], {"to": INT64.value})
+        zero, one = integers(self.graph, "axis_0", [0]), integers(self.graph, "axis_1", [1])
+        axes = integers(self.graph, "axes_0_2", [0, 2])
+        stop = op("Cast", [self.total[slot]], {"to": INT64.value})
         keys = op("Slice", [table, zero, stop, one], dtype=FLOAT)
         last = op("Slice", [table, op("Sub", [stop, one]), stop, one], dtype=FLOAT)
-        relative = op("Unsqueeze", [op("Sub", [keys, last], dtype=FLOAT), numbers("axes_0_2", [0, 2])], dtype=FLOAT)
-        count = op("Shape", [stretch], {"start": 1, "end": 2})
+        relative = op("Unsqueeze", [op("Sub", [keys, last], dtype=FLOAT), axes], dtype=FLOAT)
+        count = op("Shape", [slices], {"start": 1, "end": 2})
         shape = op("Concat", [one, one, count, one], {"axis": 0})
         return nodes, op("Expand", [relative, shape], dtype=FLOAT)
 
-    def _skip(self, node: ir.Node, row: int, pasts: list[ir.Value], width: int | None) -> ir.Graph:
-        """Nothing, and the buffers as they are: bound to the same memory, copied nowhere."""
-        prefix = f"{node.name}/row_{row}/skip"
-        nothing = constant(self.model, f"no_tokens_{width}", np.zeros((1, 0, int(width or 0)), dtype=np.float32))
+    def _skip(self, name: str, pasts: list[ir.Value], width: int) -> ir.Graph:
+        """No tokens, and the buffers unchanged: bound to the same memory, nothing is copied."""
+        none = constant(self.graph, f"no_tokens_{width}", np.zeros((1, 0, width), dtype=np.float32))
         nodes = [
-            _node("Identity", [value], f"{prefix}_{index}", [(FLOAT, value.shape)])
-            for index, value in enumerate([nothing, *pasts])
+            new_node("Identity", [value], name=f"{name}_{index}", outputs=[(FLOAT, value.shape)])
+            for index, value in enumerate([none, *pasts])
         ]
-        return ir.Graph([], [copy.outputs[0] for copy in nodes], nodes=nodes, name=prefix)
+        return ir.Graph([], [node.outputs[0] for node in nodes], nodes=nodes, name=name)
 
 
-def _row_shape(buffer: ir.Value, row: int) -> list:
-    """A row's buffers have a length of their own."""
-    assert buffer.shape is not None
-    return [1, buffer.shape[1], f"capacity_{row}", buffer.shape[3]]
-
-
-def _value(name: str, dtype: ir.DataType, shape: list) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-
-
-def _node(op: str, inputs: list, name: str, kinds: list, attributes: dict | None = None, domain: str = "") -> ir.Node:
-    """A node whose outputs have the given (dtype, shape)."""
-    node = ir.node(op, inputs, attributes=attributes or {}, domain=domain, num_outputs=len(kinds), name=name)
-    for index, (value, (dtype, shape)) in enumerate(zip(node.outputs, kinds, strict=True)):
-        value.name = f"{name}.{index}"
-        value.type = ir.TensorType(dtype) if dtype is not None else None
-        value.shape = ir.Shape(shape) if shape is not None else None
-    return node
+def _slot_buffer(buffer: ir.Value, slot: int) -> ir.Value:
+    """A slot's past buffer, which has its own capacity."""
+    _, kv_heads, _, head_dim = dims(buffer)
+    return typed_value(names.slot(str(buffer.name), slot), FLOAT, [1, kv_heads, f"capacity_{slot}", head_dim])

@@ -1,76 +1,79 @@
-"""Weights that are transposed at run time are stored transposed; a tied head multiplies by the embedding itself.
+"""Stores weights transposed that are transposed at run time; a tied head multiplies by the embedding itself.
 
 The exporter folds `Transpose(weight)` only up to some size. ONNX Runtime would fold the rest at every load, holding
-both copies. Where the weight is also read untransposed (an output head tied to the embedding) a `Gemm(transB=1)` on the
-one stored tensor does the same product, so a tied bundle holds its embedding once.
-
-Postcondition: no Transpose of an initializer feeds a MatMul.
+both copies. If the weight is also read untransposed (an output head tied to the embedding), a `Gemm(transB=1)` on the
+one stored tensor computes the same, so a tied bundle stores its embedding once.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.lower.rewriting import add_before, constant, derived_weight, drop_unused, is_weight, last_dim, nodes_of
+from tide_export.trace.rewriting import (
+    derived_weight,
+    drop_unused,
+    ensure_none_left,
+    integers,
+    is_weight,
+    nodes_of,
+    op_before,
+    present,
+    rank,
+    replace_value,
+    static_dim,
+)
 
 
 class TransposedWeightsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
-        for node in nodes_of(model, "Transpose"):
-            weight = node.inputs[0]
-            if weight is None or not is_weight(weight, 2) or list(node.attributes.get_ints("perm", [1, 0])) != [1, 0]:
-                continue
-            readers = [use.node for use in node.outputs[0].uses()]
-            if not readers or any(reader.op_type != "MatMul" for reader in readers):
-                continue
+        for transpose, matmuls in _transposed_for_matmuls(model):
+            weight = present(transpose.inputs[0])
             if len(weight.uses()) > 1:
-                for reader in readers:
-                    _multiply_by_transposed(model, reader, weight)
+                for matmul in matmuls:
+                    _multiply_by_transposed(model.graph, matmul, weight)
             else:
-                rows, columns = (int(dim) for dim in weight.shape.dims)  # type: ignore[union-attr, arg-type]
-                stored = derived_weight(
-                    model,
-                    f"{weight.name}.T",
-                    [columns, rows],
-                    weight.dtype or ir.DataType.FLOAT,
-                    _turned(weight),
-                )
-                node.outputs[0].replace_all_uses_with(stored)
-            drop_unused([node])
+                transpose.outputs[0].replace_all_uses_with(_transposed(model.graph, weight))
+            drop_unused([transpose])
             modified = True
         return ir.passes.PassResult(model, modified=modified)
 
+    def ensures(self, model: ir.Model) -> None:
+        ensure_none_left(transpose for transpose, _ in _transposed_for_matmuls(model))
 
-def _turned(weight: ir.Value) -> Callable[[], np.ndarray]:
+
+def _transposed_for_matmuls(model: ir.Model) -> Iterator[tuple[ir.Node, list[ir.Node]]]:
+    """Every Transpose of a weight that is read by MatMuls alone, with its readers."""
+    for node in nodes_of(model.graph, "Transpose"):
+        if not is_weight(node.inputs[0], 2) or list(node.attributes.get_ints("perm", [1, 0])) != [1, 0]:
+            continue
+        readers = [use.node for use in node.outputs[0].uses()]
+        if readers and all(reader.op_type == "MatMul" for reader in readers):
+            yield node, readers
+
+
+def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
     tensor = weight.const_value
     assert tensor is not None
-    return lambda: np.ascontiguousarray(tensor.numpy().T)
+    shape = tensor.shape.numpy()[::-1]
+    return derived_weight(
+        graph, f"{weight.name}.T", shape, tensor.dtype, lambda: np.ascontiguousarray(tensor.numpy().T)
+    )
 
 
-def _multiply_by_transposed(model: ir.Model, matmul: ir.Node, weight: ir.Value) -> None:
+def _multiply_by_transposed(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
     """MatMul(x, Transpose(w)) -> Reshape, Gemm(transB=1), Reshape; x [.., D], w [V, D]. A matrix x needs no Reshape."""
-    x, output = matmul.inputs[0], matmul.outputs[0]
-    width, columns = last_dim(x), int(weight.shape[0])  # type: ignore[index, arg-type]
-    dtype = weight.dtype
-    if x is not None and x.shape is not None and len(x.shape) == 2:
-        gemm = add_before(matmul, "Gemm", [x, weight], {"transB": 1}, outputs=[(dtype, output.shape)])
-        _take_over(matmul, gemm.outputs[0])
+    x, output, dtype = matmul.inputs[0], matmul.outputs[0], weight.dtype
+    if rank(x) == 2:
+        gemm = op_before(matmul, "Gemm", [x, weight], {"transB": 1}, dtype=dtype, shape=output.shape)
+        replace_value(output, gemm)
         return
-    rows = constant(model, f"rows_of_{width}", np.array([-1, width], dtype=np.int64))
-    flat = add_before(matmul, "Reshape", [x, rows], outputs=[(dtype, [None, width])], suffix="_rows").outputs[0]
-    gemm = add_before(matmul, "Gemm", [flat, weight], {"transB": 1}, outputs=[(dtype, [None, columns])])
-    dims = list(output.shape) if output.shape is not None else [1, None, columns]
-    target = constant(model, f"tokens_of_{columns}", np.array([1, -1, columns], dtype=np.int64))
-    back = add_before(matmul, "Reshape", [gemm.outputs[0], target], outputs=[(dtype, dims)], suffix="_tokens")
-    _take_over(matmul, back.outputs[0])
-
-
-def _take_over(matmul: ir.Node, new: ir.Value) -> None:
-    """`new` stands where the product stood, under its name."""
-    old = matmul.outputs[0]
-    name = old.name
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    drop_unused([matmul])
-    new.name = name
+    columns, width = static_dim(weight, 0), static_dim(weight, 1)
+    rows = integers(graph, f"rows_of_{width}", [-1, width])
+    flat = op_before(matmul, "Reshape", [x, rows], dtype=dtype, shape=[None, width], suffix="_rows")
+    gemm = op_before(matmul, "Gemm", [flat, weight], {"transB": 1}, dtype=dtype, shape=[None, columns])
+    target = integers(graph, f"tokens_of_{columns}", [1, -1, columns])
+    shape = output.shape if output.shape is not None else [1, None, columns]
+    restored = op_before(matmul, "Reshape", [gemm, target], dtype=dtype, shape=shape, suffix="_tokens")
+    replace_value(output, restored)

@@ -1,26 +1,21 @@
-"""Every float32 tensor of a network becomes float16 or bfloat16, but for routers, logits, sinks and attention biases.
+"""Converts a network to float16 or bfloat16, except routers, logits, sinks and attention biases.
 
-For networks of one segment (`lower.tensorrt.lower`): TensorRT takes each type as the graph says it. Norms keep their
-sums in float32 (`stash_type`), as does the router, whose input is cast for it; logits are cast at the end. Weights are
-converted when they are written, one at a time. What a weight or state is rounded to is what PyTorch's own half
-precision would round it to; a number beyond float16's largest is refused.
-
-Precondition: the network's values carry their types. Postcondition: no float32 value outside routers, logits,
-and attention's sinks and biases.
+TensorRT takes each type as the graph declares it. Norms keep their sums in float32 (`stash_type`), as does the router,
+whose input is cast for it; logits are cast at the end. Weights are converted when they are written, one at a time, and
+rounded as PyTorch's half precision rounds them; a number beyond float16's largest is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from tide_export.errors import GraphError
-from tide_export.lower.rewriting import add_before
 from tide_export.lower.tensorrt.scatter_attention import BIAS, SINKS
 from tide_export.names import DOMAIN, LOGITS, OP_ATTENTION, OP_ROUTE
+from tide_export.trace.rewriting import FLOAT, new_node, op_before, present
 
-FLOAT = ir.DataType.FLOAT
 TYPES: dict[str, tuple[ir.DataType, type]] = {
     "fp16": (ir.DataType.FLOAT16, np.float16),
     "bf16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
@@ -28,7 +23,7 @@ TYPES: dict[str, tuple[ir.DataType, type]] = {
 
 
 class HalfPrecisionPass(ir.passes.InPlacePass):
-    """One instance serves all networks of a model, so that a tensor they share stays one tensor."""
+    """Use one instance for all networks of a model, so that a tensor they share remains one tensor."""
 
     def __init__(self, weights: str):
         """`weights`: "fp16" or "bf16"."""
@@ -36,18 +31,22 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
         self.dtype, self.numpy = TYPES[weights]
         self.converted: dict[str, ir.LazyTensor] = {}
 
+    def requires(self, model: ir.Model) -> None:
+        for node in model.graph:
+            if any(value.dtype is None for value in node.outputs if value.uses()):
+                raise ir.passes.PreconditionError(f"the trace lost the type of {node.op_type} {node.name}")
+
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        for value in list(graph.initializers.values()):
-            if value.dtype == FLOAT and not self._stays_wide(value):
+        for value in list(_convertible(graph)):
+            if value.is_initializer():
                 value.const_value = self._convert(value)
-                value.type = ir.TensorType(self.dtype)
-        for value in graph.inputs:
-            if value.dtype == FLOAT and not self._stays_wide(value):
-                value.type = ir.TensorType(self.dtype)
+            value.type = ir.TensorType(self.dtype)
         for node in list(graph):
             if _is_router(node):
-                self._widen_input(node)
+                state = present(node.inputs[0])
+                wide = op_before(node, "Cast", [state], {"to": FLOAT.value}, dtype=FLOAT, shape=state.shape)
+                node.replace_input_with(0, wide)
                 continue
             if node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT.value:
                 node.attributes["to"] = ir.AttrInt64("to", self.dtype.value)
@@ -56,36 +55,26 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
                 tensor = constant.as_tensor()
                 if tensor.dtype == FLOAT:
                     node.attributes["value"] = ir.AttrTensor("value", ir.tensor(tensor.numpy().astype(self.numpy)))
-            for value in node.outputs:
-                if value.dtype == FLOAT:
-                    value.type = ir.TensorType(self.dtype)
         self._widen_logits(graph)
         return ir.passes.PassResult(model, modified=True)
 
-    def _stays_wide(self, value: ir.Value) -> bool:
-        uses = [(use.node, use.idx) for use in value.uses()]
-        return bool(uses) and all(_is_router(node) or _is_added_to_scores(node, index) for node, index in uses)
-
-    def _widen_input(self, router: ir.Node) -> None:
-        state = router.inputs[0]
-        assert state is not None
-        kinds = [(FLOAT, state.shape)]
-        wide = add_before(router, "Cast", [state], {"to": FLOAT.value}, outputs=kinds).outputs[0]
-        router.replace_input_with(0, wide)
+    def ensures(self, model: ir.Model) -> None:
+        for value in _convertible(model.graph):
+            if value.name != LOGITS and not all(_is_router(use.node) for use in value.uses()):
+                raise ir.passes.PostconditionError(f"{value.name} is still float32")
 
     def _widen_logits(self, graph: ir.Graph) -> None:
         for index, value in enumerate(graph.outputs):
             if value.name == LOGITS:
                 value.name = f"{LOGITS}_half"
-                cast = ir.node("Cast", [value], attributes={"to": FLOAT.value}, num_outputs=1, name="logits/Cast")
-                wide = cast.outputs[0]
-                wide.name, wide.type, wide.shape = LOGITS, ir.TensorType(FLOAT), value.shape
+                types = [(FLOAT, value.shape)]
+                cast = new_node("Cast", [value], {"to": FLOAT.value}, name="logits/Cast", outputs=types)
+                cast.outputs[0].name = LOGITS
                 graph.append(cast)
-                graph.outputs[index] = wide
+                graph.outputs[index] = cast.outputs[0]
 
     def _convert(self, value: ir.Value) -> ir.LazyTensor:
-        name, tensor = value.name, value.const_value
-        assert name is not None
+        name, tensor = str(value.name), value.const_value
         assert tensor is not None
         if name not in self.converted:
             self.converted[name] = ir.LazyTensor(
@@ -94,13 +83,25 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
         return self.converted[name]
 
     def _rounded(self, name: str, tensor: ir.TensorProtocol) -> Callable[[], ir.TensorProtocol]:
-        def make() -> ir.TensorProtocol:
+        def compute() -> ir.TensorProtocol:
             array = tensor.numpy()
             _check_range(name, array, self.numpy)
             with np.errstate(over="ignore"):
                 return ir.tensor(array.astype(self.numpy), name=name, dtype=self.dtype)
 
-        return make
+        return compute
+
+
+def _convertible(graph: ir.Graph) -> Iterator[ir.Value]:
+    """The float32 values, except a router's results and what only routers, sinks and attention biases read."""
+    for value in (*graph.initializers.values(), *graph.inputs):
+        uses = [(use.node, use.idx) for use in value.uses()]
+        wide = bool(uses) and all(_is_router(node) or _is_added_to_scores(node, index) for node, index in uses)
+        if value.dtype == FLOAT and not wide:
+            yield value
+    for node in graph:
+        if not _is_router(node):
+            yield from (value for value in node.outputs if value.dtype == FLOAT)
 
 
 def check_weights(piece: ir.Graph, weights: str) -> None:
@@ -126,5 +127,5 @@ def _is_router(node: ir.Node) -> bool:
 
 
 def _is_added_to_scores(node: ir.Node, index: int) -> bool:
-    """Whether it is an input of an attention that `ScatterAttentionPass` takes in float32."""
+    """Whether input `index` of `node` is one of an attention's that `ScatterAttentionPass` takes in float32."""
     return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION) and index in (SINKS, BIAS)

@@ -1,10 +1,10 @@
-"""Makes every architecture emit one symbolic attention op a layer while it is traced.
+"""Makes every architecture emit one symbolic attention op per layer while it is traced.
 
-`transformers` lets a named function stand in for attention (`AttentionInterface`) and for the mask
-(`AttentionMaskInterface`). Ours writes a `tide::TideAttention` node instead of computing: rotated query [B, H, S, Dh]
-and unrepeated key and value [B, H_kv, S, Dh] in, and a sink logit per head [H] where the model has them; [B, S, H, Dh]
-out, causal by definition. `compose` gives the node its K/V cache, `lower` turns it into the target's own attention.
-Models that never call the interface leave no node behind, which `tracer` counts and refuses.
+`transformers` lets a named function compute attention (`AttentionInterface`) and the mask (`AttentionMaskInterface`).
+This one emits a `tide::TideAttention` node: rotated query [B, H, S, Dh], unrepeated key and value [B, H_kv, S, Dh], and
+a sink logit per head [H] where the model has them -> [B, S, H, Dh]; causal by definition. `compose` connects the node
+to its K/V cache, `lower` replaces it by the target's attention. A model that never calls the interface emits no node,
+and `tracer` refuses it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +19,36 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.model.attention import attention_implementation, does_not_use_interface
-from tide_export.names import DOMAIN, OP_ATTENTION
+from tide_export.names import OP_ATTENTION
 from tide_export.trace.attention.masks import Mask
+from tide_export.trace.symbolic import symbolic
 
 IMPLEMENTATION = "tide_export"
-HEAD_DIM_STEP = 8  # kernels want widths of whole vectors; ONNX Runtime's insists on it
+HEAD_DIM_STEP = 8  # kernels read whole vectors; ONNX Runtime's requires a multiple of 8
 
 # Keyword arguments that change what attention computes and that no target lowers yet.
-_UNSUPPORTED = {
-    "position_bias": "a position bias",
-    "alibi": "ALiBi",
-    "head_mask": "head masks",
-}
+_UNSUPPORTED = {"position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "head masks"}
+
+
+@contextmanager
+def symbolic_attention(model: PreTrainedModel, masks: Sequence[Mask | None]) -> Iterator[None]:
+    """While open, `model` emits symbolic attention instead of computing it.
+
+    Args:
+        masks: of its layers, from `layer_masks`. Attention in blocks is traced as causal attention, which it is for
+            sequences of one block; `pipeline.contents.context_length` allows no longer ones.
+
+    Raises:
+        UnsupportedModelError: the architecture accepts no other attention than its default.
+    """
+    AttentionInterface.register(IMPLEMENTATION, emitter(masks))
+    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
+    with attention_implementation(model, IMPLEMENTATION):
+        yield
 
 
 def emitter(masks: Sequence[Mask | None]) -> Callable:
-    """The stand-in `transformers` calls, for a model whose layers have these masks; the signature is that of its
-    attention functions."""
+    """The function `transformers` calls, with its signature, for a model whose layers have these masks."""
 
     def emit_attention(
         module: nn.Module,
@@ -48,17 +61,16 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
         s_aux: torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        for name, what in _UNSUPPORTED.items():
+        for name, feature in _UNSUPPORTED.items():
             if kwargs.get(name) is not None:
                 raise UnsupportedModelError(
-                    f"{type(module).__name__} attends with {what}, which cannot be exported yet"
+                    f"{type(module).__name__} attends with {feature}, which cannot be exported yet"
                 )
         batch, heads, length, query_dim = query.shape
         value_dim = value.shape[-1]
-        # One width for all three: zeros in queries and keys add nothing to a product, and those in values are cut off
-        # again. DeepSeek's latent attention has wider keys than values.
-        widest = max(query_dim, value_dim)
-        head_dim = -(-widest // HEAD_DIM_STEP) * HEAD_DIM_STEP
+        # One width for all three: zeros in queries and keys add nothing to a product, those in values are sliced off.
+        # DeepSeek's latent attention has wider keys than values.
+        head_dim = -(-max(query_dim, value_dim) // HEAD_DIM_STEP) * HEAD_DIM_STEP
         query, key, value = (
             functional.pad(t, (0, head_dim - t.shape[-1])) if t.shape[-1] < head_dim else t for t in (query, key, value)
         )
@@ -75,42 +87,19 @@ def emitter(masks: Sequence[Mask | None]) -> Callable:
             attributes["window"] = mask.size
         if softcap:
             attributes["softcap"] = float(softcap)
-        output = torch.onnx.ops.symbolic(
-            f"{DOMAIN}::{OP_ATTENTION}",
-            (query, key, value) if s_aux is None else (query, key, value, s_aux),
-            attrs=attributes,
-            dtype=query.dtype,
-            shape=(batch, length, heads, head_dim),
-            version=1,
-        )
+        inputs = [query, key, value] if s_aux is None else [query, key, value, s_aux]
+        output = symbolic(OP_ATTENTION, inputs, attributes, (batch, length, heads, head_dim))
         return output[..., :value_dim] if value_dim < head_dim else output, None
 
     return emit_attention
 
 
-@contextmanager
-def symbolic_attention(model: PreTrainedModel, masks: Sequence[Mask | None]) -> Iterator[None]:
-    """While open, `model` emits symbolic attention instead of computing it.
-
-    Args:
-        masks: of its layers, from `layer_masks`. Blocks of tokens are traced as causal attention, which they are for
-            sequences of one block: `package.context_length` sees to that.
-
-    Raises:
-        UnsupportedModelError: the architecture refuses any attention but its own.
-    """
-    AttentionInterface.register(IMPLEMENTATION, emitter(masks))
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *args, **kwargs: None)
-    with attention_implementation(model, IMPLEMENTATION):
-        yield
-
-
-def refuse_ignored_attention(model: PreTrainedModel, found: int, expected: int) -> None:
+def refuse_ignored_attention(model: PreTrainedModel, traced: int, layers: int) -> None:
     """Raises UnsupportedModelError if a trace holds another number of attention ops than the model has layers."""
-    if found == 0:
+    if traced == 0:
         raise UnsupportedModelError(does_not_use_interface(model))
-    if found != expected:
+    if traced != layers:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: the trace holds {found} attention ops for {expected} layers; "
+            f"{type(model).__name__}: the trace holds {traced} attention ops for {layers} layers; "
             "layers without attention, or with several, cannot be exported"
         )

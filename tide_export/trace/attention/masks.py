@@ -1,9 +1,9 @@
-"""Asks a model which earlier tokens each of its layers attends to, before it is traced.
+"""Finds which earlier tokens each layer of a model attends to, before the model is traced.
 
-`tracer` needs this because the trace replaces masks by the symbol "causal attention, of that window". What a layer is
-told beside its mask (`sliding_window`) need not be what the mask does, and some masks come with nothing beside them, so
-the masks themselves are looked at: the rule that `transformers` hands to every mask function is evaluated at many pairs
-of positions, far behind any window, and compared with the three forms there are. Anything else is refused.
+`tracer` needs this because the trace replaces masks by "causal attention, of that window". The `sliding_window` that a
+layer gets beside its mask need not be what the mask does, and some masks come alone. So the rule that `transformers`
+passes to every mask function is evaluated at many pairs of positions, also far beyond any window, and compared with the
+three known forms. Any other is refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from tide_export.errors import UnsupportedModelError
 from tide_export.model.attention import attention_implementation
 from tide_export.model.structure import input_device
 
-IMPLEMENTATION = "tide_export_watch"
+IMPLEMENTATION = "tide_export_masks"
 
-# The rule of `transformers.masking_utils`: batch, head, query position, key position -> attended or not.
+# The rule of `transformers.masking_utils`: batch, head, query position, key position -> whether it is attended.
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -48,22 +48,22 @@ class Mask:
 
 
 def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
-    """The mask of each of the model's `depth` layers, None where a layer attends without asking for one.
+    """The mask of each of the model's `depth` layers, None where a layer attends without one.
 
     Runs the model on two tokens with attention that computes nothing.
 
     Raises:
-        UnsupportedModelError: a layer's mask is none of the forms above, or the architecture refuses any attention but
-            its own.
+        UnsupportedModelError: a layer's mask has none of the forms above, or the architecture accepts no other
+            attention than its default.
     """
     seen: dict[int, Mask | None] = {}
-    if not model._can_set_attn_implementation():  # attends by itself; `symbolic_attention` says what becomes of it
+    if not model._can_set_attn_implementation():  # its attention is matched in the trace instead
         return (None,) * depth
-    with _watching(model, seen), torch.no_grad():
+    with _recording(model, seen), torch.no_grad():
         ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
         try:
             model(input_ids=ids, use_cache=False)
-        except (AttributeError, TypeError, KeyError, IndexError) as error:  # it wants a mask it can compute with
+        except (AttributeError, TypeError, KeyError, IndexError) as error:  # it computes with a mask tensor
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes with its attention masks before attention does, so it cannot be "
                 "exported"
@@ -72,30 +72,31 @@ def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
 
 
 def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
-    """The form of `rule` on the positions below `positions`, or None if it is of no known form.
+    """The form of `rule` on the positions below `positions`, or None if it has no known form.
 
     Args:
-        size: the window or block that the model says it has, if it says so.
+        size: of the window or block according to the model's config, if there is one.
     """
-    marks = {*range(66), *(2**power + step for power in range(5, 63) for step in (-1, 0, 1))}
+    samples = {*range(66), *(2**power + step for power in range(5, 63) for step in (-1, 0, 1))}
     for count in range(1, 4):
-        marks |= {count * (size or 0) + step for step in (-2, -1, 0, 1)}
-    at = torch.tensor(sorted(mark for mark in marks if 0 <= mark < positions))
+        samples |= {count * (size or 0) + step for step in (-2, -1, 0, 1)}
+    at = torch.tensor(sorted(sample for sample in samples if 0 <= sample < positions))
     query, key = at[:, None].expand(len(at), len(at)), at[None, :].expand(len(at), len(at))
     first = torch.zeros_like(query)
-    found = rule(first, first, query, key)
+    attended = rule(first, first, query, key)
     forms = [Mask("causal"), *([Mask("window", size), Mask("chunk", size)] if size else [])]
-    return next((form for form in forms if torch.equal(form.attends(query, key), found)), None)
+    return next((form for form in forms if torch.equal(form.attends(query, key), attended)), None)
 
 
 @contextmanager
-def _watching(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator[None]:
+def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator[None]:
+    """While open, forward passes of `model` fill `seen` with the mask of each layer and compute no attention."""
     kind = type(model).__name__
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
 
     def attend(module: nn.Module, query: torch.Tensor, key, value: torch.Tensor, attention_mask: Any, **kwargs):
         if attention_mask is not None and not isinstance(attention_mask, Mask):
-            raise UnsupportedModelError(f"{kind} makes masks of its own for {type(module).__name__}")
+            raise UnsupportedModelError(f"{kind} computes the attention mask of {type(module).__name__} itself")
         if attention_mask is None and not getattr(module, "is_causal", True):
             raise UnsupportedModelError(f"{kind} attends to later tokens in {type(module).__name__}")
         seen[int(getattr(module, "layer_idx", -1))] = attention_mask
@@ -103,13 +104,13 @@ def _watching(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator[
         return query.new_zeros(batch, length, heads, value.shape[-1]), None
 
     def mask(mask_function: Rule, local_size: int | None = None, **kwargs) -> Mask:
-        found = classify(mask_function, local_size, positions)
-        if found is None:
+        form = classify(mask_function, local_size, positions)
+        if form is None:
             raise UnsupportedModelError(
                 f"{kind} masks attention in a way that is neither causal nor a sliding window nor blocks of tokens, "
                 "so it cannot be exported"
             )
-        return found
+        return form
 
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, mask)

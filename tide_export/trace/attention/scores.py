@@ -1,11 +1,11 @@
 """Reads what a model does to its attention scores before the softmax: scale, causality, window, bias.
 
-Used by `explicit` on models that compute attention themselves. Between the product of queries and keys and the softmax
+Used by `matching` on models that compute attention themselves. Between the matmul of queries and keys and the softmax
 there may be any chain of scalings, additions, masks and reshapes, as long as everything but the scores depends on
 positions and shapes alone. The chain is not matched against known forms: its constants are evaluated for a sequence of
-as many tokens as the export is for, the scores are carried along as `scale * score + bias, or masked`, and the outcome
-must be causal attention, in full or in a window of the last tokens, with a bias that depends on head and key position
-(ALiBi). Adding the same to a whole row changes no softmax, so slope * (key - query) is such a bias too.
+the export's max length, the scores are represented as `scale * score + bias, or masked`, and the result must be causal
+attention, in full or in a window of the last tokens, with a bias that depends on head and key position (ALiBi). Adding
+one number to a whole row does not change its softmax, so slope * (key - query) is such a bias too.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,10 @@ from onnx.reference import ReferenceEvaluator
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.names import DOMAIN
+from tide_export.trace.rewriting import present, rank
 
-LONGEST = 8192  # tokens a mask is looked at for; it has a cell for each pair of them
-HIDES = -1e8  # what is added to hide a key: the least number of a type, or some large one; no bias comes near it
+MAX_LENGTH = 8192  # tokens that a mask is evaluated for; it has a cell for each pair of them
+HIDES = -1e8  # an addend below this hides the key; no bias comes near it
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class ScoreRule:
 
     Attributes:
         scale: of the product of query and key.
-        window: the last so many tokens are seen, the query's own included; None for all.
-        bias: float64 [H, N], by head and key position, first column 0; None for none.
+        window: tokens that are seen, the last of them the query's; None: all up to the query's.
+        bias: float64 [H, N], by head and key position, first column 0; None: no bias.
     """
 
     scale: float
@@ -38,7 +39,7 @@ class ScoreRule:
     bias: np.ndarray | None
 
     def agrees_with(self, shorter: "ScoreRule", length: int) -> bool:
-        """Whether the same rule, looked at for `length` tokens only, would give `shorter`."""
+        """Whether the same rule, read for `length` tokens only, would be `shorter`."""
         window = self.window if self.window is not None and self.window < length else None
         if self.scale != shorter.scale or window != shorter.window or (self.bias is None) != (shorter.bias is None):
             return False
@@ -53,7 +54,7 @@ class _Scores:
 
     Attributes:
         shape: of the scores, a batch of one.
-        bias, hidden: of that rank, each dimension as in `shape` or 1.
+        bias, hidden: same rank, each dimension as in `shape` or 1.
     """
 
     shape: tuple[int, ...]
@@ -73,15 +74,15 @@ class _Scores:
         return replace(self, scale=self.scale * factor, bias=self.bias * factor)
 
     def reshaped(self, target: tuple[int, ...]) -> "_Scores | None":
-        """The same cells under another shape; None where dimensions other than those of size 1 change."""
+        """The same cells in another shape; None if dimensions other than those of size 1 change."""
         if [dim for dim in self.shape if dim != 1] != [dim for dim in target if dim != 1]:
             return None
 
-        def moved(array: np.ndarray) -> np.ndarray:
-            dims = iter([size for size, dim in zip(array.shape, self.shape, strict=True) if dim != 1])
-            return array.reshape([1 if dim == 1 else next(dims) for dim in target])
+        def reshape(array: np.ndarray) -> np.ndarray:
+            sizes = iter([size for size, dim in zip(array.shape, self.shape, strict=True) if dim != 1])
+            return array.reshape([1 if dim == 1 else next(sizes) for dim in target])
 
-        return replace(self, shape=target, bias=moved(self.bias), hidden=moved(self.hidden))
+        return replace(self, shape=target, bias=reshape(self.bias), hidden=reshape(self.hidden))
 
 
 class ScoreReader:
@@ -98,42 +99,41 @@ class ScoreReader:
         self._known: dict[ir.Value, np.ndarray] = {}
 
     def read_chain(self, end: ir.Value, scores: ir.Value, heads: int) -> ScoreRule:
-        """The rule between the product `scores` ([B, H, S, S] or [B * H, S, S]) and the softmax that takes `end`.
+        """The rule between the matmul result `scores` ([B, H, S, S] or [B * H, S, S]) and the softmax of `end`.
 
         Raises:
             UnsupportedModelError: it is no such rule; the message says why.
         """
-        assert scores.shape is not None
         square = (self.length, self.length)
-        shape = (1, heads, *square) if len(scores.shape) == 4 else (heads, *square)
+        shape = (1, heads, *square) if rank(scores) == 4 else (heads, *square)
         return self._rule(self._follow(end, scores, _Scores.start(shape)), heads)
 
     def read_mask(self, mask: ir.Value | None, scale: float, causal: bool, heads: int) -> ScoreRule:
-        """The rule of `scaled_dot_product_attention` under `mask` ([.., S, S]; bool: True is seen; float: added)."""
+        """The rule of `scaled_dot_product_attention` with `mask` ([.., S, S]; bool: True is seen; float: added)."""
         square = (self.length, self.length)
-        found = _Scores.start((1, heads, *square), scale)
+        scores = _Scores.start((1, heads, *square), scale)
         if mask is not None and mask.dtype == ir.DataType.BOOL:
-            found = found.plus(np.zeros(()), ~self._value(mask))
+            scores = scores.plus(np.zeros(()), ~self._value(mask))
         elif mask is not None:
-            found = found.plus(*self._bias_and_hidden(mask))
+            scores = scores.plus(*self._bias_and_hidden(mask))
         if causal:
-            found = found.plus(np.zeros(()), ~np.tri(self.length, dtype=bool))
-        return self._rule(found, heads)
+            scores = scores.plus(np.zeros(()), ~np.tri(self.length, dtype=bool))
+        return self._rule(scores, heads)
 
     def _follow(self, value: ir.Value, scores: ir.Value, start: _Scores) -> _Scores:
-        """What became of the scores by the time they are `value`."""
+        """`value` as a function of `scores`, which is `start`."""
         if value is scores:
             return start
         node = value.producer()
         assert node is not None
         inputs = [item for item in node.inputs if item is not None]
-        carried = [item for item in inputs if leads_from(item, scores)]
-        if len(carried) != 1:
-            raise self._refusal(f"uses its attention scores twice in one {node.op_type}")
-        (before,) = carried
+        from_scores = [item for item in inputs if item is scores or scores in score_matmuls(item)]
+        if len(from_scores) != 1:
+            raise refusal(self.kind, f"uses its attention scores twice in one {node.op_type}")
+        (before,) = from_scores
         after = _STEPS[node.op_type](self, node, inputs.index(before), self._follow(before, scores, start))
         if after is None:
-            raise self._refusal(f"computes its attention scores by a {node.op_type} that is not understood")
+            raise refusal(self.kind, f"computes its attention scores by a {node.op_type} that is not understood")
         return after
 
     def _add(self, node: ir.Node, at: int, before: _Scores) -> _Scores:
@@ -160,7 +160,7 @@ class ScoreReader:
         return before.plus(np.zeros(()), ~condition if at == 1 else condition)
 
     def _floor(self, node: ir.Node, at: int, before: _Scores) -> _Scores | None:
-        """Max(scores, hiding): the hidden ones stay hidden."""
+        """Max(scores, hiding): hidden scores stay hidden."""
         return before if len(node.inputs) == 2 and self._hides(node.inputs[1 - at]) else None
 
     def _reshape(self, node: ir.Node, at: int, before: _Scores) -> _Scores | None:
@@ -179,10 +179,10 @@ class ScoreReader:
         return before if node.op_type == "Identity" or node.attributes["to"].as_int() in wide else None
 
     def _bias_and_hidden(self, value: ir.Value | None) -> tuple[np.ndarray, np.ndarray]:
-        """What is added to scores, as the numbers and the places where it hides the key.
+        """`value`, which is added to scores, as a bias and a mask of the cells where it hides the key.
 
-        A mask over the pairs of positions and a bias over the heads are kept apart where the model chooses between
-        them, or both would be as large as the product of the two.
+        A mask over the pairs of positions and a bias over the heads that are joined by a Where are evaluated one by
+        one, or both would be as large as their product.
         """
         node = value.producer() if value is not None else None
         if node is not None and node.op_type == "Where":
@@ -198,7 +198,7 @@ class ScoreReader:
         return (bias if bias.any() else np.zeros(())), hidden
 
     def _hides(self, value: ir.Value | None) -> bool:
-        """Whether `value` is one number so low that no key it is added to is seen."""
+        """Whether `value` is one number so low that it hides every key it is added to."""
         if value is None or value.shape is None or any(dim != 1 for dim in value.shape):
             return False
         return bool((self._value(value) < HIDES).all())
@@ -209,7 +209,7 @@ class ScoreReader:
         Raises:
             UnsupportedModelError: it depends on the tokens.
         """
-        assert value is not None
+        value = present(value)
         if value not in self._known:
             self._known[value] = self._evaluate(value)
         return self._known[value]
@@ -223,7 +223,7 @@ class ScoreReader:
             if any(node.domain == DOMAIN for node in piece) or any(
                 use.node.op_type != "Shape" for use in token_ids.uses()
             ):
-                raise self._refusal("adds something to its attention scores that depends on the tokens")
+                raise refusal(self.kind, "adds something to its attention scores that depends on the tokens")
             evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(piece, ir_version=10)))
             positions = np.arange(self.length, dtype=np.int64)[None]
             feeds = zip(piece.inputs, (np.zeros_like(positions), positions), strict=True)
@@ -231,45 +231,44 @@ class ScoreReader:
         array = np.asarray(array)
         return array if array.dtype in (bool, np.float32) else array.astype(np.float64)
 
-    def _rule(self, found: _Scores, heads: int) -> ScoreRule:
+    def _rule(self, scores: _Scores, heads: int) -> ScoreRule:
         length = self.length
-        if found.shape not in ((1, heads, length, length), (heads, length, length)):
-            raise self._refusal("takes its softmax over something else than the keys")
-        hidden = found.hidden.reshape((-1, *found.hidden.shape[-2:]))
+        if scores.shape not in ((1, heads, length, length), (heads, length, length)):
+            raise refusal(self.kind, "takes its softmax over something else than the keys")
+        hidden = scores.hidden.reshape((-1, *scores.hidden.shape[-2:]))
         if not (hidden == hidden[:1]).all():
-            raise self._refusal("masks its attention differently from head to head")
+            raise refusal(self.kind, "masks its attention differently from head to head")
         seen = ~np.broadcast_to(hidden[0], (length, length))
-        return ScoreRule(found.scale, self._window(seen), self._key_bias(found.bias, seen, heads))
+        return ScoreRule(scores.scale, self._window(seen), self._key_bias(scores.bias, seen, heads))
 
     def _window(self, seen: np.ndarray) -> int | None:
-        """The window of a mask [N, N]; None for one that lets a query see all keys up to its own."""
+        """The window of a mask [N, N]; None if a query sees all keys up to its position."""
         query, key = np.ogrid[: self.length, : self.length]
         window = int(seen[-1].sum())
         if not np.array_equal(seen, (key <= query) & (key > query - window)):
-            raise self._refusal("masks attention in a way that is neither causal nor a window of the last tokens")
+            raise refusal(self.kind, "masks attention in a way that is neither causal nor a window of the last tokens")
         return window if window < self.length else None
 
     def _key_bias(self, bias: np.ndarray, seen: np.ndarray, heads: int) -> np.ndarray | None:
-        """The bias of each head by key position, [H, N]; None where there is none.
+        """The bias of each head by key position, [H, N]; None if there is none.
 
         Args:
             bias: [.., 1 or H, 1 or N, 1 or N], by head, query and key.
         """
         bias = bias.reshape((-1, *bias.shape[-2:]))
         if bias.shape[1] > 1:
-            # By query and key: of one query, if those of the others differ from it by the same for all keys.
+            # By query and key: the last query's, if those of the others differ from it by one number for all keys.
             last = bias[:, -1:]
             rest = np.where(seen, bias - last, 0.0)
             if not seen[-1].all() or not _close(rest, np.where(seen, rest[:, :, :1], 0.0)):
-                raise self._refusal("adds a bias to its attention scores that depends on more than the key's position")
+                raise refusal(
+                    self.kind, "adds a bias to its attention scores that depends on more than the key's position"
+                )
             bias = last
         table = bias[:, 0, :] - bias[:, 0, :1]
         if not table.any():
             return None
         return np.broadcast_to(table, (heads, self.length))
-
-    def _refusal(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.kind} {what}, so its attention cannot be exported")
 
 
 _Step = Callable[[ScoreReader, ir.Node, int, _Scores], _Scores | None]
@@ -286,9 +285,9 @@ _STEPS: dict[str, _Step] = {
 }
 
 
-def score_products(end: ir.Value) -> list[ir.Value]:
-    """The products of two computed values that `end`, a softmax's input, can come from; one in an attention."""
-    found: list[ir.Value] = []
+def score_matmuls(end: ir.Value) -> list[ir.Value]:
+    """The matmuls of two computed values that `end`, a softmax's input, depends on; one in an attention."""
+    matmuls: list[ir.Value] = []
     reached, todo = set(), [end]
     while todo:
         value = todo.pop()
@@ -296,35 +295,35 @@ def score_products(end: ir.Value) -> list[ir.Value]:
         if node is None or value in reached:
             continue
         reached.add(value)
-        if _is_product(node):
-            found.append(value)
+        if _is_computed_matmul(node):
+            matmuls.append(value)
         elif node.op_type in _STEPS:
             todo += [item for item in node.inputs if item is not None]
-    return found
+    return matmuls
 
 
-def first_other_step(end: ir.Value) -> str:
-    """The operator between a product and the softmax that takes `end` that no step is known for; for messages."""
+def first_unknown_step(end: ir.Value) -> str:
+    """The first operator not in `_STEPS` between a matmul and the softmax of `end`; for messages."""
     reached, todo = set(), [(end, "")]
     for value, blocking in todo:
         node = value.producer()
         if node is None or value in reached:
             continue
         reached.add(value)
-        if _is_product(node):
+        if _is_computed_matmul(node):
             return blocking or node.op_type
         blocking = blocking or ("" if node.op_type in _STEPS else node.op_type)
         todo += [(item, blocking) for item in node.inputs if item is not None]
     return "computation"
 
 
-def _is_product(node: ir.Node) -> bool:
+def refusal(kind: str, reason: str) -> UnsupportedModelError:
+    """That architecture `kind`'s attention cannot be exported, and why."""
+    return UnsupportedModelError(f"{kind} {reason}, so its attention cannot be exported")
+
+
+def _is_computed_matmul(node: ir.Node) -> bool:
     return node.op_type == "MatMul" and all(item is not None and item.const_value is None for item in node.inputs)
-
-
-def leads_from(value: ir.Value, scores: ir.Value) -> bool:
-    """Whether `value` is computed from `scores`."""
-    return value is scores or scores in score_products(value)
 
 
 def _close(a: np.ndarray, b: np.ndarray) -> bool:

@@ -1,1 +1,1 @@
-"""What `torch.onnx.export` needs to be told: decompositions and functional forms of operators."""
+"""Extends `torch.onnx.export`: decompositions, functional forms of in-place operators, complex operators."""

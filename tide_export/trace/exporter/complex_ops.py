@@ -1,6 +1,6 @@
-"""Operators on complex numbers that the exporter lacks; `tracer` imports this module for what it registers.
+"""Registers translations of operators on complex numbers that the exporter lacks.
 
-Llama 4 rotates queries and keys as complex numbers. The exporter knows a complex tensor as a real one with a last
+Llama 4 rotates queries and keys as complex numbers. The exporter represents a complex tensor as a real one with a last
 dimension of two, and has most operators in that form.
 """
 

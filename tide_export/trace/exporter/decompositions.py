@@ -1,12 +1,11 @@
-"""Keeps the exporter from tracing a model twice more where nothing is left to take apart.
+"""Skips the exporter's decomposition runs for graphs that do not need them.
 
-Between capturing a model and writing it as ONNX, `torch.onnx.export` decomposes operators that it has no translation
-for, by running the captured graph twice more on symbolic shapes: two thirds of a trace. What decoders are written of
-it can nearly always translate as it stands. Then casts, assertions, what is written in place (`in_place`) and a few
-others are brought into the form that the two runs would give them; a graph that writes through a view, or that holds
-one operator without a translation, takes the long way as before. Both ways compute the same, in the same ONNX nearly
-always (`tests/trace/test_decompositions.py`): an axis of Split may be counted from the end, a size asked of another
-tensor.
+Between capturing a model and writing it as ONNX, `torch.onnx.export` decomposes operators that it cannot translate, by
+running the captured graph twice more on symbolic shapes: two thirds of a trace. It can translate nearly all operators
+that decoders are written of. For such graphs, casts, assertions, in-place operators (`functionalize`) and a few others
+are rewritten directly to the form that the two runs would give them. A graph that writes through a view, or that holds
+one operator without a translation, is decomposed as usual. Both ways compute the same, nearly always in the same ONNX
+(`tests/trace/test_decompositions.py`): an axis of Split may be counted from the end, a size read off another tensor.
 """
 
 import math
@@ -27,43 +26,50 @@ from tide_export.trace.exporter.functionalize import functional, make_functional
 
 aten = torch.ops.aten
 CASTS = (aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other)
-# Written for who runs the exported program, and dropped by the exporter itself afterwards.
+# For running the exported program; the exporter drops them.
 ASSERTIONS = (aten._assert_scalar.default, aten._assert_tensor_metadata.default)
 
-SAME = (aten.detach_.default,)  # where no gradients are kept, its argument
+IDENTITIES = (aten.detach_.default,)  # without gradients
 
 
 @contextmanager
-def spared_decompositions() -> Iterator[None]:
-    """`torch.onnx.export` decomposes what needs it alone; without gradients, whose switching would count as a need."""
+def minimal_decompositions() -> Iterator[None]:
+    """While open, `torch.onnx.export` decomposes only graphs that need it.
+
+    Gradients are off: the operators that switch them would need it.
+    """
     decompose = _fx_passes.decompose_with_registry
 
-    def spared(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
+    def decompose_if_needed(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
         translated = set(_decomp.get_onnx_implemented_overloads(registry))
         nodes = exported_program.graph.nodes
-        written = {node: target for node in nodes if (target := functional(node)) is not None}
-        if not all(_stands(node, translated, written) for node in nodes):
+        in_place = {node: target for node in nodes if (target := functional(node)) is not None}
+        if not all(_can_be_written(node, translated, in_place) for node in nodes):
             return decompose(exported_program, registry)
-        _simplify(exported_program.graph_module, exported_program, written)
+        _simplify(exported_program.graph_module, exported_program, in_place)
         return exported_program
 
     with torch.no_grad():
-        _fx_passes.decompose_with_registry = spared
+        _fx_passes.decompose_with_registry = decompose_if_needed
         try:
             yield
         finally:
             _fx_passes.decompose_with_registry = decompose
 
 
-def _stands(node: Node, translated: set, written: Mapping[Node, OpOverload]) -> bool:
-    """Whether the exporter can write `node` as it is, or as `_simplify` leaves it."""
+def _can_be_written(node: Node, translated: set, in_place: Mapping[Node, OpOverload]) -> bool:
+    """Whether the exporter can write `node` unchanged, or as `_simplify` rewrites it.
+
+    Args:
+        in_place: functional operators for the in-place nodes that can have one.
+    """
     if node.op == "get_attr":
         return not isinstance(getattr(node.graph.owning_module, str(node.target), None), GraphModule)
     if node.op != "call_function":
         return True
     if isinstance(node.target, OpOverload):
-        target = written.get(node, node.target)
-        if target in (*CASTS, *ASSERTIONS, *SAME):
+        target = in_place.get(node, node.target)
+        if target in (*CASTS, *ASSERTIONS, *IDENTITIES):
             return True
         if target in REWRITTEN:
             return not node.kwargs
@@ -72,20 +78,20 @@ def _stands(node: Node, translated: set, written: Mapping[Node, OpOverload]) -> 
     return node.target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
-def _simplify(module: GraphModule, program: ExportedProgram, written: Mapping[Node, OpOverload]) -> None:
-    """What decomposing would leave: casts as `_to_copy` where the dtype changes and gone where not, no assertions nor
-    what only they used, and the operators of REWRITTEN as others."""
+def _simplify(module: GraphModule, program: ExportedProgram, in_place: Mapping[Node, OpOverload]) -> None:
+    """Rewrites what decomposing would: casts become `_to_copy`, or are removed where the dtype stays; assertions and
+    what only they used are removed; the operators of REWRITTEN are replaced."""
     graph = module.graph
     for node in list(graph.nodes):
-        if node in written:
-            before = make_functional(node, written[node])
+        if node in in_place:
+            before = make_functional(node, in_place[node])
             program.graph_signature.replace_all_uses(before.name, node.name)
         if node.target in ASSERTIONS:
             graph.erase_node(node)
         elif node.target in CASTS and node.args[0].meta["val"].dtype != node.meta["val"].dtype:
             dtype = node.meta["val"].dtype
             node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
-        elif node.target in (*CASTS, *SAME):
+        elif node.target in (*CASTS, *IDENTITIES):
             node.replace_all_uses_with(node.args[0])
             program.graph_signature.replace_all_uses(node.name, node.args[0].name)
             graph.erase_node(node)
@@ -98,21 +104,21 @@ def _simplify(module: GraphModule, program: ExportedProgram, written: Mapping[No
 
 
 def _added(graph: Graph, target: OpOverload, *arguments: Argument) -> Node:
-    """A new node in front of the one that is being rewritten."""
+    """A new node before the one that is being rewritten."""
     node = graph.call_function(target, arguments)
     node.meta["val"] = target(*map_arg(arguments, lambda argument: argument.meta["val"]))
     return node
 
 
 def _reshaped(graph: Graph, states: Node, shape: Sequence) -> tuple:
-    """A view, which is written with allowzero (right for an empty tensor too); it must be of one block."""
+    """A view of contiguous memory, which is written with allowzero (right for an empty tensor too)."""
     whole = graph.call_function(aten.clone.default, (states,), {"memory_format": torch.contiguous_format})
     whole.meta = {**states.meta, "val": aten.clone.default(states.meta["val"], memory_format=torch.contiguous_format)}
     return aten.view.default, whole, shape
 
 
 def _flattened(graph: Graph, states: Node, first: int = 0, last: int = -1) -> tuple:
-    """A view of a shape that is known, where the exporter would compute it from the tensor."""
+    """A view of a known shape, which the exporter would compute from the tensor."""
     sizes = states.meta["val"].shape
     if not sizes:
         return _reshaped(graph, states, [1])
@@ -123,7 +129,7 @@ def _flattened(graph: Graph, states: Node, first: int = 0, last: int = -1) -> tu
 
 
 def _size(graph: Graph, states: Node, dim: int) -> int | Node:
-    """Size of a dimension: a number, or the node that asked for it first."""
+    """The size of a dimension: a number, or the first node that computes it."""
     size = states.meta["val"].shape[dim]
     if isinstance(size, int):
         return size
@@ -134,20 +140,20 @@ def _size(graph: Graph, states: Node, dim: int) -> int | Node:
 
 
 def _differences(
-    graph: Graph, states: Node, n: int = 1, dim: int = -1, before: Node | None = None, behind: Node | None = None
+    graph: Graph, states: Node, n: int = 1, dim: int = -1, prepend: Node | None = None, append: Node | None = None
 ) -> tuple:
-    """Neighbours subtracted `n` times, with what is put in front and behind first."""
-    parts = [part for part in (before, states, behind) if part is not None]
+    """Differences of neighbours, taken `n` times."""
+    parts = [part for part in (prepend, states, append) if part is not None]
     whole = _added(graph, aten.cat.default, parts, dim) if len(parts) > 1 else states
     subtract = aten.bitwise_xor.Tensor if states.meta["val"].dtype == torch.bool else aten.sub.Tensor
     for _ in range(n):
         later = _added(graph, aten.slice.Tensor, whole, dim, 1, sys.maxsize)
-        sooner = _added(graph, aten.slice.Tensor, whole, dim, 0, -1)
-        whole = _added(graph, subtract, later, sooner)
+        earlier = _added(graph, aten.slice.Tensor, whole, dim, 0, -1)
+        whole = _added(graph, subtract, later, earlier)
     return aten.clone.default, whole
 
 
-def _turned(_: Graph, states: Node) -> tuple:
+def _transposed(_: Graph, states: Node) -> tuple:
     return aten.permute.default, states, list(reversed(range(states.meta["val"].dim())))
 
 
@@ -155,7 +161,7 @@ REWRITTEN: dict[object, Callable[..., tuple]] = {
     aten.reshape.default: _reshaped,
     aten.flatten.using_ints: _flattened,
     aten.diff.default: _differences,
-    aten.numpy_T.default: _turned,
+    aten.numpy_T.default: _transposed,
     aten.max.other: lambda _, *both: (aten.maximum.default, *both),
     aten.__and__.Tensor: lambda _, *both: (aten.bitwise_and.Tensor, *both),
 }

@@ -1,9 +1,8 @@
-"""Which in-place operators of a captured model may become ordinary ones, and makes them so.
+"""Replaces in-place operators of a captured model by functional ones, where that is safe.
 
-`decompositions` asks; torch's own functionalization is what it spares. `x.add_(y)` is `add(x, y)` from then on wherever
-`x` was read afterwards, as long as nothing else that shares the memory of `x` is read from there on: neither what `x`
-is a view of nor a view of it. Who shares memory was seen when the model was captured: the stand-ins for its tensors
-that the nodes carry share it too.
+Used by `decompositions` instead of torch's functionalization. `x.add_(y)` becomes `add(x, y)`, which later readers of
+`x` read, provided that nothing else that shares the memory of `x` is read from there on: neither what `x` is a view of
+nor a view of it. The fake tensors that the captured nodes carry show which tensors share memory.
 """
 
 import operator
@@ -14,7 +13,7 @@ from torch.fx import Node
 
 
 def functional(node: Node) -> OpOverload | None:
-    """The operator that gives what `node` writes into its first argument; None where `node` must stay as it is."""
+    """The operator that returns what `node` writes into its first argument; None if `node` cannot be replaced."""
     target = node.target
     if not isinstance(target, OpOverload) or not target._schema.is_mutable or node.kwargs:
         return None
@@ -31,9 +30,9 @@ def functional(node: Node) -> OpOverload | None:
 
 
 def make_functional(node: Node, target: OpOverload) -> Node:
-    """Lets `node` compute by `target`, as `functional` gave it, and who reads what it wrote into read its result.
+    """Makes `node` compute `target`, from `functional`, and later readers of what it wrote into read its result.
 
-    Returns what it wrote into, which nothing behind it reads any more.
+    Returns the argument it wrote into, which no later node reads.
     """
     written = node.args[0]
     assert isinstance(written, Node)
@@ -43,20 +42,20 @@ def make_functional(node: Node, target: OpOverload) -> Node:
 
 
 def _is_shared(written: Node, node: Node) -> bool:
-    """Whether the memory of `written` is another's, or read at `node` or behind it under another name."""
+    """Whether the memory of `written` belongs to another tensor, or is read by `node` or later as another one."""
     names = _names(written)
     (memory,) = _memory(written)
-    made_by = names[-1].args[0] if names[-1].target is operator.getitem else names[-1]
-    assert isinstance(made_by, Node)
+    origin = names[-1].args[0] if names[-1].target is operator.getitem else names[-1]
+    assert isinstance(origin, Node)
     first, *sharing = (other for other in node.graph.nodes if memory in _memory(other))
-    if first is not made_by or made_by.op != "call_function" or _memory(made_by).count(memory) > 1:
+    if first is not origin or origin.op != "call_function" or _memory(origin).count(memory) > 1:
         return True
     views = [other for other in sharing if other < node and other not in names]
     return any(not reader < node for view in views for reader in view.users)
 
 
 def _names(node: Node) -> list[Node]:
-    """The nodes that stand for one tensor: what was written in place is what it was written into."""
+    """The nodes of one tensor: `node`, and those it was computed from in place."""
     names = [node]
     while isinstance(node.target, OpOverload) and node.target._schema.is_mutable and isinstance(node.args[0], Node):
         node = node.args[0]
@@ -65,14 +64,14 @@ def _names(node: Node) -> list[Node]:
 
 
 def _memory(node: Node) -> list[int]:
-    """The blocks of memory that its results lie in."""
+    """The storages of its results."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (tuple, list)) else [value]
     return [tensor.untyped_storage()._cdata for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def _keeps_dtype(written: torch.dtype, other: object) -> bool:
-    """Whether the result has the dtype of what is written into, as it has in place, whatever the other argument is."""
+    """Whether the functional result has the dtype of the tensor written into, as the in-place one does."""
     if not isinstance(other, torch.Tensor) or other.dtype == written:
         return True
     return written.is_floating_point and not other.dtype.is_floating_point

@@ -1,0 +1,225 @@
+"""Reads and changes graphs: what the passes of `trace`, `compose` and `lower` share."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import ArrayLike
+from onnx_ir.passes import common as common_passes
+
+from tide_export.errors import GraphError
+from tide_export.names import DOMAIN
+
+Dim = int | ir.SymbolicDim
+OutputType = tuple[ir.DataType | None, Iterable[Any] | None]  # dtype and shape, None where unknown
+
+BOOL, FLOAT, INT32, INT64 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
+SWAP_HEADS = [0, 2, 1, 3]  # [B, H, S, Dh] <-> [B, S, H, Dh]
+
+
+def run_passes(model: ir.Model, *passes: ir.passes.PassBase) -> None:
+    """Runs in-place `passes` over `model`, in order.
+
+    Raises:
+        GraphError: a pass found its precondition not met, or did not meet its postcondition.
+    """
+    for rewrite in passes:
+        try:
+            rewrite(model)
+        except ir.passes.InvariantError as error:
+            raise GraphError(str(error)) from error
+
+
+def remove_unused(model: ir.Model) -> None:
+    """Removes nodes, functions and opset imports that are not used."""
+    run_passes(
+        model,
+        common_passes.RemoveUnusedNodesPass(),
+        common_passes.RemoveUnusedFunctionsPass(),
+        common_passes.RemoveUnusedOpsetsPass(),
+    )
+
+
+def require_arity(model: ir.Model, op_type: str, inputs: Sequence[int], outputs: int = 1) -> None:
+    """Raises PreconditionError if a `tide::op_type` has a number of inputs that is not in `inputs`, or of outputs."""
+    for node in nodes_of(model.graph, op_type, DOMAIN):
+        if len(node.inputs) not in inputs or len(node.outputs) != outputs:
+            raise ir.passes.PreconditionError(
+                f"{op_type} {node.name} has {len(node.inputs)} inputs and {len(node.outputs)} outputs"
+            )
+
+
+def ensure_none_left(nodes: Iterable[ir.Node]) -> None:
+    """Raises PostconditionError naming `nodes`, which a pass should have replaced, if there are any."""
+    left = [f"{node.op_type} {node.name}" for node in nodes]
+    if left:
+        raise ir.passes.PostconditionError(f"the graph still holds {', '.join(left)}")
+
+
+def producer(value: ir.Value | None, op_type: str, domain: str = "") -> ir.Node | None:
+    """The node that computes `value` if it is an `op_type`."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and (node.domain, node.op_type) == (domain, op_type) else None
+
+
+def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> list[ir.Node]:
+    """All nodes of a type, those of branches included, as a list so that the graph may change meanwhile."""
+    return [node for node in graph.all_nodes() if (node.domain, node.op_type) == (domain, op_type)]
+
+
+def present(value: ir.Value | None) -> ir.Value:
+    """`value`, an input that its operator always has."""
+    assert value is not None
+    return value
+
+
+def dims(value: ir.Value | None) -> list[Dim]:
+    """The dimensions of `value`.
+
+    Raises:
+        GraphError: its shape is unknown.
+    """
+    if value is None or value.shape is None:
+        raise GraphError(f"the trace lost the shape of {value.name if value is not None else 'an input'}")
+    return list(value.shape)
+
+
+def rank(value: ir.Value | None) -> int | None:
+    """The number of dimensions, if known."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def static_dim(value: ir.Value | None, axis: int) -> int:
+    """A dimension that must be a number.
+
+    Raises:
+        GraphError: it is unknown or symbolic.
+    """
+    dim = dims(value)[axis]
+    if not isinstance(dim, int):
+        raise GraphError(f"the trace lost the size of dimension {axis} of {present(value).name}")
+    return dim
+
+
+def last_dim(value: ir.Value | None) -> int | None:
+    """The size of the last dimension, if known."""
+    last = value.shape[-1] if value is not None and value.shape else None
+    return last if isinstance(last, int) else None
+
+
+def is_weight(value: ir.Value | None, of_rank: int) -> bool:
+    """Whether `value` is an initializer of that rank."""
+    return value is not None and value.is_initializer() and rank(value) == of_rank
+
+
+def typed_value(name: str, dtype: ir.DataType, shape: Iterable[Any]) -> ir.Value:
+    """A value for a graph input."""
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+
+def initializer(tensor: ir.TensorProtocol) -> ir.Value:
+    """`tensor` as a value under its own name, for a graph to register."""
+    return ir.Value(
+        name=tensor.name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+
+
+def constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    """The initializer `name` of the main graph; registers `array` under that name the first time."""
+    return graph.initializers.get(name) or _register(graph, ir.tensor(array, name=name))
+
+
+def integers(graph: ir.Graph, name: str, numbers: ArrayLike) -> ir.Value:
+    """The same for int64 numbers."""
+    return constant(graph, name, np.array(numbers, dtype=np.int64))
+
+
+def derived_weight(
+    graph: ir.Graph, name: str, shape: Sequence[int], dtype: ir.DataType, compute: Callable[[], np.ndarray]
+) -> ir.Value:
+    """A weight computed from others only when the model is written, so that a second copy is never held in memory."""
+    lazy = ir.LazyTensor(lambda: ir.tensor(compute(), name=name), dtype=dtype, shape=ir.Shape(shape), name=name)
+    return graph.initializers.get(name) or _register(graph, lazy)
+
+
+def _register(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    value = initializer(tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def new_node(
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping | None = None,
+    *,
+    name: str,
+    domain: str = "",
+    outputs: Sequence[OutputType],
+) -> ir.Node:
+    """A node that no graph holds yet, its outputs `name`.0, `name`.1, ..."""
+    node = ir.node(op_type, inputs, attributes=attributes or {}, domain=domain, num_outputs=len(outputs), name=name)
+    for index, (value, (dtype, shape)) in enumerate(zip(node.outputs, outputs, strict=True)):
+        value.name = f"{name}.{index}"
+        value.type = ir.TensorType(dtype) if dtype is not None else None
+        value.shape = ir.Shape(shape) if shape is not None else None
+    return node
+
+
+def ops_before(
+    node: ir.Node,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping | None = None,
+    *,
+    domain: str = "",
+    types: Sequence[OutputType],
+    suffix: str = "",
+) -> list[ir.Value]:
+    """Adds a node before `node`, in its graph and named after it, with an output per (dtype, shape) of `types`; returns
+    the outputs."""
+    name = f"{node.name}/{op_type}{suffix}"
+    new = new_node(op_type, inputs, attributes, name=name, domain=domain, outputs=types)
+    graph_of(node).insert_before(node, new)
+    return list(new.outputs)
+
+
+def op_before(
+    node: ir.Node,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping | None = None,
+    *,
+    domain: str = "",
+    dtype: ir.DataType | None = None,
+    shape: Iterable[Any] | None = None,
+    suffix: str = "",
+) -> ir.Value:
+    """The same with one output; returns it."""
+    types = [(dtype, shape)]
+    (value,) = ops_before(node, op_type, inputs, attributes, domain=domain, types=types, suffix=suffix)
+    return value
+
+
+def graph_of(node: ir.Node) -> ir.Graph:
+    """The graph or branch that holds `node`."""
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Lets all readers of `old` read `new`, which takes its name and its place among the graph's outputs."""
+    name = old.name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    drop_unused([old.producer()])
+    new.name = name
+
+
+def drop_unused(nodes: Iterable[ir.Node | None]) -> None:
+    """Removes those of `nodes` whose outputs have no reader, in the order given (readers first)."""
+    for node in nodes:
+        if node is None or node.graph is None:
+            continue
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            node.graph.remove(node, safe=True)

@@ -1,0 +1,21 @@
+"""Emits operators of domain `tide` while a model is traced, in place of what it would compute."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tide_export.names import DOMAIN
+
+
+def symbolic(
+    op_type: str,
+    inputs: Sequence[torch.Tensor],
+    attributes: dict[str, Any],
+    shape: Sequence[int | torch.SymInt],
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The result of a node `tide::op_type`, of this shape; its dtype is that of the first input by default."""
+    return torch.onnx.ops.symbolic(
+        f"{DOMAIN}::{op_type}", inputs, attributes, dtype=dtype or inputs[0].dtype, shape=shape, version=1
+    )
