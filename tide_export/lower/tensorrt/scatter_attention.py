@@ -180,8 +180,8 @@ class _SpelledOut:
         op, graph = self._op, self.graph
         shape = integers(graph, f"sinks_{self.kv_heads}_{self.groups}", [1, self.kv_heads, self.groups, 1, 1])
         rows = op("Shape", [scores], {"start": 0, "end": 4}, to=INT64)
-        sizes = op("Concat", [rows, integers(graph, "axis_1", [1])], {"axis": 0}, to=INT64)
-        column = op("Expand", [op("Reshape", [sinks, shape]), sizes])
+        by_group, one = op("Reshape", [sinks, shape]), integers(graph, "axis_1", [1])
+        column = op("Expand", [by_group, op("Concat", [rows, one], {"axis": 0}, to=INT64)])
         weights = op("Softmax", [op("Concat", [scores, column], {"axis": -1})], {"axis": -1})
         first, end = integers(graph, "zeros", [0]), integers(graph, "minus_one", [-1])
         return op("Slice", [weights, first, end, integers(graph, "axis_4", [4])])
