@@ -18,10 +18,10 @@ from tide_export.model.source import SourceModel
 from tide_export.names import BATCH_SIZES
 from tide_export.pipeline.contents import context_length, make_manifest, save_graph
 from tide_export.routers.router_set import RouterSet
+from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.onnxruntime.session import open_session
-from tide_export.runtime.segmented.sequence import SegmentedState
 from tide_export.trace.tracer import trace
 
 
@@ -56,7 +56,7 @@ def engine_of(
         config = TideConfig(kv_cache_strategy=strategy)
         write_manifest(temporary, make_manifest(source, routers, config, graph, bound(source)))
     bundle = open_bundle(folder)
-    return Engine(bundle, open_session(bundle, 1), threads=1)
+    return Engine(bundle, BranchedBackend(bundle, open_session(bundle, 1), threads=1))
 
 
 MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
@@ -71,4 +71,4 @@ def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: P
     info = replace(networks.info(manifest, MAX_BATCH_SIZE), max_tokens=MOST_TOKENS, max_logits=MOST_LOGITS)
     write_manifest(folder, replace(manifest, networks=replace(info, max_slot_tokens=SLOT_TOKENS)))
     bundle = open_bundle(folder)
-    return Engine(bundle, open_segments(bundle, threads=1), SegmentedState)
+    return Engine(bundle, open_segments(bundle, threads=1))

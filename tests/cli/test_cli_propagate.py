@@ -51,7 +51,7 @@ def test_nothing_waits_and_what_is_skipped_is_never_computed(
     state = engine.start([0.0] * 3)
     state.step(demo_text_ids[:5])
     state.step(demo_text_ids[5:6])
-    assert state.waiting == [0, 0, 0]
+    assert state.pending == [0, 0, 0]
 
 
 def test_it_keeps_its_cache_when_the_buffers_grow(propagating_bundle: Path, demo_text_ids: list[int]) -> None:

@@ -134,14 +134,14 @@ def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, d
 def test_the_head_sees_as_many_last_positions_as_are_asked_for(demo_source, demo_bundle: Path) -> None:
     engine, ids = load(demo_bundle), (np.arange(20) * 37 % demo_source.vocab_size).tolist()
     full = engine.start([NEVER_EXIT] * len(CHECKPOINTS))
-    assert full.step(ids).rows.shape == (1, demo_source.vocab_size)
+    assert full.step(ids).position_logits.shape == (1, demo_source.vocab_size)
     full.rewind(0)
-    rows = full.step(ids, logits_to_keep=7).rows
+    rows = full.step(ids, logits_to_keep=7).position_logits
     with torch.no_grad():
         expected = demo_source.model(torch.tensor([ids])).logits[0, -7:].numpy()
     np.testing.assert_allclose(rows, expected, atol=2e-4)
     leaving = engine.start([-1.0] * len(CHECKPOINTS), max_pending=100)
-    assert leaving.step(ids, logits_to_keep=7).rows.shape == (1, demo_source.vocab_size)
+    assert leaving.step(ids, logits_to_keep=7).position_logits.shape == (1, demo_source.vocab_size)
 
 
 def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> None:

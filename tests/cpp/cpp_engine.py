@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from tide_export import errors
-from tide_export.runtime.branched.sequence import ROOM, StepResult
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.stats import ExitStats
+from tide_export.runtime.sequence import ROOM, StepResult
 
 COUNTED = (
     "exit_layer",
@@ -153,7 +153,7 @@ class CppState:
     def _take(self, answer: dict[str, Any]) -> dict[str, Any]:
         self.lengths: list[int] = answer["lengths"]
         self.computed: list[int] = answer["computed"]
-        self.waiting: list[int] = answer["waiting"]
+        self.pending: list[int] = answer["waiting"]
         self.capacity: int = answer["capacity"]
         return answer
 

@@ -85,7 +85,7 @@ def test_buffers_grow_again_and_again(both: Both, demo_text_ids: list[int], mixe
         np.testing.assert_array_equal(ours.logits, theirs.logits)
         np.testing.assert_array_equal(ours.scores, theirs.scores)
         assert (ours.exit_layer, ours.segments_run) == (theirs.exit_layer, theirs.segments_run)
-        assert (cpp.lengths, cpp.waiting, cpp.capacity) == (python.lengths, python.waiting, python.capacity)
+        assert (cpp.lengths, cpp.pending, cpp.capacity) == (python.lengths, python.pending, python.capacity)
         sizes.add(cpp.capacity)
     assert len(sizes) >= 4
 

@@ -87,7 +87,7 @@ def test_step_by_step_with_all_that_a_step_can_be(python, segmented, demo_text_i
         np.testing.assert_allclose(b.scores, a.scores, atol=1e-5)
         np.testing.assert_allclose(b.logits, a.logits, atol=1e-3)
         if a.exit_layer == 12:
-            np.testing.assert_allclose(b.rows, a.rows, atol=1e-3)
+            np.testing.assert_allclose(b.position_logits, a.position_logits, atol=1e-3)
         at += size
         if steps % 9 == 8:
             at -= min(4, at - 1)
@@ -97,7 +97,7 @@ def test_step_by_step_with_all_that_a_step_can_be(python, segmented, demo_text_i
             thresholds = [mixed, [0.0] * 3, [NEVER_EXIT, mixed[1], 0.0]][steps // 11 % 3]
             graph.set_thresholds(thresholds)
             networks.set_thresholds(thresholds)
-        assert (networks.lengths, networks.waiting) == (graph.lengths, graph.waiting)
+        assert (networks.lengths, networks.pending) == (graph.lengths, graph.pending)
         exits.add(a.exit_layer)
     assert exits >= {3, 6, 12}
     recorded, launches = graphs(segmented) - before
@@ -112,7 +112,7 @@ def test_the_whole_context_and_no_token_more(python, segmented, demo_text_ids, m
     assert_same(python, segmented, ids, 9, threshold=mixed, min_layers=0)
     state = segmented.start(mixed, 4)
     state.step(demo_text_ids[:7])
-    before = (state.lengths, state.waiting)
+    before = (state.lengths, state.pending)
     for bad, sentence in [
         ([1] * 1018, "the sequence would have 1025 tokens but the model's context holds 1024"),
         ([], "a step needs at least one token"),
@@ -123,7 +123,7 @@ def test_the_whole_context_and_no_token_more(python, segmented, demo_text_ids, m
     for length in (-1, 8):
         with pytest.raises(GenerationError, match=f"a sequence of 7 tokens cannot be rewound to {length}"):
             state.rewind(length)
-    assert (state.lengths, state.waiting, state.capacity) == (*before, 1024)
+    assert (state.lengths, state.pending, state.capacity) == (*before, 1024)
 
 
 def test_a_lane_is_used_again_and_by_one_sequence_at_a_time(python, segmented, demo_text_ids, mixed) -> None:

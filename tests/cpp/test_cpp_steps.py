@@ -45,7 +45,7 @@ def test_every_step_equals_the_plain_model(
         np.testing.assert_allclose(result.scores[:reached], scores[stop - 1, :reached], atol=1e-5)
         assert np.isnan(result.scores[reached:]).all()
         assert state.lengths[: result.segments_run] == [stop] * result.segments_run
-        assert max(state.waiting) <= max_pending
+        assert max(state.pending) <= max_pending
 
 
 def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: Any) -> None:
@@ -68,10 +68,10 @@ def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: A
         result = state.step(new, keep, verify)
         if result.segments_run == 3:  # all that is kept has full depth
             expected = tiny.reference(ids, full)[0]
-            kept_several += len(result.rows) > 1
+            kept_several += len(result.position_logits) > 1
             if verify:
                 verified += 1
-                np.testing.assert_allclose(result.rows, expected[-len(result.rows) :], atol=2e-5)
+                np.testing.assert_allclose(result.position_logits, expected[-len(result.position_logits) :], atol=2e-5)
         if not verify:
             logits, exit_layers, _ = tiny.reference(ids, thresholds)
             assert result.exit_layer == exit_layers[-1]
@@ -85,19 +85,19 @@ def test_other_thresholds_from_the_next_step_on(tiny: TinyModel, tiny_engine: An
     ids = random_ids(12, seed=8)
     state = tiny_engine.start([0.0, 0.0], 100)
     assert state.step(ids[:6]).exit_layer == 2
-    assert state.waiting == [6, 0]
+    assert state.pending == [6, 0]
     state.set_thresholds([NEVER_EXIT, NEVER_EXIT])
     np.testing.assert_allclose(
         state.step(ids[6:]).logits, tiny.reference(ids, [NEVER_EXIT, NEVER_EXIT])[0][-1], atol=2e-5
     )
-    assert state.waiting == [0, 0]
+    assert state.pending == [0, 0]
 
 
 @pytest.mark.parametrize("broken", ["none", "outside", "too many"])
 def test_a_step_that_fails_leaves_the_sequence_as_it_was(tiny: TinyModel, tiny_engines: Any, broken: str) -> None:
     state, ids = tiny_engines["cpp"].start([0.5, 0.5], 4), random_ids(20, seed=2)
     state.step(ids[:9])
-    before = (state.lengths, state.waiting, state.capacity)
+    before = (state.lengths, state.pending, state.capacity)
     bad, sentence = {
         "none": ([], "a step needs at least one token"),
         "outside": ([1, 48], "token id 48, outside the vocabulary 0..47"),
@@ -105,7 +105,7 @@ def test_a_step_that_fails_leaves_the_sequence_as_it_was(tiny: TinyModel, tiny_e
     }[broken]
     with pytest.raises(GenerationError, match=sentence):
         state.step(bad)
-    assert (state.lengths, state.waiting, state.capacity) == before
+    assert (state.lengths, state.pending, state.capacity) == before
     logits, exit_layers, _ = tiny.reference(ids, [0.5, 0.5])
     result = state.step(ids[9:])
     assert result.exit_layer == exit_layers[-1]

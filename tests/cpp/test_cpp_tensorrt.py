@@ -108,7 +108,7 @@ def test_steps_of_every_profile_are_the_branched_graph_s(engine: CppEngine, pyth
         assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
         np.testing.assert_allclose(b.logits, a.logits, atol=1e-3)
         at += size
-    assert (engines.lengths, engines.waiting) == (graph.lengths, graph.waiting)
+    assert (engines.lengths, engines.pending) == (graph.lengths, graph.pending)
     assert engine.call("gpu_graphs")[1] > 20
 
 

@@ -71,7 +71,7 @@ def test_tokens_and_exits_equal_the_branched_graph(engines: Bundle, on_gpu: Engi
         full, keep = number % 7 == 6, 1 + number % 3 * 4
         a, b = one.step(ids, logits_to_keep=keep, full=full), other.step(ids, logits_to_keep=keep, full=full)
         assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
-        np.testing.assert_allclose(b.rows, a.rows[-len(b.rows) :], atol=2e-2)
+        np.testing.assert_allclose(b.position_logits, a.position_logits[-len(b.position_logits) :], atol=2e-2)
         at += size
         if number % 11 == 10:
             at -= 1

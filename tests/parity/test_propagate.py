@@ -12,8 +12,8 @@ from tiny_engines import engine_of
 
 from tide_export.bundle.manifest import PROPAGATE
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.decoding.depth_rule import RowResult
 from tide_export.runtime.packed.propagate import PropagatingBatch
+from tide_export.runtime.sequence import StepResult
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.oracle import oracle
@@ -60,9 +60,8 @@ def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path:
 
 def check_together(engine, source, routers, thresholds: Sequence[float]) -> None:
     """Five sequences in four places, some joining beside others that are under way: each is what the judge says."""
-    assert engine._batch_networks is not None
-    batch = PropagatingBatch(engine._batch_networks.sessions(4), engine.manifest, thresholds)
-    written = [list[RowResult]() for _ in TOGETHER]
+    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest, thresholds)
+    written = [list[StepResult]() for _ in TOGETHER]
     texts, places = [list(prompt) for prompt in TOGETHER], dict[int, int]()
     for step in range(max(JOINS) + NEW_TOKENS):
         for number, (joins, most) in enumerate(zip(JOINS, MOST, strict=True)):

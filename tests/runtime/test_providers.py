@@ -16,7 +16,7 @@ from tide_export.bundle.store import Bundle, open_bundle, write_manifest
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime import providers
-from tide_export.runtime.branched.sequence import SequenceState
+from tide_export.runtime.branched.sequence import BranchedSequence
 from tide_export.runtime.engine import load
 from tide_export.runtime.onnxruntime import segments as on_onnxruntime
 from tide_export.runtime.tensorrt import engines as on_tensorrt
@@ -195,7 +195,7 @@ def test_auto_falls_back_to_the_cpu_and_says_why_once(built: Path, machine, capl
     machine((9, 0))
     with caplog.at_level(logging.INFO, logger="tide_export"):
         engine = load(built, threads=1, verify=False)
-        assert isinstance(engine.start([0.5] * 3), SequenceState)
+        assert isinstance(engine.start([0.5] * 3), BranchedSequence)
     messages = [record.getMessage() for record in caplog.records]
     assert [message.split(":")[0] for message in messages[:2]] == ["not running on tensorrt", "not running on cuda"]
     assert "this one has 9.0" in messages[0]
@@ -209,7 +209,7 @@ def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pyt
     backend = SimpleNamespace()
     monkeypatch.setattr(providers, "open_engines", lambda bundle, provider, plugins: backend)
     with caplog.at_level(logging.INFO, logger="tide_export"):
-        assert load(built, verify=False)._session is backend
+        assert load(built, verify=False).backend is backend
     (record,) = caplog.records
     assert record.getMessage().endswith("with TensorRT")
 

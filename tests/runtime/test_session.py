@@ -29,7 +29,7 @@ def test_the_provider_chosen_is_logged_once(tiny_bundle: Path, provider: str, ca
 
 
 def test_session_options_reach_onnxruntime(tiny_bundle: Path) -> None:
-    options = load(tiny_bundle, threads=2)._session.get_session_options()
+    options = load(tiny_bundle, threads=2).backend.session.get_session_options()
     assert options.intra_op_num_threads == 2
     assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "20"
 

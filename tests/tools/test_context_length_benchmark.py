@@ -39,7 +39,7 @@ def test_cases_do_what_they_say(demo_bundle: Path) -> None:
     for _ in range(3 * stepper.room):
         stepper.first_exit()
         assert stepper.state.length <= len(context) + stepper.room + 1
-        assert stepper.state.waiting[0] == stepper.state.length - len(context)
+        assert stepper.state.pending[0] == stepper.state.length - len(context)
     stepper.deep_over(8)()
     assert set(stepper.state.computed) == {stepper.state.length}
     for limit, ran in ((UNLIMITED, 1), (4, 4)):  # a prompt longer than what may wait runs whole

@@ -13,10 +13,9 @@ from tide_export.names import ROUTERS_FILE
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.packed.batch import Batch
+from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.batch_memory import BatchLane
-from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.runtime.segmented.batch_memory import BatchBuffers
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import Together, check_together
 from tide_export.verify.parity import Check, Tolerance
@@ -75,20 +74,20 @@ def alone(graph: Engine, prompts: list[list[int]]) -> dict[str, Check]:
 
 @pytest.fixture(params=["graph", "segments"])
 def engine(request, bundle: Bundle, graph: Engine, backend: SegmentBackend) -> Engine:
-    return graph if request.param == "graph" else Engine(bundle, backend, SegmentedState)
+    return graph if request.param == "graph" else Engine(bundle, backend)
 
 
 def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are given each other's logits."""
-    graph, networks = Batch._logits, BatchLane.logits
+    graph, networks = PackedBatch._logits, BatchBuffers.logits
 
-    def rolled(lane: BatchLane) -> dict[int, np.ndarray]:
-        found = networks(lane)
+    def rolled(buffers: BatchBuffers) -> dict[int, np.ndarray]:
+        found = networks(buffers)
         rows = np.roll(np.concatenate(list(found.values())), 1, axis=0)
         return dict(zip(found, np.split(rows, np.cumsum([len(own) for own in found.values()])[:-1]), strict=True))
 
-    monkeypatch.setattr(Batch, "_logits", lambda batch, states: np.roll(graph(batch, states), 1, axis=0))
-    monkeypatch.setattr(BatchLane, "logits", rolled)
+    monkeypatch.setattr(PackedBatch, "_logits", lambda batch, states: np.roll(graph(batch, states), 1, axis=0))
+    monkeypatch.setattr(BatchBuffers, "logits", rolled)
 
 
 def test_equal_tokens_need_no_reference(engine: Engine, prompts, alone) -> None:
@@ -126,12 +125,12 @@ def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts
     assert found.holds, "what differs from one by one is held to the reference at the thresholds it ran with"
     ran = replace(exits, written=[(tokens, [12] * NEW_TOKENS) for tokens, _ in exits.written])
     assert check_together(graph, source, routers, prompts, {"exit": ran}, PENDING).holds
-    step = Batch.step
+    step = PackedBatch.step
 
     def deep(*arguments, **options):
         return {place: result._replace(exit_layer=12) for place, result in step(*arguments, **options).items()}
 
-    monkeypatch.setattr(Batch, "step", deep)
+    monkeypatch.setattr(PackedBatch, "step", deep)
     wrong = check_together(graph, source, routers, prompts, {"exit": exits}, PENDING)
     assert not wrong.holds
     assert all("left after layer 12 instead of" in line for line in wrong.lines()[1:])
@@ -148,12 +147,12 @@ def test_where_the_reference_is_undecided_it_is_forgiven(graph: Engine, source, 
 
 
 def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, backend: SegmentBackend, prompts, alone):
-    files = {name: info for name, info in bundle.manifest.files.items() if not name.startswith("batch_")}
+    files = {name: info for name, info in bundle.manifest.files.items() if not name.startswith("batch/")}
     without = Engine(replace(bundle, manifest=replace(bundle.manifest, files=files)), graph._session)
     single = SegmentBackend(
-        bundle.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_lane
+        bundle.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device
     )
-    for engine in (without, Engine(bundle, single, SegmentedState)):
+    for engine in (without, Engine(bundle, single)):
         assert engine.max_batch_size == 1
         done: list[float] = []
         found = check_together(engine, None, None, prompts, alone, PENDING, "segments", done.append)
@@ -162,7 +161,7 @@ def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, back
             "segments, several prompts together: not in this bundle, which takes one at a time (its export said why, "
             "or --batch-size 1 was given)"
         ]
-    assert (graph.max_batch_size, Engine(bundle, backend, SegmentedState).max_batch_size) == (32, 8)
+    assert (graph.max_batch_size, Engine(bundle, backend).max_batch_size) == (32, 8)
     lonely = check_together(graph, None, None, prompts[:1], alone, PENDING)
     assert lonely.lines() == ["several prompts together: not compared, there is one prompt"]
     assert lonely == Together("", 0, [], "not compared, there is one prompt")

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 # Rounds, some tens of nanoseconds each, in which a thread of GNU OpenMP waits for work before it sleeps: about as long
-# as ONNX Runtime's are told to (`runtime.onnxruntime.session.SPIN_MICROSECONDS`), and for the same reason.
+# as ONNX Runtime's are told to (`runtime.onnxruntime.library.SPIN_MICROSECONDS`), and for the same reason.
 SPIN_ROUNDS = 1000
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 

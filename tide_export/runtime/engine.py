@@ -1,14 +1,14 @@
-"""The runtime's front door: `load` a bundle, then `generate` or `stream` tokens from it.
+"""Loads a bundle and generates tokens from it.
 
-An `Engine` holds what all sequences share (manifest, ONNX Runtime session); all that belongs to one sequence lives in
-its `TokenStream`, so any number of threads may generate on one engine at once. `validate` and `bench` use `start` and
-drive a `SequenceState` step by step.
+An `Engine` holds what all sequences share (manifest and backend); everything that belongs to one sequence lives in its
+`TokenStream`, so any number of threads may generate on one engine at once. `start` and `start_batch` give sequences
+that are stepped by hand.
 """
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack, overload
@@ -18,18 +18,15 @@ import numpy as np
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.store import Bundle, open_bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.branched.sequence import ROOM, SequenceState, State
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
-from tide_export.runtime.decoding.continuous_batching import empty_batch, generate_batch
+from tide_export.runtime.decoding.continuous_batching import generate_batch
 from tide_export.runtime.decoding.decoder import Decoder, OneByOne, run_block
-from tide_export.runtime.decoding.depth_rule import AnyBatch
 from tide_export.runtime.decoding.generation import FinishReason, Generation, Progress
-from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, Rewindable
+from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
-from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import check_prompt, is_list_of_prompts, resolve, seeds, single_seed
-from tide_export.runtime.segmented.batch import SegmentedBatch
+from tide_export.runtime.sequence import ROOM, Backend, Batch, SequenceState, SingleSequence
 
 
 def load(
@@ -47,50 +44,37 @@ def load(
             holds and this machine runs.
         threads: threads one step may use on the CPU; None: one per physical core.
         verify: check the sha256 of every file first (sizes are always checked).
-        plugins: the library of plugins, for TensorRT engines that hold some; None: that of the environment variable
+        plugins: the plugin library, for TensorRT engines that use plugins; None: that of the environment variable
             TIDE_PLUGINS, or an installed one.
 
     Raises:
         BundleError: the bundle is missing, damaged or of another release.
-        ProviderError: the provider asked for cannot run this bundle here.
+        ProviderError: the provider cannot run this bundle here.
         ConfigError: threads below 1.
     """
     opened = open_bundle(bundle, verify=verify)
-    return Engine(opened, *open_provider(opened, provider, threads, plugins), threads=threads)
+    return Engine(opened, open_provider(opened, provider, threads, plugins))
 
 
 class Engine:
     """A loaded bundle. Safe to use from several threads."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        session: Any,
-        sequence: Callable[..., Any] = SequenceState,
-        threads: int | None = None,
-    ) -> None:
-        """`sequence` makes a sequence on `session`: SequenceState of a session of the branched graph, SegmentedState of
-        a backend of segment networks. `threads` are for the sessions of batches, which open when one is asked for."""
-        self.bundle = bundle
-        self._session = session
-        self._sequence, self._threads = sequence, threads
-        self._batch_networks = BatchNetworks(bundle, threads) if sequence is SequenceState else None
+    def __init__(self, bundle: Bundle, backend: Backend) -> None:
+        self.bundle, self.backend = bundle, backend
 
     @property
     def manifest(self) -> Manifest:
-        """What the bundle says about itself."""
+        """The bundle's manifest."""
         return self.bundle.manifest
 
     @property
     def max_batch_size(self) -> int:
         """Prompts of a list that can be decoded at the same time; 1: a list is refused."""
-        networks = self._session if self._batch_networks is None else self._batch_networks
-        return int(networks.max_batch_size)
+        return self.backend.max_batch_size
 
     def drafting_as(self, drafting: Drafting) -> "Engine":
-        """The same engine, with another way to draft in lossless mode; the bundle stays as it is."""
-        bundle = replace(self.bundle, manifest=replace(self.manifest, drafting=drafting))
-        return Engine(bundle, self._session, self._sequence, threads=self._threads)
+        """The same engine with other drafting in lossless mode; the bundle stays as it is."""
+        return Engine(replace(self.bundle, manifest=replace(self.manifest, drafting=drafting)), self.backend)
 
     @overload
     def generate(
@@ -131,10 +115,7 @@ class Engine:
         config = with_options(config, options)
         if is_list_of_prompts(ids):
             return self._generate_batch(ids, config)
-        stream = self._stream(ids, config)
-        tokens = list(stream)
-        assert stream.finish_reason is not None
-        return Generation(tokens, stream.stats, stream.finish_reason)
+        return self._stream(ids, config).finish()
 
     def stream(
         self,
@@ -174,40 +155,27 @@ class Engine:
         decoders = [partial(decoder_of, manifest, one, request.stop, request.drafts) for one in samplers]
         return generate_batch(batch, manifest, checked, decoders, config.max_new_tokens, request.stop)
 
-    def start_batch(
-        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, places: int
-    ) -> AnyBatch:
-        """An empty batch to `step` by hand, with as many of `places` as the engine can hold at once.
+    def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SingleSequence:
+        """An empty sequence to `step` by hand; see `Backend.start`.
 
         Args:
-            thresholds: one per checkpoint, as `resolve_thresholds` gives them; 2.0 turns one off.
-
-        Raises:
-            GenerationError: the bundle holds no networks for batches, or there is no memory.
-        """
-        options = (self.manifest, thresholds, max_pending, compaction_threshold)
-        if self._batch_networks is None:
-            return SegmentedBatch(self._session, *options, places)
-        return empty_batch(self._batch_networks.sessions(min(places, MAX_BATCH_SIZE)), *options)
-
-    def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> State:
-        """An empty sequence to `step` by hand.
-
-        Args:
-            thresholds: one per checkpoint, as `resolve_thresholds` gives them; 2.0 turns one off.
             max_pending: None: the bundle's.
-            room: tokens of K/V buffer to have beyond the first step's.
         """
         if len(thresholds) != len(self.manifest.checkpoints):
             raise GenerationError(f"{len(thresholds)} thresholds for {len(self.manifest.checkpoints)} checkpoints")
-        limit = self.manifest.max_pending if max_pending is None else max_pending
-        return self._sequence(self._session, self.manifest, thresholds, limit, room)
+        return self.backend.start(thresholds, self.manifest.max_pending if max_pending is None else max_pending, room)
+
+    def start_batch(
+        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int
+    ) -> Batch:
+        """An empty batch to `step` by hand; see `Backend.start_batch`."""
+        return self.backend.start_batch(thresholds, max_pending, compaction_threshold, slots)
 
 
 def decoder_of(
-    manifest: Manifest, sampler: Sampler, stop: frozenset[int], drafts: DraftLimits | None, state: Rewindable
+    manifest: Manifest, sampler: Sampler, stop: frozenset[int], drafts: DraftLimits | None, state: SequenceState
 ) -> Decoder:
-    """What chooses the tokens of an empty sequence; `drafts` are None outside lossless mode."""
+    """The decoder of an empty sequence; `drafts` are None outside lossless mode."""
     depths = (*manifest.checkpoints, manifest.model.num_layers)
     if drafts is None:
         return OneByOne(sampler, depths)
@@ -218,11 +186,11 @@ class TokenStream(Iterator[int]):
     """Yields the tokens of one generation as they are made.
 
     Attributes:
-        stats: of the tokens made so far; in lossless mode a few may have been made that are not handed out yet.
+        stats: of the tokens made so far; in lossless mode these may be a few more than were returned.
         finish_reason: None until the stream has ended.
     """
 
-    def __init__(self, state: State, decoder: Decoder, progress: Progress) -> None:
+    def __init__(self, state: SingleSequence, decoder: Decoder, progress: Progress) -> None:
         """`decoder` is that of `state`, which is empty."""
         self.stats = progress.stats
         self.finish_reason: FinishReason | None = None
@@ -239,5 +207,11 @@ class TokenStream(Iterator[int]):
             self._ready.extend(self._progress.take(tokens, self._decoder, self._state.computed, seconds))
         token = self._ready.popleft()
         if not self._ready:
-            self.finish_reason = self._progress.ending
+            self.finish_reason = self._progress.finish_reason
         return token
+
+    def finish(self) -> Generation:
+        """Generates the remaining tokens; the whole generation."""
+        for _ in self:
+            pass
+        return self._progress.finished()

@@ -1,22 +1,19 @@
-"""Which engine runs a bundle here: the one that is asked for, or the best there is.
+"""Selects the engine that runs a bundle here: the provider given by name, or the best there is.
 
-`engine.load` calls `open_provider`. What is asked for by name is had or refused with the reason; "auto" takes the first
-of TensorRT, ONNX Runtime on CUDA and ONNX Runtime on the CPU that the bundle holds and the machine runs, and the log
-says which and why not a faster one.
+A provider given by name opens or is refused with the reason; "auto" takes the first of TensorRT, ONNX Runtime on CUDA
+and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs why not a faster one.
 """
 
 import logging
 import os
-from collections.abc import Callable
-from typing import Any
 
 from tide_export.bundle.store import Bundle
 from tide_export.errors import ProviderError
-from tide_export.runtime.branched.sequence import SequenceState
+from tide_export.runtime.branched.backend import BranchedBackend
+from tide_export.runtime.onnxruntime.library import check_threads
 from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.onnxruntime.session import check_threads, open_session
-from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.runtime.onnxruntime.session import open_session
+from tide_export.runtime.sequence import Backend
 from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.gpu import compute_capability
@@ -26,24 +23,24 @@ logger = logging.getLogger("tide_export")
 
 PROVIDERS = ("auto", "cpu", "cuda", *FLAVOURS)
 
-Opened = tuple[Any, Callable[..., Any]]  # what sequences share, and how one is made on it
-
 
 def open_provider(
     bundle: Bundle,
     provider: str = "auto",
     threads: int | None = None,
     plugins: str | os.PathLike[str] | None = None,
-) -> Opened:
+) -> Backend:
     """Opens `bundle` on an engine.
 
     Args:
-        provider: one of PROVIDERS. threads: threads one step may use on the CPU; None: one per physical core. plugins:
-        the library of plugins, for TensorRT engines that hold some; None: the one `runtime.tensorrt.plugins` finds.
+        provider: one of PROVIDERS.
+        threads: threads one step may use on the CPU; None: one per physical core.
+        plugins: the plugin library, for TensorRT engines that use plugins; None: the one `runtime.tensorrt.plugins`
+            finds.
 
     Raises:
-        ProviderError: the provider is unknown, or cannot run this bundle here; or plugins for a bundle or a provider
-            that needs none, or threads for one that is not the CPU.
+        ProviderError: the provider is unknown, or cannot run this bundle here; or plugins are given for a bundle or a
+            provider without any, or threads for one that is not the CPU.
         ConfigError: threads below 1.
         BundleError: the bundle is damaged.
     """
@@ -70,20 +67,19 @@ def open_provider(
 
 
 def _candidates(bundle: Bundle) -> list[str]:
-    """Providers that this bundle could run on and that are faster than the CPU, the fastest first."""
-    found = [] if bundle.manifest.engines is None else [bundle.manifest.engines.flavour]
+    """The bundle's providers that are faster than the CPU, fastest first."""
+    candidates = [] if bundle.manifest.engines is None else [bundle.manifest.engines.flavour]
     if bundle.manifest.networks is not None and compute_capability() is not None:
-        found.append("cuda")
-    return found
+        candidates.append("cuda")
+    return candidates
 
 
-def _open(bundle: Bundle, provider: str, threads: int | None, plugins: str | os.PathLike[str] | None) -> Opened:
+def _open(bundle: Bundle, provider: str, threads: int | None, plugins: str | os.PathLike[str] | None) -> Backend:
     if provider == "cpu":
-        return open_session(bundle, threads), SequenceState
-    backend: SegmentBackend
+        return BranchedBackend(bundle, open_session(bundle, threads), threads)
     if provider == "cuda":
         backend, title = open_segments(bundle, "cuda"), "ONNX Runtime on CUDA"
     else:
         backend, title = open_engines(bundle, provider, plugins), FLAVOURS[provider].title
     logger.info("running '%s' with %s", bundle.path, title)
-    return backend, SegmentedState
+    return backend

@@ -13,9 +13,9 @@ import numpy as np
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.store import Bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.branched.sequence import NO_LIMIT
 from tide_export.runtime.config import GenerationConfig, token_ids, whole_number
 from tide_export.runtime.decoding.lossless import DraftLimits
+from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import resolve_thresholds
 
 EXIT_OPTIONS = ("threshold", "min_layers", "max_pending", "compaction_threshold")

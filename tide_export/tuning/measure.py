@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_export.errors import TuneError
-from tide_export.runtime.branched.sequence import NO_LIMIT
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
 

@@ -17,9 +17,9 @@ from statistics import median
 
 import numpy as np
 
-from tide_export.runtime.branched.sequence import NO_LIMIT, State
 from tide_export.runtime.decoding.prompt_lookup import PromptLookup, next_length
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.sequence import NO_LIMIT, SingleSequence
 from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 from tide_export.tuning.measure import Measurement
@@ -87,7 +87,7 @@ def step_costs(
     last = [ids[-1]]
     lengths = sorted({1, 2, 4, max_draft + 1} | {n + 1 for n in (*DRAFTS, *LOOKUPS) if n < max_draft})
 
-    def timed(sequence: State, before: int, tokens: int, logits_to_keep: int, full: bool) -> float:
+    def timed(sequence: SingleSequence, before: int, tokens: int, logits_to_keep: int, full: bool) -> float:
         for _ in range(before):
             sequence.step(last)
         started = time.perf_counter()
@@ -128,7 +128,7 @@ def lookup_matches(prompts: Sequence[Sequence[int]], full: np.ndarray, min_match
         lookup.extend(prompt)
         counts = []
         for position, token in enumerate(continuation):
-            draft = lookup.guess((), max(LOOKUPS))
+            draft = lookup.draft((), max(LOOKUPS))
             truth = continuation[position : position + len(draft)]
             wrong = [i for i, pair in enumerate(zip(draft, truth, strict=False)) if pair[0] != pair[1]]
             counts.append((wrong[0] if wrong else len(truth)) if draft else NO_MATCH)

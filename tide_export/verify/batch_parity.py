@@ -15,9 +15,9 @@ import numpy as np
 from tide_export.bundle.manifest import EXACT
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.decoding.depth_rule import AnyBatch
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.sequence import Batch
 from tide_export.verify.parity import Answers, Check, Written, ask, count_position, full_logits, tally
 
 PROMPTS = 4
@@ -145,7 +145,7 @@ def _judge(
         count_position(check, i, token, left, reference[i], should[i], margins)
 
 
-def compare_together(batch: AnyBatch, answers: Sequence[Answers], segment_sizes: Sequence[int], check: Check) -> None:
+def compare_together(batch: Batch, answers: Sequence[Answers], segment_sizes: Sequence[int], check: Check) -> None:
     """Adds to `check` what an empty batch at the thresholds of `answers` says of all their texts at once.
 
     Args:

@@ -23,12 +23,11 @@ from tide_export.bundle.store import Bundle
 from tide_export.errors import GraphError
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.decoding.continuous_batching import empty_batch
-from tide_export.runtime.decoding.depth_rule import AnyBatch
+from tide_export.runtime.branched.backend import empty_batch
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.packed.networks import BatchNetworks
-from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.runtime.sequence import Batch
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import compare_together
 from tide_export.verify.oracle import oracle
@@ -85,7 +84,7 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
     del engine
     options = (answers[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
-        networks = Engine(bundle, open_segments(bundle), SegmentedState)
+        networks = Engine(bundle, open_segments(bundle))
         tolerance = TOLERANCES[manifest.networks.weights]
         _compare("networks", networks, answers, tolerance)
         if manifest.networks.max_batch_size > 1:
@@ -111,7 +110,7 @@ def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: T
 
 
 def _compare_together(
-    what: str, batch: AnyBatch, manifest: Manifest, answers: Sequence[Answers], tolerance: Tolerance
+    what: str, batch: Batch, manifest: Manifest, answers: Sequence[Answers], tolerance: Tolerance
 ) -> None:
     check = Check("exit", answers[0].thresholds, tolerance=tolerance)
     compare_together(batch, answers, manifest.segment_sizes, check)

@@ -17,8 +17,10 @@ from tide_export.model.source import SourceModel
 from tide_export.names import GRAPH_FILE, WEIGHTS_METADATA
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.settings import INT8_MATMULS
+from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.onnxruntime.session import import_onnxruntime, open_session, session_options
+from tide_export.runtime.onnxruntime.library import import_onnxruntime, session_options
+from tide_export.runtime.onnxruntime.session import open_session
 from tide_export.verify.parity import TOLERANCES, Tolerance
 
 FLOAT32_PRODUCTS = 1
@@ -87,9 +89,12 @@ def graph_engines(bundle: Bundle, threads: int | None) -> list[tuple[str, Engine
     """
     own = open_session(bundle, threads)
     if computes_in_float32(bundle):
-        return [("", Engine(bundle, own), TOLERANCES["fp32"])]
-    exact = Engine(bundle, float32_session(bundle, threads))
-    return [(FLOAT32_PREFIX, exact, TOLERANCES["fp32"]), ("", Engine(bundle, own), TOLERANCES["int8 products"])]
+        return [("", Engine(bundle, BranchedBackend(bundle, own)), TOLERANCES["fp32"])]
+    exact = Engine(bundle, BranchedBackend(bundle, float32_session(bundle, threads)))
+    return [
+        (FLOAT32_PREFIX, exact, TOLERANCES["fp32"]),
+        ("", Engine(bundle, BranchedBackend(bundle, own)), TOLERANCES["int8 products"]),
+    ]
 
 
 def _set_level(graph: onnx.GraphProto) -> None:

@@ -26,7 +26,6 @@ from tide_export.runtime.decoding.stats import LOOKUP_DRAFT
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.request import check_exits
-from tide_export.runtime.segmented.sequence import SegmentedState
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.verify.batch_parity import Together, check_together
@@ -226,7 +225,7 @@ def _engines(
         except ProviderError as error:  # bfloat16: nothing on a CPU can run them
             logger.warning("the segment networks are not checked: %s", error)
         else:
-            found.append(("segments ", Engine(bundle, backend, SegmentedState), TOLERANCES[networks.weights]))
+            found.append(("segments ", Engine(bundle, backend), TOLERANCES[networks.weights]))
     return found
 
 

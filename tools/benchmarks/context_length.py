@@ -43,8 +43,8 @@ from harness.interleave import Goal, Seconds, Turn, goal_lines, summary, take_tu
 from harness.peer_case import check_logits
 
 from tide_export.formatting import table
-from tide_export.runtime.branched.sequence import ROOM
 from tide_export.runtime.engine import load
+from tide_export.runtime.sequence import ROOM
 
 FULL, MAY_EXIT, ALL_EXIT, LIMITED, WAITING, PEER = (
     "full depth",

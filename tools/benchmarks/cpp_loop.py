@@ -25,8 +25,9 @@ from typing import Any
 from harness.interleave import write_json
 
 from tide_export.formatting import table
-from tide_export.runtime.decoding.depth_rule import AnyBatch
+from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.sequence import Batch
 
 CASES: dict[str, dict[str, Any]] = {"full": {"mode": "full"}, "exit at 0.5": {"mode": "exit", "threshold": 0.5}}
 PYTHON, CPP, INSIDE = "Python", "C++", "inside ONNX Runtime"
@@ -77,7 +78,7 @@ class TimedEngine(Engine):
 
     clock: Clock
 
-    def start_batch(self, *arguments: Any) -> AnyBatch:
+    def start_batch(self, *arguments: Any) -> Batch:
         batch = super().start_batch(*arguments)
         setattr(batch, "step", self.clock.behind_the_first(batch.step))  # noqa: B010  mypy refuses methods
         return batch
@@ -86,14 +87,15 @@ class TimedEngine(Engine):
 def timed_engine(bundle: str, clock: Clock, most: int) -> Engine:
     """An engine of one thread, with its networks for `most` sequences open where that is more than one."""
     loaded = load(bundle, "cpu", threads=1, verify=False)
-    engine = TimedEngine(loaded.bundle, Timed(loaded._session, clock), threads=1)
+    assert isinstance(loaded.backend, BranchedBackend)
+    backend = BranchedBackend(loaded.bundle, Timed(loaded.backend.session, clock), threads=1)
+    engine = TimedEngine(loaded.bundle, backend)
     engine.clock = clock
     if most > 1:
-        assert engine._batch_networks is not None
-        opened = engine._batch_networks.sessions(most)
+        opened = backend.batch_networks.sessions(most)
         segments, skipped = (tuple(Timed(one, clock) for one in some) for some in (opened.segments, opened.skipped))
         timed = replace(opened, segments=segments, head=Timed(opened.head, clock), skipped=skipped)
-        engine._batch_networks._opened = timed
+        backend.batch_networks._opened = timed
     return engine
 
 

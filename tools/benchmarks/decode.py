@@ -38,7 +38,7 @@ from harness.interleave import Goal, Seconds, Turn, plot, rendered, summary, tak
 
 from tide_export.model.source import SourceModel
 from tide_export.runtime.engine import load
-from tide_export.runtime.onnxruntime import session
+from tide_export.runtime.onnxruntime import library
 
 
 def eager_turn(source: SourceModel, context: Sequence[int]) -> Turn:
@@ -104,7 +104,7 @@ GOALS = [
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     torch.set_num_threads(arguments.threads)
-    session.SPIN_MICROSECONDS = arguments.spin
+    library.SPIN_MICROSECONDS = arguments.spin
     recipe = recipe_of(
         arguments,
         weights=arguments.weights,
@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--block-size", type=int, help="of int8 and int4")
     parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
     parser.add_argument(
-        "--spin", type=int, default=session.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
+        "--spin", type=int, default=library.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
     )
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the PyTorch model out")

@@ -41,7 +41,7 @@ from matplotlib.figure import Figure
 from tide_export.bundle.manifest import EXACT
 from tide_export.formatting import table
 from tide_export.progress import stage
-from tide_export.runtime.decoding.continuous_batching import empty_batch
+from tide_export.runtime.branched.backend import empty_batch
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 from tide_export.runtime.tokenizer import BundleTokenizer

@@ -10,7 +10,7 @@ from tiny_model import HEAD_DIM, WIDTH, TinyModel
 
 from tide_export import names
 from tide_export.errors import GenerationError
-from tide_export.runtime.branched.sequence import SequenceState
+from tide_export.runtime.branched.sequence import BranchedSequence
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
 
@@ -102,13 +102,13 @@ def test_every_step_equals_the_plain_model(
         check_bookkeeping(state, result.segments_run, stop, max_pending)
 
 
-def check_bookkeeping(state: SequenceState, segments_run: int, total: int, max_pending: int) -> None:
+def check_bookkeeping(state: BranchedSequence, segments_run: int, total: int, max_pending: int) -> None:
     assert state.length == total
     assert state.lengths[:segments_run] == [total] * segments_run
     assert state.lengths == sorted(state.lengths, reverse=True)
     waiting = [state._binding._bound_inputs[names.pending(k)].shape() for k in (1, 2)]
-    assert waiting == [[1, count, WIDTH] for count in state.waiting]
-    assert max(state.waiting) <= max_pending
+    assert waiting == [[1, count, WIDTH] for count in state.pending]
+    assert max(state.pending) <= max_pending
 
 
 def test_several_new_tokens_at_once_in_the_middle(tiny: TinyModel, tiny_engine: Engine) -> None:
@@ -176,7 +176,7 @@ def test_a_graph_without_checkpoints(tmp_path: Path) -> None:
         result = state.step([token])
         np.testing.assert_allclose(result.logits, full.reference(ids, [])[0][t], atol=2e-5)
         assert (result.exit_layer, result.segments_run, result.scores.shape) == (6, 1, (0,))
-    assert (state.lengths, state.waiting) == ([20], [])
+    assert (state.lengths, state.pending) == ([20], [])
 
 
 # --- growth and limits -----------------------------------------------------------------------------------------------
@@ -263,20 +263,20 @@ def test_a_full_step_lets_nothing_exit_and_catches_up_with_logits_of_all_that_wa
     ids = random_ids(12, seed=8)
     state = tiny_engine.start([0.0, 0.0], max_pending=100)
     for token in ids[:-1]:
-        assert state.step([token], logits_to_keep=3).rows.shape == (1, 48)  # it left: its own logits alone
+        assert state.step([token], logits_to_keep=3).position_logits.shape == (1, 48)  # it left: its own logits alone
     result = state.step(ids[-1:], logits_to_keep=len(ids), full=True)
     assert (result.exit_layer, result.segments_run) == (6, 3)
-    np.testing.assert_allclose(result.rows, tiny.reference(ids, [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5)
-    np.testing.assert_array_equal(result.logits, result.rows[-1])
+    np.testing.assert_allclose(result.position_logits, tiny.reference(ids, [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5)
+    np.testing.assert_array_equal(result.logits, result.position_logits[-1])
     assert state.step([1]).exit_layer == 2  # the thresholds are what they were
 
 
 def test_no_more_logits_come_than_the_last_segment_had_tokens(tiny: TinyModel, tiny_engine: Engine) -> None:
     state = tiny_engine.start([NEVER_EXIT, NEVER_EXIT])
     np.testing.assert_allclose(
-        state.step([5, 6, 7], 9).rows, tiny.reference([5, 6, 7], [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5
+        state.step([5, 6, 7], 9).position_logits, tiny.reference([5, 6, 7], [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5
     )
-    assert state.step([8], 9).rows.shape == state.step([9]).rows.shape == (1, 48)
+    assert state.step([8], 9).position_logits.shape == state.step([9]).position_logits.shape == (1, 48)
 
 
 @pytest.mark.parametrize("keep", [0, 1, 4, 9, 14, 15])
@@ -306,7 +306,7 @@ def test_what_still_waits_after_a_rewind_is_memory_of_its_own(tiny_engine: Engin
     state.step(random_ids(40, seed=11))
     before = state._pending[0].data_ptr()
     state.rewind(30)
-    assert state.waiting == [30, 0]
+    assert state.pending == [30, 0]
     assert state._pending[0].data_ptr() != before
 
 

@@ -14,27 +14,27 @@ def known(text: list[int], min_match: int = 1, most: int = 8) -> PromptLookup:
 
 def test_what_followed_the_longest_and_latest_match_is_guessed() -> None:
     lookup = known([1, 2, 3, 9, 2, 3, 8, 7, 7, 1, 2, 3])
-    assert lookup.guess([], 3) == [9, 2, 3]  # behind 1 2 3, though 2 3 stood elsewhere later
-    assert known([1, 2, 5, 0, 1, 2, 6, 0, 1, 2]).guess([], 2) == [6, 0]  # the latest of equals
+    assert lookup.draft([], 3) == [9, 2, 3]  # behind 1 2 3, though 2 3 stood elsewhere later
+    assert known([1, 2, 5, 0, 1, 2, 6, 0, 1, 2]).draft([], 2) == [6, 0]  # the latest of equals
 
 
 def test_a_match_must_be_long_enough() -> None:
     text = [4, 5, 6, 7, 0, 5]
-    assert known(text, min_match=1).guess([], 2) == [6, 7]
-    assert known(text, min_match=2).guess([], 2) == []
-    assert known([1, 2], min_match=1).guess([], 2) == []
+    assert known(text, min_match=1).draft([], 2) == [6, 7]
+    assert known(text, min_match=2).draft([], 2) == []
+    assert known([1, 2], min_match=1).draft([], 2) == []
 
 
 def test_drafts_belong_to_the_text_that_is_looked_for() -> None:
     lookup = known([1, 2, 3, 4, 5, 0, 1], min_match=2)
-    assert lookup.guess([], 3) == []  # 0 1 is new
-    assert lookup.guess([2], 3) == [3, 4, 5]
-    assert lookup.guess([2, 3], 9) == [4, 5, 0, 1, 2, 3, 4, 5]  # and the end goes on as it does from there
+    assert lookup.draft([], 3) == []  # 0 1 is new
+    assert lookup.draft([2], 3) == [3, 4, 5]
+    assert lookup.draft([2, 3], 9) == [4, 5, 0, 1, 2, 3, 4, 5]  # and the end goes on as it does from there
 
 
 def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
-    assert known([1, 2, 3, 1, 2, 3, 1]).guess([], 7) == [2, 3, 1, 2, 3, 1, 2]
-    assert known([5, 5, 5]).guess([], 4) == [5, 5, 5, 5]
+    assert known([1, 2, 3, 1, 2, 3, 1]).draft([], 7) == [2, 3, 1, 2, 3, 1, 2]
+    assert known([5, 5, 5]).draft([], 4) == [5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -49,7 +49,7 @@ def test_it_finds_what_a_search_through_the_text_finds(seed: int) -> None:
             period = text[ends[-1] :]
             expected = [period[i % len(period)] for i in range(5)]
             break
-    assert lookup.guess([], 5) == expected
+    assert lookup.draft([], 5) == expected
 
 
 def test_length_follows_success() -> None:
@@ -58,13 +58,13 @@ def test_length_follows_success() -> None:
     assert next_length(1, 8, 1, 1) == 2
     assert next_length(4, 8, 4, 2) == 3
     lookup = known([1, 1, 1, 1])
-    assert len(lookup.guess([], 20)) == 8
-    lookup.learn(8, 0)
-    assert lookup.guess([], 20) == [1]
-    lookup.learn(1, 1)
-    assert lookup.guess([], 20) == [1, 1]
+    assert len(lookup.draft([], 20)) == 8
+    lookup.update(8, 0)
+    assert lookup.draft([], 20) == [1]
+    lookup.update(1, 1)
+    assert lookup.draft([], 20) == [1, 1]
 
 
 def test_nothing_is_guessed_where_nothing_may_be() -> None:
-    assert known([1, 1, 1]).guess([], 0) == []
-    assert known([1, 1, 1], most=0).guess([], 5) == []
+    assert known([1, 1, 1]).draft([], 0) == []
+    assert known([1, 1, 1], max_tokens=0).draft([], 5) == []

@@ -17,7 +17,7 @@ from tide_export.runtime.decoding.decoder import OneByOne
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.packed.batch import Batch
+from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 CHECKPOINTS = (3, 6, 9)
@@ -77,13 +77,12 @@ def test_a_lone_row_goes_deep_by_itself(engine: Engine, prompts: list[list[int]]
     first, *_ = engine.manifest.checkpoints
     seen: dict[float, list[list[int]]] = {}
     for share in (0.0, 1.0):
-        assert engine._batch_networks is not None
-        batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, 16, share)
+        batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, 16, share)
         places = [batch.join() for _ in range(4)]
         batch.step(dict(zip(places, prompts, strict=False)))
         batch._thresholds[:] = -1.0  # everyone leaves at the first checkpoint ...
         batch.step({place: [5] for place in places[:2]})
-        assert [batch.rows[place].lengths[0] - batch.rows[place].lengths[1] for place in places] == [1, 1, 0, 0]
+        assert [batch.sequences[place].pending[0] for place in places] == [1, 1, 0, 0]
         runs: list[list[int]] = []
         for segment in batch._segments[1:]:
             _record(segment, runs)
@@ -91,7 +90,8 @@ def test_a_lone_row_goes_deep_by_itself(engine: Engine, prompts: list[list[int]]
         results = batch.step({places[0]: [6], places[2]: [7], places[3]: [8]})
         assert {result.exit_layer for result in results.values()} == {first}
         seen[share] = runs
-        assert batch.rows[places[1]].lengths == [len(prompts[1]) + 1, *[len(prompts[1])] * 3], "it was not in the step"
+        idle = batch.sequences[places[1]].lengths
+        assert idle == [len(prompts[1]) + 1, *[len(prompts[1])] * 3], "it was not in the step"
     assert seen[1.0] == [[places[0]]] * 3
     assert seen[0.0] == [sorted([places[0], places[2], places[3]])] * 3
 
@@ -129,18 +129,17 @@ def test_sequences_end_one_by_one(engine: Engine, prompts: list[list[int]]) -> N
 
 def test_more_prompts_than_places(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
     """As a sequence ends the next takes its place; and long prompts wait for a step of their own."""
-    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 60)
-    assert engine._batch_networks is not None
-    sessions = engine._batch_networks._open(4)
-    batch = Batch(sessions, engine.manifest, mixed, 4, 1.0)
+    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 60)
+    sessions = engine.backend.batch_networks._open(4)
+    batch = PackedBatch(sessions, engine.manifest, mixed, 4, 1.0)
     wanted = prompts + prompts[::-1]
     many = [np.array(prompt) for prompt in wanted]
     stop = frozenset(alone(engine, prompts[:1], threshold=mixed, max_pending=4, stop_token_ids=[])[0].tokens[3:5])
     decoders = [lambda row: OneByOne(Sampler(), (*CHECKPOINTS, 12))] * 10
     found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, stop)
     assert same(found, alone(engine, wanted, threshold=mixed, max_pending=4, stop_token_ids=list(stop)))
-    assert batch.free == 4
-    assert not batch.rows
+    assert batch.free_slots == 4
+    assert not batch.sequences
 
 
 def test_the_context_s_end(engine: Engine, demo_text_ids: list[int]) -> None:
@@ -155,7 +154,7 @@ def test_the_context_s_end(engine: Engine, demo_text_ids: list[int]) -> None:
 
 
 def test_kv_buffers_grow(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
-    monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)
+    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
     found = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, threshold=mixed)
     assert same(found, alone(engine, prompts, threshold=mixed))
 
@@ -215,4 +214,4 @@ def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
 def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
     bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
     with pytest.raises(GenerationError, match="propagates"):
-        Engine(bundle, engine._session).generate([[5], [6]], max_new_tokens=2, mode="lossless")
+        Engine(bundle, engine.backend).generate([[5], [6]], max_new_tokens=2, mode="lossless")

@@ -9,14 +9,15 @@ import pytest
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.errors import GenerationError
-from tide_export.runtime.branched.sequence import NO_LIMIT
+from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.decoding import continuous_batching as batch_generate
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.session import import_onnxruntime
-from tide_export.runtime.packed.batch import Batch
-from tide_export.runtime.packed.row import Row
+from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.packed.segment import SegmentRun
+from tide_export.runtime.packed.sequence import PackedSequence
+from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 LENGTHS = (1, 37, 90, 2, 18, 60)
@@ -102,46 +103,44 @@ def test_who_comes_along_is_verified_at_once(
     engine: Engine, prompts: list[list[int]], full: list[list[int]], share: float
 ) -> None:
     """One sequence asks for full depth while the other, which has a draft waiting, would make the next."""
-    assert engine._batch_networks is not None
-    batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [ALWAYS] * 3, NO_LIMIT, share)
+    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [ALWAYS] * 3, NO_LIMIT, share)
     one, other = batch.join(), batch.join()
     first = batch.step({one: prompts[1], other: prompts[2]}, {one: 1, other: 1}, [one, other])
     known = {place: int(result.logits.argmax()) for place, result in first.items()}
     assert known == {one: full[1][0], other: full[2][0]}
     drafted = batch.step({other: [known[other]]}, {other: 1})[other]
-    assert (drafted.exit_layer, drafted.segments_run, len(drafted.rows)) == (3, 1, 1)
+    assert (drafted.exit_layer, drafted.segments_run, len(drafted.position_logits)) == (3, 1, 1)
     draft = [int(drafted.logits.argmax())]
     result = batch.step({one: [known[one]], other: draft}, {one: 1, other: 2}, [one])
     assert result[one].exit_layer == 12
-    assert result[one].rows.argmax(-1).tolist() == [full[1][1]]
+    assert result[one].position_logits.argmax(-1).tolist() == [full[1][1]]
     own = result[other]
     if share == 1.0:
-        assert (own.exit_layer, own.segments_run, len(own.rows)) == (3, 1, 1)
+        assert (own.exit_layer, own.segments_run, len(own.position_logits)) == (3, 1, 1)
         own = batch.step({other: [5]}, {other: 3}, [other])[other]  # its own decision: all that waits
         assert own.exit_layer == 12
-        assert len(own.rows) == 3
+        assert len(own.position_logits) == 3
     else:
-        assert (own.exit_layer, own.segments_run, len(own.rows)) == (12, 4, 2)
-    assert int(own.rows[0].argmax()) == full[2][1]
+        assert (own.exit_layer, own.segments_run, len(own.position_logits)) == (12, 4, 2)
+    assert int(own.position_logits[0].argmax()) == full[2][1]
     alone = engine.start([NEVER_EXIT] * 3)
-    rows = alone.step([*prompts[2], known[other], *draft], logits_to_keep=2).rows
-    np.testing.assert_allclose(own.rows[:2], rows, atol=1e-4)
+    rows = alone.step([*prompts[2], known[other], *draft], logits_to_keep=2).position_logits
+    np.testing.assert_allclose(own.position_logits[:2], rows, atol=1e-4)
     # And back again: what the buffers hold beyond is written over.
-    batch.rows[other].rewind(len(prompts[2]) + 1)
+    batch.sequences[other].rewind(len(prompts[2]) + 1)
     again = batch.step({other: full[2][1:4]}, {other: 3}, [other])[other]
-    assert again.rows.argmax(-1).tolist() == full[2][2:5]
+    assert again.position_logits.argmax(-1).tolist() == full[2][2:5]
 
 
 def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts: list[list[int]]) -> None:
     """Asked for more, it must not be given its neighbour's."""
-    assert engine._batch_networks is not None
-    batch = Batch(engine._batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, NO_LIMIT, 1.0)
+    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, NO_LIMIT, 1.0)
     one, other = batch.join(), batch.join()
     result = batch.step({one: prompts[1], other: prompts[3]}, {one: 1, other: 9}, [one, other])
     assert len(prompts[3]) == 2
-    expected = engine.start([NEVER_EXIT] * 3).step(prompts[3], logits_to_keep=9).rows
-    np.testing.assert_allclose(result[other].rows, expected, atol=1e-4)
-    assert len(result[one].rows) == 1
+    expected = engine.start([NEVER_EXIT] * 3).step(prompts[3], logits_to_keep=9).position_logits
+    np.testing.assert_allclose(result[other].position_logits, expected, atol=1e-4)
+    assert len(result[one].position_logits) == 1
 
 
 def test_coming_along_saves_steps(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
@@ -217,10 +216,9 @@ def test_the_context_is_filled_to_its_last_place(
     """Contexts that end at many places of a block, each with another sequence that goes on a little."""
     for room in (0, 1, 2, 5, 8):
         model = replace(engine.manifest.model, context_length=LENGTHS[1] + room)
-        short = Engine(
-            replace(engine.bundle, manifest=replace(engine.manifest, model=model)), engine._session, threads=1
-        )
-        short._batch_networks = engine._batch_networks
+        bundle = replace(engine.bundle, manifest=replace(engine.manifest, model=model))
+        short = Engine(bundle, BranchedBackend(bundle, engine.backend.session, threads=1))
+        short.backend.batch_networks = engine.backend.batch_networks
         one, other = short.generate(
             [prompts[1], prompts[0]],
             max_new_tokens=15,
@@ -238,14 +236,13 @@ def test_more_prompts_than_places(
     engine: Engine, prompts: list[list[int]], full: list[list[int]], mixed: list[float], monkeypatch
 ) -> None:
     """A prompt takes the place of a sequence that ended while the others draft and verify; its rewinds are its own."""
-    monkeypatch.setattr("tide_export.runtime.engine.MAX_BATCH_SIZE", 2)
-    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 160)
-    monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)  # buffers grow, too
+    monkeypatch.setattr("tide_export.runtime.branched.backend.MAX_BATCH_SIZE", 2)
+    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 160)
+    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # buffers grow, too
     places: list[int] = []
-    join = Batch.join
-    assert engine._batch_networks is not None
-    monkeypatch.setattr(engine._batch_networks, "_opened", engine._batch_networks._open(4))
-    monkeypatch.setattr(Batch, "join", lambda batch: places.append(batch.free) or join(batch))
+    join = PackedBatch.join
+    monkeypatch.setattr(engine.backend.batch_networks, "_opened", engine.backend.batch_networks._open(4))
+    monkeypatch.setattr(PackedBatch, "join", lambda batch: places.append(batch.free_slots) or join(batch))
     found = engine.generate(
         prompts + prompts[::-1], max_new_tokens=NEW_TOKENS, mode="lossless", threshold=mixed, stop_token_ids=[]
     )
@@ -256,7 +253,6 @@ def test_more_prompts_than_places(
 
 def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]], full: list[list[int]]) -> None:
     never = engine.drafting_as(Drafting((1.0,) * 3, 0, 0, 1, {}))
-    never._batch_networks = engine._batch_networks
     found = never.generate(prompts[:2], max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full[:2]
     assert not any(one.stats.drafted for one in found)
@@ -264,15 +260,15 @@ def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]],
 
 def test_a_row_forgets_what_waits_too() -> None:
     model = SimpleNamespace(kv_shapes=[(1, 4)] * 3, context_length=None, hidden_size=2)
-    row = Row(import_onnxruntime(), SimpleNamespace(model=model, segment_sizes=(1, 1, 1)))
+    row = PackedSequence(import_onnxruntime(), SimpleNamespace(model=model, segment_sizes=(1, 1, 1)))
     row.lengths = [9, 7, 4]
-    row.waiting = [np.zeros((n, 2), np.float32) + np.arange(n)[:, None] for n in (0, 2, 3)]
+    row.pending_states = [np.zeros((n, 2), np.float32) + np.arange(n)[:, None] for n in (0, 2, 3)]
     with pytest.raises(GenerationError, match="cannot be rewound to 10"):
         row.rewind(10)
     row.rewind(8)
-    assert (row.lengths, [len(waits) for waits in row.waiting]) == ([8, 7, 4], [0, 1, 3])
+    assert (row.lengths, [len(waits) for waits in row.pending_states]) == ([8, 7, 4], [0, 1, 3])
     row.rewind(6)
-    assert (row.lengths, [len(waits) for waits in row.waiting]) == ([6, 6, 4], [0, 0, 2])
-    assert row.waiting[2][:, 0].tolist() == [0, 1]
+    assert (row.lengths, [len(waits) for waits in row.pending_states]) == ([6, 6, 4], [0, 0, 2])
+    assert row.pending_states[2][:, 0].tolist() == [0, 1]
     row.rewind(3)
-    assert (row.lengths, [len(waits) for waits in row.waiting]) == ([3, 3, 3], [0, 0, 0])
+    assert (row.lengths, [len(waits) for waits in row.pending_states]) == ([3, 3, 3], [0, 0, 0])

@@ -12,8 +12,8 @@ from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
+from tide_export.runtime.branched.backend import empty_batch
 from tide_export.runtime.decoding import continuous_batching as batch_generate
-from tide_export.runtime.decoding.continuous_batching import empty_batch
 from tide_export.runtime.decoding.decoder import OneByOne
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
@@ -55,10 +55,9 @@ def test_a_list_is_as_one_by_one(engine: Engine, prompts: list[list[int]], mixed
 def test_sequences_join_as_others_end(
     engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch
 ) -> None:
-    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 60)
-    monkeypatch.setattr("tide_export.runtime.packed.row.ROOM", 0)  # and their buffers grow
-    assert engine._batch_networks is not None
-    batch = empty_batch(engine._batch_networks._open(4), engine.manifest, mixed, 16, 1.0)
+    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 60)
+    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # and their buffers grow
+    batch = empty_batch(engine.backend.batch_networks._open(4), engine.manifest, mixed, 16, 1.0)
     assert isinstance(batch, PropagatingBatch)
     wanted = prompts + prompts[::-1]
     stop = alone(engine, prompts[:1], threshold=mixed, min_layers=0, stop_token_ids=[])[0].tokens[3:5]
@@ -68,13 +67,12 @@ def test_sequences_join_as_others_end(
     decoders = [lambda row: OneByOne(Sampler(), (3, 6, 9, 12)) for _ in wanted]
     found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, frozenset(stop))
     assert same(found, expected)
-    assert not batch.rows
+    assert not batch.sequences
 
 
 def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]]) -> None:
     """A first step, and one of several tokens; beside them a sequence that leaves as soon as it may."""
-    assert engine._batch_networks is not None
-    batch = PropagatingBatch(engine._batch_networks.sessions(4), engine.manifest, [0.0] * 3)
+    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [0.0] * 3)
     states = {batch.join(): engine.start([0.0] * 3) for _ in range(3)}
     one, two, three = sorted(states)
     for feeds in (
@@ -90,8 +88,8 @@ def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]])
             assert found.exit_layer == expected.exit_layer == (12 if len(ids) > 1 or states[place].length == 1 else 3)
             assert found.segments_run == expected.segments_run
             assert np.abs(found.logits - expected.logits).max() < 1e-4
-            assert batch.rows[place].computed == states[place].computed
-            assert batch.rows[place].lengths == states[place].lengths
+            assert batch.sequences[place].computed == states[place].computed
+            assert batch.sequences[place].lengths == states[place].lengths
 
 
 def test_there_is_nothing_to_choose(engine: Engine) -> None:

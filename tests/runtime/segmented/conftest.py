@@ -16,7 +16,6 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.segmented import cuda
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.sequence import SegmentedState
 from tide_export.verify.export_gate import dividing_thresholds
 
 
@@ -32,7 +31,7 @@ def backend(opened: Bundle) -> SegmentBackend:
 
 @pytest.fixture(scope="session")
 def segmented(opened: Bundle, backend: SegmentBackend) -> Engine:
-    return Engine(opened, backend, SegmentedState)
+    return Engine(opened, backend)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
 
 @pytest.fixture
 def on_fake_gpu(opened: Bundle, backend: SegmentBackend, fake: FakeCudart) -> Engine:
-    return Engine(opened, FakeGpu(backend, fake).backend(opened.manifest), SegmentedState)
+    return Engine(opened, FakeGpu(backend, fake).backend(opened.manifest))
 
 
 @pytest.fixture(scope="session")
@@ -60,4 +59,4 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, l
 @pytest.fixture
 def fake_gpu(engines, fake: FakeCudart) -> Engine:
     _, networks, _ = engines
-    return Engine(networks.bundle, FakeGpu(networks._session, fake).backend(networks.manifest), SegmentedState)
+    return Engine(networks.bundle, FakeGpu(networks.backend, fake).backend(networks.manifest))

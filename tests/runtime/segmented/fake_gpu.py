@@ -30,11 +30,11 @@ class FakeGpu:
     def __init__(self, backend: SegmentBackend, fake: FakeCudart) -> None:
         self.real, self.fake = backend, fake
 
-    def open_lane(self):
-        _, networks = self.real._open_lane()
+    def open_device(self):
+        _, networks = self.real._open_device()
         return cuda.CudaDevice(), {name: QueuedNetwork(network, self.fake) for name, network in networks.items()}
 
     def backend(self, manifest: Manifest) -> SegmentBackend:
         # So that longer steps are run in parts, and the head over a batch too.
         short = replace(self.real._info, max_tokens=16, max_logits=2, max_batch_size=3, max_slot_tokens=5)
-        return SegmentBackend(manifest, short, self.real.specs, self.open_lane)
+        return SegmentBackend(manifest, short, self.real.specs, self.open_device)

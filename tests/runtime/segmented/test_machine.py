@@ -41,7 +41,7 @@ def compare(one: Engine, other: Engine, steps: list[list[int]], thresholds: list
         np.testing.assert_allclose(b.scores, a.scores, atol=1e-5)
         assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
         assert second.lengths == first.lengths
-        assert second.waiting == first.waiting
+        assert second.pending == first.pending
         exits.add(a.exit_layer)
     return exits
 
@@ -86,15 +86,15 @@ def test_drafts_are_verified_and_undone_as_on_the_branched_graph(request, branch
         full, keep = number % 4 == 3, 1 + number % 3 * 20
         a, b = one.step(ids, logits_to_keep=keep, full=full), other.step(ids, logits_to_keep=keep, full=full)
         assert (b.exit_layer, b.segments_run) == (a.exit_layer, a.segments_run)
-        assert b.rows.shape[0] == min(a.rows.shape[0], keep)
-        np.testing.assert_allclose(b.rows, a.rows[-b.rows.shape[0] :], atol=1e-3)
+        assert b.position_logits.shape[0] == min(a.position_logits.shape[0], keep)
+        np.testing.assert_allclose(b.position_logits, a.position_logits[-b.position_logits.shape[0] :], atol=1e-3)
         at += size
         if number % 5 == 4:
             at -= 4
             one.rewind(at)
             other.rewind(at)
         assert other.lengths == one.lengths
-        assert other.waiting == one.waiting
+        assert other.pending == one.pending
     for length in (-1, at + 1):
         with pytest.raises(GenerationError, match=f"{at} tokens cannot be rewound to {length}"):
             other.rewind(length)
@@ -126,18 +126,18 @@ def test_generation_and_its_statistics_are_the_same(branched, segmented, demo_te
         assert b.stats.layer_tokens_run == a.stats.layer_tokens_run
 
 
-def test_a_lane_is_used_again_by_the_next_sequence_and_by_no_other(segmented, backend, demo_text_ids) -> None:
+def test_buffers_are_used_again_by_the_next_sequence_and_by_no_other(segmented, backend, demo_text_ids) -> None:
     alone = segmented.generate(demo_text_ids[:20], max_new_tokens=12, threshold=0.5).tokens
     gc.collect()
-    free = len(backend._free)
+    free = len(backend._idle)
     first, second = segmented.start([0.5] * 3), segmented.start([0.5] * 3)
-    assert first._lane is not second._lane
-    first.step(demo_text_ids[100:150])  # leaves its K/V behind in the lane
-    lane = first._lane
+    assert first._buffers is not second._buffers
+    first.step(demo_text_ids[100:150])  # leaves its K/V in the buffers
+    buffers = first._buffers
     del first
     gc.collect()
-    assert lane in backend._free
-    assert len(backend._free) >= free - 1
+    assert buffers in backend._idle
+    assert len(backend._idle) >= free - 1
     results: dict[int, list[int]] = {}
 
     def work(number: int) -> None:
@@ -160,18 +160,18 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, device: st
     overflown = engine.start([0.5] * 3)
     for count in (50, 5, 1):
         overflown.step(demo_text_ids[100 : 100 + count])
-    lane = overflown._lane
-    lane._device.synchronize()
+    buffers = overflown._buffers
+    buffers._device.synchronize()
     for k in range(4):
-        for kv in kv_buffers(lane._specs[names.segment(k)]):
+        for kv in kv_buffers(buffers._specs[names.segment(k)]):
             for head in range(kv.heads):
-                fill_with_nan(lane._fixed[k][kv.name] + head * kv.capacity * kv.size, lane._written[k] * kv.size)
-    for buffer in lane._waiting:
+                fill_with_nan(buffers._fixed[k][kv.name] + head * kv.capacity * kv.size, buffers._written[k] * kv.size)
+    for buffer in buffers._pending:
         fill_with_nan(buffer.address, buffer.size)
     del overflown
     gc.collect()
     following = engine.start([-1.0] * 3, max_pending=8)
-    assert following._lane is lane
+    assert following._buffers is buffers
     for token in demo_text_ids[:2]:
         following.step([token])
     assert np.isfinite(following.step([7], full=True).logits).all()  # over three tokens, padded to four
@@ -209,5 +209,5 @@ def test_too_little_memory_is_one_sentence(on_fake_gpu: Engine, fake: FakeCudart
 
 
 @pytest.mark.parametrize(("rows", "needed", "wanted"), [(32, 1, 32), (32, 32, 32), (32, 33, 64), (32, 200, 200)])
-def test_waiting_rows_at_least_double(rows: int, needed: int, wanted: int) -> None:
+def test_pending_buffers_at_least_double(rows: int, needed: int, wanted: int) -> None:
     assert grown(rows, needed) == wanted

@@ -47,13 +47,13 @@ def test_everything_is_run_once_and_nothing_beyond_the_end() -> None:
         done = dict.fromkeys(counts, 0)
         written = list(lengths)  # what must not be written over any more
         for run in runs_over(counts, lengths, INFO):
-            assert run.tokens * run.rows <= INFO.max_tokens
-            assert run.rows == 1 or run.tokens <= INFO.max_slot_tokens
+            assert run.tokens * run.slots <= INFO.max_tokens
+            assert run.slots == 1 or run.tokens <= INFO.max_slot_tokens
             for place in range(run.start, run.stop):
-                begin = lengths[place] + (run.first if place in run.places else 0)
+                begin = lengths[place] + (run.first if place in run.active else 0)
                 assert begin + run.tokens <= INFO.capacity
                 assert begin >= written[place]
-            for place in run.places:
+            for place in run.active:
                 assert run.first == done[place]
                 done[place] = min(counts[place], run.first + run.tokens)
                 written[place] = lengths[place] + done[place]

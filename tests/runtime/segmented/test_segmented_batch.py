@@ -16,9 +16,8 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.decoding import continuous_batching as batch_generate
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine, decoder_of
-from tide_export.runtime.segmented import batch_memory as batch_lane
-from tide_export.runtime.segmented.batch import SegmentedBatch
-from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.runtime.segmented import batch_memory
+from tide_export.runtime.sequence import Batch
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
@@ -79,14 +78,14 @@ def test_a_recording_device_gives_the_same(engines, fake_gpu: Engine, fake: Fake
     room for few graphs, so that they are thrown away and made again."""
     graph, _, thresholds = engines
     for most, max_pending in ((5, 4), (256, 1)):
-        monkeypatch.setattr("tide_export.runtime.segmented.cuda.MOST_GRAPHS", most)
+        monkeypatch.setattr("tide_export.runtime.segmented.cuda.MAX_GRAPHS", most)
         options = {"threshold": thresholds, "max_pending": max_pending}
         before = fake.launches
         together = fake_gpu.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_token_ids=[], min_layers=0, **options)
         assert_same(together, one_by_one(graph, PROMPTS, **options))
         assert fake.launches - before > 2 * NEW_TOKENS
-        (lane,) = fake_gpu._session._free_batches
-        assert len(lane._device._graphs) <= most
+        (buffers,) = fake_gpu.backend._idle_batches
+        assert len(buffers._device._graphs) <= most
         gc.collect()
 
 
@@ -97,7 +96,7 @@ class Alone:
         self.start: Callable = lambda: engine.start(thresholds, max_pending)
         self.states: dict[int, object] = {}
 
-    def check(self, batch: SegmentedBatch, new: dict[int, list[int]], own: bool) -> None:
+    def check(self, batch: Batch, new: dict[int, list[int]], own: bool) -> None:
         results = batch.step(new)
         assert set(results) == set(new)
         for place, result in results.items():
@@ -106,7 +105,7 @@ class Alone:
             assert result.exit_layer == expected.exit_layer
             if own:  # nobody came along who could have waited
                 assert result.segments_run == expected.segments_run
-                assert batch.rows[place].lengths == self.states[place].lengths
+                assert batch.sequences[place].lengths == self.states[place].lengths
 
 
 @pytest.mark.parametrize("device", ["host", "fake GPU"])
@@ -119,27 +118,27 @@ def test_steps_of_any_sequences_and_any_sizes(request, engines, device: str, max
     context = networks.manifest.model.context_length
     assert context == 256
     random, share = np.random.default_rng(max_pending), float(max_pending % 2)
-    batch = SegmentedBatch(engine._session, engine.manifest, thresholds, max_pending, share, PLACES)
+    batch = engine.start_batch(thresholds, max_pending, share, PLACES)
     alone, ended = Alone(graph, thresholds, max_pending), 0
     for number in range(80):
-        if batch.free and (number % 4 == 0 or not batch.rows):
+        if batch.free_slots and (number % 4 == 0 or not batch.sequences):
             place = batch.join()
             alone.states[place] = alone.start()
             ids = random.integers(3, 500, int(random.choice([1, 20, 150, 250]))).tolist()
             alone.check(batch, {place: ids}, own=True)
         new = {}
-        for place in batch.rows:
+        for place in batch.sequences:
             room = context - alone.states[place].length
             if room and random.random() < 0.7:
                 size = 1 if random.random() < 0.6 else int(random.integers(1, 31))
                 new[place] = random.integers(3, 500, min(size, room)).tolist()
         if new:
             alone.check(batch, new, own=share == 1)
-        full = [place for place in batch.rows if alone.states[place].length == context]
-        for place in batch.rows:
+        full = [place for place in batch.sequences if alone.states[place].length == context]
+        for place in batch.sequences:
             length = alone.states[place].length
             if length > 8 and place not in full and random.random() < 0.1:
-                for one in (batch.rows[place], alone.states[place]):
+                for one in (batch.sequences[place], alone.states[place]):
                     one.rewind(length - number % 5 - 1)
         for place in full if number % 3 == 0 else ():  # for a while they are idle, without room for padding
             batch.leave(place)
@@ -159,24 +158,24 @@ def test_the_context_is_the_end_of_one_and_a_failed_step_changes_nothing(engines
     batch = networks.start_batch(thresholds, 4, 1.0, 2)
     first, second = batch.join(), batch.join()
     batch.step({first: [5], second: long})
-    before = [list(batch.rows[place].lengths) for place in (first, second)]
+    before = [list(batch.sequences[place].lengths) for place in (first, second)]
     with pytest.raises(GenerationError, match="the sequence would have 257 tokens but the model's context holds 256"):
         batch.step({first: [6], second: [1, 2, 3, 4]})
     with pytest.raises(GenerationError, match="at least one token"):
         batch.step({first: [6], second: []})
-    assert [batch.rows[place].lengths for place in (first, second)] == before
+    assert [batch.sequences[place].lengths for place in (first, second)] == before
 
 
 def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(engines, monkeypatch) -> None:
     _, networks, _ = engines
     runs: list[tuple[int, tuple[int, ...]]] = []
-    launch = batch_lane.BatchLane._launch
+    launch = batch_memory.BatchBuffers._launch
     monkeypatch.setattr(
-        batch_lane.BatchLane,
+        batch_memory.BatchBuffers,
         "_launch",
-        lambda lane, k, run, *rest: (runs.append((k, run.places)), launch(lane, k, run, *rest)),
+        lambda buffers, k, run, *rest: (runs.append((k, run.places)), launch(buffers, k, run, *rest)),
     )
-    batch = SegmentedBatch(networks._session, networks.manifest, [NEVER_EXIT, NEVER_EXIT], 4, 1.0, PLACES)
+    batch = networks.start_batch([NEVER_EXIT, NEVER_EXIT], 4, 1.0, PLACES)
     places = [batch.join() for _ in range(PLACES)]
     batch.step({place: [5] for place in places})
     assert runs == [(0, (0, 1, 2)), (1, (0, 1, 2)), (2, (0, 1, 2))]
@@ -191,33 +190,33 @@ def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(en
 
 def test_more_prompts_than_places_and_long_ones_by_themselves(engines, monkeypatch) -> None:
     graph, networks, thresholds = engines
-    monkeypatch.setattr(batch_generate, "PROMPT_TOKENS", 20)
+    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 20)
     batch = networks.start_batch(thresholds, 4, 1.0, 2)
     wanted = [*PROMPTS, *PROMPTS[::-1]]
     many, stop = [np.array(prompt) for prompt in wanted], frozenset()
     decoders = [partial(decoder_of, networks.manifest, Sampler(), stop, None)] * 10
     found = batch_generate.generate_batch(batch, networks.manifest, many, decoders, NEW_TOKENS, stop)
     assert_same(found, one_by_one(graph, wanted, threshold=thresholds, max_pending=4))
-    assert batch.free == 2
-    assert not batch.rows
+    assert batch.free_slots == 2
+    assert not batch.sequences
 
 
-def test_a_lane_serves_the_next_batch_and_a_larger_one_takes_its_place(engines) -> None:
+def test_buffers_serve_the_next_batch_and_larger_ones_replace_them(engines) -> None:
     _, networks, thresholds = engines
-    backend = networks._session
-    backend._free_batches.clear()
+    backend = networks.backend
+    backend._idle_batches.clear()
     options = {"threshold": thresholds, "min_layers": 0}
     networks.generate([[5], [6]], max_new_tokens=4, **options)
     gc.collect()
-    (small,) = backend._free_batches
-    assert small.rows == 2
+    (small,) = backend._idle_batches
+    assert small.slots == 2
     networks.generate([[5], [6], [7]], max_new_tokens=4, **options)
     gc.collect()
-    (large,) = backend._free_batches
-    assert large.rows == 3
+    (large,) = backend._idle_batches
+    assert large.slots == 3
     networks.generate([[5], [6]], max_new_tokens=4, **options)
     gc.collect()
-    assert backend._free_batches == [large]
+    assert backend._idle_batches == [large]
 
 
 @pytest.mark.parametrize("device", ["host", "fake_gpu"])
@@ -226,26 +225,26 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, engines, d
     _, networks, thresholds = engines
     engine = networks if device == "host" else request.getfixturevalue(device)
     options = {"threshold": thresholds, "min_layers": 0, "max_pending": 3}
-    engine._session._free_batches.clear()
+    engine.backend._idle_batches.clear()
     alone = engine.generate(PROMPTS[:3], max_new_tokens=NEW_TOKENS, **options)
     gc.collect()
-    (lane,) = engine._session._free_batches
+    (buffers,) = engine.backend._idle_batches
 
     def overflow(places: Sequence[int]) -> None:
-        lane._device.synchronize()
+        buffers._device.synchronize()
         for place in places:
-            for kv, buffer in (entry for past in lane._past for entry in past):
+            for kv, buffer in (entry for past in buffers._past for entry in past):
                 for head in range(kv.heads):
                     start = buffer.address + place * kv.bytes + head * kv.capacity * kv.size
-                    ctypes.memset(start, 0xFF, lane._written[place] * kv.size)
-            for k, row in enumerate(lane._row[1:], 1):
-                ctypes.memset(lane._door(k, place), 0xFF, lane._waiting_tokens * row)
-        ctypes.memset(lane._entry.address, 0xFF, lane._entry.size)
+                    ctypes.memset(start, 0xFF, buffers._written[place] * kv.size)
+            for k, row in enumerate(buffers._state_size[1:], 1):
+                ctypes.memset(buffers._pending_address(k, place), 0xFF, buffers._pending_capacity * row)
+        ctypes.memset(buffers._entry.address, 0xFF, buffers._entry.size)
 
-    assert all(lane._written)
-    overflow(range(lane.rows))
+    assert all(buffers._written)
+    overflow(range(buffers.slots))
     batch = engine.start_batch([-1.0] * len(thresholds), 8, 1.0, 3)
-    assert batch._lane is lane
+    assert batch._buffers is buffers
 
     def step(new: dict[int, list[int]], full: Sequence[int] = ()) -> None:
         assert all(np.isfinite(result.logits).all() for result in batch.step(new, full=full).values())
@@ -268,9 +267,9 @@ def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCu
     fake.limit = 1 << 18
     with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
         fake_gpu.generate([[5], [6]], max_new_tokens=4)
-    backend = networks._session
+    backend = networks.backend
     alone = type(backend)(
-        networks.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_lane
+        networks.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device
     )
     with pytest.raises(GenerationError, match=r"take one sequence at a time .* or use provider 'cpu'"):
-        Engine(networks.bundle, alone, SegmentedState).generate([[5], [6]], max_new_tokens=4)
+        Engine(networks.bundle, alone).generate([[5], [6]], max_new_tokens=4)

@@ -11,14 +11,13 @@ from fake_cudart import FakeCudart
 from families import LAYERS
 
 from tide_export.bundle.manifest import Drafting
-from tide_export.runtime.branched.sequence import NO_LIMIT, State
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.batch import SegmentedBatch
-from tide_export.runtime.segmented.batch_memory import BatchLane
-from tide_export.runtime.segmented.sequence import SegmentedState
+from tide_export.runtime.segmented.batch_memory import BatchBuffers
+from tide_export.runtime.sequence import NO_LIMIT, SingleSequence
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
@@ -38,10 +37,10 @@ def full(engines) -> list[list[int]]:
 def eight(engines) -> Engine:
     """The networks for eight sequences, whose runs take fewer tokens of each than are verified at once."""
     _, networks, _ = engines
-    backend = networks._session
+    backend = networks.backend
     info = replace(backend._info, max_batch_size=8, max_slot_tokens=2)
-    wider = SegmentBackend(networks.manifest, info, backend.specs, backend._open_lane)
-    return Engine(networks.bundle, wider, SegmentedState)
+    wider = SegmentBackend(networks.manifest, info, backend.specs, backend._open_device)
+    return Engine(networks.bundle, wider)
 
 
 def options_of(thresholds: list[float], exits: str, max_pending: int, lookup: int) -> dict:
@@ -115,8 +114,8 @@ class FullDepth:
     def __init__(self, engine: Engine, thresholds: list[float]) -> None:
         self._engine, self._thresholds = engine, thresholds
         self.texts: dict[int, list[int]] = {}
-        self.exits: dict[int, State] = {}
-        self.full: dict[int, State] = {}
+        self.exits: dict[int, SingleSequence] = {}
+        self.full: dict[int, SingleSequence] = {}
 
     def join(self, place: int) -> None:
         self.texts[place] = []
@@ -132,31 +131,31 @@ class FullDepth:
         """Logits of the last `count` tokens."""
         text, state = self.texts[place], self.full[place]
         state.rewind(min(state.length, len(text) - count))
-        return state.step(text[state.length :], logits_to_keep=count).rows
+        return state.step(text[state.length :], logits_to_keep=count).position_logits
 
     def check(
         self, batch: SegmentedBatch, new: dict[int, list[int]], keep: dict[int, int], full: list[int], own: bool
     ) -> int:
         """Runs a step of both; gives how many sequences came along and were verified."""
-        before = {place: batch.rows[place].lengths[-1] for place in new}
+        before = {place: batch.sequences[place].lengths[-1] for place in new}
         results, along = batch.step(new, keep, full), 0
-        assert set(results) == set(new) == set(batch._lane._left), "the head runs for those of this step alone"
+        assert set(results) == set(new) == set(batch._buffers._exits), "the head runs for those of this step alone"
         for place, result in results.items():
             self.texts[place] += new[place]
             exits = self.exits[place].step(new[place], 1, full=place in full)
             if result.segments_run == 3 and (place in keep or exits.exit_layer == LAYERS):
-                wanted = min(keep.get(place, 1), batch.rows[place].length - before[place])
+                wanted = min(keep.get(place, 1), batch.sequences[place].length - before[place])
                 assert result.exit_layer == LAYERS
-                np.testing.assert_allclose(result.rows, self.rows(place, wanted), atol=1e-4)
+                np.testing.assert_allclose(result.position_logits, self.rows(place, wanted), atol=1e-4)
                 along += place not in full and exits.segments_run < 3
             else:
                 assert place not in full
                 assert result.exit_layer == exits.exit_layer
-                np.testing.assert_allclose(result.rows, exits.logits[None], atol=1e-4)
-            np.testing.assert_array_equal(result.logits, result.rows[-1])
+                np.testing.assert_allclose(result.position_logits, exits.logits[None], atol=1e-4)
+            np.testing.assert_array_equal(result.logits, result.position_logits[-1])
             if own:
                 assert result.segments_run == exits.segments_run
-                assert batch.rows[place].lengths == self.exits[place].lengths
+                assert batch.sequences[place].lengths == self.exits[place].lengths
         return along
 
 
@@ -168,14 +167,14 @@ def test_every_kept_place_of_any_step_is_the_full_model_s(request, engines, devi
     graph, networks, thresholds = engines
     engine = networks if device == "host" else request.getfixturevalue("fake_gpu")
     random = np.random.default_rng(int(share))
-    batch = SegmentedBatch(engine._session, engine.manifest, thresholds, NO_LIMIT, share, 3)
+    batch = engine.start_batch(thresholds, NO_LIMIT, share, 3)
     alone, along = FullDepth(graph, thresholds), 0
     for place in range(3):
         assert batch.join() == place
         alone.join(place)
     for _ in range(50):
         new, keep, full = {}, {}, []
-        for place, row in batch.rows.items():
+        for place, row in batch.sequences.items():
             size = 1 if random.random() < 0.7 else int(random.integers(1, 31))
             if random.random() < 0.75 and row.length + size <= 256:
                 new[place] = random.integers(3, 500, size).tolist()
@@ -185,7 +184,7 @@ def test_every_kept_place_of_any_step_is_the_full_model_s(request, engines, devi
                     full.append(place)
         if new:
             along += alone.check(batch, new, keep, full, own=share == 1)
-        for place, row in batch.rows.items():
+        for place, row in batch.sequences.items():
             if row.length > 12 and random.random() < 0.2:
                 length = row.length - int(random.integers(0, 10))
                 row.rewind(length)
@@ -275,8 +274,8 @@ def test_not_one_token_more_than_asked_for(engines, full: list[list[int]], most:
 def test_coming_along_saves_runs_of_the_last_segment(engines, monkeypatch) -> None:
     _, networks, thresholds = engines
     runs: list[int] = []
-    launch = BatchLane._launch
-    monkeypatch.setattr(BatchLane, "_launch", lambda lane, k, *rest: (runs.append(k), launch(lane, k, *rest)))
+    launch = BatchBuffers._launch
+    monkeypatch.setattr(BatchBuffers, "_launch", lambda self, k, *rest: (runs.append(k), launch(self, k, *rest)))
     deep = {}
     for share in (None, 1.0):
         networks.generate(
@@ -291,9 +290,9 @@ def test_states_that_wait_for_verification_need_not_fit_what_was_set_aside(
     engines, fake_gpu: Engine, fake: FakeCudart, full: list[list[int]]
 ) -> None:
     """More drafts than the bundle lets wait otherwise: the buffers before the segments grow while they hold some."""
-    backend = fake_gpu._session
-    backend._waiting_rows = 1
+    backend = fake_gpu.backend
+    backend._pending_capacity = 1
     found = fake_gpu.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **options_of([], "always", 20, 0))
     assert tokens_of(found) == full
-    (lane,) = backend._free_batches
-    assert lane._waiting_tokens >= 16
+    (buffers,) = backend._idle_batches
+    assert buffers._pending_capacity >= 16

@@ -1,8 +1,7 @@
-"""Generation for a list of prompts: sequences join the batch as places fall free and leave it when they end.
+"""Generation for a list of prompts: sequences join the batch as slots become free and leave it when they end.
 
-`Engine.generate` comes here with a checked request. Every sequence has its own decoder, with its own random numbers,
-and its own statistics. A step runs what each decoder asks for, whatever the lengths; it gives a sequence a token, or in
-lossless mode a draft, or all that a verifying run makes certain.
+Every sequence has its own decoder, random numbers and statistics. A step runs what each decoder requests, whatever the
+lengths; it gives a sequence a token, or in lossless mode a draft, or all tokens that a verifying run makes certain.
 """
 
 import time
@@ -11,72 +10,54 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.decoding.decoder import Decoder
-from tide_export.runtime.decoding.depth_rule import AnyBatch, BatchRow, RowResult
 from tide_export.runtime.decoding.generation import Generation, Progress
-from tide_export.runtime.decoding.lossless import Rewindable
-from tide_export.runtime.packed.batch import Batch
-from tide_export.runtime.packed.networks import BatchSessions
-from tide_export.runtime.packed.propagate import PropagatingBatch
+from tide_export.runtime.sequence import Batch, SequenceState, StepResult
 
-PROMPT_TOKENS = 2048  # new tokens a step takes at most, but for a single longer prompt: bounds memory and waiting
-
-
-def empty_batch(
-    sessions: BatchSessions,
-    manifest: Manifest,
-    thresholds: Sequence[float],
-    max_pending: int,
-    compaction_threshold: float,
-) -> Batch:
-    """A batch of the bundle's kind of K/V cache; see `Batch`. Where K/V are propagated nothing waits, so the last two
-    say nothing."""
-    if manifest.kv_cache_strategy == PROPAGATE:
-        return PropagatingBatch(sessions, manifest, thresholds)
-    return Batch(sessions, manifest, thresholds, max_pending, compaction_threshold)
+MAX_STEP_TOKENS = 2048  # new tokens of a step, but for a single longer prompt: bounds memory and latency
 
 
 class _Sequence:
-    """One of them while it has a place.
+    """A sequence while it has a slot.
 
     Attributes:
-        request: the step it asks for next.
+        request: the step that its decoder requests next.
         verifies: as its decoder.
     """
 
-    def __init__(self, progress: Progress, decoder: Decoder, row: BatchRow) -> None:
+    def __init__(self, progress: Progress, decoder: Decoder, state: SequenceState) -> None:
         self.progress, self.verifies = progress, decoder.verifies
-        self._decoder, self._row = decoder, row
+        self._decoder, self._state = decoder, state
         self._begin()
 
     def _begin(self) -> None:
         self._block, self._seconds = self.progress.block(self._decoder), 0.0
         self.request = next(self._block)
 
-    def take(self, result: RowResult, seconds: float) -> None:
+    def take(self, result: StepResult, seconds: float) -> None:
         """Goes on with the result of a step that took `seconds`."""
         self._seconds += seconds
         try:
             self.request = self._block.send(result)
         except StopIteration as end:
-            self.progress.take(end.value, self._decoder, self._row.computed, self._seconds)
-            if self.progress.ending is None:
+            self.progress.take(end.value, self._decoder, self._state.computed, self._seconds)
+            if self.progress.finish_reason is None:
                 self._begin()
 
 
 def generate_batch(
-    batch: AnyBatch,
+    batch: Batch,
     manifest: Manifest,
     prompts: Sequence[np.ndarray],
-    decoders: Sequence[Callable[[Rewindable], Decoder]],
+    decoders: Sequence[Callable[[SequenceState], Decoder]],
     max_new_tokens: int,
     stop: frozenset[int],
 ) -> list[Generation]:
     """One generation per prompt (int64 [S], checked), in their order.
 
     Args:
-        batch: an empty one; holds as many sequences at once as it has places.
+        batch: an empty one.
         decoders: make the decoder of a new sequence, one per prompt.
 
     Raises:
@@ -86,22 +67,22 @@ def generate_batch(
     queue, running = deque(range(len(prompts))), dict[int, _Sequence]()
     while queue or running:
         load = sum(len(sequence.request.ids) for sequence in running.values())
-        while queue and batch.free and (load == 0 or load + len(prompts[queue[0]]) <= PROMPT_TOKENS):
-            number, place = queue.popleft(), batch.join()
+        while queue and batch.free_slots and (load == 0 or load + len(prompts[queue[0]]) <= MAX_STEP_TOKENS):
+            number, slot = queue.popleft(), batch.join()
             load += len(prompts[number])
-            row = batch.rows[place]
-            running[place] = _Sequence(progress[number], decoders[number](row), row)
+            state = batch.sequences[slot]
+            running[slot] = _Sequence(progress[number], decoders[number](state), state)
         started = time.perf_counter()
         results = batch.step(
-            {place: one.request.ids for place, one in running.items()},
-            logits_to_keep={place: one.request.logits_to_keep for place, one in running.items() if one.verifies},
-            full={place for place, one in running.items() if one.request.full},
+            {slot: one.request.ids for slot, one in running.items()},
+            logits_to_keep={slot: one.request.logits_to_keep for slot, one in running.items() if one.verifies},
+            full={slot for slot, one in running.items() if one.request.full},
         )
         seconds = time.perf_counter() - started
-        for place, result in results.items():
-            sequence = running[place]
+        for slot, result in results.items():
+            sequence = running[slot]
             sequence.take(result, seconds)
-            if sequence.progress.ending is not None:
-                del running[place]
-                batch.leave(place)
+            if sequence.progress.finish_reason is not None:
+                del running[slot]
+                batch.leave(slot)
     return [one.finished() for one in progress]

@@ -1,87 +1,35 @@
 """Which sequences of a step run through a segment: one rule for every engine.
 
-Each sequence follows the rule of `runtime.segmented.sequence` by itself, so its tokens are those it would have alone.
-What a batch adds is a choice that changes speed alone. A segment reads its weights once however many sequences it runs,
-so when one needs it, sequences that could wait may catch up along with it nearly for free, while weights are what a run
-waits for; where arithmetic is, only those that need it should go. `compaction_threshold` draws the line.
+Each sequence follows the exit rule separately, so its tokens are those it would have alone. A batch adds one choice,
+which changes speed alone: a segment reads its weights once however many sequences it runs, so when one sequence needs
+it, others with tokens pending before it may catch up in the same run nearly for free where a run is bound by memory.
+Where it is bound by arithmetic, only those that need it should run. `compaction_threshold` decides.
 """
 
-from collections.abc import Collection, Container, Mapping, Sequence
-from typing import NamedTuple, Protocol
-
-import numpy as np
+from collections.abc import Container, Mapping, Sequence
 
 
-class RowResult(NamedTuple):
-    """What a step says about one sequence's last token."""
-
-    logits: np.ndarray  # float32 [V]
-    rows: np.ndarray  # float32 [m, V], of the last m positions; one unless more were asked for and the last segment ran
-    exit_layer: int  # layers the logits' hidden state went through
-    segments_run: int  # segments 0 .. this-1 ran over this sequence, also those it only caught up in
-
-
-class BatchRow(Protocol):
-    """One sequence of a batch on any engine."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence so far."""
-        ...
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens in each segment's K/V buffers, shallowest first; never increasing with depth."""
-        ...
-
-    @property
-    def computed(self) -> Sequence[int]:
-        """Tokens that each segment has run over."""
-        ...
-
-    def rewind(self, length: int) -> None:
-        """Forgets all tokens but the first `length`; of batches that verify drafts."""
-        ...
-
-
-class AnyBatch(Protocol):
-    """A batch on any engine, that `generate_batch` drives: `step.Batch` and `segmented.batch.SegmentedBatch`."""
-
-    @property
-    def rows(self) -> Mapping[int, BatchRow]: ...
-
-    @property
-    def free(self) -> int: ...
-
-    def join(self) -> int: ...
-
-    def leave(self, place: int) -> None: ...
-
-    def step(
-        self,
-        new: Mapping[int, Sequence[int] | np.ndarray],
-        logits_to_keep: Mapping[int, int] | None = None,
-        full: Collection[int] = (),
-    ) -> dict[int, RowResult]: ...
-
-
-def still_needing(needed: Sequence[int], left: Container[int], waits: Mapping[int, int], max_pending: int) -> list[int]:
-    """Of those that needed the segment before, who needs the next.
+def active_slots(
+    active: Sequence[int], exited: Container[int], pending: Mapping[int, int], max_pending: int
+) -> list[int]:
+    """The slots of those `active` at the segment before that need the next one.
 
     Args:
-        left: places whose token could leave already.
-        waits: tokens of each that would wait before the next segment.
-        max_pending: so many of them may wait.
+        exited: slots whose token could exit already.
+        pending: tokens of each that would be pending before the next segment.
+        max_pending: the largest allowed number of them.
     """
-    return [place for place in needed if place not in left or waits[place] > max_pending]
+    return [slot for slot in active if slot not in exited or pending[slot] > max_pending]
 
 
-def runners(needed: list[int], everyone: list[int], came: list[int] | None, compaction_threshold: float) -> list[int]:
-    """Who runs a segment that `needed` need: they alone, or all in the step.
+def scheduled_slots(
+    active: list[int], everyone: list[int], previous: list[int] | None, compaction_threshold: float
+) -> list[int]:
+    """The slots that run a segment which `active` need: these alone, or all in the step.
 
     Args:
-        came: who ran the segment before; None: there is none.
+        previous: those that ran the segment before; None: there is none.
         compaction_threshold: when a smaller share of the step than this needs it, only those run.
     """
-    together = len(needed) >= compaction_threshold * len(everyone) and came in (None, everyone)
-    return everyone if together else needed
+    catch_up = len(active) >= compaction_threshold * len(everyone) and previous in (None, everyone)
+    return everyone if catch_up else active

@@ -1,5 +1,4 @@
-"""What a generation gives back, how it grows and when it ends: shared by one sequence (`engine`) and several
-(`batch.generate`)."""
+"""The result of a generation, how it grows and when it ends; for one sequence and for batches."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -33,23 +32,23 @@ class Progress:
     """A generation that grows block by block.
 
     Attributes:
-        tokens: made so far.
+        tokens: so far.
         stats: of them.
-        ending: why the last token made is the last of all; None while more will come.
+        finish_reason: None while more will come.
     """
 
     def __init__(self, manifest: Manifest, prompt: np.ndarray, max_new_tokens: int, stop: Container[int]) -> None:
-        """Nothing is generated behind `prompt` yet."""
+        """Nothing is generated after `prompt` yet."""
         self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
         self.tokens: list[int] = []
-        self.ending: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None
         self._next_ids: np.ndarray | list[int] = prompt
         self._segment_sizes, self._context = manifest.segment_sizes, manifest.model.context_length
-        self._most, self._stop = max_new_tokens, stop
+        self._max_new_tokens, self._stop = max_new_tokens, stop
 
     def block(self, decoder: Decoder) -> Block:
         """The steps to the next tokens."""
-        return decoder.block(self._next_ids, self._most - self.stats.total_tokens)
+        return decoder.block(self._next_ids, self._max_new_tokens - self.stats.total_tokens)
 
     def take(self, block: Sequence[Token], decoder: Decoder, computed: Sequence[int], seconds: float) -> list[int]:
         """The ids of a block's tokens, up to one that ends the generation.
@@ -62,12 +61,12 @@ class Progress:
         for token in block:
             stats.record(token.exit_layer, token.layers_run)
             taken.append(token.id)
-            self.ending = self._ending(token.id)
-            if self.ending is not None:
+            self.finish_reason = self._reason(token.id)
+            if self.finish_reason is not None:
                 break
         else:
             if computed[0] == self._context:
-                self.ending = "context"  # the last token has no place left to be read from
+                self.finish_reason = "context"  # there is no position left for the last token
         self.tokens += taken
         self._next_ids = taken[-1:]
         if first:
@@ -76,17 +75,18 @@ class Progress:
             stats.decode_seconds += seconds
         stats.drafted, stats.accepted = decoder.drafted, decoder.accepted
         stats.lookup_drafted, stats.lookup_accepted = decoder.lookup_drafted, decoder.lookup_accepted
-        kept = sum(n * size for n, size in zip(computed, self._segment_sizes, strict=True))
-        stats.layer_tokens_run = kept + decoder.undone * stats.num_layers
+        held = sum(n * size for n, size in zip(computed, self._segment_sizes, strict=True))
+        stats.layer_tokens_run = held + decoder.undone * stats.num_layers
         stats.layer_tokens_total = stats.num_layers * computed[0]
         return taken
 
     def finished(self) -> Generation:
-        """All of it, once there is an `ending`."""
-        assert self.ending is not None
-        return Generation(self.tokens, self.stats, self.ending)
+        """The whole generation, once there is a `finish_reason`."""
+        if self.finish_reason is None:
+            raise RuntimeError("the generation has not finished")
+        return Generation(self.tokens, self.stats, self.finish_reason)
 
-    def _ending(self, token: int) -> FinishReason | None:
+    def _reason(self, token: int) -> FinishReason | None:
         if token in self._stop:
             return "stop"
-        return "length" if self.stats.total_tokens == self._most else None
+        return "length" if self.stats.total_tokens == self._max_new_tokens else None

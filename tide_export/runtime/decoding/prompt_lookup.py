@@ -1,34 +1,33 @@
-"""Drafts from the text itself: what followed when its last few tokens stood there before.
+"""Prompt-lookup drafts: the tokens that followed an earlier occurrence of the last few tokens.
 
 Used by `LosslessDecoder` beside the drafts of early exits. Code, tables and answers about a document repeat themselves;
-what followed last time is a guess that costs no step at all, and the run that verifies it takes little longer than a
-step over one token. Known as prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and
-n-gram speculation (vLLM).
+such a draft costs no step, and the run that verifies it takes little longer than a step over one token. Known as prompt
+lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and n-gram speculation (vLLM).
 """
 
 from collections.abc import Sequence
 
-LONGEST = 4  # tokens that are looked for at first; further back does not tell more
+MAX_NGRAM = 4  # tokens that are searched for first
 
 
 class PromptLookup:
     """The text of one sequence, indexed by its n-grams."""
 
-    def __init__(self, most: int, min_match: int) -> None:
+    def __init__(self, max_tokens: int, min_match: int) -> None:
         """An empty text.
 
         Args:
-            most: tokens of one guess; 0 never guesses.
-            min_match: tokens that must have stood there before, 1 to `LONGEST`.
+            max_tokens: of one draft; 0 never drafts.
+            min_match: tokens that must have occurred before, 1 to `MAX_NGRAM`.
         """
-        self._most = self._length = most
-        self._matches = range(LONGEST, min_match - 1, -1)
+        self._max_tokens = self._length = max_tokens
+        self._matches = range(MAX_NGRAM, min_match - 1, -1)
         self._text: list[int] = []
-        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> where the token behind its last occurrence stands
+        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
 
     def extend(self, ids: Sequence[int]) -> None:
         """Adds tokens that are certain."""
-        if not self._most:
+        if not self._max_tokens:
             return
         text, follows = self._text, self._follows
         for token in ids:
@@ -38,26 +37,27 @@ class PromptLookup:
                     follows[tuple(text[end - n :])] = end
             text.append(token)
 
-    def guess(self, drafts: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow the text and `drafts` behind it; empty where nothing is known."""
-        most = min(most, self._length)
-        if most < 1:
+    def draft(self, drafts: Sequence[int], max_tokens: int) -> list[int]:
+        """Up to `max_tokens` tokens that may follow the text and then `drafts`; empty where no n-gram matches."""
+        max_tokens = min(max_tokens, self._length)
+        if max_tokens < 1:
             return []
-        tail = [*self._text[-LONGEST:], *drafts][-LONGEST:]
+        last = [*self._text[-MAX_NGRAM:], *drafts][-MAX_NGRAM:]
         for n in self._matches:
-            place = self._follows.get(tuple(tail[-n:])) if n <= len(tail) else None
-            if place is not None:
-                known = [*self._text[place : place + most], *drafts][:most]
-                while len(known) < most:  # the end is reached: a text that repeats itself goes on doing so
-                    known += known[: most - len(known)]
-                return known
+            position = self._follows.get(tuple(last[-n:])) if n <= len(last) else None
+            if position is not None:
+                found = [*self._text[position : position + max_tokens], *drafts][:max_tokens]
+                while len(found) < max_tokens:  # the end of the text: it goes on repeating itself
+                    found += found[: max_tokens - len(found)]
+                return found
         return []
 
-    def learn(self, guessed: int, stood: int) -> None:
-        """Of the last guess, of `guessed` tokens, the first `stood` were right: the next is longer, or shorter."""
-        self._length = next_length(self._length, self._most, guessed, stood)
+    def update(self, drafted: int, accepted: int) -> None:
+        """Adapts the length of the next draft to how many tokens of the last one were accepted."""
+        self._length = next_length(self._length, self._max_tokens, drafted, accepted)
 
 
-def next_length(length: int, most: int, guessed: int, stood: int) -> int:
-    """How long the guess after one of `guessed` tokens may be, of which `stood` were right: what fails costs less."""
-    return min(most, 2 * length if stood == guessed else stood + 1)
+def next_length(length: int, max_tokens: int, drafted: int, accepted: int) -> int:
+    """The length of the draft after one of `drafted` tokens, the first `accepted` of which were right: doubled where
+    all were, else shorter."""
+    return min(max_tokens, 2 * length if accepted == drafted else accepted + 1)

@@ -1,6 +1,6 @@
-"""The segment networks on ONNX Runtime: on the CPU, where they judge what TensorRT is given, and on CUDA.
+"""The segment networks on ONNX Runtime: on the CPU, where they verify the networks that TensorRT builds, and on CUDA.
 
-The sessions are shared, every lane has its own bindings. Tensors are bound as bare addresses of the lane's device.
+The sessions are shared; every set of buffers has its own bindings. Tensors are bound as bare addresses of its device.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.store import Bundle
-from tide_export.errors import BundleError, GenerationError, ProviderError
-from tide_export.runtime.onnxruntime.session import first_line, import_onnxruntime, session_options
+from tide_export.errors import GenerationError, ProviderError
+from tide_export.runtime.onnxruntime.library import first_line, import_onnxruntime, load_session, session_options
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.device import Device, HostDevice
-from tide_export.runtime.segmented.network_spec import ROWS, TOKENS, NetworkSpec, Tensor, specs
+from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor, specs
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which numpy has no type for
 
@@ -48,37 +48,34 @@ def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = Non
     sessions = {}
     for name, spec in expected.items():
         file = bundle.file(names.network_file(name))
-        try:
-            session = ort.InferenceSession(str(file), options, providers=providers)
-        except Exception as error:  # ONNX Runtime's exceptions share no base class of their own
-            raise BundleError(f"ONNX Runtime cannot load '{file}': {first_line(error)}") from error
+        session = load_session(ort, file, options, providers)
         if session.get_providers()[0] != providers[0]:
             raise ProviderError(f"ONNX Runtime found no {device} device it can use for '{file}'")
         spec.check(_tensors(session.get_inputs()), _tensors(session.get_outputs()), str(file))
         sessions[name] = session
 
-    def open_lane() -> tuple[Device, Mapping[str, Any]]:
+    def open_device() -> tuple[Device, Mapping[str, Any]]:
         if device == "cpu":
             return HostDevice(), {
                 name: _OrtNetwork(session, expected[name], "cpu") for name, session in sessions.items()
             }
         from tide_export.runtime.segmented.cuda import CudaDevice
 
-        queue = CudaDevice(records=False)  # ONNX Runtime runs on a stream of its own
+        queue = CudaDevice(records=False)  # ONNX Runtime runs on another stream
         return queue, {name: _OrtNetwork(session, expected[name], "cuda", queue) for name, session in sessions.items()}
 
-    return SegmentBackend(manifest, info, expected, open_lane)
+    return SegmentBackend(manifest, info, expected, open_device)
 
 
 class _OrtNetwork:
-    """One session with the bindings of one lane."""
+    """One session with the bindings of one set of buffers."""
 
     def __init__(self, session: Any, spec: NetworkSpec, device: str, queue: Device | None = None) -> None:
         self._session, self._spec, self._device, self._queue = session, spec, device, queue
         self._binding = session.io_binding()
 
-    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
-        """Runs at once. On CUDA what was queued before is waited for, because ONNX Runtime has its own stream.
+    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
+        """Runs at once. On CUDA it first waits for queued work, because ONNX Runtime has another stream.
 
         Raises:
             GenerationError: ONNX Runtime failed.
@@ -90,7 +87,7 @@ class _OrtNetwork:
         ):
             for name, tensor in tensors.items():
                 kind = BFLOAT16 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).type
-                bind(name, self._device, 0, kind, tensor.dims(tokens, rows), addresses[name])
+                bind(name, self._device, 0, kind, tensor.dims(tokens, batch_size), addresses[name])
         if self._queue is not None:
             self._queue.synchronize()
         try:
@@ -102,9 +99,9 @@ class _OrtNetwork:
 def _tensors(entries: Any) -> dict[str, Tensor]:
     """A session's inputs or outputs."""
     types = {"float": "float32", "double": "float64"}
-    found = {}
+    tensors = {}
     for entry in entries:
         dtype = entry.type.removeprefix("tensor(").removesuffix(")")
-        dims = [ROWS if dim == "batch" else dim if isinstance(dim, int) else TOKENS for dim in entry.shape]
-        found[entry.name] = Tensor(types.get(dtype, dtype), tuple(dims))
-    return found
+        dims = [BATCH if dim == "batch" else dim if isinstance(dim, int) else TOKENS for dim in entry.shape]
+        tensors[entry.name] = Tensor(types.get(dtype, dtype), tuple(dims))
+    return tensors

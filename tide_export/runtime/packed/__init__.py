@@ -1,1 +1,1 @@
-"""Several sequences on ONNX Runtime's CPU: the tokens of all of them in one run per segment."""
+"""Several sequences on ONNX Runtime's CPU: the tokens of all of them, concatenated, in one run per segment."""

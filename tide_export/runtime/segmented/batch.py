@@ -1,7 +1,6 @@
-"""Several sequences over networks of one segment each: after every segment, which of them go on, as `batch.rule` says.
+"""Several sequences over networks of one segment each: after every segment, `depth_rule` selects which of them go on.
 
-`Engine.generate` of a list of prompts uses a `SegmentedBatch` where the engine is TensorRT or ONNX Runtime on CUDA, and
-a `runtime.packed.batch.Batch` on the CPU. Where the memory is and what runs the networks is `batch_lane`'s affair.
+`batch_memory` holds the buffers and runs the networks.
 """
 
 import heapq
@@ -10,163 +9,108 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from tide_export.bundle.manifest import Manifest
-from tide_export.runtime.branched.sequence import check_rewind, check_step
-from tide_export.runtime.decoding.depth_rule import RowResult, runners, still_needing
-from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.decoding.depth_rule import active_slots, scheduled_slots
+from tide_export.runtime.segmented.batch_memory import BatchBuffers
+from tide_export.runtime.sequence import SequenceState, StepResult, check_step
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 
-class SegmentedRow:
-    """One sequence of a batch.
-
-    Attributes:
-        lengths: tokens in each segment's K/V buffers, shallowest first; never increasing with depth.
-    """
-
-    def __init__(self, segments: int) -> None:
-        self.lengths = [0] * segments
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence so far."""
-        return self.lengths[0]
-
-    @property
-    def computed(self) -> list[int]:
-        """Tokens of the sequence that each segment has run over."""
-        return self.lengths
-
-    def waiting(self, k: int) -> int:
-        """Tokens that wait before segment k."""
-        return self.lengths[k - 1] - self.lengths[k] if k else 0
-
-    def rewind(self, length: int) -> None:
-        """Forgets all tokens but the first `length`, as if they had never been stepped: what lies behind, in the K/V
-        buffers and among what waits, is written over before it is read.
-
-        Raises:
-            GenerationError: `length` is negative or more than the sequence has.
-        """
-        check_rewind(self.length, length)
-        self.lengths = [min(own, length) for own in self.lengths]
-
-
 class SegmentedBatch:
-    """Sequences at the places of a lane of `backend`. Serves one thread at a time.
+    """Sequences in the slots of `buffers`. See `sequence.Batch`.
 
     Attributes:
-        rows: the sequences, by place.
+        sequences: by slot.
     """
 
     def __init__(
         self,
-        backend: SegmentBackend,
+        buffers: BatchBuffers,
         manifest: Manifest,
         thresholds: Sequence[float],
         max_pending: int,
         compaction_threshold: float,
-        places: int,
+        slots: int,
+        capacity: int,
     ) -> None:
-        """An empty batch.
-
-        Args:
-            thresholds: one per checkpoint, as `resolve_thresholds` gives them (2.0 = off).
-            max_pending: a sequence is run through a segment when more tokens of it than this would wait before it.
-            compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
-                run it; else all that wait before it do.
-            places: sequences it shall hold at once; as many of them as the networks take.
-
-        Raises:
-            GenerationError: the networks take one sequence at a time, or no memory for the sequences' buffers.
-        """
-        self.rows: dict[int, SegmentedRow] = {}
+        """An empty batch of so many slots; see `Backend.start_batch`. `capacity`: tokens a sequence can have."""
+        self.sequences: dict[int, SequenceState] = {}
         self._segments = len(manifest.segment_sizes)
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
         self._thresholds = [*thresholds, NEVER_EXIT]
         self._max_pending, self._compaction = max_pending, compaction_threshold
-        self._limit = min(manifest.model.context_length or backend.capacity, backend.capacity)
-        self._lane = backend.batch_lane(self, places)
-        self._free = list(range(min(places, backend.max_batch_size)))
-        self._used = set[int]()  # places that hold what a sequence has left
+        self._capacity, self._buffers = capacity, buffers
+        self._free = list(range(slots))
+        self._used = set[int]()  # slots whose buffers hold what a sequence left there
 
     @property
-    def free(self) -> int:
-        """Places left."""
+    def free_slots(self) -> int:
         return len(self._free)
 
     def join(self) -> int:
-        """The place of a new, empty sequence: the first, because neighbours run together."""
-        place = heapq.heappop(self._free)
-        if place in self._used:
-            self._lane.clear([place])
-            self._used.remove(place)
-        self.rows[place] = SegmentedRow(self._segments)
-        return place
+        """The slot of a new, empty sequence: the first, because adjacent slots run in one run."""
+        slot = heapq.heappop(self._free)
+        if slot in self._used:
+            self._buffers.clear([slot])
+            self._used.remove(slot)
+        self.sequences[slot] = SequenceState(self._segments)
+        return slot
 
-    def leave(self, place: int) -> None:
-        """Frees a place."""
-        del self.rows[place]
-        self._used.add(place)
-        heapq.heappush(self._free, place)
+    def leave(self, slot: int) -> None:
+        del self.sequences[slot]
+        self._used.add(slot)
+        heapq.heappush(self._free, slot)
 
     def step(
         self,
         new: Mapping[int, Sequence[int] | np.ndarray],
         logits_to_keep: Mapping[int, int] | None = None,
         full: Collection[int] = (),
-    ) -> dict[int, RowResult]:
-        """Runs each sequence's S >= 1 new token ids; the result is about the last of them.
-
-        Args:
-            new: token ids by place, not necessarily of all sequences.
-            logits_to_keep: by place, how many of the last positions get logits where the last segment runs, at least 1;
-                no more than the tokens it runs over come. The result is then that of full depth, also where the token
-                could have left and only came along. A sequence without an entry leaves at its own exit whatever runs.
-            full: places of sequences that are run through every segment and of which nothing exits.
-
-        Raises:
-            GenerationError: no ids, more tokens than a sequence can have, no memory for waiting tokens, or the engine
-                failed. The sequences are as they were before the step.
-        """
-        everyone, lane, keep = sorted(new), self._lane, logits_to_keep or {}
-        totals = {place: check_step(new[place], self.rows[place].lengths[0], self._limit) for place in everyone}
-        ids = {place: np.asarray(new[place], np.int64) for place in everyone}
+    ) -> dict[int, StepResult]:
+        everyone, buffers, keep = sorted(new), self._buffers, logits_to_keep or {}
+        totals = {slot: check_step(new[slot], self.sequences[slot].lengths[0], self._capacity) for slot in everyone}
+        ids = {slot: np.asarray(new[slot], np.int64) for slot in everyone}
         ran: list[list[int]] = []
-        left: dict[int, int] = {}  # the first segment each could leave behind
-        needed = everyone
+        exits: dict[int, int] = {}  # the first segment that each could exit after
+        active = everyone
         for k, threshold in enumerate(self._thresholds):
+            lengths = [
+                self.sequences[slot].lengths[k] if slot in self.sequences else 0 for slot in range(buffers.slots)
+            ]
             if k:
-                waits = {place: totals[place] - self.rows[place].lengths[k] for place in needed}
-                needed = still_needing(needed, left, waits, self._max_pending)
-            run = runners(needed, everyone, ran[-1] if k else None, self._compaction) if needed else []
+                active = active_slots(active, exits, {s: totals[s] - lengths[s] for s in active}, self._max_pending)
+            run = scheduled_slots(active, everyone, ran[-1] if k else None, self._compaction) if active else []
             if k:
-                stays = set(ran[-1]) - set(run)
-                lane.wait(k, {place: self.rows[place].waiting(k) for place in sorted(stays)})
+                stopped = sorted(set(ran[-1]) - set(run))
+                buffers.append_pending(k, {slot: self._pending(k, slot) for slot in stopped})
             if not run:
                 break
-            lengths = [self.rows[place].lengths[k] if place in self.rows else 0 for place in range(lane.rows)]
-            waited = {place: self.rows[place].waiting(k) for place in run}
-            lane.run(k, {place: totals[place] - lengths[place] for place in run}, lengths, waited, ids, threshold)
+            pending = {slot: self._pending(k, slot) for slot in run}
+            buffers.run(k, {slot: totals[slot] - lengths[slot] for slot in run}, lengths, pending, ids, threshold)
             ran.append(run)
-            leaving = self._leaving(k, run, left, keep, full)
-            left |= dict.fromkeys(leaving, k)
-            lane.leave(leaving)
-        rows = lane.logits()
-        for k, places in enumerate(ran):
-            for place in places:
-                self.rows[place].lengths[k] = totals[place]
+            exiting = self._exiting(k, run, exits, keep, full)
+            exits |= dict.fromkeys(exiting, k)
+            buffers.exit(exiting)
+        logits = buffers.logits()
+        for k, slots in enumerate(ran):
+            for slot in slots:
+                self.sequences[slot].lengths[k] = totals[slot]
         return {
-            place: RowResult(
-                rows[place][-1], rows[place], self._depths[left[place]], sum(place in places for places in ran)
+            slot: StepResult(
+                logits[slot][-1], logits[slot], self._depths[exits[slot]], sum(slot in slots for slots in ran)
             )
-            for place in everyone
+            for slot in everyone
         }
 
-    def _leaving(
-        self, k: int, run: list[int], left: Collection[int], keep: Mapping[int, int], full: Collection[int]
+    def _pending(self, k: int, slot: int) -> int:
+        """Tokens pending before segment k."""
+        lengths = self.sequences[slot].lengths
+        return lengths[k - 1] - lengths[k] if k else 0
+
+    def _exiting(
+        self, k: int, run: list[int], exits: Collection[int], keep: Mapping[int, int], full: Collection[int]
     ) -> dict[int, int]:
-        """Who of `run` leaves segment k, which it has just been run through, and how many of its last tokens do."""
+        """The slots of `run` that exit after segment k, which has just run, and for how many of their last tokens."""
         if k + 1 == self._segments:
-            return {place: keep.get(place, 1) for place in run if place not in left or place in keep}
-        verdicts = self._lane.verdicts()
-        return {place: 1 for place in run if verdicts[place] and place not in left and place not in full}
+            return {slot: keep.get(slot, 1) for slot in run if slot not in exits or slot in keep}
+        flags = self._buffers.exit_flags()
+        return {slot: 1 for slot in run if flags[slot] and slot not in exits and slot not in full}

@@ -1,13 +1,13 @@
-"""The memory of a batch on a device, and how the networks are run over its places: `lane` for several sequences.
+"""The buffers of a batch on a device, and the runs of the networks over its slots.
 
-`batch` says which sequences run a segment; this module knows where everything is. K/V buffers of all places lie side by
-side, so a run over neighbouring places is a matter of addresses. Before every segment but the first there is room for
-the hidden states that wait, place by place. A run takes a dense block [rows, tokens, D]: that is what the run before it
-gave, where the same places go on and nothing waited, and is put together by copies on the device otherwise. New states
-stay where the network wrote them until it is known who goes on; those who do not have them copied to where they wait.
+`batch` decides which sequences run a segment. The K/V buffers of all slots are contiguous, so a run over adjacent slots
+is a matter of addresses. Before every segment but the first is a pending buffer with room in every slot. A run takes a
+dense block [slots, tokens, D]: the output of the run before it, where the same slots go on and nothing was pending, and
+otherwise a block gathered by copies on the device. New states stay where the network wrote them until it is known who
+goes on; those of the others are then copied to the pending buffer.
 
-What a run reads and says (ids, lengths, thresholds, verdicts) crosses in one copy each way, in a slot of its own. What
-tokens leave with stays where it was written until the end of the step, and is put before the head then.
+The small inputs and outputs of a run (ids, lengths, thresholds, verdicts) cross in one copy each way. Exit states stay
+where they were written until the end of the step, and are gathered for the head then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,18 +24,18 @@ from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
 from tide_export.runtime.segmented.sequence_memory import grown
 
 SCORES, FLAGS = 0, 1  # parts of a verdict
-LENGTHS, LAST, THRESHOLD, IDS = range(4)  # parts of what a run is told
+LENGTHS, LAST, THRESHOLD, IDS = range(4)  # parts of a run's small inputs
 
 Copy = tuple[int, int, int]  # target, source, bytes
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to what an address must be a multiple of."""
+    """`size` rounded up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 
 class _Block:
-    """Parts at aligned places of one buffer, and the same on the host, so that all cross in one copy."""
+    """Parts at aligned offsets of one buffer, and the same on the host, so that all cross in one copy."""
 
     def __init__(self, device: Device, sizes: Sequence[int]) -> None:
         self._starts = [sum(map(aligned, sizes[:part])) for part in range(len(sizes) + 1)]
@@ -58,25 +58,25 @@ class _Block:
 
 
 @dataclass
-class _Slot:
-    """What one run reads and says beside hidden states and K/V."""
+class _RunBuffers:
+    """The small inputs and outputs of one run."""
 
-    told: _Block
+    inputs: _Block
     verdict: _Block
-    exits: Buffer  # states the rows' last tokens would leave with, one behind the other
-    queued: bool = False  # the queue may not have read `told` yet
+    exits: Buffer  # exit states of the slots' last tokens
+    queued: bool = False  # `inputs` may not have been read yet
 
 
-class _Place:
-    """Where a place's part of the last segment's run is."""
+class _SlotOutput:
+    """The output of the last segment's run for one slot: number `index` of the run's slots."""
 
-    def __init__(self, slot: _Slot, row: int) -> None:
-        self.slot, self.row = slot, row
-        self.states = list[tuple[int, int]]()  # its new hidden states: address and tokens, in order
+    def __init__(self, buffers: _RunBuffers, index: int) -> None:
+        self.buffers, self.index = buffers, index
+        self.states = list[tuple[int, int]]()  # new hidden states: address and tokens, in order
 
 
-class BatchLane:
-    """The buffers of up to `rows` sequences and a way to run networks over them. Serves one thread at a time."""
+class BatchBuffers:
+    """The buffers of up to `slots` sequences. Serves one thread at a time."""
 
     def __init__(
         self,
@@ -84,34 +84,34 @@ class BatchLane:
         networks: Mapping[str, Network],
         device: Device,
         info: NetworksInfo,
-        rows: int,
-        waiting_tokens: int,
+        slots: int,
+        pending_capacity: int,
     ) -> None:
-        """Allocates K/V buffers for `info.capacity` tokens of each sequence, and `waiting_tokens` hidden states of each
-        before every segment.
+        """Allocates K/V buffers for `info.capacity` tokens of each sequence, and `pending_capacity` hidden states of
+        each before every segment.
 
         Raises:
             GenerationError: the device has not enough memory.
         """
-        self.rows, self._info, self._networks, self._device = rows, info, networks, device
+        self.slots, self._info, self._networks, self._device = slots, info, networks, device
         self._specs, self._count = specs, len(specs) - 1
         entries = [specs[names.segment(k)].inputs[names.HIDDEN_STATES] for k in range(1, self._count)]
         head = specs[names.HEAD]
-        # Bytes of a token of what each segment takes; of the first it is an id.
-        self._row = [8, *(entry.size() for entry in entries)]
-        self._exit_row = head.inputs[names.EXIT_STATES].size()
-        self._final_row = specs[names.segment(self._count - 1)].outputs[names.FINAL_STATES].size()
+        # Bytes of a token in each segment's input; of the first it is an id.
+        self._state_size = [8, *(entry.size() for entry in entries)]
+        self._exit_size = head.inputs[names.EXIT_STATES].size()
+        self._final_size = specs[names.segment(self._count - 1)].outputs[names.FINAL_STATES].size()
         self._past = [self._allocate_past(specs[names.segment(k)]) for k in range(self._count)]
-        self._written = [0] * rows  # tokens of each place's K/V buffers that may not be zero
-        self._waiting = [self._allocate(rows * waiting_tokens * row) for row in self._row[1:]]  # before segments 1, ...
-        self._waiting_tokens = waiting_tokens
-        self._entry = self._allocate(info.max_tokens * max(self._row))
-        self._out = [self._allocate(0), self._allocate(0)]  # in turns: one segment reads what the last one wrote
-        self._slots = dict[tuple[int, int], _Slot]()  # of a segment's runs, first, second, ...
-        self._last_runs = dict[tuple[int, int, int], int]()  # of the segment that ran last: where each wrote
-        self._places = dict[int, _Place]()
-        self._left = dict[int, list[int]]()  # where the states are that each place left with in this step
-        self._head_entry = self._allocate(info.max_logits * self._exit_row)
+        self._written = [0] * slots  # tokens of each slot's K/V buffers that may not be zero
+        self._pending = [self._allocate(slots * pending_capacity * size) for size in self._state_size[1:]]
+        self._pending_capacity = pending_capacity
+        self._entry = self._allocate(info.max_tokens * max(self._state_size))
+        self._out = [self._allocate(0), self._allocate(0)]  # alternating: one segment reads the output of the last
+        self._run_buffers = dict[tuple[int, int], _RunBuffers]()  # by segment and number of the run
+        self._last_runs = dict[tuple[int, int, int], int]()  # output addresses of the segment that ran last
+        self._outputs = dict[int, _SlotOutput]()  # of the segment that ran last, by slot
+        self._exits = dict[int, list[int]]()  # addresses of each slot's exit states in this step
+        self._head_entry = self._allocate(info.max_logits * self._exit_size)
         self._vocabulary = head.outputs[names.LOGITS].dims(1)[-1]
         self._logits = self._allocate(head.outputs[names.LOGITS].size(info.max_logits))
         self._logits_host = device.staging(self._logits.size).view(np.float32)
@@ -120,52 +120,32 @@ class BatchLane:
         return self._device.allocate(max(size, ALIGNMENT))
 
     def _allocate_past(self, spec: NetworkSpec) -> list[tuple[KvBuffer, Buffer]]:
-        """Memory of every K/V buffer of a segment, of all places."""
-        return [(kv, self._allocate(self.rows * kv.bytes)) for kv in kv_buffers(spec)]
+        """Memory of every K/V buffer of a segment, of all slots."""
+        return [(kv, self._allocate(self.slots * kv.bytes)) for kv in kv_buffers(spec)]
 
-    def clear(self, places: Sequence[int]) -> None:
-        """Leaves nothing of the sequences that were at some places for the next ones (see `Lane.clear`)."""
-        for place in places:
+    def clear(self, slots: Sequence[int]) -> None:
+        """Zeroes the K/V of sequences that were in some slots, for the next ones (see `SequenceBuffers.clear`)."""
+        for slot in slots:
             for kv, buffer in (entry for past in self._past for entry in past):
-                start, stride = buffer.address + place * kv.bytes, kv.capacity * kv.size
-                self._device.clear(start, self._written[place] * kv.size, kv.heads, stride)
-            self._written[place] = 0
-
-    def _slot(self, k: int, index: int) -> _Slot:
-        """The slot of a run of segment k, ready to be written to."""
-        slot = self._slots.get((k, index))
-        if slot is None:
-            counts, ids = [8 * self.rows, 8 * self.rows, 4], 8 * max(self._info.max_tokens, self.rows)
-            told = _Block(self._device, counts if k else [*counts, ids])
-            verdict, exits = (
-                _Block(self._device, [4 * self.rows, self.rows]),
-                self._allocate(self.rows * self._exit_row),
-            )
-            slot = self._slots[k, index] = _Slot(told, verdict, exits)
-        if slot.queued:
-            self._synchronize()
-        return slot
-
-    def _synchronize(self) -> None:
-        self._device.synchronize()
-        for slot in self._slots.values():
-            slot.queued = False
+                start, stride = buffer.address + slot * kv.bytes, kv.capacity * kv.size
+                self._device.clear(start, self._written[slot] * kv.size, kv.heads, stride)
+            self._written[slot] = 0
 
     def run(
         self,
         k: int,
         counts: Mapping[int, int],
         lengths: Sequence[int],
-        waited: Mapping[int, int],
+        pending: Mapping[int, int],
         ids: Mapping[int, np.ndarray],
         threshold: float,
     ) -> None:
-        """Segment k over all that waits before it at some places, in as many runs as it takes.
+        """Runs segment k over all tokens pending before it in some slots, in as many runs as it takes.
 
         Args:
-            counts: tokens by place: what waited, and for k > 0 what the run of segment k - 1 gave.
-            lengths: tokens in the segment's K/V cache, of every place.
-            waited: how many of `counts` waited.
+            counts: tokens by slot: those in the pending buffer, and the output of segment k - 1.
+            lengths: tokens in the segment's K/V cache, of every slot.
+            pending: how many of `counts` are in the pending buffer.
             ids: the new tokens, int64, for segment 0.
             threshold: that the segment's router exits above.
 
@@ -173,125 +153,148 @@ class BatchLane:
             GenerationError: the device has not enough memory, or failed.
         """
         if k == 0:
-            self._left.clear()
+            self._exits.clear()
         plan = runs_over(counts, lengths, self._info)
-        row = self._row[k + 1] if k + 1 < self._count else self._final_row
-        result = self._reserve_out(k, sum(aligned(run.rows * run.tokens * row) for run in plan))
-        found, ran, index = dict[int, _Place](), dict[tuple[int, int, int], int](), -1
+        size = self._state_size[k + 1] if k + 1 < self._count else self._final_size
+        result = self._reserve_out(k, sum(aligned(run.slots * run.tokens * size) for run in plan))
+        outputs, last_runs, index = dict[int, _SlotOutput](), dict[tuple[int, int, int], int](), -1
         for run in plan:
-            index += run.first == 0  # the parts of a prompt share a slot
-            slot = self._slot(k, index)
-            chunks = {place: min(counts[place] - run.first, run.tokens) for place in run.places}
-            for place in range(run.start, run.stop):
-                self._written[place] = max(self._written[place], lengths[place] + run.first + run.tokens)
-            slot.told.host(LENGTHS, np.int64)[: run.rows] = lengths[run.start : run.stop]
-            slot.told.host(LENGTHS, np.int64)[0] += run.first
-            last = slot.told.host(LAST, np.int64)
+            index += run.first == 0  # the parts of a prompt share their buffers
+            buffers = self._buffers_of(k, index)
+            chunks = {slot: min(counts[slot] - run.first, run.tokens) for slot in run.active}
+            for slot in range(run.start, run.stop):
+                self._written[slot] = max(self._written[slot], lengths[slot] + run.first + run.tokens)
+            buffers.inputs.host(LENGTHS, np.int64)[: run.slots] = lengths[run.start : run.stop]
+            buffers.inputs.host(LENGTHS, np.int64)[0] += run.first
+            last = buffers.inputs.host(LAST, np.int64)
             last[:] = 0
-            last[np.array(run.places) - run.start] = np.array(list(chunks.values())) - 1
-            slot.told.host(THRESHOLD, np.float32)[0] = threshold
-            source = self._enter_ids(slot, run, chunks, ids) if k == 0 else self._enter(k, run, chunks, waited)
-            self._launch(k, run, slot, source, result)
-            for place in run.places:
-                at = found.setdefault(place, _Place(slot, place - run.start))
-                at.states.append((result + (place - run.start) * run.tokens * row, chunks[place]))
+            last[np.array(run.active) - run.start] = np.array(list(chunks.values())) - 1
+            buffers.inputs.host(THRESHOLD, np.float32)[0] = threshold
+            source = self._gather(k, run, chunks, pending) if k else self._stage_ids(buffers, run, chunks, ids)
+            self._launch(k, run, buffers, source, result)
+            for slot in run.active:
+                output = outputs.setdefault(slot, _SlotOutput(buffers, slot - run.start))
+                output.states.append((result + (slot - run.start) * run.tokens * size, chunks[slot]))
             if run.first == 0:
-                ran[run.start, run.rows, run.tokens] = result
-            result += aligned(run.rows * run.tokens * row)
-        self._places, self._last_runs = found, ran
+                last_runs[run.start, run.slots, run.tokens] = result
+            result += aligned(run.slots * run.tokens * size)
+        self._outputs, self._last_runs = outputs, last_runs
 
-    def _enter_ids(self, slot: _Slot, run: Run, chunks: Mapping[int, int], ids: Mapping[int, np.ndarray]) -> int:
-        block = slot.told.host(IDS, np.int64)[: run.rows * run.tokens].reshape(-1, run.tokens)
+    def exit_flags(self) -> dict[int, bool]:
+        """Whether the last token of each slot of the last run exits; waits for it. Not of the last segment."""
+        self._synchronize()
+        return {
+            slot: bool(output.buffers.verdict.host(FLAGS, np.bool_)[output.index])
+            for slot, output in self._outputs.items()
+        }
+
+    def exit(self, counts: Mapping[int, int]) -> None:
+        """The last tokens in some slots of the last run exit here, so many of each: one, except after the last segment.
+        No more exit than the run took."""
+        for slot, count in counts.items():
+            output, size = self._outputs[slot], self._exit_size
+            if count == 1:
+                self._exits[slot] = [output.buffers.exits.address + output.index * size]
+            else:
+                states = [address + number * size for address, held in output.states for number in range(held)]
+                self._exits[slot] = states[-count:]
+
+    def append_pending(self, k: int, pending: Mapping[int, int]) -> None:
+        """Appends the last run's output in some slots to the pending buffer of segment k."""
+        size = self._state_size[k]
+        new = {slot: sum(count for _, count in self._outputs[slot].states) for slot in pending}
+        self._reserve_pending(max((pending[slot] + new[slot] for slot in pending), default=0))
+        copies = []
+        for slot, count in pending.items():
+            target = self._pending_address(k, slot) + count * size
+            for address, held in self._outputs[slot].states:
+                copies.append((target, address, held * size))
+                target += held * size
+        self._copy(copies)
+
+    def logits(self) -> dict[int, np.ndarray]:
+        """The head on the exit states of this step, by slot: float32 [m, V]."""
+        states = [state for exits in self._exits.values() for state in exits]
+        parts, limit, size = [], self._info.max_logits, self._exit_size
+        for first in range(0, len(states), limit):
+            chunk, entry = states[first : first + limit], self._head_entry.address
+            self._copy((entry + number * size, state, size) for number, state in enumerate(chunk))
+            parts.append(self._head(entry, padded(len(chunk), 0, limit, limit))[: len(chunk)].copy())
+        ends = accumulate(len(exits) for exits in self._exits.values())
+        logits = np.split(np.concatenate(parts), list(ends)[:-1])
+        return dict(zip(self._exits, logits, strict=True))
+
+    def _buffers_of(self, k: int, index: int) -> _RunBuffers:
+        """The buffers of a run of segment k, ready to be written to."""
+        buffers = self._run_buffers.get((k, index))
+        if buffers is None:
+            counts, ids = [8 * self.slots, 8 * self.slots, 4], 8 * max(self._info.max_tokens, self.slots)
+            inputs = _Block(self._device, counts if k else [*counts, ids])
+            verdict = _Block(self._device, [4 * self.slots, self.slots])
+            buffers = _RunBuffers(inputs, verdict, self._allocate(self.slots * self._exit_size))
+            self._run_buffers[k, index] = buffers
+        if buffers.queued:
+            self._synchronize()
+        return buffers
+
+    def _synchronize(self) -> None:
+        self._device.synchronize()
+        for buffers in self._run_buffers.values():
+            buffers.queued = False
+
+    def _stage_ids(
+        self, buffers: _RunBuffers, run: Run, chunks: Mapping[int, int], ids: Mapping[int, np.ndarray]
+    ) -> int:
+        block = buffers.inputs.host(IDS, np.int64)[: run.slots * run.tokens].reshape(-1, run.tokens)
         block[:] = 0
-        for place, chunk in chunks.items():
-            block[place - run.start, :chunk] = ids[place][run.first : run.first + chunk]
-        return slot.told.address(IDS)
+        for slot, chunk in chunks.items():
+            block[slot - run.start, :chunk] = ids[slot][run.first : run.first + chunk]
+        return buffers.inputs.address(IDS)
 
-    def _enter(self, k: int, run: Run, chunks: Mapping[int, int], waited: Mapping[int, int]) -> int:
-        """Where the hidden states of a run lie, [rows, tokens, D]; behind what there is to run, zeros or what such
-        padding became in the segments before: never another sequence's, which may be NaN (see `Lane.clear`)."""
-        whole = self._last_runs.get((run.start, run.rows, run.tokens))
-        if whole is not None and run.first == 0 and not any(waited[place] for place in chunks):
+    def _gather(self, k: int, run: Run, chunks: Mapping[int, int], pending: Mapping[int, int]) -> int:
+        """The address of a run's hidden states [slots, tokens, D]. Padding after them is zero, or the earlier segments'
+        output for padding: never another sequence's states, which may be NaN (see `SequenceBuffers.clear`)."""
+        whole = self._last_runs.get((run.start, run.slots, run.tokens))
+        if whole is not None and run.first == 0 and not any(pending[slot] for slot in chunks):
             return whole
-        copies, row = list[Copy](), self._row[k]
-        for place, chunk in chunks.items():
-            target = self._entry.address + (place - run.start) * run.tokens * row
+        copies, size = list[Copy](), self._state_size[k]
+        for slot, chunk in chunks.items():
+            target = self._entry.address + (slot - run.start) * run.tokens * size
             skip, room = run.first, chunk
-            for address, held in [(self._door(k, place), waited[place]), *self._places[place].states]:
+            for address, held in [(self._pending_address(k, slot), pending[slot]), *self._outputs[slot].states]:
                 take = max(0, min(held - skip, room))
-                copies.append((target, address + skip * row, take * row))
-                target, room, skip = target + take * row, room - take, max(0, skip - held)
-        if sum(chunks.values()) < run.rows * run.tokens:
-            self._device.clear(self._entry.address, run.rows * run.tokens * row)
+                copies.append((target, address + skip * size, take * size))
+                target, room, skip = target + take * size, room - take, max(0, skip - held)
+        if sum(chunks.values()) < run.slots * run.tokens:
+            self._device.clear(self._entry.address, run.slots * run.tokens * size)
         self._copy(copies)
         return self._entry.address
 
-    def _launch(self, k: int, run: Run, slot: _Slot, source: int, result: int) -> None:
-        rows, last = run.rows, k + 1 == self._count
+    def _launch(self, k: int, run: Run, buffers: _RunBuffers, source: int, result: int) -> None:
+        slots, last = run.slots, k + 1 == self._count
         addresses = {
             names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: source,
             names.FINAL_STATES if last else names.NEW_HIDDEN_STATES: result,
-            names.PAST_LENGTHS: slot.told.address(LENGTHS),
-            names.LAST_TOKENS: slot.told.address(LAST),
-            names.EXIT_STATES: slot.exits.address,
+            names.PAST_LENGTHS: buffers.inputs.address(LENGTHS),
+            names.LAST_TOKENS: buffers.inputs.address(LAST),
+            names.EXIT_STATES: buffers.exits.address,
         }
         if not last:
-            addresses[names.EXIT_THRESHOLD] = slot.told.address(THRESHOLD)
-            addresses[names.ROUTER_SCORE] = slot.verdict.address(SCORES)
-            addresses[names.EXIT_FLAG] = slot.verdict.address(FLAGS)
+            addresses[names.EXIT_THRESHOLD] = buffers.inputs.address(THRESHOLD)
+            addresses[names.ROUTER_SCORE] = buffers.verdict.address(SCORES)
+            addresses[names.EXIT_FLAG] = buffers.verdict.address(FLAGS)
         for kv, buffer in self._past[k]:
             addresses[kv.name] = buffer.address + run.start * kv.bytes
             addresses[kv.name.replace("past_key_values.", "present.")] = addresses[kv.name]
 
         def work() -> None:
-            slot.told.upload(*((IDS, 8 * rows * run.tokens) if k == 0 else (THRESHOLD, 4)))
-            self._networks[names.segment(k)].run(addresses, run.tokens, rows)
+            buffers.inputs.upload(*((IDS, 8 * slots * run.tokens) if k == 0 else (THRESHOLD, 4)))
+            self._networks[names.segment(k)].run(addresses, run.tokens, slots)
             if not last:
-                slot.verdict.download(FLAGS, rows)
+                buffers.verdict.download(FLAGS, slots)
 
-        self._device.launch((k, run.start, rows, run.tokens, source, result, slot.exits.address), work)
-        slot.queued = True
-
-    def verdicts(self) -> dict[int, bool]:
-        """Whether the last token of each place that the last segment ran over leaves; waits for it. Not of the last."""
-        self._synchronize()
-        return {place: bool(at.slot.verdict.host(FLAGS, np.bool_)[at.row]) for place, at in self._places.items()}
-
-    def leave(self, counts: Mapping[int, int]) -> None:
-        """The last tokens at some places of the last run leave here, so many of each; of other segments than the last
-        it is one. No more leave than the run took."""
-        for place, count in counts.items():
-            at, row = self._places[place], self._exit_row
-            if count == 1:
-                self._left[place] = [at.slot.exits.address + at.row * row]
-            else:
-                states = [address + number * row for address, held in at.states for number in range(held)]
-                self._left[place] = states[-count:]
-
-    def wait(self, k: int, waited: Mapping[int, int]) -> None:
-        """What the last run gave at some places waits before segment k, behind the tokens that do so already."""
-        row = self._row[k]
-        news = {place: sum(count for _, count in self._places[place].states) for place in waited}
-        self._reserve_waiting(max((waited[place] + news[place] for place in waited), default=0))
-        copies = []
-        for place, count in waited.items():
-            target = self._door(k, place) + count * row
-            for address, held in self._places[place].states:
-                copies.append((target, address, held * row))
-                target += held * row
-        self._copy(copies)
-
-    def logits(self) -> dict[int, np.ndarray]:
-        """The head on what the tokens of this step left with, by place: float32 [m, V]."""
-        states = [state for left in self._left.values() for state in left]
-        found, most, row = [], self._info.max_logits, self._exit_row
-        for first in range(0, len(states), most):
-            chunk, entry = states[first : first + most], self._head_entry.address
-            self._copy((entry + number * row, state, row) for number, state in enumerate(chunk))
-            found.append(self._head(entry, padded(len(chunk), 0, most, most))[: len(chunk)].copy())
-        ends = accumulate(len(left) for left in self._left.values())
-        rows = np.split(np.concatenate(found), list(ends)[:-1])
-        return dict(zip(self._left, rows, strict=True))
+        self._device.launch((k, run.start, slots, run.tokens, source, result, buffers.exits.address), work)
+        buffers.queued = True
 
     def _head(self, states: int, tokens: int) -> np.ndarray:
         host = self._logits_host[: tokens * self._vocabulary]
@@ -305,12 +308,12 @@ class BatchLane:
         self._synchronize()
         return host.reshape(tokens, self._vocabulary)
 
-    def _door(self, k: int, place: int) -> int:
-        """Where what waits before segment k at a place begins."""
-        return self._waiting[k - 1].address + place * self._waiting_tokens * self._row[k]
+    def _pending_address(self, k: int, slot: int) -> int:
+        """Where a slot's part of the pending buffer of segment k begins."""
+        return self._pending[k - 1].address + slot * self._pending_capacity * self._state_size[k]
 
     def _copy(self, copies: Iterable[Copy]) -> None:
-        """Copies within the device; pieces that lie behind one another on both sides go together."""
+        """Copies within the device; pieces that are adjacent on both sides are joined."""
         joined = list[Copy]()
         for target, source, size in copies:
             if joined and (target, source) == (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]):
@@ -321,20 +324,22 @@ class BatchLane:
             self._device.copy(target, source, size)
 
     def _reserve_out(self, k: int, size: int) -> int:
-        """Where segment k's results begin, with room for `size` bytes; nothing that is there is needed any more."""
+        """The address of segment k's output, with room for `size` bytes; its contents are no longer needed."""
         if self._out[k % 2].size < size:
-            self._synchronize()  # the old memory is freed
+            self._synchronize()  # the old buffer is freed
             self._out[k % 2] = self._allocate(grown(self._out[k % 2].size, size))
         return self._out[k % 2].address
 
-    def _reserve_waiting(self, tokens: int) -> None:
-        """Room for `tokens` hidden states before every segment at every place; those that wait there move along."""
-        held, wanted = self._waiting_tokens, grown(self._waiting_tokens, tokens)
-        if wanted == held:
+    def _reserve_pending(self, tokens: int) -> None:
+        """Grows the pending buffers to `tokens` hidden states in every slot, with their contents."""
+        old, capacity = self._pending_capacity, grown(self._pending_capacity, tokens)
+        if capacity == old:
             return
-        buffers = [self._allocate(self.rows * wanted * row) for row in self._row[1:]]  # all, or it stays as it was
-        for old, buffer, row in zip(self._waiting, buffers, self._row[1:], strict=True):
-            for place in range(self.rows):
-                self._device.copy(buffer.address + place * wanted * row, old.address + place * held * row, held * row)
-        self._synchronize()  # the old memory is freed
-        self._waiting, self._waiting_tokens = buffers, wanted
+        sizes = self._state_size[1:]
+        grown_buffers = [self._allocate(self.slots * capacity * size) for size in sizes]  # all, or nothing changes
+        for source, target, size in zip(self._pending, grown_buffers, sizes, strict=True):
+            for slot in range(self.slots):
+                start = source.address + slot * old * size
+                self._device.copy(target.address + slot * capacity * size, start, old * size)
+        self._synchronize()  # the old buffers are freed
+        self._pending, self._pending_capacity = grown_buffers, capacity

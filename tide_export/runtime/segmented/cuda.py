@@ -1,8 +1,8 @@
-"""A lane's device on a GPU: one CUDA stream, its memory, and the CUDA graphs recorded on it.
+"""A `Device` on a GPU: one CUDA stream, its memory, and the CUDA graphs recorded on it.
 
 Work that comes with the same key is the same work on the same addresses: the first time it is queued as it is, the
-second time it is queued and then recorded (TensorRT asks for a run between a change of shape and the recording), and
-from then on one launch replays it. Uses NVIDIA's own bindings (package cuda-bindings); no PyTorch. Device 0.
+second time it is queued and then recorded (TensorRT requires a run between a change of shape and the recording), and
+from then on one launch replays it. Uses NVIDIA's bindings (package cuda-bindings), not PyTorch. Device 0.
 """
 
 import ctypes
@@ -17,8 +17,8 @@ import numpy as np
 from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.segmented.device import Buffer
 
-MOST_GRAPHS = 256  # recorded per lane; the longest unused goes first
-MOST_SEEN = 4096  # kinds of work that came once
+MAX_GRAPHS = 256  # recorded per device; the least recently used is destroyed first
+MAX_SEEN = 4096  # keys launched once
 
 
 def import_cudart() -> ModuleType:
@@ -38,7 +38,7 @@ class CudaDevice:
     """One stream with its memory (see `device.Device`)."""
 
     def __init__(self, records: bool = True) -> None:
-        """`records`: whether launches may be recorded; what runs on other streams than this cannot be.
+        """`records`: whether launches may be recorded; work on other streams cannot be.
 
         Raises:
             ProviderError: the bindings are missing, or CUDA cannot be used.
@@ -54,7 +54,7 @@ class CudaDevice:
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """A function of the runtime API, its one result if it has one.
+        """Calls a function of the runtime API and returns its result, if it has one.
 
         Raises:
             GenerationError: it did not succeed.
@@ -111,13 +111,13 @@ class CudaDevice:
         graph = self._graphs.get(key)
         if graph is None:
             if key not in self._seen:
-                if len(self._seen) == MOST_SEEN:
+                if len(self._seen) == MAX_SEEN:
                     self._seen.clear()
                 self._seen.add(key)
                 work()
                 return
-            self._seen.remove(key)  # should it be thrown away, it must come twice again
-            work()  # an engine that last ran another shape takes up this one in a run that is not recorded
+            self._seen.remove(key)  # once destroyed, it must come twice again
+            work()  # an engine that last ran another shape changes to this one in a run that is not recorded
             self._graphs[key] = self._record(work)
             self._make_room()
             return
@@ -139,11 +139,11 @@ class CudaDevice:
         return executable
 
     def _make_room(self) -> None:
-        while len(self._graphs) > MOST_GRAPHS:
+        while len(self._graphs) > MAX_GRAPHS:
             self.synchronize()
             _, oldest = self._graphs.popitem(last=False)
             self._call("cudaGraphExecDestroy", oldest)
 
 
 class _Owner:
-    """What a buffer's memory lives as long as."""
+    """A buffer's memory lives as long as this object."""

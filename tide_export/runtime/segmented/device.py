@@ -1,7 +1,7 @@
-"""Where a sequence's memory lives and its work is queued: the host's here, a GPU's in `cuda`.
+"""Where a sequence's memory is and its work is queued: on the host here, on a GPU in `cuda`.
 
-A `Device` is one queue with memory: `lane` allocates from it, copies within it, and hands it pieces of work that it may
-record and replay. Addresses are plain integers, so that the arithmetic of rows and offsets is the same everywhere and
+A `Device` is one queue with memory: `SequenceBuffers` and `BatchBuffers` allocate from it, copy within it, and give it
+work that it may record and replay. Addresses are plain integers, so the arithmetic of offsets is the same on both, and
 what the CPU tests prove holds on a GPU too.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from tide_export.errors import GenerationError
 
-ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT asks of an address
+ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT requires of an address
 
 
 class Buffer(NamedTuple):
@@ -36,11 +36,11 @@ class Device(Protocol):
         ...
 
     def staging(self, size: int) -> np.ndarray:
-        """Zeroed uint8 [size] on the host that `upload` and `download` reach without a copy of their own."""
+        """Zeroed uint8 [size] on the host that `upload` and `download` reach without another copy."""
         ...
 
     def upload(self, target: int, source: np.ndarray) -> None:
-        """Staging memory to the device; `source` must stay as it is until the queue has come to it."""
+        """Staging memory to the device; `source` must not change until the queue has read it."""
         ...
 
     def download(self, target: np.ndarray, source: int) -> None:
@@ -48,11 +48,11 @@ class Device(Protocol):
         ...
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """Between places of the device that do not overlap."""
+        """Between regions of the device that do not overlap."""
         ...
 
     def clear(self, target: int, size: int, count: int = 1, stride: int = 0) -> None:
-        """Zeroes `size` bytes of the device at `count` places, `stride` bytes apart."""
+        """Zeroes `size` bytes of the device, `count` times, `stride` bytes apart."""
         ...
 
     def launch(self, key: Hashable, work: Callable[[], None]) -> None:
@@ -92,8 +92,8 @@ class HostDevice:
         ctypes.memmove(target, source, size)
 
     def clear(self, target: int, size: int, count: int = 1, stride: int = 0) -> None:
-        for place in range(count):
-            ctypes.memset(target + place * stride, 0, size)
+        for index in range(count):
+            ctypes.memset(target + index * stride, 0, size)
 
     def launch(self, key: Hashable, work: Callable[[], None]) -> None:
         work()

@@ -1,7 +1,7 @@
-"""The networks of a bundle as lanes run them: tensors by name, at addresses, for a number of tokens and of rows.
+"""The segment networks and the head as the runtime runs them: tensors by name, at addresses, for a number of tokens.
 
-`NetworkSpec` says what tensors a network has, from the manifest alone; every backend checks its networks against it
-before anything is bound, because what is bound are bare addresses.
+`NetworkSpec` lists the tensors of a network, from the manifest alone; every engine checks its networks against it
+before anything is bound, because only addresses are bound.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from tide_export import names
 from tide_export.bundle.manifest import Manifest, NetworksInfo, Profile
 from tide_export.errors import BundleError
 
-TOKENS, ROWS = "tokens", "rows"  # the free dimensions: tokens of each sequence in a run, and sequences
+TOKENS, BATCH = "tokens", "batch"  # the dynamic dimensions: tokens of each sequence in a run, and sequences
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 TENSORRT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
@@ -20,65 +20,65 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a network: element type by name and shape, TOKENS and ROWS where it varies."""
+    """One tensor of a network: element type by name and shape, TOKENS and BATCH where it varies."""
 
     dtype: str
     shape: tuple[int | str, ...]
 
-    def dims(self, tokens: int, rows: int = 1) -> tuple[int, ...]:
+    def dims(self, tokens: int, batch_size: int = 1) -> tuple[int, ...]:
         """The shape in a run of so many tokens of so many sequences."""
-        sizes = {TOKENS: tokens, ROWS: rows}
+        sizes = {TOKENS: tokens, BATCH: batch_size}
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
-    def size(self, tokens: int = 1, rows: int = 1) -> int:
+    def size(self, tokens: int = 1, batch_size: int = 1) -> int:
         """Bytes in a run of so many tokens of so many sequences."""
         size = ITEM_SIZES[self.dtype]
-        for dim in self.dims(tokens, rows):
+        for dim in self.dims(tokens, batch_size):
             size *= dim
         return size
 
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """What goes into a network and comes out, by name."""
+    """Inputs and outputs of a network, by name."""
 
     name: str
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
 
     def check(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], where: str) -> None:
-        """Refuses a network that was found with other tensors.
+        """Checks the tensors of a network.
 
         Args:
-            inputs, outputs: as found, free dimensions by their names here.
+            inputs, outputs: of the network, dynamic dimensions by their names here.
             where: the file, for the message.
 
         Raises:
             BundleError: naming the first tensor that differs.
         """
-        for kind, expected, found in (("input", self.inputs, inputs), ("output", self.outputs, outputs)):
-            for name in sorted(expected.keys() - found.keys()):
+        for kind, expected, given in (("input", self.inputs, inputs), ("output", self.outputs, outputs)):
+            for name in sorted(expected.keys() - given.keys()):
                 raise BundleError(f"'{where}' has no {kind} {name}, which its manifest calls for")
-            for name in sorted(found.keys() - expected.keys()):
+            for name in sorted(given.keys() - expected.keys()):
                 raise BundleError(f"'{where}' has the {kind} {name}, which its manifest does not know")
             for name, tensor in expected.items():
-                if found[name] != tensor:
+                if given[name] != tensor:
                     raise BundleError(
-                        f"'{where}': {kind} {name} is {found[name].dtype} {list(found[name].shape)}, but its manifest "
+                        f"'{where}': {kind} {name} is {given[name].dtype} {list(given[name].shape)}, but its manifest "
                         f"calls for {tensor.dtype} {list(tensor.shape)}"
                     )
 
 
 def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tuple[Profile, ...]:
-    """The profiles of one network: the head takes fewer tokens than the segments, those of several sequences as tokens
-    of one."""
+    """The profiles of one network: the head takes fewer tokens than the segments, and those of several sequences as
+    tokens of one."""
     if name != names.HEAD:
         return tuple(profiles)
     return tuple(profile for profile in profiles if profile.batch_size == 1 and profile.max_tokens <= info.max_logits)
 
 
 def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
-    """{output: input} of the K/V buffers, which are one memory each."""
+    """{output: input} of the K/V buffers: each pair shares its memory."""
     return {
         name.replace("past_key_values.", "present."): name
         for name in spec.inputs
@@ -87,7 +87,7 @@ def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
 
 
 class KvBuffer(NamedTuple):
-    """A K/V buffer as memory: of each sequence `heads` blocks of `capacity` tokens of `size` bytes."""
+    """The layout of a K/V buffer: of each sequence `heads` blocks of `capacity` tokens of `size` bytes."""
 
     name: str
     heads: int
@@ -96,23 +96,23 @@ class KvBuffer(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of one sequence."""
+        """Bytes of one sequence."""
         return self.heads * self.capacity * self.size
 
 
 def kv_buffers(spec: NetworkSpec) -> list[KvBuffer]:
-    """Those a network reads and writes, by the names of its inputs."""
-    found = []
+    """The K/V buffers of a network, by the names of its inputs."""
+    buffers = []
     for name in kv_aliases(spec).values():
         _, heads, capacity, _ = spec.inputs[name].dims(1)
-        found.append(KvBuffer(name, heads, capacity, spec.inputs[name].size() // (heads * capacity)))
-    return found
+        buffers.append(KvBuffer(name, heads, capacity, spec.inputs[name].size() // (heads * capacity)))
+    return buffers
 
 
-def from_tensorrt(spec: NetworkSpec, found: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
-    """Tensors as TensorRT describes them, a free dimension as -1, for `NetworkSpec.check`."""
+def from_tensorrt(spec: NetworkSpec, described: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
+    """Tensors as TensorRT describes them, a dynamic dimension as -1, for `NetworkSpec.check`."""
     tensors = {}
-    for name, (dtype, shape) in found.items():
+    for name, (dtype, shape) in described.items():
         expected = spec.inputs.get(name, spec.outputs.get(name))
         wanted = expected.shape if expected is not None and len(expected.shape) == len(shape) else tuple(shape)
         dims = tuple(want if dim == -1 else dim for want, dim in zip(wanted, shape, strict=True))
@@ -121,40 +121,39 @@ def from_tensorrt(spec: NetworkSpec, found: Mapping[str, tuple[str, Sequence[int
 
 
 class Network(Protocol):
-    """A network that can be run on one lane's device."""
+    """A network that can be run on one device."""
 
-    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
-        """Queues a run over `tokens` tokens of each of `rows` sequences; `addresses` holds every input and output, K/V
-        outputs their inputs'."""
+    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
+        """Queues a run over `tokens` tokens of each of `batch_size` sequences; `addresses` holds every input and
+        output, for K/V outputs the address of their input."""
         ...
 
 
 def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
-    """What every network of a bundle must have."""
+    """The tensors that every network of a bundle must have."""
     state, width = STATE_TYPES[info.weights], manifest.model.hidden_size
     sizes = manifest.segment_sizes
-    found = {}
-    layer = 0
+    networks, layer = {}, 0
     for k, size in enumerate(sizes):
         last = k == len(sizes) - 1
-        inputs = {names.INPUT_IDS: Tensor("int64", (ROWS, TOKENS))} if k == 0 else {}
-        inputs |= {names.HIDDEN_STATES: Tensor(state, (ROWS, TOKENS, width))} if k else {}
-        inputs |= {name: Tensor("int64", (ROWS,)) for name in (names.PAST_LENGTHS, names.LAST_TOKENS)}
-        outputs = {names.EXIT_STATES: Tensor(state, (ROWS, 1, info.exit_size))}
+        inputs = {names.INPUT_IDS: Tensor("int64", (BATCH, TOKENS))} if k == 0 else {}
+        inputs |= {names.HIDDEN_STATES: Tensor(state, (BATCH, TOKENS, width))} if k else {}
+        inputs |= {name: Tensor("int64", (BATCH,)) for name in (names.PAST_LENGTHS, names.LAST_TOKENS)}
+        outputs = {names.EXIT_STATES: Tensor(state, (BATCH, 1, info.exit_size))}
         if last:
-            outputs[names.FINAL_STATES] = Tensor(state, (ROWS, TOKENS, info.exit_size))
+            outputs[names.FINAL_STATES] = Tensor(state, (BATCH, TOKENS, info.exit_size))
         else:
             inputs[names.EXIT_THRESHOLD] = Tensor("float32", (1,))
-            outputs[names.NEW_HIDDEN_STATES] = Tensor(state, (ROWS, TOKENS, width))
-            outputs[names.ROUTER_SCORE] = Tensor("float32", (ROWS, 1, 1))
-            outputs[names.EXIT_FLAG] = Tensor("bool", (ROWS, 1, 1))
+            outputs[names.NEW_HIDDEN_STATES] = Tensor(state, (BATCH, TOKENS, width))
+            outputs[names.ROUTER_SCORE] = Tensor("float32", (BATCH, 1, 1))
+            outputs[names.EXIT_FLAG] = Tensor("bool", (BATCH, 1, 1))
         for heads, head_dim in manifest.model.kv_shapes[layer : layer + size]:
             for kind in ("key", "value"):
-                inputs[names.past(layer, kind)] = Tensor(state, (ROWS, heads, info.capacity, head_dim))
-                outputs[names.present(layer, kind)] = Tensor(state, (ROWS, heads, info.capacity, head_dim))
+                inputs[names.past(layer, kind)] = Tensor(state, (BATCH, heads, info.capacity, head_dim))
+                outputs[names.present(layer, kind)] = Tensor(state, (BATCH, heads, info.capacity, head_dim))
             layer += 1
-        found[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
-    head_in = {names.EXIT_STATES: Tensor(state, (ROWS, TOKENS, info.exit_size))}
-    head_out = {names.LOGITS: Tensor("float32", (ROWS, TOKENS, manifest.model.vocab_size))}
-    found[names.HEAD] = NetworkSpec(names.HEAD, head_in, head_out)
-    return found
+        networks[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
+    head_in = {names.EXIT_STATES: Tensor(state, (BATCH, TOKENS, info.exit_size))}
+    head_out = {names.LOGITS: Tensor("float32", (BATCH, TOKENS, manifest.model.vocab_size))}
+    networks[names.HEAD] = NetworkSpec(names.HEAD, head_in, head_out)
+    return networks

@@ -1,9 +1,9 @@
-"""The engines of a bundle on a GPU, by TensorRT or TensorRT for RTX: opened with every check first, run on a lane.
+"""A bundle's engines on a GPU, by TensorRT or TensorRT for RTX: checked, opened and run.
 
-The two flavours share this module; what differs is in `flavours`. An engine runs on one version of one flavour, on the
-GPUs it was built for: all of that is compared before the library sees a byte, because what it says about an engine that
-does not fit is for its own developers. One execution context per network and optimization profile belongs to each lane,
-all of them with the lane's one block of working memory: a lane runs one network at a time.
+The two flavours share this module; `flavours` has the differences. An engine runs on one version of one flavour, on the
+GPUs it was built for: all of that is compared before the library loads it, because the library's messages about an
+engine that does not fit are for its developers. Every set of buffers has one execution context per network and
+optimization profile; all of them share one block of working memory, because one network runs at a time.
 """
 
 import os
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from tide_export import names
-from tide_export.bundle.manifest import EnginesInfo, Profile
+from tide_export.bundle.manifest import EnginesInfo, NetworksInfo, Profile
 from tide_export.bundle.store import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime.segmented.backend import SegmentBackend
@@ -35,17 +35,14 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
     """The bundle's engines, ready to run.
 
     Args:
-        provider: the flavour that is asked for, tensorrt or tensorrt-rtx. plugins: the library of plugins, for engines
-        that hold some; None: the one that `runtime.tensorrt.plugins` finds.
+        provider: the flavour, tensorrt or tensorrt-rtx.
+        plugins: the plugin library, for engines that use plugins; None: the one `runtime.tensorrt.plugins` finds.
 
     Raises:
         ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
         BundleError: the engines are not the manifest's.
     """
-    manifest, info, engines = bundle.manifest, bundle.manifest.networks, bundle.manifest.engines
-    check_engines(bundle, provider)
-    assert info is not None
-    assert engines is not None
+    manifest, info, engines = bundle.manifest, *check_engines(bundle, provider)
     flavour = FLAVOURS[provider]
     library = import_library(flavour)
     _check_machine(bundle, flavour, str(library.__version__), engines)
@@ -60,7 +57,7 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
         _check_engine(engine, spec, of_network(name, engines.profiles, info), str(path))
         loaded[name] = engine
 
-    def open_lane() -> tuple[Device, Mapping[str, Network]]:
+    def open_device() -> tuple[Device, Mapping[str, Network]]:
         device = CudaDevice()
         size = max(engine.device_memory_size_v2 for engine in loaded.values())
         memory = device.allocate(max(size, ALIGNMENT))
@@ -72,18 +69,18 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
         }
         return device, networks
 
-    return SegmentBackend(manifest, info, expected, open_lane)
+    return SegmentBackend(manifest, info, expected, open_device)
 
 
-def check_engines(bundle: Bundle, provider: str) -> None:
-    """What the manifest alone says: are there engines of this flavour, and are they this model's?
+def check_engines(bundle: Bundle, provider: str) -> tuple[NetworksInfo, EnginesInfo]:
+    """The manifest's records of the networks and of their engines of this flavour.
 
     Raises:
         ProviderError: there are none.
         BundleError: they were built from other weights.
     """
-    manifest, engines = bundle.manifest, bundle.manifest.engines
-    if engines is None:
+    manifest, info, engines = bundle.manifest, bundle.manifest.networks, bundle.manifest.engines
+    if engines is None or info is None:
         raise ProviderError(
             f"bundle '{bundle.path}' holds no TensorRT engines: build them with `tide-export build {bundle.path} "
             f"--target {provider}`, or use provider 'cpu'"
@@ -98,10 +95,11 @@ def check_engines(bundle: Bundle, provider: str) -> None:
             f"the engines of bundle '{bundle.path}' were built from other weights than its model's "
             f"(sha256 {engines.weights_sha256[:12]}, not {manifest.model.weights_sha256[:12]}): build them again"
         )
+    return info, engines
 
 
 def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: EnginesInfo) -> None:
-    """Whether this machine has the version and the GPU the engines were built for."""
+    """Checks that this machine has the version and a GPU the engines were built for."""
     again = f"build them again with `tide-export build {bundle.path} --target {flavour.name}`"
     if engines.version != version:
         raise ProviderError(
@@ -121,11 +119,11 @@ def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: Engi
 
 
 class _Runtime:
-    """Loads engines and remembers what the library says when it cannot."""
+    """Loads engines and keeps the errors that the library logs."""
 
     def __init__(self, flavour: Flavour, library: ModuleType) -> None:
-        said: list[str] = []
-        self._flavour, self._library, self._said = flavour, library, said
+        errors: list[str] = []
+        self._flavour, self._library, self._errors = flavour, library, errors
 
         class Log(library.ILogger):  # type: ignore[name-defined]
             def __init__(self) -> None:
@@ -133,7 +131,7 @@ class _Runtime:
 
             def log(self, severity: Any, message: str) -> None:
                 if severity in (library.ILogger.Severity.ERROR, library.ILogger.Severity.INTERNAL_ERROR):
-                    said.append(" ".join(message.split()))
+                    errors.append(" ".join(message.split()))
 
         self._log = Log()  # the runtime does not keep it alive
         self._runtime = library.Runtime(self._log)
@@ -143,28 +141,28 @@ class _Runtime:
 
         Raises:
             ProviderError: it cannot run on this machine.
-            BundleError: the library cannot read it, with its last words.
+            BundleError: the library cannot read it, with its last error.
         """
-        check_header(self._flavour, self._library, self._runtime, data, path, self._said)
+        check_header(self._flavour, self._library, self._runtime, data, path, self._errors)
         engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
-            reason = self._said[-1] if self._said else "it does not say why"
+            reason = self._errors[-1] if self._errors else "it does not say why"
             raise BundleError(f"cannot load engine '{path}': {reason}")
         return engine
 
 
 def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...], path: str) -> None:
-    """Tensors, K/V buffers updated in place, and profiles are those the runtime counts on.
+    """Checks that tensors, K/V buffers updated in place, and profiles are those that the runtime needs.
 
     Raises:
         BundleError: naming what differs.
     """
-    found: dict[bool, dict[str, tuple[str, list[int]]]] = {True: {}, False: {}}
+    tensors: dict[bool, dict[str, tuple[str, list[int]]]] = {True: {}, False: {}}
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
         is_input = engine.get_tensor_mode(name).name == "INPUT"
-        found[is_input][name] = (engine.get_tensor_dtype(name).name, list(engine.get_tensor_shape(name)))
-    spec.check(from_tensorrt(spec, found[True]), from_tensorrt(spec, found[False]), path)
+        tensors[is_input][name] = (engine.get_tensor_dtype(name).name, list(engine.get_tensor_shape(name)))
+    spec.check(from_tensorrt(spec, tensors[True]), from_tensorrt(spec, tensors[False]), path)
     for output, entry in kv_aliases(spec).items():
         if engine.get_aliased_input_tensor(output) != entry:
             raise BundleError(f"engine '{path}' does not update {entry} in place")
@@ -175,36 +173,36 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
         )
     entry = names.EXIT_STATES if spec.name == names.HEAD else names.PAST_LENGTHS
     for number, profile in enumerate(profiles):
-        most = list(engine.get_tensor_profile_shape(entry, number)[-1])
-        if most != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
+        largest = list(engine.get_tensor_profile_shape(entry, number)[-1])
+        if largest != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
             raise BundleError(
-                f"engine '{path}' takes {entry} of {most} at most in profile {profile.name}, unlike its manifest"
+                f"engine '{path}' takes {entry} of {largest} at most in profile {profile.name}, unlike its manifest"
             )
 
 
-def pick_profile(profiles: tuple[Profile, ...], tokens: int, rows: int = 1) -> int:
+def pick_profile(profiles: tuple[Profile, ...], tokens: int, batch_size: int = 1) -> int:
     """Index of the first profile that takes so many tokens of so many sequences: the narrowest, as they are listed.
 
     Raises:
         GenerationError: none does.
     """
     for index, profile in enumerate(profiles):
-        if profile.min_tokens <= tokens <= profile.max_tokens and rows <= profile.batch_size:
+        if profile.min_tokens <= tokens <= profile.max_tokens and batch_size <= profile.batch_size:
             return index
-    most = max((profile.max_tokens for profile in profiles if rows <= profile.batch_size), default=0)
-    if not most:
+    max_tokens = max((profile.max_tokens for profile in profiles if batch_size <= profile.batch_size), default=0)
+    if not max_tokens:
         max_batch_size = max(profile.batch_size for profile in profiles)
         raise GenerationError(
-            f"a run over {rows} sequences exceeds the engine's profiles, which take {max_batch_size} at most"
+            f"a run over {batch_size} sequences exceeds the engine's profiles, which take {max_batch_size} at most"
         )
-    of_each = f" of each of {rows} sequences" if rows > 1 else ""
+    of_each = f" of each of {batch_size} sequences" if batch_size > 1 else ""
     raise GenerationError(
-        f"a run over {tokens} tokens{of_each} exceeds the engine's profiles, which take {most} at most"
+        f"a run over {tokens} tokens{of_each} exceeds the engine's profiles, which take {max_tokens} at most"
     )
 
 
 class _TrtNetwork:
-    """One engine with the execution contexts of one lane."""
+    """One engine with the execution contexts of one device."""
 
     def __init__(
         self,
@@ -220,21 +218,21 @@ class _TrtNetwork:
         self._profiles, self._device, self._memory = profiles, device, memory
         self._contexts: dict[int, Any] = {}
 
-    def run(self, addresses: Mapping[str, int], tokens: int, rows: int = 1) -> None:
-        """Queues a run on the lane's stream.
+    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
+        """Queues a run on the device's stream.
 
         Raises:
             GenerationError: no profile takes so many tokens of so many sequences, or TensorRT failed.
         """
-        context = self._context(pick_profile(self._profiles, tokens, rows))
+        context = self._context(pick_profile(self._profiles, tokens, batch_size))
         for name, tensor in self._spec.inputs.items():
-            self._require(context.set_input_shape(name, tensor.dims(tokens, rows)), f"the shape of {name}")
+            self._require(context.set_input_shape(name, tensor.dims(tokens, batch_size)), f"the shape of {name}")
         for name in (*self._spec.inputs, *self._spec.outputs):
             self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
         self._require(context.execute_async_v3(self._device.stream), f"a run over {tokens} tokens")
 
     def _context(self, profile: int) -> Any:
-        """The context of a profile, made when it is first needed."""
+        """The context of a profile, created when it is first needed."""
         if profile not in self._contexts:
             context = self._engine.create_execution_context(configure(self._flavour, self._library, self._engine))
             self._require(context is not None, "an execution context")

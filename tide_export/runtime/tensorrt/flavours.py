@@ -1,7 +1,6 @@
-"""What differs between TensorRT and TensorRT-RTX, in one place: names, packages, and who can build and run what where.
+"""The differences between TensorRT and TensorRT for RTX: names, packages, and what builds and runs where.
 
-`build` builds with a flavour and `segmented.tensorrt` runs its engines; both import the library through
-`import_library` and share everything else.
+`engines.build` builds with a flavour and `runtime.tensorrt.engines` runs its engines; they share everything else.
 """
 
 import importlib
@@ -22,14 +21,14 @@ class Flavour:
 
     Attributes:
         name: of the target and provider: tensorrt, tensorrt-rtx.
-        title: for people.
+        title: in messages.
         module: to import.
-        package: that it comes in.
+        package: the distribution of the module.
         extra: of this package, that installs it.
-        builds_without_gpu: whether engines can be built on a machine that has none.
-        has_timing_cache: whether building times kernels, so that remembering the times saves time.
-        has_plugins: whether its networks may hold plugins; where not, functions have their bodies built.
-        reads_headers: whether it says of an engine's header alone if the engine runs here, and what is in the way.
+        builds_without_gpu: whether engines can be built on a machine without a GPU.
+        has_timing_cache: whether building times kernels, so that caching the times saves time.
+        has_plugins: whether its networks may use plugins; where not, the bodies of functions are built.
+        reads_headers: whether it can check by an engine's header alone that the engine runs here.
     """
 
     name: str
@@ -85,7 +84,7 @@ def runs_on(capabilities: tuple[str, ...], device: tuple[int, int]) -> bool:
     return f"{device[0]}.{device[1]}" in capabilities if capabilities else device >= (8, 0)
 
 
-# What a header can be refused for, by the names of EngineInvalidityDiagnostics, and what a user can do.
+# Why a header is refused, by the names of EngineInvalidityDiagnostics, and what a user can do.
 REFUSALS = {
     "VERSION_MISMATCH": "it was built by another version: build it again",
     "UNSUPPORTED_CC": "it was built for other GPUs: build it again",
@@ -98,17 +97,17 @@ DAMAGED = "MALFORMED_ENGINE"
 
 
 def check_header(
-    flavour: Flavour, library: ModuleType, runtime: Any, data: bytes, path: str, said: Sequence[str]
+    flavour: Flavour, library: ModuleType, runtime: Any, data: bytes, path: str, errors: Sequence[str]
 ) -> None:
-    """Asks the library about an engine before it is loaded, where the flavour can be asked.
+    """Checks an engine's header before it is loaded, where the flavour can.
 
-    One that would run, but slower than an engine built here, is logged as a warning.
+    An engine that would run, but slower than one built here, is logged as a warning.
 
     Args:
         runtime: the library's `Runtime`.
-        data: the engine; its header alone is read.
+        data: the engine; only its header is read.
         path: for messages.
-        said: errors the library has logged, the last one last.
+        errors: that the library has logged, the last one last.
 
     Raises:
         ProviderError: it cannot run on this machine, and why.
@@ -121,20 +120,20 @@ def check_header(
         logger.warning("engine '%s' was built for other GPUs too: built on this one, it may be faster", path)
     if validity != library.EngineValidity.INVALID:
         return
-    found = {name for name, flag in library.EngineInvalidityDiagnostics.__members__.items() if bits & int(flag)}
-    kind: type[TideError] = BundleError if DAMAGED in found else ProviderError
-    reasons = ["it is no engine, or a damaged one"] if DAMAGED in found else []
-    reasons += [reason for name, reason in REFUSALS.items() if name in found]
+    diagnostics = {name for name, flag in library.EngineInvalidityDiagnostics.__members__.items() if bits & int(flag)}
+    kind: type[TideError] = BundleError if DAMAGED in diagnostics else ProviderError
+    reasons = ["it is no engine, or a damaged one"] if DAMAGED in diagnostics else []
+    reasons += [reason for name, reason in REFUSALS.items() if name in diagnostics]
     raise kind(
-        f"{flavour.title} cannot run engine '{path}': " + ("; ".join(reasons or said[-1:]) or "it does not say why")
+        f"{flavour.title} cannot run engine '{path}': " + ("; ".join(reasons or errors[-1:]) or "it does not say why")
     )
 
 
 def configure(flavour: Flavour, library: ModuleType, engine: Any) -> Any:
-    """The configuration of an execution context: working memory comes from the caller, CUDA graphs are recorded by it.
+    """The configuration of an execution context: the caller gives the working memory and records CUDA graphs.
 
-    TensorRT for RTX would record graphs by itself, and would finish its kernels while they are in use already: what is
-    recorded then would stay the unfinished one, so it is told to finish them first.
+    By default TensorRT for RTX records graphs itself and replaces kernels by specialized ones while they are in use; a
+    graph recorded before would keep the generic ones, so kernels are specialized first.
     """
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(library.ExecutionContextAllocationStrategy.USER_MANAGED)

@@ -1,6 +1,6 @@
-"""Whether there is a GPU, asked of the CUDA driver itself, so that nothing need be installed to know.
+"""Detects the GPU through the CUDA driver, without any package.
 
-`build` asks before TensorRT is started, `providers` before an engine is chosen.
+`engines.build` does so before TensorRT is started, `providers` before an engine is selected.
 """
 
 import ctypes

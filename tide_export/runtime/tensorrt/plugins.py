@@ -1,10 +1,10 @@
-"""The library of TensorRT plugins: where it is found, whether it is ours and fits, and how TensorRT comes to know it.
+"""Finds the library of TensorRT plugins, checks it, and registers it with TensorRT.
 
 TensorRT engines may be built with the plugins of `plugins/` in place of the functions in their networks (TensorRT for
-RTX has no plugins). `build` finds the library and records it in the manifest; `segmented.tensorrt` needs the same
-release of it to load such engines. A library is native code that runs when it is opened, so none is ever taken out of a
-bundle: it is named, or is part of the installation. It is asked for its version in a process of its own, so that a
-damaged one cannot take this one down.
+RTX has no plugins). `engines.build` finds the library and records it in the manifest; `runtime.tensorrt.engines` needs
+the same release of it to load such engines. A library is native code that runs when it is opened, so none is ever taken
+from a bundle: it is named, or part of the installation. Its version is read in another process, so that a damaged
+library cannot crash this one.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from tide_export.version import __version__
 logger = logging.getLogger("tide_export")
 
 VARIABLE = "TIDE_PLUGINS"
-NONE = "none"  # instead of a library: do without, also where there is one
+NONE = "none"  # as a library: use no plugins
 LIBRARY = "libtide_plugins.so"
 PACKAGE = Path(__file__).parents[2]
-# Where one is part of the installation: `cmake --install`ed into the package, or built in a checkout.
+# Where an installed library is: `cmake --install`ed into the package, or built in a checkout.
 INSTALLED = (PACKAGE / "lib" / LIBRARY, PACKAGE.parent / "build" / "plugins" / "plugins" / LIBRARY)
 
-# Prints the two versions the library says, one a line.
+# Prints the two versions of the library, one per line.
 PROBE = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -45,11 +45,11 @@ for name in ("tide_plugins_version", "tide_plugins_tensorrt_version"):
 
 @dataclass(frozen=True)
 class PluginLibrary:
-    """A library of this release.
+    """A plugin library of this release.
 
     Attributes:
         path: absolute.
-        version: the release of tide_export it belongs to.
+        version: of tide_export.
         tensorrt: the version of TensorRT's headers it was compiled with.
         sha256: of the file.
     """
@@ -60,66 +60,69 @@ class PluginLibrary:
     sha256: str
 
 
-def plugins_to_build_with(flavour: Flavour, version: str, given: str | os.PathLike[str] | None) -> PluginLibrary | None:
+def plugins_to_build_with(
+    flavour: Flavour, version: str, library: str | os.PathLike[str] | None
+) -> PluginLibrary | None:
     """The library for engines that `version` of a flavour builds; None: functions keep their bodies.
 
     Args:
-        given: as `find_plugins` takes it.
+        library: as in `find_plugins`.
 
     Raises:
-        ConfigError: a library is given for a flavour that has no plugins.
+        ConfigError: a library for a flavour that has no plugins.
         ProviderError: as `find_plugins`, or the library is for another major version of TensorRT.
     """
     if not flavour.has_plugins:
-        if given is not None and os.fspath(given) != NONE:
+        if library is not None and os.fspath(library) != NONE:
             raise ConfigError(
                 f"{flavour.title} has no plugins, its engines use the networks' functions: leave --plugins"
             )
         return None
-    found = find_plugins(given)
-    if found is not None:
-        _check_fits(found, version)
-    return found
+    plugins = find_plugins(library)
+    if plugins is not None:
+        _check_fits(plugins, version)
+    return plugins
 
 
 def plugins_to_load(
-    bundle: Path, needed: PluginsInfo, version: str, given: str | os.PathLike[str] | None
+    bundle: Path, needed: PluginsInfo, version: str, library: str | os.PathLike[str] | None
 ) -> PluginLibrary:
     """The library that the engines of the bundle at a path need in this `version` of TensorRT.
 
     Raises:
         ProviderError: there is none here, or it is of another release or for another major version of TensorRT.
     """
-    found = find_plugins(given)
+    plugins = find_plugins(library)
     without = f"build the engines again without with `tide-export build {bundle} --plugins {NONE}`"
-    if found is None:
+    if plugins is None:
         raise ProviderError(
             f"the engines of bundle '{bundle}' hold plugins of tide_export {needed.version} and there is no plugin "
             f"library here: name it with --plugins or the variable {VARIABLE}, or {without}"
         )
-    if found.version != needed.version:
+    if plugins.version != needed.version:
         raise ProviderError(
             f"the engines of bundle '{bundle}' hold plugins of tide_export {needed.version}, but the library "
-            f"'{found.path}' is of {found.version}: use the other library and release, or {without}"
+            f"'{plugins.path}' is of {plugins.version}: use the other library and release, or {without}"
         )
-    _check_fits(found, version)
-    if found.sha256 != needed.sha256:
+    _check_fits(plugins, version)
+    if plugins.sha256 != needed.sha256:
         logger.info(
-            "the plugin library '%s' is another build than the engines of '%s' were built with", found.path, bundle
+            "the plugin library '%s' is another build than the engines of '%s' were built with", plugins.path, bundle
         )
-    return found
+    return plugins
 
 
-def find_plugins(given: str | os.PathLike[str] | None) -> PluginLibrary | None:
-    """The library that is given, else that of the variable TIDE_PLUGINS, else one that is installed, if there is one.
+def find_plugins(library: str | os.PathLike[str] | None) -> PluginLibrary | None:
+    """The library at a path, else that of the variable TIDE_PLUGINS, else an installed one, if there is one.
 
     Args:
-        given: a path; "none" for no library at all.
+        library: a path; "none" for no library at all.
 
     Raises:
-        ProviderError: what was named is not there, cannot be opened, is no plugin library, or is of another release.
+        ProviderError: the named library does not exist, cannot be opened, is no plugin library, or is of another
+            release.
     """
-    named = os.fspath(given) if given is not None else os.environ.get(VARIABLE) or None
+    named = os.fspath(library) if library is not None else os.environ.get(VARIABLE) or None
     if named == NONE:
         return None
     if named is not None:
@@ -129,10 +132,10 @@ def find_plugins(given: str | os.PathLike[str] | None) -> PluginLibrary | None:
 
 
 def open_plugins(path: Path, what: str) -> PluginLibrary:
-    """Asks the library at `path` who it is.
+    """The library at `path`, with its versions read in another process.
 
     Args:
-        what: how messages call it.
+        what: its name in messages.
 
     Raises:
         ProviderError: see `find_plugins`.
@@ -141,14 +144,14 @@ def open_plugins(path: Path, what: str) -> PluginLibrary:
         raise ProviderError(f"{what} does not exist: build it (plugins/README.md), or do without it: --plugins {NONE}")
     path = path.resolve()
     command = [sys.executable, "-c", PROBE, str(path)]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace")
-    if asked.returncode:
-        said = [line for line in asked.stderr.splitlines() if line.strip()]
-        reason = said[-1] if said else "it does not say why"
-        if asked.returncode < 0:
-            reason = f"opening it crashes ({signal.Signals(-asked.returncode).name})"
+    probe = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace")
+    if probe.returncode:
+        errors = [line for line in probe.stderr.splitlines() if line.strip()]
+        reason = errors[-1] if errors else "it does not say why"
+        if probe.returncode < 0:
+            reason = f"opening it crashes ({signal.Signals(-probe.returncode).name})"
         raise ProviderError(f"{what} is damaged or no plugin library of tide_export: {reason}")
-    version, tensorrt = asked.stdout.split()[-2:]
+    version, tensorrt = probe.stdout.split()[-2:]
     if version != __version__:
         raise ProviderError(
             f"{what} belongs to tide_export {version}, but this is {__version__}: build it from this release's "
@@ -160,10 +163,10 @@ def open_plugins(path: Path, what: str) -> PluginLibrary:
 
 
 def _check_fits(plugins: PluginLibrary, tensorrt: str) -> None:
-    """Whether the library goes with a version of TensorRT: the interface of plugins is that of a major version.
+    """Checks that the library fits a version of TensorRT: a major version has one interface of plugins.
 
     Raises:
-        ProviderError: it does not.
+        ProviderError: it does not fit.
     """
     if plugins.tensorrt.split(".")[0] != tensorrt.split(".")[0]:
         raise ProviderError(
@@ -173,13 +176,13 @@ def _check_fits(plugins: PluginLibrary, tensorrt: str) -> None:
 
 
 def register(library: Any, path: str | os.PathLike[str]) -> None:
-    """Makes the plugins known to `library`, the module tensorrt; once a process is enough and twice does no harm.
+    """Registers the plugins with `library`, the module tensorrt, unless this process has done so.
 
     Raises:
-        ProviderError: TensorRT does not take the library.
+        ProviderError: TensorRT does not load the library.
     """
-    registry, ours = library.get_plugin_registry(), (OP_ROUTE, PLUGIN_VERSION, PLUGIN_NAMESPACE)
-    if registry.get_creator(*ours) is None:
+    registry, route = library.get_plugin_registry(), (OP_ROUTE, PLUGIN_VERSION, PLUGIN_NAMESPACE)
+    if registry.get_creator(*route) is None:
         registry.load_library(os.fspath(path))
-        if registry.get_creator(*ours) is None:
+        if registry.get_creator(*route) is None:
             raise ProviderError(f"TensorRT cannot load the plugin library '{path}'")

@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 
 from harness.interleave import Turn
-from tide_export.runtime.onnxruntime import session
+from tide_export.runtime.onnxruntime.library import SPIN_MICROSECONDS
 
 CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
 
@@ -23,7 +23,7 @@ class GenaiGraph:
     def __init__(self, folder: Path, threads: int) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.spin_duration_us", str(session.SPIN_MICROSECONDS))
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
         self.session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
         decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
         self.kv_shape = (decoder["num_key_value_heads"], decoder["head_size"])

@@ -1,7 +1,6 @@
-"""One sequence of a batch: its K/V buffers, the hidden states waiting before each segment, and how far each has come.
+"""One sequence of a packed batch: its K/V buffers, its pending hidden states, and how far each segment has come.
 
-As `runtime.branched.sequence.SequenceState`, but nothing is bound here: a row may take any place of a batch and leave
-it again.
+Nothing is bound here: `SegmentRun` binds the buffers to the slot that the sequence is in.
 """
 
 from typing import Any
@@ -10,33 +9,28 @@ import numpy as np
 
 from tide_export.bundle.manifest import Manifest
 from tide_export.errors import GenerationError
-from tide_export.runtime.branched.sequence import ROOM, check_rewind, check_step
+from tide_export.runtime.sequence import ROOM, SequenceState, check_step
 
 
-class Row:
+class PackedSequence(SequenceState):
     """Attributes:
-    lengths: tokens in each segment's K/V buffers, shallowest first; never increasing with depth.
-    skipped: how many of them skipped the segment and got keys and values of the state they left with.
-    waiting: hidden states float32 [n, D] before each segment; nothing ever waits before the first.
-    values: OrtValues of the buffers, by layer and kind.
+    skipped: tokens of each segment's K/V buffers whose keys and values come from the state they exited with.
+    pending_states: float32 [n, D] before each segment; none before the first.
+    values: OrtValues of the K/V buffers, by layer and kind.
+    capacity: tokens these can hold.
     """
 
     def __init__(self, ort: Any, manifest: Manifest) -> None:
+        super().__init__(len(manifest.segment_sizes))
         self._ort = ort
         self._kv_shapes = manifest.model.kv_shapes
         self._limit = manifest.model.context_length
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
         self._buffers: dict[tuple[int, str], np.ndarray] = {}
         self.values: dict[tuple[int, str], Any] = {}
-        self.lengths = [0] * len(manifest.segment_sizes)
         self.skipped = [0] * len(self.lengths)
-        self.waiting = [np.zeros((0, manifest.model.hidden_size), np.float32)] * len(self.lengths)
+        self.pending_states = [np.zeros((0, manifest.model.hidden_size), np.float32)] * len(self.lengths)
         self.capacity = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence so far."""
-        return self.lengths[0]
 
     @property
     def computed(self) -> list[int]:
@@ -44,25 +38,19 @@ class Row:
         return [held - skipped for held, skipped in zip(self.lengths, self.skipped, strict=True)]
 
     def rewind(self, length: int) -> None:
-        """Forgets all tokens but the first `length`, as if they had never been stepped. Not where K/V are propagated.
+        before = self.lengths
+        super().rewind(length)
+        for k in range(1, len(before)):
+            left = max(length - before[k], 0)
+            if left < len(self.pending_states[k]):
+                self.pending_states[k] = self.pending_states[k][:left].copy()
 
-        Raises:
-            GenerationError: `length` is negative or more than the sequence has.
-        """
-        check_rewind(self.length, length)
-        for k in range(1, len(self.lengths)):
-            left = max(length - self.lengths[k], 0)
-            if left < len(self.waiting[k]):
-                self.waiting[k] = self.waiting[k][:left].copy()
-        # What the buffers hold beyond is written over before it is read.
-        self.lengths = [min(own, length) for own in self.lengths]
-
-    def write(self, layer: int, kind: str, place: int, values: np.ndarray) -> None:
-        """Puts one token's key or value, [kv_heads, head_dim], where that of token number `place` belongs."""
-        self._buffers[layer, kind][0, :, place] = values
+    def write(self, layer: int, kind: str, position: int, values: np.ndarray) -> None:
+        """Writes the key or value, [kv_heads, head_dim], of the token at `position`."""
+        self._buffers[layer, kind][0, :, position] = values
 
     def reserve(self, new: int) -> bool:
-        """Makes room for `new` more tokens; says whether the buffers are others now.
+        """Makes room for `new` more tokens; returns whether the buffers changed.
 
         Raises:
             GenerationError: no new tokens, more than the model's context holds, or no memory for them.

@@ -1,0 +1,53 @@
+"""The branched graph for one sequence, and its packed batch networks for several, in ONNX Runtime on the CPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.bundle.store import Bundle
+from tide_export.runtime.branched.sequence import BranchedSequence
+from tide_export.runtime.packed.batch import PackedBatch
+from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks, BatchSessions
+from tide_export.runtime.packed.propagate import PropagatingBatch
+from tide_export.runtime.sequence import ROOM
+
+
+class BranchedBackend:
+    """See `Backend`. The networks of batches open when the first batch starts.
+
+    Attributes:
+        session: the branched graph's.
+        batch_networks: those of batches.
+    """
+
+    def __init__(self, bundle: Bundle, session: Any, threads: int | None = None) -> None:
+        """`threads`: that one run of a batch may use; None leaves it to ONNX Runtime."""
+        self._manifest, self.session = bundle.manifest, session
+        self.batch_networks = BatchNetworks(bundle, threads)
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.batch_networks.max_batch_size
+
+    def start(self, thresholds: Sequence[float], max_pending: int, room: int = ROOM) -> BranchedSequence:
+        return BranchedSequence(self.session, self._manifest, thresholds, max_pending, room)
+
+    def start_batch(
+        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int
+    ) -> PackedBatch:
+        sessions = self.batch_networks.sessions(min(slots, MAX_BATCH_SIZE))
+        return empty_batch(sessions, self._manifest, thresholds, max_pending, compaction_threshold)
+
+
+def empty_batch(
+    sessions: BatchSessions,
+    manifest: Manifest,
+    thresholds: Sequence[float],
+    max_pending: int,
+    compaction_threshold: float,
+) -> PackedBatch:
+    """A batch of the bundle's kind of K/V cache. Where K/V are propagated nothing is ever pending, so the last two
+    have no effect."""
+    if manifest.kv_cache_strategy == PROPAGATE:
+        return PropagatingBatch(sessions, manifest, thresholds)
+    return PackedBatch(sessions, manifest, thresholds, max_pending, compaction_threshold)

@@ -1,0 +1,111 @@
+"""Imports ONNX Runtime when needed; options, loading, checks and bindings that all sessions share."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tide_export.errors import BundleError, ConfigError, ProviderError
+
+# A worker thread spins so long for the next operator before it sleeps. If it slept at once, waking it would take longer
+# than its half of a small matmul: two threads are then no faster than one. ONNX Runtime's default is milliseconds,
+# which starves whatever else runs on the cores, another engine first of all (tools/benchmarks/threads.py).
+SPIN_MICROSECONDS = 20
+FATAL = 4  # ONNX Runtime's log level: its errors reach the user as exceptions, not a second time on stderr
+
+
+def import_onnxruntime() -> ModuleType:
+    """The onnxruntime module.
+
+    Raises:
+        ProviderError: it is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ProviderError(f"ONNX Runtime cannot be imported ({error}): pip install tide_export[cpu]") from None
+    return onnxruntime
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises ConfigError for a number of threads below 1."""
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ConfigError(f"threads must be a whole number, 1 or more, not {threads!r}")
+
+
+def session_options(ort: ModuleType, threads: int | None) -> Any:
+    """The options every session here is opened with.
+
+    Raises:
+        ConfigError: threads below 1.
+    """
+    check_threads(threads)
+    options = ort.SessionOptions()
+    options.log_severity_level = FATAL
+    options.intra_op_num_threads = threads or 0
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
+    return options
+
+
+def load_session(
+    ort: ModuleType, file: Path, options: Any, providers: Sequence[str] = ("CPUExecutionProvider",)
+) -> Any:
+    """The `InferenceSession` of a file.
+
+    Raises:
+        BundleError: it does not load.
+    """
+    try:
+        return ort.InferenceSession(str(file), options, providers=list(providers))
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        raise BundleError(f"ONNX Runtime cannot load '{file}': {first_line(error)}") from error
+
+
+def check_contract(session: Any, inputs: set[str], outputs: set[str], graph: str) -> None:
+    """Checks tensor names, because buffers are bound by name and raw shape.
+
+    Raises:
+        BundleError: naming a tensor that `graph`, a file, lacks or has too many.
+    """
+    for kind, expected, present in (
+        ("input", inputs, {entry.name for entry in session.get_inputs()}),
+        ("output", outputs, {entry.name for entry in session.get_outputs()}),
+    ):
+        for name in sorted(expected - present):
+            raise BundleError(f"'{graph}' has no {kind} {name}, which its manifest calls for")
+        for name in sorted(present - expected):
+            raise BundleError(f"'{graph}' has the {kind} {name}, which its manifest does not know")
+
+
+class Binding:
+    """The inputs and outputs of a session bound to NumPy arrays.
+
+    An OrtValue made from a C-contiguous array uses the array's memory (tests/runtime/branched/test_sequence.py proves
+    it for the pinned release): the session reads what is written to the array later, and writes to the array.
+
+    Attributes:
+        io: the session's IOBinding, which holds bare pointers.
+        arrays: what it points to, by name.
+    """
+
+    def __init__(self, ort: ModuleType, session: Any) -> None:
+        self._value = ort.OrtValue.ortvalue_from_numpy
+        self.io = session.io_binding()
+        self.arrays: dict[str, Any] = {}
+
+    def input(self, name: str, array: Any) -> Any:
+        """Binds an input to `array`, and returns it."""
+        self.io.bind_ortvalue_input(name, self._value(array))
+        self.arrays[name] = array
+        return array
+
+    def output(self, name: str, array: Any) -> Any:
+        """Binds an output to `array`, and returns it."""
+        self.io.bind_ortvalue_output(name, self._value(array))
+        self.arrays[name] = array
+        return array
+
+
+def first_line(error: Exception) -> str:
+    """The message of an ONNX Runtime exception without the stack it may append."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
