@@ -11,6 +11,7 @@ from tide_export.cli.main import main
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.routers.router_set import RouterSet
+from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.packed.batch import PackedBatch
@@ -148,7 +149,8 @@ def test_where_the_reference_is_undecided_it_is_forgiven(graph: Engine, source, 
 
 def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, backend: SegmentBackend, prompts, alone):
     files = {name: info for name, info in bundle.manifest.files.items() if not name.startswith("batch/")}
-    without = Engine(replace(bundle, manifest=replace(bundle.manifest, files=files)), graph._session)
+    smaller = replace(bundle, manifest=replace(bundle.manifest, files=files))
+    without = Engine(smaller, BranchedBackend(smaller, graph.backend.session))
     single = SegmentBackend(
         bundle.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device
     )

@@ -49,24 +49,24 @@ def test_keys_and_values_are_written_in_place(tiny_engine: Engine) -> None:
     state = tiny_engine.start([NEVER_EXIT, NEVER_EXIT])
     state.step([1, 2, 3])
     for layer in range(6):
-        past = state._memory[names.past(layer, "key")]
-        assert state._memory[names.present(layer, "key")] is past
+        past = state._binding.arrays[names.past(layer, "key")]
+        assert state._binding.arrays[names.present(layer, "key")] is past
         assert (np.abs(past[0, 0, :3]).max(axis=1) > 0).all()
         assert not past[0, 0, 3:].any()
-    address = {name: array.ctypes.data for name, array in state._memory.items() if "key" in name}
-    kept = state._memory[names.past(5, "key")][0, 0, :3].copy()
+    address = {name: array.ctypes.data for name, array in state._binding.arrays.items() if "key" in name}
+    kept = state._binding.arrays[names.past(5, "key")][0, 0, :3].copy()
     for token in range(20):
         state.step([token])
-    assert {name: array.ctypes.data for name, array in state._memory.items() if "key" in name} == address
-    assert (state._memory[names.past(5, "key")][0, 0, :3] == kept).all()
-    assert state._memory[names.past(5, "key")][0, 0, :23].any(axis=1).all()
+    assert {name: array.ctypes.data for name, array in state._binding.arrays.items() if "key" in name} == address
+    assert (state._binding.arrays[names.past(5, "key")][0, 0, :3] == kept).all()
+    assert state._binding.arrays[names.past(5, "key")][0, 0, :23].any(axis=1).all()
 
 
 def test_a_skipped_segment_leaves_its_cache_alone(tiny_engine: Engine) -> None:
     state = tiny_engine.start([0.0, 0.0], max_pending=4)
     state.step([1, 2])
     for layer in range(6):
-        assert state._memory[names.past(layer, "value")].any() == (layer < 2)
+        assert state._binding.arrays[names.past(layer, "value")].any() == (layer < 2)
 
 
 # --- the step --------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def check_bookkeeping(state: BranchedSequence, segments_run: int, total: int, ma
     assert state.length == total
     assert state.lengths[:segments_run] == [total] * segments_run
     assert state.lengths == sorted(state.lengths, reverse=True)
-    waiting = [state._binding._bound_inputs[names.pending(k)].shape() for k in (1, 2)]
+    waiting = [state._binding.io._bound_inputs[names.pending(k)].shape() for k in (1, 2)]
     assert waiting == [[1, count, WIDTH] for count in state.pending]
     assert max(state.pending) <= max_pending
 
@@ -192,7 +192,7 @@ def test_buffers_grow_by_doubling_and_stop_at_the_context(tiny_engine: Engine) -
         if state.capacity != capacities[-1]:
             capacities.append(state.capacity)
     assert capacities == [7, 14, 28, 56, 112, 224, 256]
-    assert state._memory[names.past(0, "key")].shape == (1, 1, 256, HEAD_DIM)
+    assert state._binding.arrays[names.past(0, "key")].shape == (1, 1, 256, HEAD_DIM)
     with pytest.raises(GenerationError, match="would have 257 tokens but the model's context holds 256"):
         state.step([1])
     assert state.length == 256

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tide_export.runtime.decoding.prompt_lookup import LONGEST, PromptLookup, next_length
+from tide_export.runtime.decoding.prompt_lookup import MAX_NGRAM, PromptLookup, next_length
 
 
-def known(text: list[int], min_match: int = 1, most: int = 8) -> PromptLookup:
-    lookup = PromptLookup(most, min_match)
+def known(text: list[int], min_match: int = 1, max_tokens: int = 8) -> PromptLookup:
+    lookup = PromptLookup(max_tokens, min_match)
     lookup.extend(text)
     return lookup
 
@@ -43,7 +43,7 @@ def test_it_finds_what_a_search_through_the_text_finds(seed: int) -> None:
     text = rng.integers(0, 3, 40).tolist()
     lookup = known(text, min_match=2)
     expected: list[int] = []
-    for n in range(LONGEST, 1, -1):
+    for n in range(MAX_NGRAM, 1, -1):
         ends = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]]
         if ends:
             period = text[ends[-1] :]

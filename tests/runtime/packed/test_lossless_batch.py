@@ -13,7 +13,7 @@ from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.decoding import continuous_batching as batch_generate
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.onnxruntime.session import import_onnxruntime
+from tide_export.runtime.onnxruntime.library import import_onnxruntime
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.packed.segment import SegmentRun
 from tide_export.runtime.packed.sequence import PackedSequence

@@ -14,7 +14,7 @@ INFO = NetworksInfo("fp32", 100, max_tokens=32, max_logits=8, exit_size=16, max_
     [(1, 0, 1), (2, 0, 2), (3, 0, 4), (17, 5, 32), (33, 0, 33), (48, 0, 48), (3, 97, 3), (3, 96, 4), (1, 99, 1)],
 )
 def test_runs_are_padded_to_a_power_of_two_that_fits(count: int, length: int, tokens: int) -> None:
-    assert padded(count, length, most=48, capacity=100) == tokens
+    assert padded(count, length, max_tokens=48, capacity=100) == tokens
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(en
     monkeypatch.setattr(
         batch_memory.BatchBuffers,
         "_launch",
-        lambda buffers, k, run, *rest: (runs.append((k, run.places)), launch(buffers, k, run, *rest)),
+        lambda buffers, k, run, *rest: (runs.append((k, run.active)), launch(buffers, k, run, *rest)),
     )
     batch = networks.start_batch([NEVER_EXIT, NEVER_EXIT], 4, 1.0, PLACES)
     places = [batch.join() for _ in range(PLACES)]
