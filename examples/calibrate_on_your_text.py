@@ -4,12 +4,11 @@ import sys
 from pathlib import Path
 
 import tide_export
-from tide_export.config import TideConfig
 
 
 def main(model: str, text: str, bundle: str) -> None:
     folder = Path(bundle).parent
-    config = TideConfig(
+    config = tide_export.TideConfig(
         calibration_dataset=text,
         checkpoint_interval=3,
         min_layers=3,
@@ -22,7 +21,7 @@ def main(model: str, text: str, bundle: str) -> None:
     print(f"read {folder / 'gains.html'} before you go on: its first sentence says whether it pays")
 
     # Thresholds and min_layers are defaults of the bundle: every call may use others.
-    tide_export.export(model, bundle, routers=routers, config=TideConfig(min_layers=3), overwrite=True)
+    tide_export.export(model, bundle, routers=routers, config=tide_export.TideConfig(min_layers=3), overwrite=True)
 
 
 if __name__ == "__main__":

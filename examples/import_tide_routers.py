@@ -6,11 +6,10 @@ ROUTERS is TIDE's router.pt. Its router after layer l (from 0) is the checkpoint
 import sys
 
 import tide_export
-from tide_export.config import TideConfig
 
 
 def main(model: str, routers: str, bundle: str) -> None:
-    tide_export.export(model, bundle, routers=routers, config=TideConfig(min_layers=3), overwrite=True)
+    tide_export.export(model, bundle, routers=routers, config=tide_export.TideConfig(min_layers=3), overwrite=True)
 
     engine = tide_export.load(bundle)
     print(f"checkpoints after {engine.manifest.checkpoints} layers")

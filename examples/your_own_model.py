@@ -3,11 +3,10 @@
 import sys
 
 import tide_export
-from tide_export.config import TideConfig
 
 
 def main(model: str, text: str, bundle: str) -> None:
-    config = TideConfig(
+    config = tide_export.TideConfig(
         calibration_dataset=text,
         checkpoint_interval=3,  # a router after every third layer
         min_layers=3,  # the first of them may exit
