@@ -1,6 +1,6 @@
-# ONNX Runtime, as the target ONNXRuntime::ONNXRuntime: a system package, a release unpacked in ONNXRUNTIME_ROOT, or the
-# library that comes with `pip install onnxruntime`, given as the file ONNXRUNTIME_LIBRARY. The library is required; its
-# headers, ONNXRUNTIME_INCLUDE_DIR, are looked for.
+# Finds ONNX Runtime, as the target ONNXRuntime::ONNXRuntime: a system package, a release unpacked in ONNXRUNTIME_ROOT,
+# or the library of `pip install onnxruntime`, given as the file ONNXRUNTIME_LIBRARY. The library is required; its
+# headers, ONNXRUNTIME_INCLUDE_DIR, are optional.
 set(ONNXRUNTIME_ROOT "$ENV{ONNXRUNTIME_ROOT}" CACHE PATH "A folder with an unpacked release of ONNX Runtime")
 find_path(ONNXRUNTIME_INCLUDE_DIR onnxruntime_cxx_api.h
   HINTS ${ONNXRUNTIME_ROOT} ENV ONNXRUNTIME_INCLUDE_DIR
@@ -16,7 +16,7 @@ mark_as_advanced(ONNXRUNTIME_INCLUDE_DIR ONNXRUNTIME_LIBRARY)
 
 if(ONNXRuntime_FOUND AND NOT TARGET ONNXRuntime::ONNXRuntime)
   set(onnxruntime_file ${ONNXRUNTIME_LIBRARY})
-  # Programs look for libonnxruntime.so.1, its SONAME; the wheel has it under its full name alone.
+  # Programs load libonnxruntime.so.1, its SONAME; the wheel has only the file with the full version.
   get_filename_component(onnxruntime_folder ${ONNXRUNTIME_LIBRARY} DIRECTORY)
   if(ONNXRUNTIME_LIBRARY MATCHES "/libonnxruntime\\.so\\.([0-9]+)\\.[0-9.]+$"
      AND NOT EXISTS ${onnxruntime_folder}/libonnxruntime.so.${CMAKE_MATCH_1})

@@ -8,18 +8,18 @@
 
 char const* const kUsage =
     "usage: tide_generate BUNDLE (--ids 1,2,3 | --ids-file FILE) ... [options]\n"
-    "Generates behind prompts of token ids; prints the new ids and what was saved as JSON.\n"
-    "  --ids 1,2,3           a prompt; may be repeated: several are decoded together\n"
+    "Generates after prompts of token ids; prints the new ids and statistics as JSON.\n"
+    "  --ids 1,2,3           a prompt; may be repeated: several prompts are decoded as a batch\n"
     "  --ids-file FILE       a prompt: ids between white space or commas; may be repeated\n"
     "  --max-new-tokens N    64\n"
     "  --mode MODE           full, exit (the default) or lossless\n"
     "  --threshold T[,T...]  a score above it exits: one in [0, 1], or one per checkpoint; default: the bundle's\n"
-    "  --min-layers N        checkpoints with fewer layers behind them never exit\n"
-    "  --max-pending N       tokens (in lossless mode drafts) that may wait\n"
-    "  --prompt-lookup N     lossless mode: tokens drafted at most from earlier text\n"
-    "  --compaction-threshold X  several prompts: where a smaller share than this needs a segment, only those run it\n"
+    "  --min-layers N        checkpoints after fewer layers never exit\n"
+    "  --max-pending N       pending tokens (in lossless mode drafts) before a segment must run\n"
+    "  --prompt-lookup N     lossless mode: tokens of one prompt-lookup draft, at most\n"
+    "  --compaction-threshold X  batches: if a smaller share than this needs a segment, only those run it\n"
     "  --temperature X  --top-k N  --top-p X\n"
-    "  --seed N[,N...]       one that every prompt starts from, or one for each\n"
+    "  --seed N[,N...]       one for all prompts, or one for each\n"
     "  --stop-ids 1,2        instead of the model's own; --ignore-eos: none\n"
     "  --threads N           of one step; default: one per physical core\n"
     "  --provider NAME       auto (the default), cpu, tensorrt or tensorrt-rtx\n"
@@ -40,13 +40,13 @@ T number(std::string const& option, std::string const& text, char const* kind) {
 
 template <typename T>
 std::vector<T> numbers(std::string const& option, std::string const& text, char const* kind) {
-  std::vector<T> found;
+  std::vector<T> values;
   for (std::size_t at = 0; at < text.size();) {
     std::size_t const end = std::min(text.find_first_of(", \t\r\n", at), text.size());
-    if (end > at) found.push_back(number<T>(option, text.substr(at, end - at), kind));
+    if (end > at) values.push_back(number<T>(option, text.substr(at, end - at), kind));
     at = end + 1;
   }
-  return found;
+  return values;
 }
 
 std::int64_t whole(std::string const& option, std::string const& text) {
@@ -74,47 +74,47 @@ std::vector<double> real_numbers(std::string const& option, std::string const& t
 
 Options parse(std::vector<std::string> const& arguments) {
   Options options;
-  tide::Request& request = options.request;
+  tide::GenerationConfig& config = options.config;
   using Text = std::string const&;
   std::map<std::string, std::function<void(Text, Text)>> const valued = {
       {"--ids", [&](Text name, Text text) { options.prompts.push_back(whole_numbers(name, text)); }},
       {"--ids-file", [&](Text name, Text file) { options.prompts.push_back(whole_numbers(name, read(file))); }},
-      {"--max-new-tokens", [&](Text name, Text text) { request.max_new_tokens = whole(name, text); }},
-      {"--mode", [&](Text, Text text) { request.mode = tide::mode_of(text); }},
+      {"--max-new-tokens", [&](Text name, Text text) { config.max_new_tokens = whole(name, text); }},
+      {"--mode", [&](Text, Text text) { config.mode = tide::mode_of(text); }},
       {"--threshold",
        [&](Text name, Text text) {
          std::vector<double> const values = real_numbers(name, text);
-         request.threshold = values.size() == 1 ? tide::Threshold(values[0]) : tide::Threshold(values);
+         config.threshold = values.size() == 1 ? tide::Threshold(values[0]) : tide::Threshold(values);
        }},
-      {"--min-layers", [&](Text name, Text text) { request.min_layers = whole(name, text); }},
-      {"--max-pending", [&](Text name, Text text) { request.max_pending = whole(name, text); }},
-      {"--prompt-lookup", [&](Text name, Text text) { request.prompt_lookup = whole(name, text); }},
-      {"--compaction-threshold", [&](Text name, Text text) { request.compaction_threshold = real(name, text); }},
-      {"--temperature", [&](Text name, Text text) { request.temperature = real(name, text); }},
-      {"--top-k", [&](Text name, Text text) { request.top_k = whole(name, text); }},
-      {"--top-p", [&](Text name, Text text) { request.top_p = real(name, text); }},
+      {"--min-layers", [&](Text name, Text text) { config.min_layers = whole(name, text); }},
+      {"--max-pending", [&](Text name, Text text) { config.max_pending = whole(name, text); }},
+      {"--prompt-lookup", [&](Text name, Text text) { config.prompt_lookup = whole(name, text); }},
+      {"--compaction-threshold", [&](Text name, Text text) { config.compaction_threshold = real(name, text); }},
+      {"--temperature", [&](Text name, Text text) { config.temperature = real(name, text); }},
+      {"--top-k", [&](Text name, Text text) { config.top_k = whole(name, text); }},
+      {"--top-p", [&](Text name, Text text) { config.top_p = real(name, text); }},
       {"--seed",
        [&](Text name, Text text) {
          std::vector<std::int64_t> const values = whole_numbers(name, text);
-         request.seed = values.size() == 1 ? tide::Seed(values[0]) : tide::Seed(values);
+         config.seed = values.size() == 1 ? tide::Seed(values[0]) : tide::Seed(values);
        }},
-      {"--stop-ids", [&](Text name, Text text) { request.stop_token_ids = whole_numbers(name, text); }},
+      {"--stop-ids", [&](Text name, Text text) { config.stop_token_ids = whole_numbers(name, text); }},
       {"--provider", [&](Text, Text text) { options.load.provider = text; }},
       {"--plugins", [&](Text, Text text) { options.load.plugins = text; }},
       {"--threads", [&](Text name, Text text) { options.load.threads = whole(name, text); }},
   };
   std::map<std::string, std::function<void()>> const switches = {
-      {"--ignore-eos", [&] { request.stop_token_ids = std::vector<std::int64_t>{}; }},
+      {"--ignore-eos", [&] { config.stop_token_ids = std::vector<std::int64_t>{}; }},
       {"--no-verify", [&] { options.load.verify = false; }},
       {"--help", [&] { options.help = true; }},
   };
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     std::string const& argument = arguments[i];
-    if (auto const found = switches.find(argument); found != switches.end()) {
-      found->second();
-    } else if (auto const given = valued.find(argument); given != valued.end()) {
+    if (auto const flag = switches.find(argument); flag != switches.end()) {
+      flag->second();
+    } else if (auto const option = valued.find(argument); option != valued.end()) {
       if (++i == arguments.size()) throw tide::ConfigError(argument + " needs a value");
-      given->second(argument, arguments[i]);
+      option->second(argument, arguments[i]);
     } else if (argument.rfind("--", 0) == 0 || !options.bundle.empty()) {
       throw tide::ConfigError("unknown argument '" + argument + "': see tide_generate --help");
     } else {

@@ -1,4 +1,4 @@
-// Options of the example program, as text: `--name value`. The test driver reads its lines with the same.
+// Parses the example program's command line, `--name value`; the test driver parses its lines with it too.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@ struct Options {
   std::string bundle;
   std::vector<std::vector<std::int64_t>> prompts;  // in the order given
   tide::LoadOptions load;
-  tide::Request request;
+  tide::GenerationConfig config;
   bool help = false;
 };
 
@@ -19,6 +19,6 @@ extern char const* const kUsage;
 // Throws tide::ConfigError, tide::GenerationError.
 Options parse(std::vector<std::string> const& arguments);
 
-// Numbers between commas or white space. Throws tide::ConfigError, which names `option`.
+// Numbers separated by commas or white space. Throws tide::ConfigError, which names `option`.
 std::vector<std::int64_t> whole_numbers(std::string const& option, std::string const& text);
 std::vector<double> real_numbers(std::string const& option, std::string const& text);

@@ -1,4 +1,4 @@
-// Generates from a bundle: the least a program needs, and a way to look at a bundle without Python.
+// Generates tokens from a bundle, without Python.
 #include <chrono>
 #include <iostream>
 
@@ -13,14 +13,14 @@ std::string as_json(tide::Generation const& generation) {
          "\", \"stats\": " + generation.stats.json() + "}";
 }
 
-// Several prompts together: what `tide-export generate --json` says of them.
-std::string together(tide::Engine const& engine, Options const& options) {
+// Generates for several prompts; the JSON is that of `tide-export generate --json`.
+std::string generate_batch(tide::Engine const& engine, Options const& options) {
   auto const started = std::chrono::steady_clock::now();
-  std::vector<tide::Generation> const made = engine.generate(options.prompts, options.request);
+  std::vector<tide::Generation> const generations = engine.generate(options.prompts, options.config);
   double const seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   std::size_t total = 0;
   std::string sequences;
-  for (tide::Generation const& one : made) {
+  for (tide::Generation const& one : generations) {
     total += one.tokens.size();
     sequences += (sequences.empty() ? "" : ", ") + as_json(one);
   }
@@ -31,9 +31,9 @@ std::string together(tide::Engine const& engine, Options const& options) {
 
 }  // namespace
 
-int main(int count, char** given) {
+int main(int count, char** arguments) {
   try {
-    Options const options = parse({given + 1, given + count});
+    Options const options = parse({arguments + 1, arguments + count});
     if (options.help) {
       std::cout << kUsage;
       return 0;
@@ -41,11 +41,11 @@ int main(int count, char** given) {
     if (options.bundle.empty()) throw tide::ConfigError("no bundle is given: see tide_generate --help");
     tide::Engine const engine = tide::Engine::load(options.bundle, options.load);
     std::vector<std::int64_t> const prompt = options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts[0];
-    std::cout << (options.prompts.size() > 1 ? together(engine, options)
-                                             : as_json(engine.generate(prompt, options.request)))
+    std::cout << (options.prompts.size() > 1 ? generate_batch(engine, options)
+                                             : as_json(engine.generate(prompt, options.config)))
               << std::endl;
     return 0;
-  } catch (std::exception const& error) {  // tide::TideError, or no memory
+  } catch (std::exception const& error) {  // tide::TideError, or std::bad_alloc
     std::cerr << "tide_generate: " << error.what() << std::endl;
     return 2;
   }

@@ -1,4 +1,4 @@
-// A checked bundle, open in what runs it: all that the sequences of an engine share.
+// An opened bundle: what all sequences of an engine share, on whatever runs them.
 #pragma once
 
 #include <memory>
@@ -13,29 +13,30 @@ namespace tide {
 
 class BatchNetworks;
 
-// Safe to use from several threads.
-class Session {
+// May be used by several threads at once.
+class Backend {
  public:
-  explicit Session(Bundle bundle) : bundle_(std::move(bundle)) {}
-  virtual ~Session() = default;
+  explicit Backend(Bundle bundle) : bundle_(std::move(bundle)) {}
+  virtual ~Backend() = default;
 
   Bundle const& bundle() const { return bundle_; }
   Manifest const& manifest() const { return bundle_.manifest; }
 
-  // An empty sequence, which must not outlive the session. The values are checked; `room` is of K/V buffers that grow.
+  // Starts an empty sequence, which must not outlive the backend. The arguments are those of `Engine::start`, checked;
+  // `room` is ignored where K/V buffers do not grow.
   virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                           std::int64_t room) = 0;
 
-  // For several sequences at once; none: they are run one at a time.
+  // The networks for batches; nullptr: this backend decodes one sequence at a time.
   virtual BatchNetworks* batch_networks() { return nullptr; }
 
  private:
   Bundle bundle_;
 };
 
-// Opens the bundle on what the options ask for. Throws ProviderError: that is unknown, or cannot run this bundle here;
-// plugins where no engine holds any, threads for a GPU. ConfigError: threads below 1. BundleError: the bundle is
-// damaged.
-std::shared_ptr<Session> open_session(Bundle bundle, LoadOptions const& options);
+// Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this
+// bundle here, or plugins or threads are set where they have no effect. ConfigError: threads below 1. BundleError: the
+// bundle is damaged.
+std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options);
 
 }  // namespace tide

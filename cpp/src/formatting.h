@@ -1,4 +1,4 @@
-// Small pieces of sentences, written as the Python runtime writes them.
+// Formats values in messages as the Python runtime does.
 #pragma once
 
 #include <filesystem>
@@ -7,19 +7,21 @@
 
 namespace tide {
 
+// The path in single quotes.
 std::string quoted(std::filesystem::path const& path);
 
-// The shortest text that reads back as the same number, as Python's repr: 1.0, 0.85, nan.
+// The shortest text that reads back as the same number, like Python's repr: 1.0, 0.85, nan.
 std::string shown(double value);
 
+// The values with a separator between them.
 template <typename T>
-std::string joined(std::vector<T> const& values, char const* between) {
+std::string joined(std::vector<T> const& values, char const* separator) {
   std::string text;
-  for (auto const& value : values) text += (text.empty() ? "" : between) + std::to_string(value);
+  for (auto const& value : values) text += (text.empty() ? "" : separator) + std::to_string(value);
   return text;
 }
 
-// What an exception says, without the lines that may follow the first.
+// The first line of an exception's message.
 std::string first_line(std::exception const& error);
 
 }  // namespace tide

@@ -1,6 +1,13 @@
 #include "names.h"
 
 namespace tide {
+namespace {
+
+// Zero-padded, so that names sort.
+std::string two_digits(std::size_t number) { return (number < 10 ? "0" : "") + std::to_string(number); }
+
+}  // namespace
+
 namespace names {
 
 std::string skip_threshold(std::size_t k) { return "skip_threshold." + std::to_string(k); }
@@ -9,12 +16,18 @@ std::string past(std::size_t layer, char const* kind) {
   return "past_key_values." + std::to_string(layer) + "." + kind;
 }
 std::string present(std::size_t layer, char const* kind) { return "present." + std::to_string(layer) + "." + kind; }
-std::string two_digits(std::size_t number) { return (number < 10 ? "0" : "") + std::to_string(number); }
+std::string slot(std::string const& name, std::size_t number) { return name + ".slot_" + std::to_string(number); }
+std::string new_kv(std::size_t layer, char const* kind) { return "new." + std::to_string(layer) + "." + kind; }
 std::string segment(std::size_t k) { return "segment_" + two_digits(k); }
+std::string skipped(std::size_t k) { return "skipped_" + two_digits(k); }
 
 }  // namespace names
 
 std::string network_file(std::string const& name) { return "segments/" + name + ".onnx"; }
 std::string engine_file(std::string const& name) { return "engines/" + name + ".engine"; }
+std::string batch_file(std::string const& name) { return "batch/" + name + ".onnx"; }
+std::string batch_file(std::string const& name, std::size_t slots) {
+  return batch_file("slots_" + two_digits(slots) + "_" + name);
+}
 
 }  // namespace tide

@@ -1,4 +1,4 @@
-// The fixed names of tensors and files, as tide_export/names.py has them.
+// The fixed names of tensors and files, those of tide_export/names.py.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +7,10 @@
 namespace tide {
 namespace names {
 
-// The branched graph's.
+// The branched graph's tensors.
 constexpr char const* kInputIds = "input_ids";                 // int64 [1, S]; of segment 0's network too
 constexpr char const* kTotalLength = "total_sequence_length";  // int32 []
-constexpr char const* kLogitsPositions = "logits_positions";             // int64 [m, 2], as [0, place from the end]
+constexpr char const* kLogitsPositions = "logits_positions";   // int64 [m, 2], as [0, position from the end]
 constexpr char const* kThresholds = "exit_thresholds";         // float32 [K-1]
 constexpr char const* kLogits = "logits";                      // float32 [m, V]; of the head's network [1, m, V]
 constexpr char const* kScores = "router_scores";               // float32 [1, K-1], NaN: not reached
@@ -18,27 +18,40 @@ constexpr char const* kNewPending = "new_pending_states";      // float32 [1, n,
 
 std::string skip_threshold(std::size_t k);                 // float32 [1], of segment k >= 1
 std::string pending(std::size_t k);                        // float32 [1, n_k, D], before segment k >= 1
-std::string past(std::size_t layer, char const* kind);     // float32 [1, heads, C, head_dim]; kind: key, value
+std::string past(std::size_t layer, char const* kind);     // float32 [1, heads, C, head_dim]; kind: of kKinds
 std::string present(std::size_t layer, char const* kind);  // the same buffer after the step
 
-// Those of the networks of one segment each, and of the head. T is float32, float16 or bfloat16.
-constexpr char const* kHiddenStates = "hidden_states";         // T [1, S, D], of segments behind the first
+constexpr char const* kKinds[] = {"key", "value"};
+
+// Tensors of the segment networks and the head. T is float32, float16 or bfloat16.
+constexpr char const* kHiddenStates = "hidden_states";         // T [1, S, D], of all but the first segment
 constexpr char const* kPastLengths = "past_lengths";           // int64 [1], tokens in the segment's K/V before the run
-constexpr char const* kLastTokens = "last_tokens";             // int64 [1], place of the last real token, 0 .. S-1
+constexpr char const* kLastTokens = "last_tokens";             // int64 [1], index of the last real token, 0 .. S-1
 constexpr char const* kExitThreshold = "exit_threshold";       // float32 [1], of all but the last segment
 constexpr char const* kNewHiddenStates = "new_hidden_states";  // T [1, S, D], of all but the last segment
-constexpr char const* kExitStates = "exit_states";             // T [1, 1, D'], what the head takes
+constexpr char const* kExitStates = "exit_states";             // T [1, 1, D'], the head's input
 constexpr char const* kFinalStates = "final_states";           // T [1, S, D'], of the last segment alone
 constexpr char const* kRouterScore = "router_score";           // float32 [1, 1, 1], of all but the last segment
 constexpr char const* kExitFlag = "exit_flag";                 // bool [1, 1, 1], score above threshold
 
+// Tensors of the networks for batches: N tokens of all sequences, one sequence after the other, in R slots.
+constexpr char const* kPositionIds = "position_ids";  // int64 [1, N], each token's position in its sequence
+constexpr char const* kSlotTokens = "slot_tokens";    // int64 [R], tokens of each slot among the N; 0: not run
+constexpr char const* kSlotLengths = "slot_lengths";  // int32 [R], tokens in its K/V after the run; 1 if not run
+
+std::string slot(std::string const& name, std::size_t number);  // a K/V buffer of one slot
+std::string new_kv(std::size_t layer, char const* kind);        // of m skipping tokens, float32 [1, heads, m, head_dim]
+
 constexpr char const* kHead = "head";
-std::string two_digits(std::size_t number);  // as files are numbered, so that their names sort
 std::string segment(std::size_t k);  // the name of segment k's network and engine
+std::string skipped(std::size_t k);  // the name of the batch network for tokens that skip segment k >= 1
 
 }  // namespace names
 
-std::string network_file(std::string const& name);  // where a bundle keeps the network `segment(k)` or kHead
-std::string engine_file(std::string const& name);   // and its engine
+// Paths in a bundle.
+std::string network_file(std::string const& name);                   // the network `segment(k)` or kHead
+std::string engine_file(std::string const& name);                    // its engine
+std::string batch_file(std::string const& name);                     // the batch network kHead or `skipped(k)`
+std::string batch_file(std::string const& name, std::size_t slots);  // and `segment(k)` for up to this many slots
 
 }  // namespace tide

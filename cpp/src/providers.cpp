@@ -1,6 +1,5 @@
-// Which engine runs a bundle here: the one that is asked for, or the best there is. What is asked for by name is had or
-// refused with the reason; "auto" takes the bundle's TensorRT engines where they run, else ONNX Runtime on the CPU, and
-// says which and why not the faster one. The sentences are those of tide_export/runtime/providers.py.
+// Chooses the provider that runs a bundle: the one that is named, or for "auto" the bundle's TensorRT engines if they
+// run here, else ONNX Runtime on the CPU. Messages are those of tide_export/runtime/providers.py.
 #include <iostream>
 #include <limits>
 
@@ -40,7 +39,7 @@ void check(Bundle const& bundle, LoadOptions const& options) {
 
 }  // namespace
 
-std::shared_ptr<Session> open_session(Bundle bundle, LoadOptions const& options) {
+std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options) {
   check(bundle, options);
   Log const log = options.log ? options.log : [](std::string const& sentence) {
     std::cerr << "tide_runtime: " + sentence + "\n";
@@ -49,14 +48,14 @@ std::shared_ptr<Session> open_session(Bundle bundle, LoadOptions const& options)
   if (options.provider == "auto" && bundle.manifest.engines) {
     std::string const flavour = bundle.manifest.engines->flavour, path = quoted(bundle.path);
     try {
-      std::shared_ptr<Session> opened = open_engines(bundle, flavour, options.plugins, log);
+      std::shared_ptr<Backend> opened = open_engines(bundle, flavour, options.plugins, log);
       log("running " + path + " with " + title_of(flavour));
       return opened;
     } catch (ProviderError const& error) {
       log("running " + path + " with ONNX Runtime on the CPU, not with " + flavour + ": " + error.what());
     }
   }
-  return std::make_shared<GraphSession>(std::move(bundle), options.threads);
+  return std::make_shared<GraphBackend>(std::move(bundle), options.threads);
 }
 
 }  // namespace tide

@@ -7,10 +7,127 @@
 #include "formatting.h"
 
 namespace tide {
+namespace {
 
-std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t least) {
-  if (value >= least) return value;
-  throw GenerationError(std::string(name) + " must be a whole number, " + std::to_string(least) + " or more, not " +
+// Throws if an option has no effect: in mode full, for a bundle without checkpoints or one that propagates, or for one
+// prompt an option of batches.
+void check_exits(Bundle const& bundle, GenerationConfig const& config, bool batched) {
+  Manifest const& manifest = bundle.manifest;
+  std::pair<char const*, bool> const options[] = {{"threshold", config.threshold.has_value()},
+                                                  {"min_layers", config.min_layers.has_value()},
+                                                  {"max_pending", config.max_pending.has_value()},
+                                                  {"compaction_threshold", config.compaction_threshold.has_value()}};
+  for (auto const& [option, set] : options) {
+    if (!set) continue;
+    std::string const name = option;
+    if (name == "compaction_threshold" && !batched) {
+      throw GenerationError(name + " is for a list of prompts: one prompt has nothing to be kept apart from");
+    }
+    if (config.mode == Mode::full) {
+      throw GenerationError(name + " is for modes 'exit' and 'lossless', not 'full', where no token leaves early");
+    }
+    if (manifest.checkpoints.empty()) {
+      throw GenerationError(name + " is for checkpoints, and bundle " + bundle.path.string() +
+                            " has none: no token leaves early");
+    }
+    if ((name == "max_pending" || name == "compaction_threshold") && manifest.propagates()) {
+      throw GenerationError(name + " is for an exact K/V cache: bundle " + bundle.path.string() +
+                            " propagates, so that nothing waits");
+    }
+  }
+}
+
+// Throws if top_k or top_p is set for greedy decoding, where they have no effect.
+void check_sampling(GenerationConfig const& config) {
+  std::pair<char const*, bool> const options[] = {{"top_k", config.top_k > 0}, {"top_p", config.top_p < 1}};
+  for (auto const& [option, set] : options) {
+    if (!set || config.temperature != 0) continue;
+    throw GenerationError(std::string(option) +
+                          " is for a temperature above 0: without one the most likely token is taken");
+  }
+}
+
+// The limits of drafting; none outside lossless mode.
+std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig const& config) {
+  if (config.mode != Mode::lossless) {
+    if (!config.prompt_lookup) return std::nullopt;
+    throw GenerationError(std::string("prompt_lookup is for mode 'lossless', not '") +
+                          (config.mode == Mode::full ? "full" : "exit") + "': elsewhere nothing is drafted");
+  }
+  DraftLimits limits;
+  if (auto const& tuned = bundle.manifest.drafting) {
+    limits = {tuned->max_drafts, tuned->prompt_lookup, tuned->min_match};
+  }
+  if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
+  if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
+  if (bundle.manifest.propagates()) {
+    throw GenerationError("mode 'lossless' needs an exact K/V cache, and bundle " + bundle.path.string() +
+                          " propagates: export it with kv_cache_strategy exact");
+  }
+  return limits;
+}
+
+// The compaction threshold of a list of prompts.
+double compaction_share(Manifest const& manifest, GenerationConfig const& config) {
+  auto const& chosen = config.compaction_threshold;
+  double const share = chosen ? real_number("compaction_threshold", *chosen) : manifest.compaction_threshold;
+  if (!(0 <= share && share <= 1)) {
+    throw GenerationError("compaction_threshold must lie in [0, 1], not " + shown(share));
+  }
+  if (config.mode != Mode::lossless) return share;
+  // Pending tokens are drafts, all of which must go through every layer. With a temperature the time of verification
+  // decides which tokens are drawn, so that each sequence is verified by itself.
+  if (config.temperature == 0) return chosen ? share : 0;
+  if (chosen && share < 1) {
+    throw GenerationError(
+        "compaction_threshold is 1 in mode 'lossless' with a temperature: each sequence is verified by itself, so that "
+        "it draws what it would draw alone");
+  }
+  return 1;
+}
+
+// The seed of a prompt that is not in a list; none: a random one.
+std::optional<std::int64_t> single_seed(GenerationConfig const& config) {
+  if (!config.seed) return std::nullopt;
+  if (config.seed->for_all()) return config.seed->values()[0];
+  throw GenerationError("seed must be a whole number, 0 or more, not [" + joined(config.seed->values(), ", ") + "]");
+}
+
+// One seed per prompt of a list.
+std::vector<std::optional<std::int64_t>> seeds_of(GenerationConfig const& config, std::size_t prompts) {
+  if (!config.seed || config.seed->for_all()) {
+    return std::vector<std::optional<std::int64_t>>(prompts, single_seed(config));
+  }
+  std::vector<std::int64_t> const& seeds = config.seed->values();
+  if (seeds.size() == prompts) return {seeds.begin(), seeds.end()};
+  throw GenerationError("there are " + std::to_string(seeds.size()) + " seeds for " + std::to_string(prompts) +
+                        " prompts: give one for each, or one for all");
+}
+
+// The tokens that end a generation.
+std::set<std::int64_t> stop_ids(Manifest const& manifest, GenerationConfig const& config) {
+  auto const& ids = config.stop_token_ids ? *config.stop_token_ids : manifest.model.eos_token_ids;
+  return {ids.begin(), ids.end()};
+}
+
+}  // namespace
+
+Request::Request(Bundle const& bundle, GenerationConfig const& config, std::optional<std::size_t> prompts)
+    : max_new_tokens(whole_number("max_new_tokens", config.max_new_tokens, 1)),
+      thresholds(resolve_thresholds(bundle.manifest, config)),
+      drafts(draft_limits(bundle, config)),
+      max_pending(drafts ? kNoLimit : pending_limit(bundle.manifest, config.max_pending)) {
+  auto const seeds = prompts ? seeds_of(config, *prompts) : std::vector{single_seed(config)};
+  for (std::optional<std::int64_t> const seed : seeds) samplers.emplace_back(config, seed);
+  check_sampling(config);
+  check_exits(bundle, config, prompts.has_value());
+  stop_token_ids = stop_ids(bundle.manifest, config);
+  if (prompts) compaction_threshold = compaction_share(bundle.manifest, config);
+}
+
+std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t minimum) {
+  if (value >= minimum) return value;
+  throw GenerationError(std::string(name) + " must be a whole number, " + std::to_string(minimum) + " or more, not " +
                         std::to_string(value));
 }
 
@@ -26,14 +143,14 @@ Mode mode_of(std::string_view name) {
   throw GenerationError("mode must be 'full', 'exit' or 'lossless', not '" + std::string(name) + "'");
 }
 
-std::vector<double> resolve_thresholds(Manifest const& manifest, Request const& request) {
-  bool const lossless = request.mode == Mode::lossless;
+std::vector<double> resolve_thresholds(Manifest const& manifest, GenerationConfig const& config) {
+  bool const lossless = config.mode == Mode::lossless;
   std::vector<std::int64_t> const& points = manifest.checkpoints;
-  // What min_layers guards is the quality of exits; drafts are verified.
-  std::int64_t const least =
-      request.min_layers ? whole_number("min_layers", *request.min_layers, 0) : (lossless ? 0 : manifest.min_layers);
+  // min_layers guards the quality of exits; drafts are verified.
+  std::int64_t const min_layers =
+      config.min_layers ? whole_number("min_layers", *config.min_layers, 0) : (lossless ? 0 : manifest.min_layers);
   std::vector<double> values = lossless && manifest.drafting ? manifest.drafting->thresholds : manifest.thresholds;
-  if (request.threshold) values = request.threshold->values(points.size());
+  if (config.threshold) values = config.threshold->values(points.size());
   if (values.size() != points.size()) {
     throw GenerationError("threshold has " + std::to_string(values.size()) + " values but the model has " +
                           std::to_string(points.size()) + " checkpoints (" + joined(points, ", ") +
@@ -43,7 +160,7 @@ std::vector<double> resolve_thresholds(Manifest const& manifest, Request const& 
     if (!(0 <= value && value <= 1)) throw GenerationError("threshold must lie in [0, 1], not " + shown(value));
   }
   for (std::size_t k = 0; k < points.size(); ++k) {
-    if (request.mode == Mode::full || points[k] < least) values[k] = kOff;
+    if (config.mode == Mode::full || points[k] < min_layers) values[k] = kNeverExit;
   }
   return values;
 }
@@ -58,51 +175,16 @@ void check_thresholds(Manifest const& manifest, std::vector<double> const& thres
   }
 }
 
-void check_exits(Bundle const& bundle, Request const& request, bool several) {
-  Manifest const& manifest = bundle.manifest;
-  std::pair<char const*, bool> const options[] = {{"threshold", request.threshold.has_value()},
-                                                  {"min_layers", request.min_layers.has_value()},
-                                                  {"max_pending", request.max_pending.has_value()},
-                                                  {"compaction_threshold", request.compaction_threshold.has_value()}};
-  for (auto const& [option, given] : options) {
-    if (!given) continue;
-    std::string const name = option;
-    if (name == "compaction_threshold" && !several) {
-      throw GenerationError(name + " is for a list of prompts: one prompt has nothing to be kept apart from");
-    }
-    if (request.mode == Mode::full) {
-      throw GenerationError(name + " is for modes 'exit' and 'lossless', not 'full', where no token leaves early");
-    }
-    if (manifest.checkpoints.empty()) {
-      throw GenerationError(name + " is for checkpoints, and bundle " + bundle.path.string() +
-                            " has none: no token leaves early");
-    }
-    if ((name == "max_pending" || name == "compaction_threshold") && manifest.propagates()) {
-      throw GenerationError(name + " is for an exact K/V cache: bundle " + bundle.path.string() +
-                            " propagates, so that nothing waits");
-    }
-  }
-}
-
-void check_sampling(Request const& request) {
-  std::pair<char const*, bool> const options[] = {{"top_k", request.top_k > 0}, {"top_p", request.top_p < 1}};
-  for (auto const& [option, given] : options) {
-    if (!given || request.temperature != 0) continue;
-    throw GenerationError(std::string(option) +
-                          " is for a temperature above 0: without one the most likely token is taken");
-  }
-}
-
-void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& what) {
-  if (prompt.empty()) throw GenerationError(what + " is empty: give at least one token");
+void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& name) {
+  if (prompt.empty()) throw GenerationError(name + " is empty: give at least one token");
   for (std::int64_t const id : prompt) {
     if (id >= 0 && id < manifest.model.vocab_size) continue;
-    throw GenerationError(what + " holds token id " + std::to_string(id) + ", outside the vocabulary 0.." +
+    throw GenerationError(name + " holds token id " + std::to_string(id) + ", outside the vocabulary 0.." +
                           std::to_string(manifest.model.vocab_size - 1));
   }
   auto const& context = manifest.model.context_length;
   if (context && static_cast<std::int64_t>(prompt.size()) > *context) {
-    throw GenerationError(what + " has " + std::to_string(prompt.size()) + " tokens but the model's context holds " +
+    throw GenerationError(name + " has " + std::to_string(prompt.size()) + " tokens but the model's context holds " +
                           std::to_string(*context));
   }
 }
@@ -113,72 +195,16 @@ std::int64_t context_of(Manifest const& manifest) {
 
 std::int64_t length_after(std::int64_t length, std::size_t count, std::int64_t limit) {
   if (count == 0) throw GenerationError("a step needs at least one token");
-  std::int64_t const after = length + static_cast<std::int64_t>(count);
-  if (after > limit) {
-    throw GenerationError("the sequence would have " + std::to_string(after) +
+  std::int64_t const total = length + static_cast<std::int64_t>(count);
+  if (total > limit) {
+    throw GenerationError("the sequence would have " + std::to_string(total) +
                           " tokens but the model's context holds " + std::to_string(limit));
   }
-  return after;
+  return total;
 }
 
-std::optional<DraftLimits> draft_limits(Bundle const& bundle, Request const& request) {
-  if (request.mode != Mode::lossless) {
-    if (!request.prompt_lookup) return std::nullopt;
-    throw GenerationError(std::string("prompt_lookup is for mode 'lossless', not '") +
-                          (request.mode == Mode::full ? "full" : "exit") + "': elsewhere nothing is drafted");
-  }
-  DraftLimits limits;
-  if (auto const& own = bundle.manifest.drafting) limits = {own->max_drafts, own->prompt_lookup, own->min_match};
-  if (request.max_pending) limits.max_drafts = whole_number("max_pending", *request.max_pending, 0);
-  if (request.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *request.prompt_lookup, 0);
-  if (bundle.manifest.propagates()) {
-    throw GenerationError("mode 'lossless' needs an exact K/V cache, and bundle " + bundle.path.string() +
-                          " propagates: export it with kv_cache_strategy exact");
-  }
-  return limits;
-}
-
-std::int64_t waiting_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending) {
+std::int64_t pending_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending) {
   return max_pending ? whole_number("max_pending", *max_pending, 0) : manifest.max_pending;
-}
-
-double share_of(Manifest const& manifest, Request const& request) {
-  auto const& given = request.compaction_threshold;
-  double const share = given ? real_number("compaction_threshold", *given) : manifest.compaction_threshold;
-  if (!(0 <= share && share <= 1)) {
-    throw GenerationError("compaction_threshold must lie in [0, 1], not " + shown(share));
-  }
-  if (request.mode != Mode::lossless) return share;
-  // What waits are drafts, all of which have to go through every layer. But where tokens are drawn, when a sequence is
-  // verified decides what is drawn: each goes by itself.
-  if (request.temperature == 0) return given ? share : 0;
-  if (given && share < 1) {
-    throw GenerationError(
-        "compaction_threshold is 1 in mode 'lossless' with a temperature: each sequence is verified by itself, so that "
-        "it draws what it would draw alone");
-  }
-  return 1;
-}
-
-std::optional<std::int64_t> seed_of(Request const& request) {
-  if (!request.seed) return std::nullopt;
-  if (request.seed->for_all()) return request.seed->values()[0];
-  throw GenerationError("seed must be a whole number, 0 or more, not [" + joined(request.seed->values(), ", ") + "]");
-}
-
-std::vector<std::optional<std::int64_t>> seeds_of(Request const& request, std::size_t prompts) {
-  if (!request.seed || request.seed->for_all()) {
-    return std::vector<std::optional<std::int64_t>>(prompts, seed_of(request));
-  }
-  std::vector<std::int64_t> const& own = request.seed->values();
-  if (own.size() == prompts) return {own.begin(), own.end()};
-  throw GenerationError("there are " + std::to_string(own.size()) + " seeds for " + std::to_string(prompts) +
-                        " prompts: give one for each, or one for all");
-}
-
-std::set<std::int64_t> stops_of(Manifest const& manifest, Request const& request) {
-  auto const& ids = request.stop_token_ids ? *request.stop_token_ids : manifest.model.eos_token_ids;
-  return {ids.begin(), ids.end()};
 }
 
 }  // namespace tide

@@ -1,5 +1,5 @@
-// What a caller asked for, checked and completed from the manifest before a step is run. All throw GenerationError, in
-// a sentence that names the option; they are those of tide_export/runtime/request.py.
+// A `GenerationConfig` checked and completed from a bundle's manifest before any step is run. All functions throw
+// GenerationError in a sentence that names the option; the sentences are those of tide_export/runtime/request.py.
 #pragma once
 
 #include <optional>
@@ -8,51 +8,45 @@
 #include <vector>
 
 #include "bundle/store.h"
-#include "decoding/decoder.h"
+#include "decoding/lossless.h"
+#include "decoding/sampling.h"
 #include "tide/runtime.h"
 
 namespace tide {
 
-// Throws unless `value` is `least` or more.
-std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t least);
+// A configuration resolved for one bundle.
+struct Request {
+  // prompts: how many there are in a list of prompts; none: one prompt that is not in a list.
+  Request(Bundle const& bundle, GenerationConfig const& config, std::optional<std::size_t> prompts);
 
-// Throws unless `value` is finite.
+  std::int64_t max_new_tokens;
+  std::vector<double> thresholds;     // one per checkpoint, kNeverExit where none may exit
+  std::optional<DraftLimits> drafts;  // none outside lossless mode
+  std::int64_t max_pending;           // kNoLimit in lossless mode: the decoder decides when to verify
+  double compaction_threshold = 1;    // for a list of prompts
+  std::vector<Sampler> samplers;      // one per prompt
+  std::set<std::int64_t> stop_token_ids;
+};
+
+// Throws unless `value` is `minimum` or more; returns it.
+std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t minimum);
+
+// Throws unless `value` is finite; returns it.
 double real_number(char const* name, double value);
 
-// Throws unless there is one per checkpoint, and a number.
+// Throws unless there is one threshold per checkpoint and none is NaN.
 void check_thresholds(Manifest const& manifest, std::vector<double> const& thresholds);
 
-// Refuses options that change nothing: in mode full, of a bundle without checkpoints, of one that propagates; for one
-// prompt what only says something of `several`.
-void check_exits(Bundle const& bundle, Request const& request, bool several = false);
+// Throws unless the prompt has tokens of the vocabulary alone and fits the context; `name` is its name in messages.
+void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& name);
 
-// Refuses a choice among tokens where none is drawn; the values are checked already.
-void check_sampling(Request const& request);
-
-// `what` names it.
-void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& what);
-
-// Tokens that a sequence may have on ONNX Runtime, whose graphs count them in 32 bits.
+// The maximum number of tokens of a sequence on ONNX Runtime, whose graphs count them in 32 bits.
 std::int64_t context_of(Manifest const& manifest);
 
-// Tokens a sequence of `length` has after a step over `count` more. Throws: none more, or more than `limit`.
+// The number of tokens after a step over `count` more. Throws if `count` is 0 or the result exceeds `limit`.
 std::int64_t length_after(std::int64_t length, std::size_t count, std::int64_t limit);
 
-// How to draft; none outside lossless mode.
-std::optional<DraftLimits> draft_limits(Bundle const& bundle, Request const& request);
-
-// Tokens that may wait before a segment is forced to run, outside lossless mode.
-std::int64_t waiting_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending);
-
-// The compaction threshold of a list of prompts.
-double share_of(Manifest const& manifest, Request const& request);
-
-// The seed of one prompt by itself; none draws one.
-std::optional<std::int64_t> seed_of(Request const& request);
-
-// One seed per prompt of a list.
-std::vector<std::optional<std::int64_t>> seeds_of(Request const& request, std::size_t prompts);
-
-std::set<std::int64_t> stops_of(Manifest const& manifest, Request const& request);
+// `max_pending`, checked, else the bundle's.
+std::int64_t pending_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending);
 
 }  // namespace tide

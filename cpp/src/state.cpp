@@ -1,35 +1,35 @@
-// What every sequence is asked to do is checked here, whatever runs it.
+// Checks the arguments of a state's methods, whatever backend runs the sequence.
 #include "tide/state.h"
 
+#include "backend.h"
 #include "request.h"
 #include "sequence.h"
-#include "backend.h"
 #include "tide/errors.h"
 
 namespace tide {
 
-State::State(std::shared_ptr<Session> session, std::vector<double> const& thresholds, std::int64_t max_pending,
+State::State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending,
              std::int64_t room)
-    : session_(std::move(session)),
-      sequence_(session_->start({thresholds.begin(), thresholds.end()}, max_pending, room)) {}
+    : backend_(std::move(backend)),
+      sequence_(backend_->start({thresholds.begin(), thresholds.end()}, max_pending, room)) {}
 State::State(State&&) noexcept = default;
 State& State::operator=(State&& other) noexcept {
-  sequence_ = std::move(other.sequence_);  // before the session it lives on
-  session_ = std::move(other.session_);
+  sequence_ = std::move(other.sequence_);  // before the backend, which it must not outlive
+  backend_ = std::move(other.backend_);
   return *this;
 }
 State::~State() = default;
 
 StepResult State::step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep, bool full) {
-  std::int64_t const vocabulary = session_->manifest().model.vocab_size;
+  std::int64_t const vocabulary = backend_->manifest().model.vocab_size;
   for (std::size_t i = 0; i < count; ++i) {
     if (ids[i] >= 0 && ids[i] < vocabulary) continue;
     throw GenerationError("a step holds token id " + std::to_string(ids[i]) + ", outside the vocabulary 0.." +
                           std::to_string(vocabulary - 1));
   }
-  std::int64_t const after = length_after(length(), count, sequence_->limit());
+  std::int64_t const total = length_after(length(), count, sequence_->limit());
   whole_number("logits_to_keep", logits_to_keep, 1);
-  return sequence_->step(ids, count, after, logits_to_keep, full);
+  return sequence_->step(ids, count, total, logits_to_keep, full);
 }
 
 StepResult State::step(std::vector<std::int64_t> const& ids, std::int64_t logits_to_keep, bool full) {
@@ -45,17 +45,17 @@ void State::rewind(std::int64_t length) {
 }
 
 void State::set_thresholds(std::vector<double> const& thresholds) {
-  check_thresholds(session_->manifest(), thresholds);
+  check_thresholds(backend_->manifest(), thresholds);
   sequence_->set_thresholds({thresholds.begin(), thresholds.end()});
 }
 
 std::int64_t State::length() const { return lengths()[0]; }
 std::vector<std::int64_t> const& State::lengths() const { return sequence_->lengths(); }
 std::vector<std::int64_t> const& State::computed() const { return sequence_->computed(); }
-std::vector<std::int64_t> State::waiting() const {
-  std::vector<std::int64_t> found;
-  for (std::size_t k = 1; k < lengths().size(); ++k) found.push_back(lengths()[k - 1] - lengths()[k]);
-  return found;
+std::vector<std::int64_t> State::pending() const {
+  std::vector<std::int64_t> tokens;
+  for (std::size_t k = 1; k < lengths().size(); ++k) tokens.push_back(lengths()[k - 1] - lengths()[k]);
+  return tokens;
 }
 std::int64_t State::capacity() const { return sequence_->capacity(); }
 

@@ -1,12 +1,12 @@
-// What the runtime throws: one class per stage, each with a single sentence a user can act on, under the names of the
-// Python package's tide_export/errors.py. A service catches `TideError`, or the stage it cares about.
+// The runtime's exceptions: one class per stage, named as in the Python package's tide_export/errors.py. A service
+// catches `TideError`, or the stage it cares about.
 #pragma once
 
 #include <stdexcept>
 
 namespace tide {
 
-// Base of every error a user can cause or mend; the text is one sentence naming the file or option.
+// Base of every error a user can cause or fix; the text is one sentence that names the file or option.
 class TideError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -24,15 +24,15 @@ class BundleError : public TideError {
   using TideError::TideError;
 };
 
-// A generation request is unusable: empty prompt, prompt beyond the context, option out of range. Or a step failed:
-// no memory, what runs the bundle failed, logits that are not finite.
+// A generation request is unusable (empty prompt, prompt longer than the context, option out of range), or a step
+// failed (not enough memory, an error in the engine, logits that are not finite).
 class GenerationError : public TideError {
  public:
   using TideError::TideError;
 };
 
-// What shall run the bundle cannot run here: ONNX Runtime or TensorRT are missing or of the wrong version, the bundle
-// has no engines for it, there is no GPU or another one than they were built for.
+// The provider cannot run the bundle here: ONNX Runtime or TensorRT is missing or of the wrong version, the bundle has
+// no engines for it, or there is no GPU of the kind that they were built for.
 class ProviderError : public TideError {
  public:
   using TideError::TideError;

@@ -1,8 +1,8 @@
-// Runs a bundle of tide_export in a C++ program: `Engine::load`, then `generate` or `stream`. The twin of the Python
-// runtime, on ONNX Runtime's CPU or on the bundle's TensorRT engines: the same rule, defaults and errors, and greedy
-// the same tokens.
+// Runs a bundle of tide_export in a C++ program: `Engine::load`, then `generate` or `stream`. The counterpart of the
+// Python runtime, on ONNX Runtime's CPU or on the bundle's TensorRT engines, with the same rule, defaults and errors;
+// greedy tokens are the same.
 //
-// Tokens in, tokens out: text is turned into token ids, and back, by the caller; the bundle holds tokenizer.json.
+// Takes and returns token ids; the caller tokenizes text with the bundle's tokenizer.json.
 #pragma once
 
 #include <cstdint>
@@ -22,36 +22,37 @@
 
 namespace tide {
 
+// Options of `Engine::load`.
 struct LoadOptions {
-  std::optional<std::int64_t> threads;  // that one step may use on the CPU; none: one per physical core
+  std::optional<std::int64_t> threads;  // threads of one step on the CPU; none: one per physical core
   bool verify = true;                   // check the sha256 of every file first (sizes are always checked)
-  // What runs the bundle: "cpu" (ONNX Runtime), "tensorrt", "tensorrt-rtx" (its engines, on the GPU); "auto" takes the
-  // engines where there are some and they run here, else the CPU. One that is named is had or refused.
+  // "cpu" (ONNX Runtime), "tensorrt" or "tensorrt-rtx" (the bundle's engines, on the GPU). "auto": the engines if there
+  // are any and they run here, else the CPU. A provider that is named never falls back to another.
   std::string provider = "auto";
-  // The library of plugins, for TensorRT engines that hold some; none: that of the environment variable TIDE_PLUGINS.
-  // "none" in its place: no library.
+  // The plugin library for TensorRT engines that hold plugins; none: that of the environment variable TIDE_PLUGINS.
+  // "none": no library.
   std::optional<std::filesystem::path> plugins;
-  // Is told in a sentence what "auto" took of a bundle that holds engines and why not those, and where a plugin library
-  // is not the build that engines were made with. None: a line on stderr.
+  // Receives one sentence that says which provider "auto" chose for a bundle that holds engines and why not the
+  // engines, or that a plugin library is another build than the engines were built with. None: stderr.
   std::function<void(std::string const&)> log;
 };
 
 enum class Mode {
-  full,     // the source model, layer for layer
-  exit,     // tokens may leave at a checkpoint
-  lossless  // tokens that leave are drafts, which the full model verifies before they are handed out
+  full,     // every token runs every layer
+  exit,     // tokens may exit at a checkpoint
+  lossless  // tokens that exit are drafts, which the full model verifies before they are returned
 };
 
-// By its name. Throws GenerationError.
+// The mode of this name. Throws GenerationError.
 Mode mode_of(std::string_view name);
 
-// One for all checkpoints, or one per checkpoint; each in [0, 1].
+// One exit threshold for all checkpoints, or one per checkpoint; each in [0, 1].
 class Threshold {
  public:
-  Threshold(double for_all) : values_{for_all}, for_all_(true) {}
+  Threshold(double value) : values_{value}, for_all_(true) {}
   Threshold(std::vector<double> per_checkpoint) : values_(std::move(per_checkpoint)), for_all_(false) {}
 
-  // One per checkpoint; a single one is repeated.
+  // One per checkpoint; a single threshold is repeated.
   std::vector<double> values(std::size_t checkpoints) const {
     return for_all_ ? std::vector<double>(checkpoints, values_[0]) : values_;
   }
@@ -61,10 +62,10 @@ class Threshold {
   bool for_all_;
 };
 
-// Of the random numbers, 0 or more: one that every sequence starts from, or one for each prompt of a list.
+// Seed of the random numbers, 0 or more: one that every sequence starts from, or one for each prompt of a list.
 class Seed {
  public:
-  Seed(std::int64_t for_all) : values_{for_all}, for_all_(true) {}
+  Seed(std::int64_t value) : values_{value}, for_all_(true) {}
   Seed(std::vector<std::int64_t> per_prompt) : values_(std::move(per_prompt)), for_all_(false) {}
 
   bool for_all() const { return for_all_; }
@@ -75,34 +76,35 @@ class Seed {
   bool for_all_;
 };
 
-// What `Engine.generate` in Python takes, by the same names. Options that are none are the bundle's.
-struct Request {
+// Options of a generation, with the names and defaults of Python's `GenerationConfig`. An option without a value takes
+// the bundle's.
+struct GenerationConfig {
   std::int64_t max_new_tokens = 64;  // 1 or more
   Mode mode = Mode::exit;
-  std::optional<Threshold> threshold;         // a router score above it exits
-  std::optional<std::int64_t> min_layers;     // checkpoints with fewer layers behind them never exit; lossless: 0
-  std::optional<std::int64_t> max_pending;    // tokens (lossless: drafts) that may wait before a segment must run
-  std::optional<std::int64_t> prompt_lookup;  // lossless mode: tokens drafted at most from earlier text
-  double temperature = 0;                     // 0 is greedy; otherwise logits are divided by it
-  std::int64_t top_k = 0;                     // keep the k most likely tokens; 0 keeps all
-  double top_p = 1;                           // keep the fewest most likely tokens that add up to this or more
-  std::optional<Seed> seed;                   // none draws a new one for each sequence
-  std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's own; an empty list never stops
-  // Of a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a segment, only those run
-  // it; else all that wait before it catch up along. Changes speed, never tokens. None: the bundle's; in lossless mode
-  // 0, and with a temperature always 1, because when a sequence is verified decides what it draws.
+  std::optional<Threshold> threshold;         // a token exits where the router's score exceeds it
+  std::optional<std::int64_t> min_layers;     // checkpoints after fewer layers never exit; default in lossless mode: 0
+  std::optional<std::int64_t> max_pending;    // pending tokens (lossless: drafts) before a segment must run
+  std::optional<std::int64_t> prompt_lookup;  // lossless mode: tokens of one prompt-lookup draft, at most
+  double temperature = 0;                     // 0: greedy; else logits are divided by it
+  std::int64_t top_k = 0;                     // keep the k most likely tokens; 0: all
+  double top_p = 1;                           // keep the fewest most likely tokens whose probabilities sum to this
+  std::optional<Seed> seed;                   // none: a random one for each sequence
+  std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's; an empty list: never stop
+  // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all with
+  // pending tokens run it too. Changes speed, never tokens. Default in lossless mode: 0 greedy, and always 1 with a
+  // temperature, because there the time of verification decides which tokens are drawn.
   std::optional<double> compaction_threshold;
 };
 
-// One token that is handed out.
+// One generated token.
 struct Token {
   std::int64_t id;
-  std::int64_t exit_layer;  // layers it was made after (a confirmed draft: drafted after), 0 if looked up
-  std::int64_t layers_run;  // layer passes it cost; those of rejected drafts count at the token that replaced them
+  std::int64_t exit_layer;  // layers its logits went through (accepted draft: when drafted); 0: prompt-lookup draft
+  std::int64_t layers_run;  // layer passes it cost; those of rejected drafts count for the token that replaced them
 };
 
 enum class FinishReason {
-  stop,      // a stop token, which is the last of the tokens
+  stop,      // a stop token, which is included
   length,    // max_new_tokens
   context,   // the model's context is full
   cancelled  // the callback of `stream` returned false
@@ -111,66 +113,65 @@ enum class FinishReason {
 std::string_view name_of(FinishReason reason);
 
 struct Generation {
-  std::vector<std::int64_t> tokens;  // the new ones
+  std::vector<std::int64_t> tokens;  // the generated ones
   ExitStats stats;
   FinishReason finish_reason = FinishReason::length;
 };
 
-// A loaded bundle. Copies share it. Safe to use from several threads: each generation has a State of its own.
+// A loaded bundle. Copies share it. May be used by several threads at once: each generation has its own State.
 class Engine {
  public:
-  // Throws BundleError: missing, damaged, of another release, or not a graph or engine that loads. ConfigError:
-  // threads below 1. ProviderError: the provider asked for cannot run this bundle here.
+  // Opens a bundle. Throws BundleError: it is missing, damaged or of another release, or a graph or engine does not
+  // load. ConfigError: threads below 1. ProviderError: the provider cannot run this bundle here.
   static Engine load(std::filesystem::path const& bundle, LoadOptions const& options = {});
 
-  // Of the library alone: what `load` has opened.
-  explicit Engine(std::shared_ptr<Session> session);
+  // Internal: takes a bundle that `load` has opened.
+  explicit Engine(std::shared_ptr<Backend> backend);
 
   Manifest const& manifest() const;
 
-  // The tokens behind a prompt of token ids. Throws GenerationError: the prompt is empty, holds something that is no
-  // token id or is longer than the model's context; an option is out of range; or a step failed.
-  Generation generate(std::vector<std::int64_t> const& prompt, Request const& request = {}) const;
+  // Generates the tokens that follow a prompt of token ids. Throws GenerationError: the prompt is empty, holds an id
+  // outside the vocabulary or is longer than the model's context; an option is out of range; or a step failed.
+  Generation generate(std::vector<std::int64_t> const& prompt, GenerationConfig const& config = {}) const;
 
-  // The same, handing each token to `on_token` as it is made. When that returns false, the generation ends there. What
-  // it throws comes out of here.
-  Generation stream(std::vector<std::int64_t> const& prompt, Request const& request,
+  // As `generate`, and calls `on_token` with each token as it is made. The generation ends when `on_token` returns
+  // false. Exceptions of `on_token` are passed on.
+  Generation stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
                     std::function<bool(Token const&)> const& on_token) const;
 
-  // A generation for each prompt, in their order. They are decoded together, up to `max_batch_size` at a time, whatever
-  // their lengths; as one ends the next takes its place. Each gets the tokens it would get alone, with the same
-  // options, up to rounding (docs/guide/batches.md), and statistics of its own, of which the seconds are those of the steps it
-  // was in. The networks for this are loaded when a list first comes, and again where a longer one needs larger ones.
-  // (Bare braces around one token, `generate({5})`, are either kind of prompt and do not compile: name the type.)
+  // Generates for each prompt, in their order. Up to `max_batch_size` sequences of any lengths are decoded at a time;
+  // when one ends, the next prompt takes its slot. Each gets the tokens that it would get alone with the same options,
+  // up to rounding (docs/guide/batches.md), and its own statistics, whose seconds are those of the steps it was in. The
+  // networks for batches are loaded on the first call, and again when a longer list needs larger ones.
+  // (Bare braces around one token, `generate({5})`, fit both kinds of prompt and do not compile: name the type.)
   //
-  // Throws GenerationError: as for one prompt; also where the bundle holds no networks for batches. BundleError: one of
-  // them does not load, or is not what the manifest calls for.
+  // Throws GenerationError: as for one prompt, or the bundle holds no networks for batches. BundleError: such a network
+  // does not load or does not match the manifest.
   std::vector<Generation> generate(std::vector<std::vector<std::int64_t>> const& prompts,
-                                   Request const& request = {}) const;
+                                   GenerationConfig const& config = {}) const;
 
-  // The same, handing each token to `on_token` as it is made, with the number of its prompt, from 0. When that returns
-  // false, the generation of this prompt ends there, and the others go on. What it throws comes out of here and ends
-  // all of them.
-  std::vector<Generation> stream(std::vector<std::vector<std::int64_t>> const& prompts, Request const& request,
+  // As `generate`, and calls `on_token` with the number of the prompt, from 0, and each of its tokens. When it returns
+  // false, that prompt's generation ends and the others continue. Exceptions of `on_token` are passed on and end all.
+  std::vector<Generation> stream(std::vector<std::vector<std::int64_t>> const& prompts, GenerationConfig const& config,
                                  std::function<bool(std::size_t, Token const&)> const& on_token) const;
 
-  // Prompts of a list that are decoded at the same time; 1: a list is refused.
+  // Prompts of a list that are decoded at the same time; 1: lists are refused.
   std::int64_t max_batch_size() const;
 
-  // An empty sequence to `step` by hand. It keeps what it needs of the engine.
+  // Starts an empty sequence to `step` by hand. The state may outlive the engine.
   //
-  // thresholds: one per checkpoint, as `resolve_thresholds` gives them; kOff turns one off.
-  // max_pending: tokens that may wait before a segment must run; none: the bundle's.
-  // room: tokens of K/V buffer to have beyond the first step's.
+  // thresholds: one per checkpoint, as returned by `resolve_thresholds`; kNeverExit turns a checkpoint off.
+  // max_pending: pending tokens before a segment must run; none: the bundle's.
+  // room: tokens of K/V buffer to allocate beyond the first step's.
   State start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending = std::nullopt,
               std::int64_t room = kRoom) const;
 
  private:
-  std::shared_ptr<Session> session_;
+  std::shared_ptr<Backend> backend_;
 };
 
-// One threshold per checkpoint for `Engine::start`, kOff where none may exit: what a request asks for, else what the
-// bundle says. Throws GenerationError.
-std::vector<double> resolve_thresholds(Manifest const& manifest, Request const& request);
+// The thresholds for `Engine::start`, one per checkpoint, kNeverExit where none may exit: the configuration's, else the
+// bundle's. Throws GenerationError.
+std::vector<double> resolve_thresholds(Manifest const& manifest, GenerationConfig const& config);
 
 }  // namespace tide

@@ -1,5 +1,5 @@
-// One sequence in flight: its K/V buffers, the hidden states that wait between segments, and the step that moves it on.
-// For those who pick tokens themselves; `Engine::generate` is this in a loop.
+// The state of one sequence: its K/V buffers, the pending tokens before each segment, and the step that adds tokens.
+// For callers that choose tokens themselves; `Engine::generate` is this in a loop.
 #pragma once
 
 #include <cstddef>
@@ -9,66 +9,66 @@
 
 namespace tide {
 
-class Session;   // of the library alone
-class Sequence;  // likewise
+class Backend;   // internal
+class Sequence;  // internal
 
-constexpr double kOff = 2.0;  // a threshold that no score is above: its checkpoint never exits
-constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;  // more tokens than can ever wait
-constexpr std::int64_t kRoom = 128;  // tokens of K/V buffer beyond the prompt before the first growth
+constexpr double kNeverExit = 2.0;  // a threshold that no score exceeds: its checkpoint never exits
+constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;  // as `max_pending`: more tokens than can ever be pending
+constexpr std::int64_t kRoom = 128;  // tokens of K/V buffer allocated beyond the first step's
 
-// What one step says about its last token. The memory is the state's own and changes with its next step.
+// The outcome of one step. The memory belongs to the state and is valid until its next step.
 struct StepResult {
   float const* logits = nullptr;  // [rows, vocabulary], of the last `rows` positions
-  std::size_t rows = 0;           // one, unless more were asked for and the last segment ran
+  std::size_t rows = 0;           // one, unless more were requested and the last segment ran
   std::size_t vocabulary = 0;
-  std::int64_t exit_layer = 0;    // layers the last logits went through; the model's depth when it did not exit
-  std::int64_t segments_run = 0;  // segments 0 .. this-1 ran in this step
+  std::int64_t exit_layer = 0;    // layers the last position's logits went through; the model's depth without an exit
+  std::int64_t segments_run = 0;  // segments 0 .. segments_run - 1 ran in this step
   float const* scores = nullptr;  // [checkpoints], NaN where the router was not reached
 
   float const* row(std::size_t number) const { return logits + number * vocabulary; }
   float const* last() const { return row(rows - 1); }
 };
 
-// Made by `Engine::start`. Serves one thread at a time; any number of states share one engine. After an exception the
-// sequence is what it was before the call.
+// Created by `Engine::start`. May be used by one thread at a time; any number of states share one engine. After an
+// exception the state is what it was before the call.
 class State {
  public:
   State(State&&) noexcept;
   State& operator=(State&&) noexcept;
   ~State();
 
-  // Runs new tokens, at least one, each in [0, vocab_size).
+  // Adds tokens: at least one, each in [0, vocab_size).
   //
-  // logits_to_keep: how many of the last positions get logits where the last segment runs, at least 1; no more than
-  //     the tokens it runs over come.
-  // full: run every segment and let nothing exit, whatever the thresholds. Where K/V are propagated the first step is
-  //     such, and every step of several tokens.
+  // logits_to_keep: number of last positions, at least 1, to return logits for where the last segment runs; never more
+  //     than the tokens that the last segment runs over.
+  // full: runs every segment and lets nothing exit, whatever the thresholds. In a bundle that propagates K/V the first
+  //     step and every step of several tokens always run this way.
   //
-  // Throws GenerationError: no ids or one outside the vocabulary, more tokens than the model's context holds, no
-  // memory for their K/V, or what runs the bundle failed.
+  // Throws GenerationError: no ids or an id outside the vocabulary, more tokens than the model's context holds, not
+  // enough memory for their K/V, or the engine failed.
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep = 1, bool full = false);
   StepResult step(std::vector<std::int64_t> const& ids, std::int64_t logits_to_keep = 1, bool full = false);
 
-  // Forgets all tokens but the first `length`, as if they had never been stepped. Throws GenerationError if the
-  // sequence has fewer, or its K/V are propagated.
+  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, or its K/V are
+  // propagated.
   void rewind(std::int64_t length);
 
-  // Uses other thresholds, one per checkpoint, from the next step on; what waits goes on waiting. Throws
-  // GenerationError: a wrong number of them, or NaN.
+  // Replaces the thresholds, one per checkpoint, from the next step on; pending tokens stay pending. Throws
+  // GenerationError: a wrong number of thresholds, or NaN.
   void set_thresholds(std::vector<double> const& thresholds);
 
-  std::int64_t length() const;                        // tokens of the sequence so far
+  std::int64_t length() const;                        // tokens of the sequence
   std::vector<std::int64_t> const& lengths() const;   // tokens in each segment's K/V buffers; never rises with depth
   std::vector<std::int64_t> const& computed() const;  // tokens that each segment has run over
-  std::vector<std::int64_t> waiting() const;          // tokens waiting before segment 1, 2, ...
-  std::int64_t capacity() const;                      // tokens the K/V buffers hold before they grow
+  std::vector<std::int64_t> pending() const;          // pending tokens before segment 1, 2, ...
+  std::int64_t capacity() const;                      // tokens that the K/V buffers hold before they grow
 
  private:
   friend class Engine;
-  State(std::shared_ptr<Session> session, std::vector<double> const& thresholds, std::int64_t max_pending,
+  State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending,
         std::int64_t room);
 
-  std::shared_ptr<Session> session_;
+  std::shared_ptr<Backend> backend_;
   std::unique_ptr<Sequence> sequence_;
 };
 

@@ -1,45 +1,46 @@
 #include "branched/graph_backend.h"
 
-#include "onnxruntime/contract.h"
 #include "names.h"
 #include "onnxruntime/session.h"
-#include "tide/errors.h"
 
 namespace tide {
 namespace {
+
+// Adds the K/V buffers of all layers, with the names `name` gives them as inputs or outputs.
+void add_caches(TensorTypes& tensors, Manifest const& manifest,
+                std::string (*name)(std::size_t layer, char const* kind)) {
+  for (std::size_t layer = 0; layer < manifest.model.kv_shapes.size(); ++layer) {
+    for (char const* kind : names::kKinds) tensors[name(layer, kind)] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+  }
+}
 
 TensorTypes graph_inputs(Manifest const& manifest) {
   TensorTypes tensors = {{names::kInputIds, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
                          {names::kTotalLength, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
                          {names::kLogitsPositions, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}};
-  auto const expect = [&](std::string const& name) { tensors[name] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; };
-  if (!manifest.checkpoints.empty()) expect(names::kThresholds);
+  if (!manifest.checkpoints.empty()) tensors[names::kThresholds] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   for (std::size_t k = 1; k <= manifest.checkpoints.size(); ++k) {
-    expect(names::skip_threshold(k));
-    if (!manifest.propagates()) expect(names::pending(k));
+    tensors[names::skip_threshold(k)] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    if (!manifest.propagates()) tensors[names::pending(k)] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
-  for (std::size_t layer = 0; layer < manifest.model.kv_shapes.size(); ++layer) {
-    for (char const* kind : {"key", "value"}) expect(names::past(layer, kind));
-  }
+  add_caches(tensors, manifest, names::past);
   return tensors;
 }
 
 TensorTypes graph_outputs(Manifest const& manifest) {
-  TensorTypes tensors;
-  auto const expect = [&](std::string const& name) { tensors[name] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT; };
-  expect(names::kLogits);
-  if (!manifest.checkpoints.empty()) expect(names::kScores);
-  if (!manifest.checkpoints.empty() && !manifest.propagates()) expect(names::kNewPending);
-  for (std::size_t layer = 0; layer < manifest.model.kv_shapes.size(); ++layer) {
-    for (char const* kind : {"key", "value"}) expect(names::present(layer, kind));
+  TensorTypes tensors = {{names::kLogits, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}};
+  if (!manifest.checkpoints.empty()) {
+    tensors[names::kScores] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    if (!manifest.propagates()) tensors[names::kNewPending] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   }
+  add_caches(tensors, manifest, names::present);
   return tensors;
 }
 
 }  // namespace
 
-GraphSession::GraphSession(Bundle given, std::optional<std::int64_t> threads)
-    : Session(std::move(given)), batch_networks_(bundle(), threads) {
+GraphBackend::GraphBackend(Bundle opened, std::optional<std::int64_t> threads)
+    : Backend(std::move(opened)), batch_networks_(bundle(), threads) {
   check_onnxruntime();
   env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
   session_ = open_network(env_, bundle().path / kGraphFile, session_options(threads), graph_inputs(manifest()),

@@ -1,6 +1,6 @@
-// What exits and which segments run is decided in the graph; a sequence only lends it memory. K/V buffers are bound as
-// input and output at once, so that the graph writes new keys in place and a skipped segment costs nothing; they grow
-// by doubling. What is bound stays bound: a step binds only what differs from the step before.
+// One sequence on the branched graph, which decides by itself which token exits and which segments run. K/V buffers are
+// bound as input and output, so that the graph writes new keys in place and a skipped segment costs nothing; they grow
+// by doubling. A step binds only what differs from the step before.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr std::size_t kNoneBound = std::numeric_limits<std::size_t>::max();
 
-// Number of the first checkpoint whose score is above its threshold (NaN is not), else how many there are.
+// The index of the first checkpoint whose score is above its threshold (NaN is not), else the number of checkpoints.
 std::size_t first_above(std::vector<float> const& scores, std::vector<float> const& thresholds) {
   std::size_t number = 0;
   while (number < scores.size() && !(scores[number] > thresholds[number])) ++number;
@@ -27,11 +27,11 @@ std::size_t first_above(std::vector<float> const& scores, std::vector<float> con
 
 class GraphSequence final : public Sequence {
  public:
-  GraphSequence(GraphSession& session, std::vector<float> const& thresholds, std::int64_t max_pending,
+  GraphSequence(GraphBackend& backend, std::vector<float> const& thresholds, std::int64_t max_pending,
                 std::int64_t room)
-      : session_(session),
-        manifest_(session.manifest()),
-        binding_(session.onnxruntime()),
+      : backend_(backend),
+        manifest_(backend.manifest()),
+        binding_(backend.session()),
         room_(room),
         max_pending_(max_pending),
         propagates_(manifest_.propagates()),
@@ -43,17 +43,15 @@ class GraphSequence final : public Sequence {
         skip_thresholds_(thresholds_),
         scores_(thresholds.size(), std::numeric_limits<float>::quiet_NaN()),
         logits_(static_cast<std::size_t>(manifest_.model.vocab_size)) {
-    std::int64_t const hidden = manifest_.model.hidden_size;
-    std::array<std::int64_t, 3> const no_tokens{1, 0, hidden};
-    nothing_ = Ort::Value::CreateTensor<float>(place_, &no_state_, 0, no_tokens.data(), no_tokens.size());
+    no_tokens_ = tensor(&no_state_, {1, 0, manifest_.model.hidden_size});
     for (std::size_t k = 1; k <= thresholds_.size() && !propagates_; ++k) {
       pending_names_.push_back(names::pending(k));
       pending_.emplace_back(nullptr);
-      binding_.BindInput(pending_names_.back().c_str(), nothing_);
+      binding_.BindInput(pending_names_.back().c_str(), no_tokens_);
     }
-    // Outputs of unknown size first: values come back in the order of the first binding.
-    if (!pending_names_.empty()) binding_.BindOutput(names::kNewPending, place_);
-    keep_logits(1);
+    // Outputs of unknown size first: `GetOutputValues` returns them in the order of the first binding.
+    if (!pending_names_.empty()) binding_.BindOutput(names::kNewPending, memory_);
+    select_logits(1);
     if (!thresholds_.empty()) {
       std::int64_t const count = static_cast<std::int64_t>(thresholds_.size());
       bind_input(names::kThresholds, exit_thresholds_.data(), {count});
@@ -66,32 +64,32 @@ class GraphSequence final : public Sequence {
     std::size_t segment = 0;
     for (std::size_t layer = 0; layer < manifest_.model.kv_shapes.size(); ++layer) {
       if (static_cast<std::int64_t>(layer) == depths_[segment]) ++segment;
-      for (char const* kind : {"key", "value"}) {
+      for (char const* kind : names::kKinds) {
         caches_.push_back({names::past(layer, kind), names::present(layer, kind), segment,
                            KvBuffer(manifest_.model.kv_shapes[layer])});
       }
     }
   }
 
-  StepResult step(std::int64_t const* given, std::size_t count, std::int64_t after, std::int64_t logits_to_keep,
+  StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t total, std::int64_t logits_to_keep,
                   bool full) override {
     std::size_t segments_run = 1;
     try {
-      if (after > capacity_) grow(after);
-      take_ids(given, count);
-      total_ = static_cast<std::int32_t>(after);
-      force(after, full || (propagates_ && (count > 1 || after == 1)));
-      std::int64_t const keep = std::min(logits_to_keep, after - lengths_.back());  // all the last segment may run over
-      if (keep != kept_ || keep > 1) keep_logits(keep);
-      if (!pending_names_.empty() && (may_wait_ || !left_nothing_)) {
-        binding_.BindOutput(names::kNewPending, place_);  // a filled slot would pin last step's shape
-        left_nothing_ = false;
+      if (total > capacity_) grow(total);
+      bind_ids(ids, count);
+      total_ = static_cast<std::int32_t>(total);
+      set_step_thresholds(total, full || (propagates_ && (count > 1 || total == 1)));
+      std::int64_t const keep = std::min(logits_to_keep, total - lengths_.back());  // tokens of the last segment's run
+      if (keep != num_logits_ || keep > 1) select_logits(keep);
+      if (!pending_names_.empty() && (may_skip_ || !no_pending_output_)) {
+        binding_.BindOutput(names::kNewPending, memory_);  // bound again, or it keeps the last step's shape
+        no_pending_output_ = false;
       }
-      session_.onnxruntime().Run(run_options_, binding_);
+      backend_.session().Run(run_options_, binding_);
       segments_run += first_above(scores_, skip_thresholds_);
-      take_outputs(segments_run, after, static_cast<std::int64_t>(count));
+      take_outputs(segments_run, total, static_cast<std::int64_t>(count));
     } catch (Ort::Exception const& error) {
-      throw GenerationError("ONNX Runtime failed at token " + std::to_string(after) + ": " + first_line(error));
+      throw GenerationError("ONNX Runtime failed at token " + std::to_string(total) + ": " + first_line(error));
     }
     StepResult result;
     result.vocabulary = logits_.size();
@@ -112,15 +110,14 @@ class GraphSequence final : public Sequence {
       std::int64_t const left = std::max<std::int64_t>(length - lengths_[k + 1], 0);
       set_pending(k, left > 0 ? first_states(pending_[k], left) : Ort::Value(nullptr));
     }
-    // What the buffers hold beyond is written over before it is read.
-    for (std::int64_t& own : lengths_) own = std::min(own, length);
+    // K/V beyond the new length are overwritten before they are read.
+    for (std::int64_t& segment_length : lengths_) segment_length = std::min(segment_length, length);
   }
 
-
-  void set_thresholds(std::vector<float> const& asked) override {
-    if (asked == thresholds_) return;
-    thresholds_ = asked;
-    forced_from_ = kNoneBound;  // what is bound is of the old ones
+  void set_thresholds(std::vector<float> const& thresholds) override {
+    if (thresholds == thresholds_) return;
+    thresholds_ = thresholds;
+    forced_from_ = kNoneBound;  // the old thresholds are bound
   }
 
   std::vector<std::int64_t> const& lengths() const override { return lengths_; }
@@ -132,12 +129,12 @@ class GraphSequence final : public Sequence {
   struct Cache {
     std::string past, present;
     std::size_t segment;
-    KvBuffer buffer;  // of the sequence's capacity, but where growing failed half-way
+    KvBuffer buffer;  // of the sequence's capacity, except after a failed `grow`
   };
 
   template <typename T>
   Ort::Value tensor(T* data, std::vector<std::int64_t> const& shape) const {
-    return view(place_, data, shape);
+    return view(memory_, data, shape);
   }
 
   template <typename T>
@@ -145,85 +142,85 @@ class GraphSequence final : public Sequence {
     binding_.BindInput(name, tensor(data, shape));
   }
 
-  void take_ids(std::int64_t const* given, std::size_t count) {
+  void bind_ids(std::int64_t const* ids, std::size_t count) {
     if (count > 1) {
-      ids_.assign(given, given + count);
+      ids_.assign(ids, ids + count);
       one_id_bound_ = false;
       bind_input(names::kInputIds, ids_.data(), {1, static_cast<std::int64_t>(count)});
       return;
     }
-    one_id_ = given[0];
+    one_id_ = ids[0];
     if (!one_id_bound_) bind_input(names::kInputIds, &one_id_, {1, 1});
     one_id_bound_ = true;
   }
 
-  // Writes the thresholds of this step, where they are not those of the last.
-  //
-  // Segments 0 .. k-1 give segment k all it has not seen yet, so what would wait is known before the step; deeper
-  // segments have at least as many waiting, so those forced are the deepest.
-  void force(std::int64_t after, bool full) {
+  // Writes this step's thresholds, if they differ from the last step's. A segment whose pending tokens would exceed
+  // `max_pending` is forced to run: their number is known before the step, and it never falls with depth, so that the
+  // forced segments are the deepest.
+  void set_step_thresholds(std::int64_t total, bool full) {
     std::size_t forced = thresholds_.size();
-    while (forced > 0 && !pending_names_.empty() && after - lengths_[forced] > max_pending_) --forced;
+    while (forced > 0 && !pending_names_.empty() && total - lengths_[forced] > max_pending_) --forced;
     if (thresholds_.empty() || (forced == forced_from_ && full == all_forced_)) return;
-    // Written in place: the graph reads this memory.
+    // In place: this memory is bound.
     for (std::size_t k = 0; k < thresholds_.size(); ++k) {
-      exit_thresholds_[k] = full ? static_cast<float>(kOff) : thresholds_[k];
-      skip_thresholds_[k] = k < forced ? exit_thresholds_[k] : static_cast<float>(kOff);
+      exit_thresholds_[k] = full ? static_cast<float>(kNeverExit) : thresholds_[k];
+      skip_thresholds_[k] = k < forced ? exit_thresholds_[k] : static_cast<float>(kNeverExit);
     }
     forced_from_ = forced;
     all_forced_ = full;
-    may_wait_ = std::any_of(skip_thresholds_.begin(), skip_thresholds_.end(), [](float value) { return value < 1; });
+    may_skip_ = std::any_of(skip_thresholds_.begin(), skip_thresholds_.end(), [](float value) { return value < 1; });
   }
 
-  // One row goes to memory of our own; how many more there will be is known only when the last segment runs.
-  void keep_logits(std::int64_t count) {
-    if (count != kept_) {
-      kept_tokens_.assign(static_cast<std::size_t>(2 * count), 0);
-      for (std::int64_t i = 0; i < count; ++i) kept_tokens_[static_cast<std::size_t>(2 * i + 1)] = i - count;
-      bind_input(names::kLogitsPositions, kept_tokens_.data(), {count, 2});
+  // Requests the logits of the last `count` positions. One row is written to `logits_`; of several, ONNX Runtime
+  // allocates the output, because their number is known only when the last segment runs.
+  void select_logits(std::int64_t count) {
+    if (count != num_logits_) {
+      logits_positions_.assign(static_cast<std::size_t>(2 * count), 0);
+      for (std::int64_t i = 0; i < count; ++i) logits_positions_[static_cast<std::size_t>(2 * i + 1)] = i - count;
+      bind_input(names::kLogitsPositions, logits_positions_.data(), {count, 2});
     }
     if (count > 1) {
-      binding_.BindOutput(names::kLogits, place_);
-    } else if (kept_ != 1) {
+      binding_.BindOutput(names::kLogits, memory_);
+    } else if (num_logits_ != 1) {
       binding_.BindOutput(names::kLogits, tensor(logits_.data(), {1, manifest_.model.vocab_size}));
     }
-    kept_ = count;
+    num_logits_ = count;
   }
 
-  // What waits after this step is what waits before the next: the memory changes hands, nothing is copied. Segments
-  // that ran have nothing left waiting, and of those that did not only the first was given something new.
-  void take_outputs(std::size_t segments_run, std::int64_t after, std::int64_t count) {
-    bool const left_waiting = !pending_names_.empty() && segments_run < lengths_.size();
+  // Takes the step's outputs. New pending states become an input of the next step without a copy. Segments that ran
+  // have no pending tokens, and of the others only the first has new ones.
+  void take_outputs(std::size_t segments_run, std::int64_t total, std::int64_t count) {
+    bool const new_pending = !pending_names_.empty() && segments_run < lengths_.size();
     std::vector<Ort::Value> outputs;
-    if (left_waiting || kept_ > 1) outputs = binding_.GetOutputValues();
-    rows_ = kept_ > 1 ? std::move(outputs[pending_names_.empty() ? 0 : 1]) : Ort::Value(nullptr);
+    if (new_pending || num_logits_ > 1) outputs = binding_.GetOutputValues();
+    rows_ = num_logits_ > 1 ? std::move(outputs[pending_names_.empty() ? 0 : 1]) : Ort::Value(nullptr);
     if (propagates_) {
-      std::fill(lengths_.begin(), lengths_.end(), after);
+      std::fill(lengths_.begin(), lengths_.end(), total);
       for (std::size_t k = 0; k < segments_run; ++k) ran_[k] += count;
       return;
     }
     for (std::size_t k = 0; k + 1 < segments_run; ++k) {
       if (pending_[k]) set_pending(k, Ort::Value(nullptr));
     }
-    if (left_waiting) set_pending(segments_run - 1, std::move(outputs[0]));
-    left_nothing_ = !left_waiting;
-    std::fill_n(lengths_.begin(), segments_run, after);
+    if (new_pending) set_pending(segments_run - 1, std::move(outputs[0]));
+    no_pending_output_ = !new_pending;
+    std::fill_n(lengths_.begin(), segments_run, total);
   }
 
   void set_pending(std::size_t k, Ort::Value value) {
-    binding_.BindInput(pending_names_[k].c_str(), value ? value : nothing_);
+    binding_.BindInput(pending_names_[k].c_str(), value ? value : no_tokens_);
     pending_[k] = std::move(value);
   }
 
-  // Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice.
+  // Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice at a time.
   void grow(std::int64_t needed) {
     std::int64_t const larger = grown_capacity(manifest_, capacity_, needed, room_);
     for (Cache& cache : caches_) {
-      KvBuffer larger_one = cache.buffer.grown(larger, lengths_[cache.segment]);
-      Ort::Value const value = larger_one.tensor(place_);
+      KvBuffer buffer = cache.buffer.grown(larger, lengths_[cache.segment]);
+      Ort::Value const value = buffer.tensor(memory_);
       binding_.BindInput(cache.past.c_str(), value);
       binding_.BindOutput(cache.present.c_str(), value);
-      cache.buffer = std::move(larger_one);
+      cache.buffer = std::move(buffer);
     }
     capacity_ = larger;
   }
@@ -238,9 +235,9 @@ class GraphSequence final : public Sequence {
     return copy;
   }
 
-  GraphSession& session_;
+  GraphBackend& backend_;
   Manifest const& manifest_;
-  Ort::MemoryInfo const place_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
 
@@ -253,29 +250,29 @@ class GraphSequence final : public Sequence {
   std::vector<Cache> caches_;
   std::int64_t capacity_ = 0;
 
-  std::vector<std::string> pending_names_;  // empty where nothing ever waits
-  std::vector<Ort::Value> pending_;         // what waits before segment 1, 2, ...; null: nothing
+  std::vector<std::string> pending_names_;  // empty where tokens are never pending
+  std::vector<Ort::Value> pending_;         // states pending before segment 1, 2, ...; null: none
   float no_state_ = 0;
-  Ort::Value nothing_{nullptr};  // [1, 0, D]
+  Ort::Value no_tokens_{nullptr};  // [1, 0, D]
 
-  std::vector<float> thresholds_, exit_thresholds_, skip_thresholds_;  // asked for; bound
+  std::vector<float> thresholds_, exit_thresholds_, skip_thresholds_;  // the caller's; bound
   std::size_t forced_from_ = kNoneBound;  // checkpoints from this one on have a forced skip threshold
   bool all_forced_ = false;
-  bool may_wait_ = true;       // whether a score could pass what is bound as skip thresholds
-  bool left_nothing_ = false;  // whether the output for what waits is bound to one without tokens
+  bool may_skip_ = true;            // whether a score can exceed a bound skip threshold
+  bool no_pending_output_ = false;  // whether the last pending output had no tokens
 
-  std::vector<std::int64_t> ids_, kept_tokens_;
+  std::vector<std::int64_t> ids_, logits_positions_;
   std::int64_t one_id_ = 0;
   bool one_id_bound_ = false;
   std::int32_t total_ = 0;
   std::vector<float> scores_, logits_;
-  std::int64_t kept_ = 0;     // rows of logits that the binding is set up for
-  Ort::Value rows_{nullptr};  // the logits of the last step, where they are not in `logits`
+  std::int64_t num_logits_ = 0;  // rows of logits that are bound
+  Ort::Value rows_{nullptr};     // the last step's logits, where they are not in `logits_`
 };
 
 }  // namespace
 
-std::unique_ptr<Sequence> GraphSession::start(std::vector<float> const& thresholds, std::int64_t max_pending,
+std::unique_ptr<Sequence> GraphBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                               std::int64_t room) {
   return std::make_unique<GraphSequence>(*this, thresholds, max_pending, room);
 }

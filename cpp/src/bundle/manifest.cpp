@@ -1,4 +1,4 @@
-// The strict parser of tide.json; its sentences are those of tide_export/bundle/manifest.py.
+// The strict parser of tide.json. Messages are those of tide_export/bundle/manifest.py.
 #include "tide/manifest.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using Json = nlohmann::json;
 
 constexpr char const* kSchema = "tide_export.bundle/7";
 
-// All fields of a manifest; those that this runtime does not read are only looked for.
+// All fields of a manifest, including those that this runtime does not read.
 std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",
                                           "min_layers", "max_pending",  "kv_cache_strategy",
                                           "weights",    "targets",      "opset",
@@ -27,9 +27,9 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "versions",   "created",      "compaction_threshold",
                                           "tuning",     "drafting",     "networks",
                                           "engines",    "quantization", "files"};
-std::set<std::string> const kOmitted = {"quantization"};  // not written when there is nothing to say
+std::set<std::string> const kOmitted = {"quantization"};  // may be missing
 
-// One value of the file, which knows where it stands.
+// One value of the file, with its location for messages.
 class Field {
  public:
   Field(Json const& value, std::string source, std::string where)
@@ -61,11 +61,11 @@ class Field {
   template <typename T>
   std::vector<T> list(std::function<T(Field const&)> const& entry) const {
     if (!value_.is_array()) wrong("a list");
-    std::vector<T> found;
+    std::vector<T> values;
     for (std::size_t i = 0; i < value_.size(); ++i) {
-      found.push_back(entry(Field(value_[i], source_, where_ + "." + std::to_string(i))));
+      values.push_back(entry(Field(value_[i], source_, where_ + "." + std::to_string(i))));
     }
-    return found;
+    return values;
   }
 
   std::vector<std::int64_t> wholes() const {
@@ -76,7 +76,7 @@ class Field {
     return list<double>([](Field const& entry) { return entry.real(); });
   }
 
-  // The same, checked to have these fields and no others.
+  // This value, checked to be an object with these fields and no others; those in `omitted` may be missing.
   Field const& object(std::vector<std::string> const& fields, std::set<std::string> const& omitted = {}) const {
     if (!value_.is_object()) wrong("an object");
     for (std::string const& name : fields) {
@@ -90,9 +90,9 @@ class Field {
 
   std::map<std::string, Field> entries() const {
     if (!value_.is_object()) wrong("an object");
-    std::map<std::string, Field> found;
-    for (auto const& [name, entry] : value_.items()) found.emplace(name, at(name, entry));
-    return found;
+    std::map<std::string, Field> fields;
+    for (auto const& [name, entry] : value_.items()) fields.emplace(name, at(name, entry));
+    return fields;
   }
 
   Field operator[](std::string const& name) const { return at(name, value_.at(name)); }
@@ -103,11 +103,11 @@ class Field {
   }
 
   [[noreturn]] void wrong(std::string const& expected) const {
-    // A list or object may be nested deeper than the stack is.
-    std::string const found = value_.is_array()    ? "a list"
-                              : value_.is_object() ? "an object"
-                                                   : value_.dump(-1, ' ', true);
-    refuse("must be " + expected + ", not " + found.substr(0, 60));
+    // Lists and objects are not printed: they may be nested deeper than the stack.
+    std::string const text = value_.is_array()    ? "a list"
+                             : value_.is_object() ? "an object"
+                                                  : value_.dump(-1, ' ', true);
+    refuse("must be " + expected + ", not " + text.substr(0, 60));
   }
 
   Json const& value_;
@@ -144,8 +144,8 @@ std::optional<Drafting> drafting_of(Field const& field) {
 std::optional<NetworksInfo> networks_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
   field.object({"weights", "capacity", "max_tokens", "max_logits", "exit_size", "max_batch_size", "max_slot_tokens"});
-  return NetworksInfo{field["weights"].text(),      field["capacity"].whole(),  field["max_tokens"].whole(),
-                      field["max_logits"].whole(), field["exit_size"].whole(), field["max_batch_size"].whole(),
+  return NetworksInfo{field["weights"].text(),           field["capacity"].whole(),  field["max_tokens"].whole(),
+                      field["max_logits"].whole(),       field["exit_size"].whole(), field["max_batch_size"].whole(),
                       field["max_slot_tokens"].whole()};
 }
 
@@ -169,8 +169,8 @@ std::optional<EnginesInfo> engines_of(Field const& field) {
   engines.weights_sha256 = field["weights_sha256"].text();
   engines.profiles = field["profiles"].list<Profile>([](Field const& entry) {
     entry.object({"name", "min_tokens", "opt_tokens", "max_tokens", "batch_size"});
-    return Profile{entry["name"].text(), entry["min_tokens"].whole(), entry["opt_tokens"].whole(), entry["max_tokens"].whole(),
-                   entry["batch_size"].whole()};
+    return Profile{entry["name"].text(), entry["min_tokens"].whole(), entry["opt_tokens"].whole(),
+                   entry["max_tokens"].whole(), entry["batch_size"].whole()};
   });
   engines.seconds = field["seconds"].real();
   engines.plugins = plugins_of(field["plugins"]);
@@ -186,6 +186,7 @@ std::map<std::string, FileInfo> files_of(Field const& field) {
   return files;
 }
 
+// Whether a file name of the manifest is a relative path that stays inside the bundle.
 bool is_inside(std::string const& name) {
   if (name.empty() || name == "." || name == kManifestFile || name[0] == '/') return false;
   return ("/" + name + "/").find("/../") == std::string::npos &&
@@ -201,12 +202,13 @@ void check_networks(Manifest const& manifest, Require const& require) {
     require(std::set<std::string>{"fp32", "fp16", "bf16"}.count(networks->weights) == 1, "networks.weights",
             "must be one of fp32, fp16, bf16");
     std::pair<char const*, std::int64_t> const sizes[] = {
-        {"capacity", networks->capacity},   {"max_tokens", networks->max_tokens},
-        {"max_logits", networks->max_logits}, {"exit_size", networks->exit_size},
+        {"capacity", networks->capacity},             {"max_tokens", networks->max_tokens},
+        {"max_logits", networks->max_logits},         {"exit_size", networks->exit_size},
         {"max_batch_size", networks->max_batch_size}, {"max_slot_tokens", networks->max_slot_tokens}};
     for (auto const& [name, size] : sizes) require(size >= 1, std::string("networks.") + name, "must be 1 or more");
-    require(networks->max_batch_size == 1 || networks->max_slot_tokens <= networks->max_tokens / networks->max_batch_size,
-            "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens");
+    bool const fits = networks->max_slot_tokens <= networks->max_tokens / networks->max_batch_size;
+    require(networks->max_batch_size == 1 || fits, "networks.max_slot_tokens",
+            "must fit max_batch_size times into max_tokens");
     for (std::string const& part : parts) {
       std::string const file = network_file(part);
       require(manifest.files.count(file) == 1, "files", "does not list " + file);
@@ -217,13 +219,14 @@ void check_networks(Manifest const& manifest, Require const& require) {
     require(engines->flavour == "tensorrt" || engines->flavour == "tensorrt-rtx", "engines.flavour",
             "must be one of tensorrt, tensorrt-rtx");
     require(!engines->profiles.empty(), "engines.profiles", "must not be empty");
-    std::int64_t rows = 0;
+    std::int64_t batch_size = 0;
     for (Profile const& profile : engines->profiles) {
-      require(1 <= profile.min_tokens && profile.min_tokens <= profile.opt_tokens && profile.opt_tokens <= profile.max_tokens, "engines.profiles",
-              "must have min_tokens <= opt_tokens <= max_tokens, all 1 or more");
-      rows = std::max(rows, profile.batch_size);
+      bool const ordered = 1 <= profile.min_tokens && profile.min_tokens <= profile.opt_tokens &&
+                           profile.opt_tokens <= profile.max_tokens;
+      require(ordered, "engines.profiles", "must have min_tokens <= opt_tokens <= max_tokens, all 1 or more");
+      batch_size = std::max(batch_size, profile.batch_size);
     }
-    require(rows == manifest.networks->max_batch_size, "engines.profiles",
+    require(batch_size == manifest.networks->max_batch_size, "engines.profiles",
             "must have the batch size networks.max_batch_size");
     if (auto const& plugins = engines->plugins) {
       auto const is_part = [&](std::string const& name) {
@@ -239,7 +242,7 @@ void check_networks(Manifest const& manifest, Require const& require) {
   }
 }
 
-// What the types do not say: ranges, and fields that must agree with each other.
+// Checks ranges and the consistency of fields with each other.
 void check(Manifest const& manifest, std::string const& source) {
   Require const require = [&](bool condition, std::string const& name, std::string const& rule) {
     if (!condition) throw BundleError(source + ": field '" + name + "' " + rule);

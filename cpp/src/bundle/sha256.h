@@ -1,5 +1,4 @@
-// SHA-256 (FIPS 180-4) of a file, for checking a bundle against its manifest: the one hash there is need of, so that a
-// service need not link a library of cryptography for it.
+// SHA-256 (FIPS 180-4), to check a bundle's files without linking a cryptography library.
 #pragma once
 
 #include <istream>
@@ -7,7 +6,7 @@
 
 namespace tide {
 
-// Lower-case hex of everything that is left in the stream.
+// The lower-case hex digest of the rest of the stream.
 std::string sha256(std::istream& stream);
 
 }  // namespace tide

@@ -24,12 +24,13 @@ void check_file(fs::path const& file, FileInfo const& expected, bool verify) {
   if (!fs::is_regular_file(status)) throw BundleError("bundle file " + quoted(file) + " is not a file");
   auto const size = static_cast<std::int64_t>(fs::file_size(file, error));
   if (error) throw BundleError("cannot read bundle file " + quoted(file) + ": " + error.message());
-  std::string const found = std::to_string(size), wanted = std::to_string(expected.size);
+  std::string const actual = std::to_string(size), listed = std::to_string(expected.size);
   if (size < expected.size) {
-    throw BundleError("bundle file " + quoted(file) + " is truncated: " + found + " of " + wanted + " bytes" + kAdvice);
+    throw BundleError("bundle file " + quoted(file) + " is truncated: " + actual + " of " + listed + " bytes" +
+                      kAdvice);
   }
   if (size > expected.size) {
-    throw BundleError("bundle file " + quoted(file) + " has " + found + " bytes instead of " + wanted + kAdvice);
+    throw BundleError("bundle file " + quoted(file) + " has " + actual + " bytes instead of " + listed + kAdvice);
   }
   if (!verify) return;
   std::ifstream stream(file, std::ios::binary);

@@ -1,4 +1,4 @@
-// The bundle on disk: its manifest read, its files checked against it.
+// Opens the bundle on disk: reads its manifest and checks its files.
 #pragma once
 
 #include <filesystem>
@@ -15,8 +15,8 @@ struct Bundle {
   Manifest manifest;
 };
 
-// Reads the manifest and checks that every file it lists is there, with its size and, if `verify`, its sha256. Throws
-// BundleError: not a bundle, a manifest this release cannot read, or a file missing, truncated or corrupt.
+// Reads the manifest and checks the size and, if `verify`, the sha256 of every file it lists. Throws BundleError: not a
+// bundle, a manifest this release cannot read, or a file missing, truncated or corrupt.
 Bundle open_bundle(std::filesystem::path const& path, bool verify);
 
 }  // namespace tide

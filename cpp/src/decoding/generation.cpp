@@ -2,22 +2,17 @@
 
 namespace tide {
 
-Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::int64_t most,
-                   std::set<std::int64_t> const& stops)
-    : depths_(manifest.depths()),
-      context_(manifest.model.context_length),
-      most_(most),
-      stops_(stops),
-      next_ids_(prompt) {
-  made_.stats.checkpoints = manifest.checkpoints;
-  made_.stats.num_layers = manifest.model.num_layers;
-  made_.stats.prompt_tokens = static_cast<std::int64_t>(prompt.size());
+Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, Request const& request)
+    : depths_(manifest.depths()), context_(manifest.model.context_length), request_(request), next_ids_(prompt) {
+  generation_.stats.checkpoints = manifest.checkpoints;
+  generation_.stats.num_layers = manifest.model.num_layers;
+  generation_.stats.prompt_tokens = static_cast<std::int64_t>(prompt.size());
 }
 
 void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
                     double seconds, std::function<bool(Token const&)> const& on_token) {
-  ExitStats& stats = made_.stats;
-  (made_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
+  ExitStats& stats = generation_.stats;
+  (generation_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
   stats.drafted = decoder.drafted;
   stats.accepted = decoder.accepted;
   stats.lookup_drafted = decoder.lookup_drafted;
@@ -28,20 +23,20 @@ void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std
   }
   stats.layer_tokens_total = stats.num_layers * computed[0];
   for (Token const& token : block) {
-    made_.tokens.push_back(token.id);
+    generation_.tokens.push_back(token.id);
     stats.exit_layer.push_back(token.exit_layer);
     stats.layers_run.push_back(token.layers_run);
     bool const wanted = !on_token || on_token(token);
-    if (stops_.count(token.id) == 1) return end(FinishReason::stop);
-    if (stats.total_tokens() == most_) return end(FinishReason::length);
+    if (request_.stop_token_ids.count(token.id) == 1) return end(FinishReason::stop);
+    if (stats.total_tokens() == request_.max_new_tokens) return end(FinishReason::length);
     if (!wanted) return end(FinishReason::cancelled);
   }
-  if (computed[0] == context_) end(FinishReason::context);  // the last token has no place left to be read from
-  next_ids_ = {made_.tokens.back()};
+  if (computed[0] == context_) end(FinishReason::context);  // no step can run over the last token
+  next_ids_ = {generation_.tokens.back()};
 }
 
 void Progress::end(FinishReason reason) {
-  made_.finish_reason = reason;
+  generation_.finish_reason = reason;
   ended_ = true;
 }
 

@@ -1,48 +1,49 @@
-// How a generation grows and when it ends: shared by one sequence (`engine`) and several (`batch/generate`).
+// Collects the tokens and statistics of a generation and decides when it ends, for one sequence and for batches.
 #pragma once
 
 #include <functional>
 #include <optional>
-#include <set>
 #include <vector>
 
 #include "decoding/decoder.h"
+#include "request.h"
 #include "tide/runtime.h"
 
 namespace tide {
 
-// A generation that grows block by block.
+// A generation in progress, which grows block by block.
 class Progress {
  public:
-  // `stops`, the tokens that end it, must outlive it.
-  Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::int64_t most,
-           std::set<std::int64_t> const& stops);
+  // `request` must outlive it.
+  Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, Request const& request);
 
   bool ended() const { return ended_; }
 
-  // What the sequence has not seen: the prompt, or the last token.
+  // The tokens that the sequence has not run yet: the prompt, or the last token.
   std::vector<std::int64_t> const& next_ids() const { return next_ids_; }
 
-  // Begins the steps to the next tokens.
-  void begin(Decoder& decoder) const { decoder.begin(next_ids_, most_ - made_.stats.total_tokens()); }
+  // Begins the next block.
+  void begin(Decoder& decoder) const {
+    decoder.begin(next_ids_, request_.max_new_tokens - generation_.stats.total_tokens());
+  }
 
-  // Hands out a block's tokens, up to one that ends the generation. `computed` are the sequence's since, `seconds`
-  // those that the block took.
+  // Adds a block's tokens, up to one that ends the generation, and calls `on_token` with each.
+  //
+  // computed: tokens that each segment of the sequence has run over. seconds: that the block took.
   void take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
             double seconds, std::function<bool(Token const&)> const& on_token);
 
-  // All of it, once it has ended.
-  Generation finished() { return std::move(made_); }
+  // The generation, once it has ended.
+  Generation finished() { return std::move(generation_); }
 
  private:
   void end(FinishReason reason);
 
   std::vector<std::int64_t> const depths_;
   std::optional<std::int64_t> const context_;
-  std::int64_t const most_;
-  std::set<std::int64_t> const& stops_;
+  Request const& request_;
   std::vector<std::int64_t> next_ids_;
-  Generation made_;
+  Generation generation_;
   bool ended_ = false;
 };
 

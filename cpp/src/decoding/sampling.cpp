@@ -10,9 +10,9 @@
 namespace tide {
 namespace {
 
-constexpr std::size_t kFirstSorted = 64;  // of the most likely tokens: mostly enough to reach top_p
+constexpr std::size_t kFirstSorted = 64;  // most likely tokens to sort first: mostly enough to reach top_p
 
-// The first of the largest logits. NaN counts as the largest, so that it is found.
+// The index of the first of the largest logits. Throws GenerationError: it is not finite, or any logit is NaN.
 std::size_t checked_best(float const* logits, std::size_t vocabulary) {
   std::size_t best = 0;
   bool ordered = true;
@@ -24,7 +24,7 @@ std::size_t checked_best(float const* logits, std::size_t vocabulary) {
   return best;
 }
 
-// Ids of exactly k largest logits, ascending; of equals at the edge the lowest ids stay.
+// The ids of the k largest logits, ascending; of equal ones at the edge, the lowest ids.
 std::vector<std::int64_t> top_ids(float const* logits, std::size_t vocabulary, std::size_t k) {
   std::vector<std::int64_t> ids(vocabulary);
   std::iota(ids.begin(), ids.end(), 0);
@@ -37,37 +37,37 @@ std::vector<std::int64_t> top_ids(float const* logits, std::size_t vocabulary, s
   return ids;
 }
 
-// The fewest most likely choices that add up to `share` or more, likeliest first.
+// The fewest most likely choices that sum to `share` or more, most likely first.
 Choices nucleus(Choices const& all, double share) {
   std::vector<std::size_t> order(all.ids.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  Choices kept;
+  Choices top;
   double sum = 0;
   std::size_t sorted = 0;
   for (std::size_t i = 0; i < order.size() && sum < share; ++i) {
-    if (i == sorted) {  // a vocabulary is long and the nucleus mostly short: it is sorted as far as needed
+    if (i == sorted) {  // sorts as far as needed: a vocabulary is long and the nucleus mostly short
       sorted = std::min(order.size(), std::max(4 * sorted, kFirstSorted));
-      auto const at = [&](std::size_t place) { return order.begin() + static_cast<std::ptrdiff_t>(place); };
+      auto const at = [&](std::size_t index) { return order.begin() + static_cast<std::ptrdiff_t>(index); };
       std::partial_sort(at(i), at(sorted), order.end(), [&](std::size_t a, std::size_t b) {
         return all.weights[a] > all.weights[b] || (all.weights[a] == all.weights[b] && a < b);
       });
     }
-    kept.ids.push_back(all.ids[order[i]]);
-    kept.weights.push_back(all.weights[order[i]]);
-    sum += kept.weights.back();
+    top.ids.push_back(all.ids[order[i]]);
+    top.weights.push_back(all.weights[order[i]]);
+    sum += top.weights.back();
   }
-  for (double& weight : kept.weights) weight /= sum;
-  return kept;
+  for (double& weight : top.weights) weight /= sum;
+  return top;
 }
 
 }  // namespace
 
-Sampler::Sampler(Request const& request, std::optional<std::int64_t> seed)
-    : temperature_(real_number("temperature", request.temperature)),
-      top_k_(static_cast<std::size_t>(request.top_k)),
-      top_p_(request.top_p) {
+Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed)
+    : temperature_(real_number("temperature", config.temperature)),
+      top_k_(static_cast<std::size_t>(config.top_k)),
+      top_p_(config.top_p) {
   if (temperature_ < 0) throw GenerationError("temperature must be 0 or more, not " + shown(temperature_));
-  whole_number("top_k", request.top_k, 0);
+  whole_number("top_k", config.top_k, 0);
   real_number("top_p", top_p_);
   if (!(0 < top_p_ && top_p_ <= 1)) {
     throw GenerationError("top_p must be above 0 and at most 1, not " + shown(top_p_));
@@ -106,8 +106,8 @@ Choices Sampler::distribution(float const* logits, std::size_t vocabulary) const
 std::int64_t Sampler::draw(Choices const& choices) {
   std::vector<double> edges(choices.weights.size());
   std::partial_sum(choices.weights.begin(), choices.weights.end(), edges.begin());
-  auto const place = std::upper_bound(edges.begin(), edges.end(), uniform() * edges.back()) - edges.begin();
-  return choices.ids[std::min(static_cast<std::size_t>(place), choices.ids.size() - 1)];
+  auto const index = std::upper_bound(edges.begin(), edges.end(), uniform() * edges.back()) - edges.begin();
+  return choices.ids[std::min(static_cast<std::size_t>(index), choices.ids.size() - 1)];
 }
 
 double Sampler::uniform() { return static_cast<double>(random_() >> 11) * 0x1p-53; }

@@ -1,5 +1,5 @@
-// From logits to the next token: greedy, or drawn after temperature, top-k and top-p, in that order. The rules are
-// those of tide_export/runtime/decoding/sampling.py; the random numbers are not.
+// Chooses the next token from logits: greedily, or sampled after temperature, top-k and top-p, in that order. The rules
+// are those of tide_export/runtime/decoding/sampling.py; the random numbers differ.
 #pragma once
 
 #include <cstdint>
@@ -19,24 +19,24 @@ struct Choices {
 
 class Sampler {
  public:
-  // Takes temperature, top_k and top_p of the request; without a seed it draws one. Throws GenerationError: temperature
-  // below 0, top_k below 0, top_p outside (0, 1], seed below 0.
-  Sampler(Request const& request, std::optional<std::int64_t> seed);
+  // Uses the configuration's temperature, top_k and top_p; without a seed it takes a random one. Throws
+  // GenerationError: temperature below 0, top_k below 0, top_p outside (0, 1], seed below 0.
+  Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed);
 
-  // Whether nothing is drawn: the most likely token is taken.
+  // Whether the most likely token is taken and nothing is drawn.
   bool greedy() const { return temperature_ == 0; }
 
-  // The next token. Equal logits: greedy and top-k prefer the lowest id. Throws GenerationError: the logits are not
-  // finite, so the model itself is broken.
+  // The next token from logits [vocabulary]. Of equal logits, greedy and top-k prefer the lowest id. Throws
+  // GenerationError: the logits are not finite.
   std::int64_t operator()(float const* logits, std::size_t vocabulary);
 
-  // The tokens that can be drawn, with probabilities that add up to 1.
+  // The tokens that can be drawn, with probabilities that sum to 1.
   Choices distribution(float const* logits, std::size_t vocabulary) const;
 
-  // One of the ids, with probabilities in proportion to the weights.
+  // One of the ids, with probability proportional to its weight.
   std::int64_t draw(Choices const& choices);
 
-  // A number in [0, 1).
+  // A random number in [0, 1).
   double uniform();
 
  private:

@@ -8,7 +8,7 @@
 namespace tide {
 namespace {
 
-constexpr std::int64_t kLookupDraft = 0;  // as a token's exit layer: it was found in earlier text
+constexpr std::int64_t kLookupDraft = 0;  // the exit layer of a prompt-lookup draft
 
 double share(double part, std::int64_t whole) { return whole > 0 ? part / static_cast<double>(whole) : 0.0; }
 

@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 
+#include "onnxruntime/session.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -16,29 +17,29 @@ KvBuffer KvBuffer::grown(std::int64_t capacity, std::int64_t used) const {
   auto const row = static_cast<std::size_t>(head_dim_);
   auto const heads = static_cast<std::size_t>(heads_), tokens = static_cast<std::size_t>(capacity);
   KvBuffer larger({heads_, head_dim_});
-  // Zeros, because the kernel hands them out lazily: pages are not used before they are written.
+  // calloc, because the kernel provides zeroed pages only when they are written.
   bool const countable = tokens <= std::numeric_limits<std::ptrdiff_t>::max() / sizeof(float) / heads / row;
   if (countable) larger.data_.reset(static_cast<float*>(std::calloc(heads * tokens * row, sizeof(float))));
   if (!larger.data_) {
     throw GenerationError("not enough memory for the K/V cache of " + std::to_string(capacity) + " tokens");
   }
   larger.capacity_ = capacity;
-  std::size_t const kept = static_cast<std::size_t>(used) * row, held = static_cast<std::size_t>(capacity_) * row;
-  for (std::size_t head = 0; head < heads && kept > 0; ++head) {
-    std::memcpy(larger.data_.get() + head * tokens * row, data_.get() + head * held, kept * sizeof(float));
+  std::size_t const size = static_cast<std::size_t>(used) * row, stride = static_cast<std::size_t>(capacity_) * row;
+  for (std::size_t head = 0; head < heads && size > 0; ++head) {
+    std::memcpy(larger.data_.get() + head * tokens * row, data_.get() + head * stride, size * sizeof(float));
   }
   return larger;
 }
 
-void KvBuffer::write(std::int64_t token, float const* values, std::size_t stride) {
+void KvBuffer::write(std::int64_t position, float const* values, std::size_t stride) {
   for (std::int64_t head = 0; head < heads_; ++head) {
     std::copy_n(values + static_cast<std::size_t>(head) * stride, head_dim_,
-                data_.get() + (head * capacity_ + token) * head_dim_);
+                data_.get() + (head * capacity_ + position) * head_dim_);
   }
 }
 
-Ort::Value KvBuffer::tensor(Ort::MemoryInfo const& place) const {
-  return view(place, data_.get(), {1, heads_, capacity_, head_dim_});
+Ort::Value KvBuffer::tensor(Ort::MemoryInfo const& memory) const {
+  return view(memory, data_.get(), {1, heads_, capacity_, head_dim_});
 }
 
 std::int64_t grown_capacity(Manifest const& manifest, std::int64_t capacity, std::int64_t needed, std::int64_t room) {

@@ -5,33 +5,24 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "tide/manifest.h"
 
 namespace tide {
 
-// A tensor that is this memory: nothing is copied, and whoever binds it keeps the memory.
-template <typename T>
-Ort::Value view(Ort::MemoryInfo const& place, T* data, std::vector<std::int64_t> const& shape) {
-  std::size_t count = 1;
-  for (std::int64_t const size : shape) count *= static_cast<std::size_t>(size);
-  return Ort::Value::CreateTensor<T>(place, data, count, shape.data(), shape.size());
-}
-
 class KvBuffer {
  public:
+  // Creates a buffer without memory.
   explicit KvBuffer(ModelInfo::KvShape shape) : heads_(shape.heads), head_dim_(shape.head_dim) {}
 
-  // One with room for `capacity` tokens and a copy of the first `used`. Throws GenerationError: no memory.
+  // Returns a buffer for `capacity` tokens with a copy of the first `used`. Throws GenerationError: not enough memory.
   KvBuffer grown(std::int64_t capacity, std::int64_t used) const;
 
-  // Puts one token's keys or values, of each head [head_dim] at `stride` floats from the last head's, where that of
-  // token number `token` belongs.
-  void write(std::int64_t token, float const* values, std::size_t stride);
+  // Writes the keys or values of the token at this position; those of each head, [head_dim], are `stride` floats apart.
+  void write(std::int64_t position, float const* values, std::size_t stride);
 
-  // float32 [1, heads, capacity, head_dim].
-  Ort::Value tensor(Ort::MemoryInfo const& place) const;
+  // float32 [1, heads, capacity, head_dim], on this memory.
+  Ort::Value tensor(Ort::MemoryInfo const& memory) const;
 
  private:
   struct Free {
@@ -42,8 +33,8 @@ class KvBuffer {
   std::unique_ptr<float, Free> data_;
 };
 
-// Tokens that buffers of `capacity` grow to when `needed` must fit: twice as many, at first `room` more than needed;
-// but never more than the model's context.
+// The capacity that buffers grow to so that `needed` tokens fit: twice the old one, at first `room` more than needed;
+// never more than the model's context.
 std::int64_t grown_capacity(Manifest const& manifest, std::int64_t capacity, std::int64_t needed, std::int64_t room);
 
 }  // namespace tide

@@ -27,7 +27,7 @@ class OrtNetwork final : public Network {
       for (std::size_t i = 0; i < addresses.size(); ++i) {
         Tensor const& tensor = spec_.tensors[i];
         std::vector<std::int64_t> const dims = tensor.dims(tokens);
-        Ort::Value const value = Ort::Value::CreateTensor(place_, addresses[i], tensor.size(tokens), dims.data(),
+        Ort::Value const value = Ort::Value::CreateTensor(memory_, addresses[i], tensor.size(tokens), dims.data(),
                                                           dims.size(), kTypes.at(tensor.dtype));
         if (tensor.is_input) binding_.BindInput(tensor.name.c_str(), value);
         if (!tensor.is_input) binding_.BindOutput(tensor.name.c_str(), value);
@@ -42,10 +42,11 @@ class OrtNetwork final : public Network {
   Ort::Session& session_;
   NetworkSpec const& spec_;
   Ort::IoBinding binding_;
-  Ort::MemoryInfo const place_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
 };
 
-std::vector<Tensor> found(Ort::Session& session) {
+// The inputs and outputs of a network, for `NetworkSpec::check`.
+std::vector<Tensor> tensors_of(Ort::Session& session) {
   Ort::AllocatorWithDefaultOptions allocator;
   std::vector<Tensor> tensors;
   for (bool const inputs : {true, false}) {
@@ -58,10 +59,10 @@ std::vector<Tensor> found(Ort::Session& session) {
       for (auto const& [dtype, element] : kTypes) {
         if (element == described.GetElementType()) tensor.dtype = dtype;
       }
-      std::vector<char const*> free(tensor.shape.size());
-      described.GetSymbolicDimensions(free.data(), free.size());
-      for (std::size_t d = 0; d < free.size(); ++d) {
-        if (tensor.shape[d] < 0) tensor.shape[d] = free[d] == std::string("batch") ? kRows : kTokens;
+      std::vector<char const*> symbols(tensor.shape.size());
+      described.GetSymbolicDimensions(symbols.data(), symbols.size());
+      for (std::size_t d = 0; d < symbols.size(); ++d) {
+        if (tensor.shape[d] < 0) tensor.shape[d] = symbols[d] == std::string("batch") ? kSequences : kTokens;
       }
       tensors.push_back(std::move(tensor));
     }
@@ -71,9 +72,9 @@ std::vector<Tensor> found(Ort::Session& session) {
 
 }  // namespace
 
-struct OrtNetworks::Sessions {
+struct OrtNetworks::Loaded {
   Ort::Env env{ORT_LOGGING_LEVEL_FATAL, "tide"};
-  std::vector<Ort::Session> of;
+  std::vector<Ort::Session> sessions;
 };
 
 OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) {
@@ -87,30 +88,30 @@ OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threa
   }
   check_onnxruntime();
   specs_ = network_specs(bundle.manifest);
-  sessions_ = std::make_shared<Sessions>();
+  loaded_ = std::make_shared<Loaded>();
   for (NetworkSpec const& spec : specs_) {
     std::filesystem::path const file = bundle.path / network_file(spec.name);
     try {
-      sessions_->of.emplace_back(sessions_->env, file.c_str(), session_options(threads));
-      spec.check(found(sessions_->of.back()), file.string());
+      loaded_->sessions.emplace_back(loaded_->env, file.c_str(), session_options(threads));
+      spec.check(tensors_of(loaded_->sessions.back()), file.string());
     } catch (Ort::Exception const& error) {
       throw BundleError("ONNX Runtime cannot load " + quoted(file) + ": " + first_line(error));
     }
   }
 }
 
-std::vector<std::unique_ptr<Network>> OrtNetworks::for_a_lane() {
+std::vector<std::unique_ptr<Network>> OrtNetworks::bind() {
   std::vector<std::unique_ptr<Network>> networks;
   for (std::size_t i = 0; i < specs_.size(); ++i) {
-    networks.push_back(std::make_unique<OrtNetwork>(sessions_->of[i], specs_[i]));
+    networks.push_back(std::make_unique<OrtNetwork>(loaded_->sessions[i], specs_[i]));
   }
   return networks;
 }
 
-std::shared_ptr<Session> open_networks(Bundle bundle, std::optional<std::int64_t> threads) {
+std::shared_ptr<Backend> open_networks(Bundle bundle, std::optional<std::int64_t> threads) {
   auto const networks = std::make_shared<OrtNetworks>(bundle, threads);
-  return std::make_shared<SegmentSession>(std::move(bundle), networks->specs(), [networks] {
-    return LaneParts{std::make_unique<HostDevice>(), networks->for_a_lane()};
+  return std::make_shared<SegmentBackend>(std::move(bundle), networks->specs(), [networks] {
+    return DeviceNetworks{std::make_unique<HostDevice>(), networks->bind()};
   });
 }
 

@@ -1,36 +1,36 @@
-// The segment networks on ONNX Runtime's CPU, where they judge what TensorRT is given. No provider offers them: the
-// branched graph does the same there with less work. The tests run lanes and state machine on them.
+// The segment networks on ONNX Runtime's CPU, a reference for TensorRT's engines and for the tests of segmented/. No
+// provider uses them: the branched graph does the same on the CPU with less work.
 #pragma once
 
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "segmented/network_spec.h"
 #include "backend.h"
+#include "segmented/network_spec.h"
 
 namespace tide {
 
 class OrtNetworks {
  public:
-  // Throws ProviderError: the bundle has no segment networks, or they are bfloat16, or ONNX Runtime is too old.
-  // BundleError: a network does not load, or is not the manifest's.
+  // Loads the networks. Throws ProviderError: the bundle has no segment networks, they are bfloat16, or ONNX Runtime is
+  // too old. BundleError: a network does not load or does not match the manifest.
   OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads);
 
   std::vector<NetworkSpec> const& specs() const { return specs_; }
 
-  // Each network with bindings of its own, for one lane in the host's memory; a run is done when it is called. They
-  // must not outlive this.
-  std::vector<std::unique_ptr<Network>> for_a_lane();
+  // The networks, with their own bindings, for the buffers of one sequence in host memory; `run` returns when it is
+  // done. They must not outlive this object.
+  std::vector<std::unique_ptr<Network>> bind();
 
  private:
-  struct Sessions;
+  struct Loaded;
 
   std::vector<NetworkSpec> specs_;
-  std::shared_ptr<Sessions> sessions_;
+  std::shared_ptr<Loaded> loaded_;
 };
 
-// Those on the host.
-std::shared_ptr<Session> open_networks(Bundle bundle, std::optional<std::int64_t> threads);
+// A backend on these networks.
+std::shared_ptr<Backend> open_networks(Bundle bundle, std::optional<std::int64_t> threads);
 
 }  // namespace tide

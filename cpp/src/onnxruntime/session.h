@@ -1,17 +1,36 @@
-// What all sessions of ONNX Runtime have in common here.
+// Opens ONNX Runtime sessions and runs them on memory of the caller.
 #pragma once
 
 #include <onnxruntime_cxx_api.h>
 
 #include <cstdint>
+#include <filesystem>
+#include <map>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace tide {
 
-// Throws ProviderError: the library is older than the headers.
+using TensorTypes = std::map<std::string, ONNXTensorElementDataType>;  // by name
+
+// Throws ProviderError: the ONNX Runtime library is older than the headers.
 void check_onnxruntime();
 
-// `threads` of one run, 1 or more; none: one per physical core.
+// threads: of one run, 1 or more; none: one per physical core.
 Ort::SessionOptions session_options(std::optional<std::int64_t> threads);
+
+// Loads a network and checks that it has exactly these inputs and outputs: buffers are bound by name, type and shape
+// without a check. Throws BundleError.
+Ort::Session open_network(Ort::Env const& env, std::filesystem::path const& file, Ort::SessionOptions const& options,
+                          TensorTypes const& inputs, TensorTypes const& outputs);
+
+// A tensor on the caller's memory, which must outlive its use.
+template <typename T>
+Ort::Value view(Ort::MemoryInfo const& memory, T* data, std::vector<std::int64_t> const& shape) {
+  std::size_t count = 1;
+  for (std::int64_t const size : shape) count *= static_cast<std::size_t>(size);
+  return Ort::Value::CreateTensor<T>(memory, data, count, shape.data(), shape.size());
+}
 
 }  // namespace tide

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "names.h"
 #include "formatting.h"
+#include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -17,127 +17,129 @@ Batch::Batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, 
       hidden_size_(static_cast<std::size_t>(manifest.model.hidden_size)),
       max_pending_(max_pending),
       compaction_threshold_(compaction_threshold),
-      nobody_(manifest),
-      rows_(sessions_->rows) {
-  nobody_.allocate(1);
-  for (std::size_t place = sessions_->rows; place > 0; --place) free_.push_back(place - 1);
+      padding_(manifest),
+      sequences_(sessions_->slots) {
+  padding_.allocate(1);
+  for (std::size_t slot = sessions_->slots; slot > 0; --slot) free_.push_back(slot - 1);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
-    segments_.push_back(std::make_unique<SegmentRun>(*sessions_, manifest, k, nobody_));
+    segments_.push_back(std::make_unique<SegmentRun>(*sessions_, manifest, k, padding_));
   }
 }
 
 std::size_t Batch::join() {
-  std::size_t const place = free_.back();
-  rows_[place] = std::make_unique<Row>(manifest_);
+  std::size_t const slot = free_.back();
+  sequences_[slot] = std::make_unique<PackedSequence>(manifest_);
   free_.pop_back();
-  return place;
+  return slot;
 }
 
-void Batch::leave(std::size_t place) {
-  bind(place, nobody_);
-  rows_[place].reset();
-  free_.push_back(place);
+void Batch::leave(std::size_t slot) {
+  bind(slot, padding_);
+  sequences_[slot].reset();
+  free_.push_back(slot);
 }
 
-std::vector<StepResult> Batch::step(std::vector<Wanted> const& wanted) {
-  std::vector<Going> all = take(wanted);
-  Some everyone;
-  for (Going& one : all) everyone.push_back(&one);
-  Some needed = everyone, came;
+std::vector<StepResult> Batch::step(std::vector<SlotRequest> const& requests) {
+  std::vector<SlotStep> all = begin(requests);
+  Steps everyone;
+  for (SlotStep& one : all) everyone.push_back(&one);
+  Steps active = everyone, previous;
   for (std::size_t k = 0; k < segments_.size(); ++k) {
-    if (k > 0) needed = still_needing(needed, k);
-    if (needed.empty()) break;
-    bool const enough = static_cast<double>(needed.size()) >= compaction_threshold_ * static_cast<double>(all.size());
-    Some const runners = enough && (k == 0 || came.size() == all.size()) ? everyone : needed;
-    float* const entry = k == 0 ? nullptr : enter(k, runners, runners.size() == came.size());
-    std::vector<std::int64_t> asked;
-    for (Going const* const one : runners) {
-      bool const rows = k + 1 == segments_.size() && one->wanted->verifies;
-      asked.push_back(rows ? std::min(one->wanted->request.logits_to_keep, one->count) : 1);
+    if (k > 0) active = still_active(active, k);
+    if (active.empty()) break;
+    bool const enough = static_cast<double>(active.size()) >= compaction_threshold_ * static_cast<double>(all.size());
+    Steps const scheduled = enough && (k == 0 || previous.size() == all.size()) ? everyone : active;
+    float* const input = k == 0 ? nullptr : gather(k, scheduled, scheduled.size() == previous.size());
+    std::vector<std::int64_t> logits;
+    for (SlotStep const* const one : scheduled) {
+      bool const several = k + 1 == segments_.size() && one->request->verifies;
+      logits.push_back(several ? std::min(one->request->request.logits_to_keep, one->count) : 1);
     }
-    run(k, runners, asked, entry);
-    note_exits(k, runners, asked);
-    came = runners;
+    run(k, scheduled, logits, input);
+    note_exits(k, scheduled, logits);
+    previous = scheduled;
   }
-  std::vector<StepResult> results = answers(all);
+  std::vector<StepResult> step_results = results(all);
   commit(all);
-  return results;
+  return step_results;
 }
 
-std::vector<Batch::Going> Batch::take(std::vector<Wanted> const& wanted) {
-  std::vector<Going> all;
+std::vector<Batch::SlotStep> Batch::begin(std::vector<SlotRequest> const& requests) {
+  std::vector<SlotStep> all;
   ids_.clear();
-  for (Wanted const& one : wanted) {
-    std::vector<std::int64_t> const& ids = one.request.ids;
-    Row& row = *rows_[one.place];
-    row.reserve(ids.size());
-    if (!row.bound) bind(one.place, row);
+  for (SlotRequest const& request : requests) {
+    std::vector<std::int64_t> const& ids = request.request.ids;
+    PackedSequence& sequence = *sequences_[request.slot];
+    sequence.reserve(ids.size());
+    if (!sequence.bound) bind(request.slot, sequence);
     auto const count = static_cast<std::int64_t>(ids.size());
-    all.push_back({&one, &row, row.length() + count, count});
+    all.push_back({&request, &sequence, sequence.length() + count, count});
     ids_.insert(ids_.end(), ids.begin(), ids.end());
   }
   return all;
 }
 
-// Of those that needed the segment before, who needs this one.
-Batch::Some Batch::still_needing(Some const& needed, std::size_t k) const {
-  Some found;
-  for (Going* const one : needed) {
-    if (!one->left || one->total - one->row->lengths[k] > max_pending_) found.push_back(one);
+// Of the sequences that needed the previous segment, those that need segment k.
+Batch::Steps Batch::still_active(Steps const& active, std::size_t k) const {
+  Steps still;
+  for (SlotStep* const one : active) {
+    if (!one->exit || one->total - one->sequence->lengths[k] > max_pending_) still.push_back(one);
   }
-  return found;
+  return still;
 }
 
-// The hidden states that enter segment k: all that waits before it of `some`, what waited and what is new.
-float* Batch::enter(std::size_t k, Some const& some, bool all_that_came) {
-  bool const none_waited =
-      std::all_of(some.begin(), some.end(), [&](Going const* one) { return one->row->waiting[k].empty(); });
-  if (all_that_came && none_waited) return segments_[k - 1]->hidden.data();
-  entry_.clear();
-  for (Going* const one : some) {
-    std::vector<float> const& waited = one->row->waiting[k];
-    float const* const fresh = made(k - 1, *one);
-    entry_.insert(entry_.end(), waited.begin(), waited.end());
-    entry_.insert(entry_.end(), fresh, fresh + floats(one->count));
-    one->count += static_cast<std::int64_t>(waited.size() / hidden_size_);
+// Segment k's input: the pending and the new hidden states of the scheduled sequences.
+float* Batch::gather(std::size_t k, Steps const& scheduled, bool all_of_previous) {
+  bool const none_pending = std::all_of(scheduled.begin(), scheduled.end(),
+                                        [&](SlotStep const* one) { return one->sequence->pending[k].empty(); });
+  if (all_of_previous && none_pending) return segments_[k - 1]->hidden.data();
+  input_.clear();
+  for (SlotStep* const one : scheduled) {
+    std::vector<float> const& pending = one->sequence->pending[k];
+    float const* const states = new_states(k - 1, *one);
+    input_.insert(input_.end(), pending.begin(), pending.end());
+    input_.insert(input_.end(), states, states + floats(one->count));
+    one->count += static_cast<std::int64_t>(pending.size() / hidden_size_);
   }
-  return entry_.data();
+  return input_.data();
 }
 
-void Batch::run(std::size_t k, Some const& some, std::vector<std::int64_t> const& asked, float* entry) {
+void Batch::run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input) {
   std::vector<Part> parts;
   std::int64_t start = 0;
-  for (std::size_t i = 0; i < some.size(); ++i) {
-    Going& one = *some[i];
-    parts.push_back({one.wanted->place, one.count, one.total, asked[i]});
+  for (std::size_t i = 0; i < scheduled.size(); ++i) {
+    SlotStep& one = *scheduled[i];
+    parts.push_back({one.request->slot, one.count, one.total, logits[i]});
     one.start = static_cast<std::size_t>(start);
-    one.ran = k + 1;
+    one.segments_run = k + 1;
     start += one.count;
   }
   if (k == 0) return segments_[k]->run(parts, ids_.data());
-  segments_[k]->run(parts, entry);
+  segments_[k]->run(parts, input);
 }
 
-// Who could leave behind segment k, with what states.
-void Batch::note_exits(std::size_t k, Some const& some, std::vector<std::int64_t> const& asked) {
+// Notes which sequences exit after segment k, and their states.
+void Batch::note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits) {
   SegmentRun const& segment = *segments_[k];
   bool const deepest = k + 1 == segments_.size();
-  float const* states = segment.states.data();
-  for (std::size_t i = 0; i < some.size(); ++i) {
-    Going& one = *some[i];
-    float const* const end = states + static_cast<std::size_t>(asked[i]) * sessions_->exit_size;
-    bool const leaves = deepest || (segment.scores[i] > thresholds_[k] && !one.wanted->request.full);
-    if (leaves && (!one.left || (deepest && one.wanted->verifies))) {
-      one.left = k;
-      one.states.assign(states, end);
+  float const* states = segment.exit_states.data();
+  for (std::size_t i = 0; i < scheduled.size(); ++i) {
+    SlotStep& one = *scheduled[i];
+    float const* const end = states + static_cast<std::size_t>(logits[i]) * sessions_->exit_size;
+    bool const exits = deepest || (segment.scores[i] > thresholds_[k] && !one.request->request.full);
+    if (exits && (!one.exit || (deepest && one.request->verifies))) {
+      one.exit = k;
+      one.exit_states.assign(states, end);
     }
     states = end;
   }
 }
 
-std::vector<StepResult> Batch::answers(std::vector<Going> const& all) {
+std::vector<StepResult> Batch::results(std::vector<SlotStep> const& all) {
   exit_states_.clear();
-  for (Going const& one : all) exit_states_.insert(exit_states_.end(), one.states.begin(), one.states.end());
+  for (SlotStep const& one : all) {
+    exit_states_.insert(exit_states_.end(), one.exit_states.begin(), one.exit_states.end());
+  }
   auto const width = sessions_->exit_size;
   auto const rows = static_cast<std::int64_t>(exit_states_.size() / width);
   char const *const inputs[] = {names::kExitStates}, *const outputs[] = {names::kLogits};
@@ -149,48 +151,44 @@ std::vector<StepResult> Batch::answers(std::vector<Going> const& all) {
   }
   auto const vocabulary = static_cast<std::size_t>(logits_.GetTensorTypeAndShapeInfo().GetShape().back());
   float const* logits = logits_.GetTensorData<float>();
-  std::vector<StepResult> results;
-  for (Going const& one : all) {
+  std::vector<StepResult> step_results;
+  for (SlotStep const& one : all) {
     StepResult result;
     result.logits = logits;
-    result.rows = one.states.size() / width;
+    result.rows = one.exit_states.size() / width;
     result.vocabulary = vocabulary;
-    result.exit_layer = depths_[*one.left];
-    result.segments_run = static_cast<std::int64_t>(one.ran);
-    results.push_back(result);
+    result.exit_layer = depths_[*one.exit];
+    result.segments_run = static_cast<std::int64_t>(one.segments_run);
+    step_results.push_back(result);
     logits += result.rows * vocabulary;
   }
-  return results;
+  return step_results;
 }
 
-// Writes down how far everyone has come and what waits now, once nothing can fail any more.
-void Batch::commit(std::vector<Going>& all) {
-  for (Going& one : all) {
-    if (one.ran == segments_.size()) continue;
-    float const* const fresh = made(one.ran - 1, one);
-    one.door = one.row->waiting[one.ran];
-    one.door.insert(one.door.end(), fresh, fresh + floats(one.count));
+// Updates the sequences' lengths and pending states; copies first, so that an exception leaves all as before.
+void Batch::commit(std::vector<SlotStep>& all) {
+  for (SlotStep& one : all) {
+    if (one.segments_run == segments_.size()) continue;
+    float const* const states = new_states(one.segments_run - 1, one);
+    one.pending_states = one.sequence->pending[one.segments_run];
+    one.pending_states.insert(one.pending_states.end(), states, states + floats(one.count));
   }
-  for (Going& one : all) {
-    for (std::size_t k = 0; k < one.ran; ++k) {
-      one.row->lengths[k] = one.total;
-      one.row->waiting[k].clear();
+  for (SlotStep& one : all) {
+    for (std::size_t k = 0; k < one.segments_run; ++k) {
+      one.sequence->lengths[k] = one.total;
+      one.sequence->pending[k].clear();
     }
-    if (one.ran < segments_.size()) one.row->waiting[one.ran] = std::move(one.door);
+    if (one.segments_run < segments_.size()) one.sequence->pending[one.segments_run] = std::move(one.pending_states);
   }
 }
 
-float const* Batch::made(std::size_t k, Going const& one) const {
-  return segments_[k]->hidden.data() + one.start * hidden_size_;
-}
-
-void Batch::bind(std::size_t place, Row& row) {
+void Batch::bind(std::size_t slot, PackedSequence& sequence) {
   try {
-    for (auto const& segment : segments_) segment->bind_row(place, row);
+    for (auto const& segment : segments_) segment->bind(slot, sequence);
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed to bind K/V buffers: " + first_line(error));
   }
-  row.bound = true;
+  sequence.bound = true;
 }
 
 }  // namespace tide

@@ -1,72 +1,76 @@
-// The state machine of a step over several sequences: after every segment, which of them go on. The rule, and what
-// `compaction_threshold` is for, is that of tide_export/runtime/decoding/depth_rule.py.
+// Steps several sequences at once: after every segment it decides which of them run the next. The rule, and the meaning
+// of `compaction_threshold`, are those of tide_export/runtime/decoding/depth_rule.py.
 #pragma once
 
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "packed/row.h"
-#include "packed/segment.h"
 #include "decoding/decoder.h"
+#include "packed/segment.h"
+#include "packed/sequence.h"
 
 namespace tide {
 
-// What one sequence wants of a step.
-struct Wanted {
-  std::size_t place;
+// The part of one sequence in a step.
+struct SlotRequest {
+  std::size_t slot;
   StepRequest const& request;
-  // Whether it gets the logits of full depth if the last segment runs, also where it could have left and only came
-  // along. A sequence that does not verify leaves at its own exit whatever runs.
+  // Whether it gets the logits of full depth if the last segment runs over it, even if the token could have exited. A
+  // sequence that does not verify exits at its own checkpoint, whatever runs.
   bool verifies;
 };
 
-// Sequences at `sessions->rows` places, and the buffers of their steps. Serves one thread at a time.
+// Sequences in `sessions->slots` slots, and the buffers of their steps. May be used by one thread at a time.
 class Batch {
  public:
-  // thresholds: one per checkpoint, as `resolve_thresholds` gives them. max_pending: a sequence is run through a
-  // segment when more of its tokens than this would wait before it. compaction_threshold: when a smaller share of the
-  // sequences in a step than this needs a segment, only those run it; else all that wait before it do.
+  // thresholds: one per checkpoint, as returned by `resolve_thresholds`.
+  // max_pending: pending tokens of a sequence before a segment must run over it.
+  // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
+  //     pending tokens run it.
   Batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, std::vector<double> const& thresholds,
         std::int64_t max_pending, double compaction_threshold);
   virtual ~Batch() = default;
 
-  std::size_t free() const { return free_.size(); }  // places left
-  std::size_t join();                                // the place of a new, empty sequence
-  void leave(std::size_t place);                     // frees a place and the buffers of its sequence
-  Row& row(std::size_t place) { return *rows_[place]; }
+  std::size_t free() const { return free_.size(); }  // slots without a sequence
+  std::size_t join();                                // adds an empty sequence and returns its slot
+  void leave(std::size_t slot);                      // frees the slot and the buffers of its sequence
+  PackedSequence& sequence(std::size_t slot) { return *sequences_[slot]; }
 
-  // Runs the new tokens of some sequences, by ascending places; results in the same order, without scores, and valid
-  // until the next step. Throws GenerationError: no ids, more tokens than the model's context holds, no memory for
-  // their K/V, or ONNX Runtime failed. The sequences are as they were before the step.
-  virtual std::vector<StepResult> step(std::vector<Wanted> const& wanted);
+  // Runs the new tokens of some sequences, by ascending slots. The results are in the same order, without scores, and
+  // valid until the next step. Throws GenerationError: no ids, more tokens than the model's context holds, not enough
+  // memory for their K/V, or ONNX Runtime failed; the sequences are then as before the step.
+  virtual std::vector<StepResult> step(std::vector<SlotRequest> const& requests);
 
  protected:
   // One sequence in a step.
-  struct Going {
-    Wanted const* wanted;
-    Row* row;
-    std::int64_t total;                 // tokens it has with the new ones
-    std::int64_t count;                 // tokens it brought to the last segment that ran over it
-    std::size_t start = 0;              // where they begin among those of that run
-    std::size_t ran = 0;                // segments 0 .. this-1 ran over it, also those it only caught up in
-    std::optional<std::size_t> left{};  // the first segment it could leave behind
-    std::vector<float> states{};        // what the head takes of it, [m, D']
-    std::vector<float> door{};          // what waits before the segment that did not run, [n, D]
+  struct SlotStep {
+    SlotRequest const* request;
+    PackedSequence* sequence;
+    std::int64_t total;                    // its tokens, the new ones included
+    std::int64_t count;                    // its tokens in the last segment's run over it
+    std::size_t start = 0;                 // index of the first of these in that run
+    std::size_t segments_run = 0;          // segments 0 .. segments_run - 1 ran over it
+    std::optional<std::size_t> exit{};     // the segment after which it exits
+    std::vector<float> exit_states{};      // [m, D'], the head's input
+    std::vector<float> pending_states{};   // [n, D], pending after the step before the first segment that did not run
   };
-  using Some = std::vector<Going*>;
+  using Steps = std::vector<SlotStep*>;
 
   // Makes room for the new tokens and gathers their ids.
-  std::vector<Going> take(std::vector<Wanted> const& wanted);
+  std::vector<SlotStep> begin(std::vector<SlotRequest> const& requests);
 
-  // Runs segment k over `some`, whose `count` are up to date; `entry`, [N, D], is not read by the first.
-  void run(std::size_t k, Some const& some, std::vector<std::int64_t> const& asked, float* entry);
+  // Runs segment k over `scheduled`, whose `count` is set. logits: last positions of each to return exit states of.
+  // input: states [N, D], not read by the first segment.
+  void run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input);
 
-  // What the head makes of the states that each left with.
-  std::vector<StepResult> answers(std::vector<Going> const& all);
+  // Runs the head on the exit states.
+  std::vector<StepResult> results(std::vector<SlotStep> const& all);
 
-  // The hidden states that segment k made of a sequence in its last run, [count, D].
-  float const* made(std::size_t k, Going const& one) const;
+  // A sequence's new hidden states [count, D] in segment k's last run.
+  float const* new_states(std::size_t k, SlotStep const& one) const {
+    return segments_[k]->hidden.data() + one.start * hidden_size_;
+  }
   std::size_t floats(std::int64_t tokens) const { return static_cast<std::size_t>(tokens) * hidden_size_; }
 
   std::shared_ptr<BatchSessions> const sessions_;
@@ -75,21 +79,21 @@ class Batch {
   std::vector<float> const thresholds_;
   std::size_t const hidden_size_;
   std::vector<std::unique_ptr<SegmentRun>> segments_;
-  std::vector<float> entry_;  // of a segment, where it is not just what the one before made
+  std::vector<float> input_;  // of a segment, unless the previous segment's output is the input
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
 
  private:
-  void bind(std::size_t place, Row& row);
-  Some still_needing(Some const& needed, std::size_t k) const;
-  float* enter(std::size_t k, Some const& some, bool all_that_came);
-  void note_exits(std::size_t k, Some const& some, std::vector<std::int64_t> const& asked);
-  void commit(std::vector<Going>& all);
+  void bind(std::size_t slot, PackedSequence& sequence);
+  Steps still_active(Steps const& active, std::size_t k) const;
+  float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
+  void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
+  void commit(std::vector<SlotStep>& all);
 
   std::int64_t const max_pending_;
   double const compaction_threshold_;
-  Row nobody_;
-  std::vector<std::unique_ptr<Row>> rows_;  // by place
-  std::vector<std::size_t> free_;           // places; the next is the last
+  PackedSequence padding_;  // in slots without a sequence
+  std::vector<std::unique_ptr<PackedSequence>> sequences_;  // by slot
+  std::vector<std::size_t> free_;                           // slots; the next is the last
   std::vector<std::int64_t> ids_;
   std::vector<float> exit_states_;
   Ort::Value logits_{nullptr};

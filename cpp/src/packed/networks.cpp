@@ -3,59 +3,46 @@
 #include <algorithm>
 
 #include "names.h"
-#include "onnxruntime/session.h"
 #include "tide/errors.h"
 
 namespace tide {
-namespace names {
-
-std::string slot(std::string const& name, std::size_t number) { return name + ".slot_" + std::to_string(number); }
-std::string made(std::size_t layer, char const* kind) { return "new." + std::to_string(layer) + "." + kind; }
-std::string skipped(std::size_t k) { return "skipped_" + two_digits(k); }
-std::string batch_file(std::string const& name) { return "batch/" + name + ".onnx"; }
-std::string batch_file(std::string const& name, std::size_t slots) {
-  return batch_file("slots_" + two_digits(slots) + "_" + name);
-}
-
-}  // namespace names
-
 namespace {
 
-constexpr std::size_t kBatchSizes[] = {4, 8, 16, 32};  // there is a set of networks for each
+constexpr std::size_t kBatchSizes[] = {4, 8, 16, 32};  // a bundle has a set of networks for each
 constexpr std::size_t kMaxBatchSize = 32;
 
 constexpr ONNXTensorElementDataType kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
 constexpr ONNXTensorElementDataType kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 
-// Adds the K/V buffers of each row of the segment, `named` as they go in or come out.
-void add_caches(TensorTypes& tensors, Layers layers, std::size_t rows,
-                std::string (*named)(std::size_t layer, char const* kind)) {
+// Adds the K/V buffers of the segment in each slot, with the names `name` gives them as inputs or outputs.
+void add_caches(TensorTypes& tensors, Layers layers, std::size_t slots,
+                std::string (*name)(std::size_t layer, char const* kind)) {
   for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
-    for (char const* kind : kKinds) {
-      for (std::size_t row = 0; row < rows; ++row) tensors[names::slot(named(layer, kind), row)] = kFloat;
+    for (char const* kind : names::kKinds) {
+      for (std::size_t slot = 0; slot < slots; ++slot) tensors[names::slot(name(layer, kind), slot)] = kFloat;
     }
   }
 }
 
-TensorTypes segment_inputs(Manifest const& manifest, std::size_t k, std::size_t rows) {
+TensorTypes segment_inputs(Manifest const& manifest, std::size_t k, std::size_t slots) {
   TensorTypes tensors = {{names::kPositionIds, kInt64},
                          {names::kLastTokens, kInt64},
                          {names::kSlotTokens, kInt64},
                          {names::kSlotLengths, kInt32}};
   if (k == 0) tensors[names::kInputIds] = kInt64;
   if (k > 0) tensors[names::kHiddenStates] = kFloat;
-  add_caches(tensors, layers_of(manifest, k), rows, names::past);
+  add_caches(tensors, layers_of(manifest, k), slots, names::past);
   return tensors;
 }
 
-TensorTypes segment_outputs(Manifest const& manifest, std::size_t k, std::size_t rows) {
+TensorTypes segment_outputs(Manifest const& manifest, std::size_t k, std::size_t slots) {
   TensorTypes tensors = {{names::kExitStates, kFloat}};
   if (k < manifest.checkpoints.size()) {
     tensors[names::kNewHiddenStates] = kFloat;
     tensors[names::kRouterScore] = kFloat;
   }
-  add_caches(tensors, layers_of(manifest, k), rows, names::present);
+  add_caches(tensors, layers_of(manifest, k), slots, names::present);
   return tensors;
 }
 
@@ -63,7 +50,7 @@ TensorTypes skipped_outputs(Manifest const& manifest, std::size_t k) {
   TensorTypes tensors;
   Layers const layers = layers_of(manifest, k);
   for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
-    for (char const* kind : kKinds) tensors[names::made(layer, kind)] = kFloat;
+    for (char const* kind : names::kKinds) tensors[names::new_kv(layer, kind)] = kFloat;
   }
   return tensors;
 }
@@ -77,21 +64,21 @@ Layers layers_of(Manifest const& manifest, std::size_t k) {
 }
 
 std::size_t BatchNetworks::max_batch_size() const {
-  return bundle_.manifest.files.count(names::batch_file(names::kHead)) == 1 ? kMaxBatchSize : 1;
+  return bundle_.manifest.files.count(batch_file(names::kHead)) == 1 ? kMaxBatchSize : 1;
 }
 
 std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
-  std::size_t const wanted = std::min(count, kMaxBatchSize);
-  std::size_t const rows = *std::lower_bound(std::begin(kBatchSizes), std::end(kBatchSizes), wanted);
+  std::size_t const size = std::min(count, kMaxBatchSize);
+  std::size_t const slots = *std::lower_bound(std::begin(kBatchSizes), std::end(kBatchSizes), size);
   std::lock_guard<std::mutex> const lock(mutex_);
-  if (!opened_ || opened_->rows < rows) {
-    opened_.reset();  // first, so that two sizes are never held but by a batch that is still running
-    opened_ = open(rows);
+  if (!opened_ || opened_->slots < slots) {
+    opened_.reset();  // first, so that only a batch that is still running keeps a second size in memory
+    opened_ = open(slots);
   }
   return opened_;
 }
 
-std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t rows) const {
+std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t slots) const {
   Manifest const& manifest = bundle_.manifest;
   if (max_batch_size() == 1) {
     throw GenerationError("bundle '" + bundle_.path.string() +
@@ -99,18 +86,18 @@ std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t rows) const {
                           "one prompt at a time");
   }
   auto opened = std::make_shared<BatchSessions>();
-  opened->rows = rows;
+  opened->slots = slots;
   std::size_t const segments = manifest.checkpoints.size() + 1;
   for (std::size_t k = 0; k < segments; ++k) {
-    opened->segments.push_back(load(opened->env, names::batch_file(names::segment(k), rows),
-                                    segment_inputs(manifest, k, rows), segment_outputs(manifest, k, rows)));
+    opened->segments.push_back(load(opened->env, batch_file(names::segment(k), slots),
+                                    segment_inputs(manifest, k, slots), segment_outputs(manifest, k, slots)));
   }
   opened->head =
-      load(opened->env, names::batch_file(names::kHead), {{names::kExitStates, kFloat}}, {{names::kLogits, kFloat}});
+      load(opened->env, batch_file(names::kHead), {{names::kExitStates, kFloat}}, {{names::kLogits, kFloat}});
   opened->exit_size = static_cast<std::size_t>(
       opened->head.GetInputTypeInfo(0).GetTensorTypeAndShapeInfo().GetShape().back());
   for (std::size_t k = 1; k < segments && manifest.propagates(); ++k) {
-    opened->skipped.push_back(load(opened->env, names::batch_file(names::skipped(k)),
+    opened->skipped.push_back(load(opened->env, batch_file(names::skipped(k)),
                                    {{names::kHiddenStates, kFloat}, {names::kPositionIds, kInt64}},
                                    skipped_outputs(manifest, k)));
   }

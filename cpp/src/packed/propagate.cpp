@@ -1,86 +1,86 @@
 #include "packed/propagate.h"
 
-#include "names.h"
 #include "formatting.h"
+#include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
 
-std::vector<StepResult> PropagatingBatch::step(std::vector<Wanted> const& wanted) {
-  std::vector<Going> all = take(wanted);
-  Some running, still;
-  for (Going& one : all) running.push_back(&one);
-  still_states_.clear();
-  float* entry = nullptr;
+std::vector<StepResult> PropagatingBatch::step(std::vector<SlotRequest> const& requests) {
+  std::vector<SlotStep> all = begin(requests);
+  Steps active, exited;
+  for (SlotStep& one : all) active.push_back(&one);
+  frozen_states_.clear();
+  float* input = nullptr;
   for (std::size_t k = 0; k < segments_.size(); ++k) {
-    if (!still.empty()) skip(k, still);
-    if (running.empty()) continue;
-    run(k, running, std::vector<std::int64_t>(running.size(), 1), entry);
+    if (!exited.empty()) skip(k, exited);
+    if (active.empty()) continue;
+    run(k, active, std::vector<std::int64_t>(active.size(), 1), input);
     SegmentRun& segment = *segments_[k];
     bool const last = k + 1 == segments_.size();
-    Some staying;
-    std::vector<float> next;
-    for (std::size_t i = 0; i < running.size(); ++i) {
-      Going& one = *running[i];
+    Steps still_active;
+    std::vector<float> next_input;
+    for (std::size_t i = 0; i < active.size(); ++i) {
+      SlotStep& one = *active[i];
       bool const decoding = one.count == 1 && one.total > 1;
-      float const* const fresh = last ? nullptr : made(k, one);
+      float const* const states = last ? nullptr : new_states(k, one);
       if (!last && !(decoding && segment.scores[i] > thresholds_[k])) {
-        staying.push_back(&one);
-        next.insert(next.end(), fresh, fresh + floats(one.count));
+        still_active.push_back(&one);
+        next_input.insert(next_input.end(), states, states + floats(one.count));
         continue;
       }
-      auto const states = segment.states.begin() + static_cast<std::ptrdiff_t>(i * sessions_->exit_size);
-      one.left = k;
-      one.states.assign(states, states + static_cast<std::ptrdiff_t>(sessions_->exit_size));
+      auto const exit_state = segment.exit_states.begin() + static_cast<std::ptrdiff_t>(i * sessions_->exit_size);
+      one.exit = k;
+      one.exit_states.assign(exit_state, exit_state + static_cast<std::ptrdiff_t>(sessions_->exit_size));
       if (last) continue;
-      still.push_back(&one);
-      still_states_.insert(still_states_.end(), fresh, fresh + floats(1));
+      exited.push_back(&one);
+      frozen_states_.insert(frozen_states_.end(), states, states + floats(1));
     }
-    entry = segment.hidden.data();
-    if (staying.size() < running.size()) {
-      entry_ = std::move(next);
-      entry = entry_.data();
+    input = segment.hidden.data();
+    if (still_active.size() < active.size()) {
+      input_ = std::move(next_input);
+      input = input_.data();
     }
-    running = std::move(staying);
+    active = std::move(still_active);
   }
-  std::vector<StepResult> results = answers(all);
-  for (Going& one : all) {
+  std::vector<StepResult> step_results = results(all);
+  for (SlotStep& one : all) {
     for (std::size_t k = 0; k < segments_.size(); ++k) {
-      one.row->lengths[k] = one.total;
-      if (k > *one.left) one.row->skipped[k] += one.count;
+      one.sequence->lengths[k] = one.total;
+      if (k > *one.exit) one.sequence->skipped[k] += one.count;
     }
   }
-  return results;
+  return step_results;
 }
 
-// Writes the keys and values that segment k's layers make of the states of those who left before it.
-void PropagatingBatch::skip(std::size_t k, Some const& still) {
+// Writes the keys and values that segment k's layers make of the frozen states of the sequences that exited before it.
+void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
   Layers const layers = layers_of(manifest_, k);
-  std::vector<std::string> made_names;
+  std::vector<std::string> output_names;
   std::vector<char const*> outputs;
   for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
-    for (char const* kind : kKinds) made_names.push_back(names::made(layer, kind));
+    for (char const* kind : names::kKinds) output_names.push_back(names::new_kv(layer, kind));
   }
-  for (std::string const& name : made_names) outputs.push_back(name.c_str());
+  for (std::string const& name : output_names) outputs.push_back(name.c_str());
   positions_.clear();
-  for (Going const* const one : still) positions_.push_back(one->total - 1);
-  auto const count = static_cast<std::int64_t>(still.size());
+  for (SlotStep const* const one : exited) positions_.push_back(one->total - 1);
+  auto const count = static_cast<std::int64_t>(exited.size());
   char const* const inputs[] = {names::kHiddenStates, names::kPositionIds};
-  std::vector<Ort::Value> made;
+  std::vector<Ort::Value> keys_values;
   try {
-    Ort::Value const given[] = {view(memory_, still_states_.data(), {1, count, manifest_.model.hidden_size}),
-                                view(memory_, positions_.data(), {1, count})};
-    made = sessions_->skipped[k - 1].Run(Ort::RunOptions{}, inputs, given, std::size(given), outputs.data(),
-                                         outputs.size());
+    Ort::Value const values[] = {view(memory_, frozen_states_.data(), {1, count, manifest_.model.hidden_size}),
+                                 view(memory_, positions_.data(), {1, count})};
+    keys_values = sessions_->skipped[k - 1].Run(Ort::RunOptions{}, inputs, values, std::size(values), outputs.data(),
+                                                outputs.size());
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed in " + names::skipped(k) + ": " + first_line(error));
   }
-  for (std::size_t number = 0; number < made.size(); ++number) {
-    std::size_t const layer = layers.first + number / std::size(kKinds), kind = number % std::size(kKinds);
+  for (std::size_t i = 0; i < keys_values.size(); ++i) {
+    std::size_t const layer = layers.first + i / std::size(names::kKinds), kind = i % std::size(names::kKinds);
     auto const head_dim = static_cast<std::size_t>(manifest_.model.kv_shapes[layer].head_dim);
-    float const* const values = made[number].GetTensorData<float>();  // [1, heads, m, head_dim]
-    for (std::size_t i = 0; i < still.size(); ++i) {
-      still[i]->row->buffer(layer, kind).write(positions_[i], values + i * head_dim, still.size() * head_dim);
+    float const* const values = keys_values[i].GetTensorData<float>();  // [1, heads, m, head_dim]
+    for (std::size_t s = 0; s < exited.size(); ++s) {
+      exited[s]->sequence->buffer(layer, kind).write(positions_[s], values + s * head_dim, exited.size() * head_dim);
     }
   }
 }

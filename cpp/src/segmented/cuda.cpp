@@ -9,10 +9,10 @@
 namespace tide {
 namespace {
 
-constexpr std::size_t kMostGraphs = 256;  // recorded per lane; the longest unused goes first
-constexpr std::size_t kMostSeen = 4096;   // kinds of work that came once
+constexpr std::size_t kMaxGraphs = 256;  // recorded per device; the least recently used is evicted
+constexpr std::size_t kMaxSeen = 4096;   // keys seen once
 
-// Throws GenerationError: a call of the runtime API did not succeed.
+// Throws GenerationError unless a call of the runtime API succeeded.
 void require(cudaError_t error, char const* call) {
   if (error == cudaSuccess) return;
   std::string const reason = error == cudaErrorMemoryAllocation
@@ -76,38 +76,39 @@ void CudaDevice::clear(std::byte* target, std::size_t size, std::size_t count, s
 void CudaDevice::synchronize() { require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
 
 void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
-  if (auto const place = places_.find(key); place != places_.end()) {
-    recorded_.splice(recorded_.end(), recorded_, place->second);
-    require(cudaGraphLaunch(place->second->second, stream_), "cudaGraphLaunch");
+  if (auto const entry = index_.find(key); entry != index_.end()) {
+    recorded_.splice(recorded_.end(), recorded_, entry->second);
+    require(cudaGraphLaunch(entry->second->second, stream_), "cudaGraphLaunch");
     return;
   }
-  work();  // an engine that last ran another shape takes up this one in a run that is not recorded
+  work();  // not recorded: an engine that last ran another shape changes to this one
   if (seen_.erase(key) == 0) {
-    if (seen_.size() == kMostSeen) seen_.clear();
+    if (seen_.size() == kMaxSeen) seen_.clear();
     seen_.insert(key);
     return;
   }
   recorded_.emplace_back(key, nullptr);
-  auto const place = std::prev(recorded_.end());
+  auto const entry = std::prev(recorded_.end());
   try {
-    place->second = record(work);
-    places_[key] = place;
-  } catch (...) {  // its key is forgotten, and must come twice again
-    if (place->second != nullptr) cudaGraphExecDestroy(place->second);
-    recorded_.erase(place);
+    entry->second = record(work);
+    index_[key] = entry;
+  } catch (...) {  // the key counts as not seen
+    if (entry->second != nullptr) cudaGraphExecDestroy(entry->second);
+    recorded_.erase(entry);
     throw;
   }
-  make_room();
+  evict();
 }
 
-// The executable graph of what `work` queues; nothing is run yet.
+// Records what `work` queues, without running it, as an executable graph.
 cudaGraphExec_t CudaDevice::record(std::function<void()> const& work) {
   cudaGraph_t graph = nullptr;
   require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
   try {
     work();
   } catch (...) {
-    if (cudaStreamEndCapture(stream_, &graph) == cudaSuccess) cudaGraphDestroy(graph);  // or the stream were unusable
+    // Without the end of the capture the stream would stay unusable.
+    if (cudaStreamEndCapture(stream_, &graph) == cudaSuccess) cudaGraphDestroy(graph);
     throw;
   }
   require(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
@@ -118,10 +119,10 @@ cudaGraphExec_t CudaDevice::record(std::function<void()> const& work) {
   return executable;
 }
 
-void CudaDevice::make_room() {
-  while (recorded_.size() > kMostGraphs) {
+void CudaDevice::evict() {
+  while (recorded_.size() > kMaxGraphs) {
     synchronize();
-    places_.erase(recorded_.front().first);
+    index_.erase(recorded_.front().first);
     require(cudaGraphExecDestroy(recorded_.front().second), "cudaGraphExecDestroy");
     recorded_.pop_front();
   }

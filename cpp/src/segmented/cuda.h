@@ -1,8 +1,8 @@
-// A lane's device on a GPU: one CUDA stream, its memory, and the CUDA graphs recorded on it.
+// A GPU as a device: one CUDA stream, its memory, and the CUDA graphs recorded on it.
 //
-// Work that comes with the same key is the same work on the same addresses: the first time it is queued as it is, the
-// second time it is queued and then recorded (TensorRT asks for a run between a change of shape and the recording), and
-// from then on one launch replays it. Device 0: CUDA_VISIBLE_DEVICES says which GPU that is.
+// Work is queued the first time its key is seen, queued and recorded the second time (TensorRT requires a run between a
+// change of shape and the recording), and replayed in one launch from then on. Uses CUDA's device 0, which
+// CUDA_VISIBLE_DEVICES chooses.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,12 +39,12 @@ class CudaDevice final : public Device {
   using Recorded = std::list<std::pair<WorkKey, cudaGraphExec_t>>;
 
   cudaGraphExec_t record(std::function<void()> const& work);
-  void make_room();
+  void evict();
 
   cudaStream_t stream_ = nullptr;
-  std::set<WorkKey> seen_;                        // work that came once
-  Recorded recorded_;                             // the longest unused first
-  std::map<WorkKey, Recorded::iterator> places_;  // among them
+  std::set<WorkKey> seen_;                       // keys seen once
+  Recorded recorded_;                            // least recently used first
+  std::map<WorkKey, Recorded::iterator> index_;  // of `recorded_`
 };
 
 }  // namespace tide

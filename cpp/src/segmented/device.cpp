@@ -9,7 +9,8 @@
 namespace tide {
 
 Buffer HostDevice::allocate(std::size_t size) {
-  std::shared_ptr<void> const memory(std::calloc(size + kAlignment, 1), std::free);  // pages come when written to
+  // calloc, because the kernel provides zeroed pages only when they are written.
+  std::shared_ptr<void> const memory(std::calloc(size + kAlignment, 1), std::free);
   if (memory == nullptr) {
     throw GenerationError("not enough memory for " + std::to_string(size) + " bytes of a sequence's buffers");
   }
@@ -24,7 +25,7 @@ void HostDevice::copy(std::byte* target, std::byte const* source, std::size_t si
 }
 
 void HostDevice::clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) {
-  for (std::size_t place = 0; place < count; ++place) std::memset(target + place * stride, 0, size);
+  for (std::size_t block = 0; block < count; ++block) std::memset(target + block * stride, 0, size);
 }
 
 }  // namespace tide

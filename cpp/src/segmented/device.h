@@ -1,5 +1,5 @@
-// Where a sequence's memory lives and its work is queued: the host's here, a GPU's in `cuda.h`. A device is one queue
-// with memory: `Lane` allocates from it, copies within it, and hands it pieces of work that it may record and replay.
+// A device: memory, and one queue of work that it may record and replay. This file has the interface and the host's
+// implementation; `cuda.h` has the GPU's.
 #pragma once
 
 #include <cstddef>
@@ -10,55 +10,55 @@
 
 namespace tide {
 
-constexpr std::size_t kAlignment = 256;  // bytes; what CUDA allocates at and TensorRT asks of an address
+constexpr std::size_t kAlignment = 256;  // bytes; of CUDA's allocations, and required by TensorRT
 
-// `size` bytes at `address`, zeroed when allocated; freed with the last copy of `owner`. On a GPU the address is only
-// for arithmetic.
+// `size` bytes at `address`, zeroed when allocated and freed with the last copy of `owner`. The address of GPU memory
+// must not be dereferenced.
 struct Buffer {
   std::shared_ptr<void> owner;
   std::byte* address = nullptr;
   std::size_t size = 0;
 
   template <typename T>
-  T& at(std::size_t offset) const {  // of memory on the host
+  T& at(std::size_t offset) const {  // host memory alone
     return *reinterpret_cast<T*>(address + offset);
   }
 };
 
-// What makes pieces of work equal: number of the network, tokens, where it reads, where it writes.
+// Identifies a piece of work: index of the network, number of tokens, address of its input, address of its output.
 using WorkKey = std::tuple<std::size_t, std::int64_t, std::byte const*, std::byte const*>;
 
-// One queue of work with its memory. Calls return at once and are carried out in order.
+// One queue of work with its memory. Calls return at once and are executed in order.
 class Device {
  public:
   virtual ~Device() = default;
 
-  // Zeroed memory at an aligned address. Throws GenerationError: there is not enough.
+  // Allocates zeroed memory at an aligned address. Throws GenerationError: there is not enough.
   virtual Buffer allocate(std::size_t size) = 0;
 
-  // The same on the host, which `upload` and `download` reach without a copy of their own.
+  // Allocates host memory for `upload` and `download`, which use it without another copy.
   virtual Buffer staging(std::size_t size) = 0;
 
-  // Staging memory to the device; `source` must stay as it is until the queue has come to it.
+  // Copies staging memory to the device; `source` must not change until the copy has been executed.
   virtual void upload(std::byte* target, std::byte const* source, std::size_t size) = 0;
 
-  // From the device to staging memory, to be read after `synchronize`.
+  // Copies device memory to staging memory, which may be read after `synchronize`.
   virtual void download(std::byte* target, std::byte const* source, std::size_t size) = 0;
 
-  // Between places of the device that do not overlap.
+  // Copies device memory; the ranges must not overlap.
   virtual void copy(std::byte* target, std::byte const* source, std::size_t size) = 0;
 
-  // Zeroes `size` bytes at `count` places, `stride` bytes apart.
+  // Zeroes `count` blocks of `size` bytes, whose starts are `stride` bytes apart.
   virtual void clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) = 0;
 
-  // Queues what `work` queues. Of equal keys the work is equal, addresses included, so it may be recorded.
+  // Calls `work` to queue work, or replays a recording of it. Equal keys must mean equal work, addresses included.
   virtual void launch(WorkKey const& key, std::function<void()> const& work) = 0;
 
-  // Waits until everything queued is done. Throws GenerationError: something queued has failed.
+  // Waits until all queued work is done. Throws GenerationError: queued work has failed.
   virtual void synchronize() = 0;
 };
 
-// The host: everything is done when it is called.
+// The host. Calls are executed before they return.
 class HostDevice final : public Device {
  public:
   Buffer allocate(std::size_t size) override;

@@ -18,7 +18,7 @@ std::string shown(Tensor const& tensor) {
   std::string dims;
   for (std::int64_t const size : tensor.shape) {
     dims += dims.empty() ? "" : ", ";
-    dims += size == kTokens ? "'tokens'" : size == kRows ? "'rows'" : std::to_string(size);
+    dims += size == kTokens ? "'tokens'" : size == kSequences ? "'rows'" : std::to_string(size);
   }
   return tensor.dtype + " [" + dims + "]";
 }
@@ -29,29 +29,29 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
   std::int64_t const width = manifest.model.hidden_size;
   bool const last = k == manifest.checkpoints.size();
   std::vector<Tensor> inputs, outputs;
-  auto const takes = [&](std::string const& name, std::string const& dtype, std::vector<std::int64_t> shape) {
+  auto const input = [&](std::string const& name, std::string const& dtype, std::vector<std::int64_t> shape) {
     inputs.push_back({name, true, dtype, std::move(shape)});
   };
-  auto const gives = [&](std::string const& name, std::string const& dtype, std::vector<std::int64_t> shape) {
+  auto const output = [&](std::string const& name, std::string const& dtype, std::vector<std::int64_t> shape) {
     outputs.push_back({name, false, dtype, std::move(shape)});
   };
-  if (k == 0) takes(names::kInputIds, "int64", {kRows, kTokens});
-  if (k > 0) takes(names::kHiddenStates, state, {kRows, kTokens, width});
-  for (char const* name : {names::kPastLengths, names::kLastTokens}) takes(name, "int64", {kRows});
-  gives(names::kExitStates, state, {kRows, 1, info.exit_size});
+  if (k == 0) input(names::kInputIds, "int64", {kSequences, kTokens});
+  if (k > 0) input(names::kHiddenStates, state, {kSequences, kTokens, width});
+  for (char const* name : {names::kPastLengths, names::kLastTokens}) input(name, "int64", {kSequences});
+  output(names::kExitStates, state, {kSequences, 1, info.exit_size});
   if (last) {
-    gives(names::kFinalStates, state, {kRows, kTokens, info.exit_size});
+    output(names::kFinalStates, state, {kSequences, kTokens, info.exit_size});
   } else {
-    takes(names::kExitThreshold, "float32", {1});
-    gives(names::kNewHiddenStates, state, {kRows, kTokens, width});
-    gives(names::kRouterScore, "float32", {kRows, 1, 1});
-    gives(names::kExitFlag, "bool", {kRows, 1, 1});
+    input(names::kExitThreshold, "float32", {1});
+    output(names::kNewHiddenStates, state, {kSequences, kTokens, width});
+    output(names::kRouterScore, "float32", {kSequences, 1, 1});
+    output(names::kExitFlag, "bool", {kSequences, 1, 1});
   }
   for (std::size_t layer = first_layer; layer < end_layer; ++layer) {
     auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
-    for (char const* kind : {"key", "value"}) {
-      takes(names::past(layer, kind), state, {kRows, heads, info.capacity, head_dim});
-      gives(names::present(layer, kind), state, {kRows, heads, info.capacity, head_dim});
+    for (char const* kind : names::kKinds) {
+      input(names::past(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
+      output(names::present(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
     }
   }
   inputs.insert(inputs.end(), outputs.begin(), outputs.end());
@@ -62,7 +62,7 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
 
 std::vector<std::int64_t> Tensor::dims(std::int64_t tokens) const {
   std::vector<std::int64_t> sizes = shape;
-  for (std::int64_t& size : sizes) size = size == kTokens ? tokens : size == kRows ? 1 : size;
+  for (std::int64_t& size : sizes) size = size == kTokens ? tokens : size == kSequences ? 1 : size;
   return sizes;
 }
 
@@ -72,41 +72,41 @@ std::size_t Tensor::size(std::int64_t tokens) const {
   return bytes;
 }
 
-std::size_t NetworkSpec::place(std::string const& tensor) const {
-  auto const named = [&](Tensor const& own) { return own.name == tensor; };
+std::size_t NetworkSpec::index(std::string const& tensor) const {
+  auto const named = [&](Tensor const& other) { return other.name == tensor; };
   return static_cast<std::size_t>(std::find_if(tensors.begin(), tensors.end(), named) - tensors.begin());
 }
 
 std::size_t NetworkSpec::alias(std::size_t number) const {
   Tensor const& tensor = tensors[number];
   if (tensor.is_input || tensor.name.rfind(kPresent, 0) != 0) return number;
-  return place(kPast + tensor.name.substr(std::string(kPresent).size()));
+  return index(kPast + tensor.name.substr(std::string(kPresent).size()));
 }
 
-void NetworkSpec::check(std::vector<Tensor> const& found, std::string const& where) const {
+void NetworkSpec::check(std::vector<Tensor> const& actual, std::string const& path) const {
   for (bool const inputs : {true, false}) {
     std::string const kind = inputs ? "input " : "output ";
-    std::map<std::string, Tensor const*> wanted, given;
+    std::map<std::string, Tensor const*> expected, present;
     for (Tensor const& tensor : tensors) {
-      if (tensor.is_input == inputs) wanted[tensor.name] = &tensor;
+      if (tensor.is_input == inputs) expected[tensor.name] = &tensor;
     }
-    for (Tensor const& tensor : found) {
-      if (tensor.is_input == inputs) given[tensor.name] = &tensor;
+    for (Tensor const& tensor : actual) {
+      if (tensor.is_input == inputs) present[tensor.name] = &tensor;
     }
-    for (auto const& [name, tensor] : wanted) {
-      if (given.count(name) == 0) {
-        throw BundleError("'" + where + "' has no " + kind + name + ", which its manifest calls for");
+    for (auto const& [name, tensor] : expected) {
+      if (present.count(name) == 0) {
+        throw BundleError("'" + path + "' has no " + kind + name + ", which its manifest calls for");
       }
     }
-    for (auto const& [name, tensor] : given) {
-      if (wanted.count(name) == 0) {
-        throw BundleError("'" + where + "' has the " + kind + name + ", which its manifest does not know");
+    for (auto const& [name, tensor] : present) {
+      if (expected.count(name) == 0) {
+        throw BundleError("'" + path + "' has the " + kind + name + ", which its manifest does not know");
       }
     }
-    for (auto const& [name, tensor] : wanted) {
-      Tensor const& other = *given[name];
+    for (auto const& [name, tensor] : expected) {
+      Tensor const& other = *present[name];
       if (other.dtype == tensor->dtype && other.shape == tensor->shape) continue;
-      throw BundleError("'" + where + "': " + kind + name + " is " + shown(other) + ", but its manifest calls for " +
+      throw BundleError("'" + path + "': " + kind + name + " is " + shown(other) + ", but its manifest calls for " +
                         shown(*tensor));
     }
   }
@@ -122,15 +122,15 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest) {
   }
   std::string const state = specs[0][names::kExitStates].dtype;
   specs.push_back({names::kHead,
-                   {{names::kExitStates, true, state, {kRows, kTokens, manifest.networks->exit_size}},
-                    {names::kLogits, false, "float32", {kRows, kTokens, manifest.model.vocab_size}}}});
+                   {{names::kExitStates, true, state, {kSequences, kTokens, manifest.networks->exit_size}},
+                    {names::kLogits, false, "float32", {kSequences, kTokens, manifest.model.vocab_size}}}});
   return specs;
 }
 
-std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t most, std::int64_t capacity) {
+std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_tokens, std::int64_t capacity) {
   std::int64_t rounded = 1;
   while (rounded < count) rounded *= 2;
-  return rounded <= most && length + rounded <= capacity ? rounded : count;
+  return rounded <= max_tokens && length + rounded <= capacity ? rounded : count;
 }
 
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info) {
@@ -143,13 +143,13 @@ std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& eng
 }
 
 std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens) {
-  std::int64_t most = 0;
+  std::int64_t largest = 0;
   for (std::size_t number = 0; number < profiles.size(); ++number) {
     if (profiles[number].min_tokens <= tokens && tokens <= profiles[number].max_tokens) return number;
-    most = std::max(most, profiles[number].max_tokens);
+    largest = std::max(largest, profiles[number].max_tokens);
   }
   throw GenerationError("a run over " + std::to_string(tokens) +
-                        " tokens exceeds the engine's profiles, which take " + std::to_string(most) + " at most");
+                        " tokens exceeds the engine's profiles, which take " + std::to_string(largest) + " at most");
 }
 
 }  // namespace tide

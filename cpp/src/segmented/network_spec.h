@@ -1,6 +1,5 @@
-// The networks of a bundle as lanes run them: tensors in a fixed order, at addresses, for a number of tokens of one
-// sequence. `NetworkSpec` says what tensors a network has, from the manifest alone; every back end checks its networks
-// against it before anything is bound, because what is bound are bare addresses.
+// The tensors of a bundle's segment networks and head, as its manifest implies them. Networks are checked against these
+// specifications before tensors are bound, because they are bound as bare addresses.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,7 @@
 
 namespace tide {
 
-constexpr std::int64_t kTokens = -1, kRows = -2;  // the free dimensions: tokens in a run, and sequences (here always 1)
+constexpr std::int64_t kTokens = -1, kSequences = -2;  // the dynamic dimensions of a run; sequences are always 1 here
 
 // One tensor of a network: element type by name ("float32", "float16", "bfloat16", "int64", "bool") and shape.
 struct Tensor {
@@ -21,46 +20,45 @@ struct Tensor {
   std::string dtype;
   std::vector<std::int64_t> shape;
 
-  std::vector<std::int64_t> dims(std::int64_t tokens) const;  // in a run of so many
-  std::size_t size(std::int64_t tokens = 1) const;            // its bytes
+  std::vector<std::int64_t> dims(std::int64_t tokens) const;  // shape in a run over this many tokens
+  std::size_t size(std::int64_t tokens = 1) const;            // bytes in such a run
 };
 
-// What goes into a network and comes out.
+// The inputs and outputs of a network.
 struct NetworkSpec {
   std::string name;
   std::vector<Tensor> tensors;  // inputs first
 
-  std::size_t place(std::string const& tensor) const;  // among `tensors`; how many there are if it has none
-  Tensor const& operator[](std::string const& tensor) const { return tensors.at(place(tensor)); }
+  std::size_t index(std::string const& tensor) const;  // in `tensors`; their number if there is none of this name
+  Tensor const& operator[](std::string const& tensor) const { return tensors.at(index(tensor)); }
 
-  // For the output of a K/V buffer the place of its input, which is the same memory; else the place itself.
-  std::size_t alias(std::size_t place) const;
+  // The index of a K/V output's input, which is the same memory; else `number` itself.
+  std::size_t alias(std::size_t number) const;
 
-  // Refuses a network that was found with other tensors; `where` is the file, for the message. Throws BundleError,
-  // naming the first that differs.
-  void check(std::vector<Tensor> const& found, std::string const& where) const;
+  // Throws BundleError, naming the first difference, if a network has other tensors. path: its file, for the message.
+  void check(std::vector<Tensor> const& actual, std::string const& path) const;
 };
 
-// Of every network of a bundle: the segments, shallowest first, then the head.
+// The specifications of a bundle's networks: the segments, shallowest first, then the head.
 std::vector<NetworkSpec> network_specs(Manifest const& manifest);
 
-// Tokens to run for `count` of them behind `length` in the cache: the next power of two, where it fits a run (`most`
-// tokens, the largest optimization profile) and the K/V buffers (`capacity` tokens).
-std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t most, std::int64_t capacity);
+// Pads a run over `count` tokens after `length` in the cache to the next power of two, if that fits the largest
+// optimization profile (`max_tokens`) and the K/V buffers (`capacity` tokens).
+std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_tokens, std::int64_t capacity);
 
-// Of one network: the head takes fewer tokens than the segments, and those of several sequences as tokens of one.
+// The profiles of one network: the head takes fewer tokens than the segments, and all tokens as those of one sequence.
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info);
 
-// Number of the first profile that takes so many tokens of one sequence: the narrowest, as they are listed. Throws
+// The index of the first profile, which is the narrowest, that takes this many tokens of one sequence. Throws
 // GenerationError: none does.
 std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens);
 
-// A network that can be run on one lane's device.
+// A network that runs on one device.
 class Network {
  public:
   virtual ~Network() = default;
 
-  // Queues a run over `tokens` tokens; `addresses` are those of the spec's tensors, K/V outputs their inputs'.
+  // Queues a run over `tokens` tokens. addresses: of the specification's tensors, in its order.
   virtual void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) = 0;
 };
 

@@ -1,36 +1,35 @@
-// What all sequences on a bundle's segment networks share: the loaded networks, and lanes that are used again. A lane's
-// buffers, and what its device has recorded, are worth keeping: when a sequence is gone its lane serves the next one.
+// The backend on segment networks: the loaded networks, and buffers that are used again. Buffers and their device's
+// recordings are expensive to make: those of a sequence that has ended serve the next one.
 #pragma once
 
 #include <functional>
 #include <mutex>
 
-#include "segmented/sequence_memory.h"
 #include "backend.h"
+#include "segmented/sequence_memory.h"
 
 namespace tide {
 
-class SegmentSession final : public Session {
+class SegmentBackend final : public Backend {
  public:
-  // `open_lane` gives a new device and the networks on it, one set per lane; it keeps what they need alive.
-  SegmentSession(Bundle bundle, std::vector<NetworkSpec> specs, std::function<LaneParts()> open_lane);
+  // open_device: returns a new device with the networks on it, which keep alive what they need.
+  SegmentBackend(Bundle bundle, std::vector<NetworkSpec> specs, std::function<DeviceNetworks()> open_device);
 
-  // Throws GenerationError: no memory for another lane.
+  // Throws GenerationError: not enough memory for another sequence's buffers.
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                   std::int64_t room) override;
 
-  // A lane that a sequence no longer needs.
-  void give_back(std::unique_ptr<Lane> lane);
+  // Takes back the buffers of a sequence that has ended.
+  void give_back(std::unique_ptr<SequenceBuffers> buffers);
 
  private:
-  std::unique_ptr<Lane> take();
+  std::unique_ptr<SequenceBuffers> take();
 
   std::vector<NetworkSpec> const specs_;
-  std::int64_t const waiting_rows_;
-  std::function<LaneParts()> const open_lane_;
+  std::function<DeviceNetworks()> const open_device_;
   std::mutex mutex_;
-  std::size_t lanes_ = 0;  // that were ever opened
-  std::vector<std::unique_ptr<Lane>> free_;
+  std::size_t allocated_ = 0;  // buffers allocated so far
+  std::vector<std::unique_ptr<SequenceBuffers>> free_;
 };
 
 }  // namespace tide

@@ -1,5 +1,4 @@
-// What can be said of engines before a library is asked; the sentences are those of
-// tide_export/runtime/tensorrt/engines.py.
+// Checks of engines that need no TensorRT. Messages are those of tide_export/runtime/tensorrt/engines.py.
 #include "tensorrt/engines.h"
 
 #include <algorithm>
@@ -24,10 +23,10 @@ void check_engines(Bundle const& bundle, std::string const& flavour) {
     throw ProviderError("the engines of bundle '" + path + "' are of " + title_of(engines->flavour) +
                         ": use provider '" + engines->flavour + "', or build others with " + build);
   }
-  std::string const &own = engines->weights_sha256, &model = bundle.manifest.model.weights_sha256;
-  if (own != model) {
+  std::string const &engine = engines->weights_sha256, &model = bundle.manifest.model.weights_sha256;
+  if (engine != model) {
     throw BundleError("the engines of bundle '" + path + "' were built from other weights than its model's (sha256 " +
-                      own.substr(0, 12) + ", not " + model.substr(0, 12) + "): build them again");
+                      engine.substr(0, 12) + ", not " + model.substr(0, 12) + "): build them again");
   }
 }
 
@@ -41,13 +40,13 @@ void check_machine(Bundle const& bundle, std::string const& version, ComputeCapa
   }
   if (device.major == 0) throw ProviderError(title + " needs an NVIDIA GPU and its driver, and there is none here");
   std::vector<std::string> const& built = engines.compute_capabilities;
-  std::string const own = std::to_string(device.major) + "." + std::to_string(device.minor);
-  bool const runs = built.empty() ? device.major >= 8 : std::find(built.begin(), built.end(), own) != built.end();
+  std::string const here = std::to_string(device.major) + "." + std::to_string(device.minor);
+  bool const runs = built.empty() ? device.major >= 8 : std::find(built.begin(), built.end(), here) != built.end();
   if (runs) return;
   std::string listed;
   for (std::string const& one : built) listed += (listed.empty() ? "" : ", ") + one;
   throw ProviderError("the engines of bundle '" + path + "' were built for GPUs of compute capability " +
-                      (built.empty() ? "8.0 and later" : listed) + ", this one has " + own + ": " + again);
+                      (built.empty() ? "8.0 and later" : listed) + ", this one has " + here + ": " + again);
 }
 
 }  // namespace tide

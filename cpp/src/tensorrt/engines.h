@@ -1,5 +1,5 @@
-// The bundle's TensorRT engines as a session. `tensorrt.cpp` opens them; a library that is built without TensorRT has
-// `no_tensorrt.cpp` in its place, which says so.
+// The bundle's TensorRT engines as a backend. A library built with TensorRT opens them in `trt_networks.cpp`; one built
+// without has `no_tensorrt.cpp` instead, which throws.
 #pragma once
 
 #include <filesystem>
@@ -12,30 +12,30 @@
 
 namespace tide {
 
-constexpr char const* kNoPlugins = "none";  // instead of a library
+constexpr char const* kNoPlugins = "none";  // as the plugin library: none
 
 bool is_flavour(std::string const& name);         // "tensorrt", "tensorrt-rtx"
-std::string title_of(std::string const& flavour);  // for people
+std::string title_of(std::string const& flavour);  // the product's name
 
-// What the manifest alone says: are there engines of this flavour, and are they this model's? Throws ProviderError:
-// there are none. BundleError: they were built from other weights.
+// Checks that the bundle has engines of this flavour, built from its model's weights. Throws ProviderError: it has
+// none. BundleError: they were built from other weights.
 void check_engines(Bundle const& bundle, std::string const& flavour);
 
-// Whether a machine has what the engines were built for: a version of the library, and a GPU of a compute capability
-// ({0, 0}: there is none). Throws ProviderError.
 struct ComputeCapability {
-  int major = 0, minor = 0;
+  int major = 0, minor = 0;  // {0, 0}: no GPU
 };
+
+// Throws ProviderError unless the engines were built for this version of the library and this GPU.
 void check_machine(Bundle const& bundle, std::string const& version, ComputeCapability device);
 
-// The engines, ready to run.
+// Opens the engines.
 //
-// plugins: the library of plugins, for engines that hold some; none: as `find_plugins`.
-// log: is told that a plugin library is another build than theirs.
+// plugins: the plugin library, for engines that hold plugins; none: as `find_plugins`.
+// log: receives a sentence if the plugin library is another build than the engines were built with.
 //
 // Throws ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
-// BundleError: the engines are not the manifest's.
-std::shared_ptr<Session> open_engines(Bundle bundle, std::string const& flavour,
+// BundleError: the engines do not match the manifest.
+std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
                                       std::optional<std::filesystem::path> const& plugins,
                                       std::function<void(std::string const&)> const& log);
 

@@ -1,5 +1,5 @@
-// What differs between TensorRT and TensorRT for RTX, in one place (tide_export/runtime/tensorrt/flavours.py is its twin). The
-// headers in TENSORRT_ROOT say which of the two a build of tide_runtime runs.
+// The differences between TensorRT and TensorRT for RTX, as in tide_export/runtime/tensorrt/flavours.py. The headers in
+// TENSORRT_ROOT decide which of the two a build of tide_runtime runs.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -17,9 +17,9 @@ constexpr char const* kFlavour = "tensorrt";
 inline std::string library_file() { return "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR); }
 #endif
 
-// An execution context takes working memory from the caller, and its CUDA graphs are recorded by the caller. TensorRT
-// for RTX would record graphs by itself, and would finish its kernels while they are in use already: what is recorded
-// then would stay the unfinished one, so it is told to finish them first.
+// Configures an execution context: the caller provides its working memory and records its CUDA graphs. By default
+// TensorRT for RTX records graphs itself, and specializes kernels while unspecialized ones run, which a recording would
+// keep; here it specializes them first.
 inline void configure(nvinfer1::IRuntimeConfig& config) {
   config.setExecutionContextAllocationStrategy(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED);
 #ifdef TRT_MAJOR_RTX

@@ -1,10 +1,10 @@
-// In the place of `tensorrt.cpp` where tide_runtime is built without TensorRT.
+// Replaces `trt_networks.cpp` where tide_runtime is built without TensorRT.
 #include "tensorrt/engines.h"
 #include "tide/errors.h"
 
 namespace tide {
 
-std::shared_ptr<Session> open_engines(Bundle bundle, std::string const& flavour,
+std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
                                       std::optional<std::filesystem::path> const&,
                                       std::function<void(std::string const&)> const&) {
   check_engines(bundle, flavour);

@@ -22,19 +22,19 @@ namespace tide {
 namespace {
 
 constexpr char const* kVariable = "TIDE_PLUGINS";
-constexpr char kFound = '+', kFailed = '-';  // what an answer begins with
+constexpr char kFound = '+', kFailed = '-';  // the first byte of an answer
 
-// In the process of its own: writes kFound and the two versions, a line each, or kFailed and why not. What it calls may
-// crash, and the rest of this process is not there any more: no locks of ours, no destructors.
-[[noreturn]] void ask(char const* path, int answers) {
+// In the child process: writes kFound and the two versions, a line each, or kFailed and the reason. The library may
+// crash, and other threads do not exist here: takes no locks and runs no destructors.
+[[noreturn]] void answer_in_child(char const* path, int answers) {
   for (int const signal : {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTERM}) std::signal(signal, SIG_DFL);
-  int const nowhere = open("/dev/null", O_WRONLY);
-  for (int const said : {STDOUT_FILENO, STDERR_FILENO}) dup2(nowhere, said);
-  auto const tell = [&](char const* text) { (void)!write(answers, text, std::strlen(text)); };
+  int const null_device = open("/dev/null", O_WRONLY);
+  for (int const output : {STDOUT_FILENO, STDERR_FILENO}) dup2(null_device, output);
+  auto const send = [&](char const* text) { (void)!write(answers, text, std::strlen(text)); };
   auto const fail = [&] {
     char const* const reason = dlerror();
-    tell("-");
-    tell(reason != nullptr ? reason : "it does not say why");
+    send("-");
+    send(reason != nullptr ? reason : "it does not say why");
     _exit(0);
   };
   void* const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -46,21 +46,22 @@ constexpr char kFound = '+', kFailed = '-';  // what an answer begins with
     if (function == nullptr) fail();
     versions[i] = function();
   }
-  tell("+");
+  send("+");
   for (char const* version : versions) {
-    tell(version);
-    tell("\n");
+    send(version);
+    send("\n");
   }
   _exit(0);
 }
 
-// What the library at `path` answers. Throws ProviderError: it does not, and why; `what` is how messages call it.
-std::string asked(std::filesystem::path const& path, std::string const& what) {
+// The two versions of the library at `path`. Throws ProviderError: it does not return them; `what` is its name in
+// messages.
+std::string versions_of(std::filesystem::path const& path, std::string const& what) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw ProviderError(what + " cannot be asked: " + std::strerror(errno));
   pid_t const child = fork();
-  if (child == 0) ask(path.c_str(), ends[1]);
-  int const trouble = errno;
+  if (child == 0) answer_in_child(path.c_str(), ends[1]);
+  int const fork_error = errno;
   close(ends[1]);
   std::string answer;
   char chunk[256];
@@ -68,7 +69,7 @@ std::string asked(std::filesystem::path const& path, std::string const& what) {
     if (size > 0) answer.append(chunk, static_cast<std::size_t>(size));
   }
   close(ends[0]);
-  if (child < 0) throw ProviderError(what + " cannot be asked: " + std::strerror(trouble));
+  if (child < 0) throw ProviderError(what + " cannot be asked: " + std::strerror(fork_error));
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
@@ -85,9 +86,9 @@ std::string major_of(std::string const& version) { return version.substr(0, vers
 
 }  // namespace
 
-std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> const& given) {
+std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> const& chosen) {
   char const* const variable = std::getenv(kVariable);
-  std::filesystem::path const named = given ? *given : variable != nullptr ? variable : "";
+  std::filesystem::path const named = chosen ? *chosen : variable != nullptr ? variable : "";
   if (named.empty() || named == kNoPlugins) return std::nullopt;
   std::string const what = "the plugin library " + quoted(named);
   std::string const without = std::string(", or do without it: plugins '") + kNoPlugins + "'";
@@ -96,7 +97,7 @@ std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> c
     throw ProviderError(what + " does not exist: build it (plugins/README.md)" + without);
   }
   std::filesystem::path const path = std::filesystem::absolute(named);
-  std::string const answer = asked(path, what);
+  std::string const answer = versions_of(path, what);
   std::size_t const line = answer.find('\n');
   PluginLibrary library{path, answer.substr(0, line), answer.substr(line + 1), ""};
   library.tensorrt.resize(library.tensorrt.find('\n'));
@@ -110,10 +111,10 @@ std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> c
 }
 
 PluginLibrary plugins_to_load(Bundle const& bundle, std::string const& version,
-                              std::optional<std::filesystem::path> const& given,
+                              std::optional<std::filesystem::path> const& path,
                               std::function<void(std::string const&)> const& log) {
   PluginsInfo const& needed = bundle.manifest.engines.value().plugins.value();
-  std::optional<PluginLibrary> found = find_plugins(given);
+  std::optional<PluginLibrary> const found = find_plugins(path);
   std::string const engines = "the engines of bundle " + quoted(bundle.path);
   std::string const without =
       "build the engines again without with `tide-export build " + bundle.path.string() + " --plugins none`";

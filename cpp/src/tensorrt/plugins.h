@@ -1,7 +1,6 @@
-// The library of TensorRT plugins: where it is found, and whether it is ours and fits. A library is native code that
-// runs when it is opened, so none is ever taken out of a bundle: it is named. It is asked for its version in a process
-// of its own, so that a damaged one cannot take this one down. The sentences are those of
-// tide_export/runtime/tensorrt/plugins.py.
+// Finds and checks the library of TensorRT plugins. A library is native code that runs when it is opened, so that it is
+// never loaded from a bundle: the user names it. A child process reads its version, so that a damaged library cannot
+// crash this process. Messages are those of tide_export/runtime/tensorrt/plugins.py.
 #pragma once
 
 #include <filesystem>
@@ -16,20 +15,20 @@ namespace tide {
 // A library of this release.
 struct PluginLibrary {
   std::filesystem::path path;
-  std::string version;   // the release of tide_export it belongs to
-  std::string tensorrt;  // the version of TensorRT's headers it was compiled with
+  std::string version;   // release of tide_export it belongs to
+  std::string tensorrt;  // version of TensorRT's headers it was compiled with
   std::string sha256;    // of the file
 };
 
-// The library that is given, else that of the variable TIDE_PLUGINS; none: neither names one, or it is kNoPlugins.
-// Throws ProviderError: what is named is not there, cannot be opened, is no plugin library, or is of another release.
-std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> const& given);
+// The library at `path`, else at the path in the variable TIDE_PLUGINS; none: neither is set, or it is kNoPlugins.
+// Throws ProviderError: the library does not exist, cannot be opened, is no plugin library, or is of another release.
+std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> const& path);
 
-// The library that the bundle's engines need in this `version` of TensorRT. `log` is told where it is another build
-// than theirs. Throws ProviderError: there is none, or it is of another release or for another major version of
-// TensorRT.
+// The library for the bundle's engines in this `version` of TensorRT. path: as for `find_plugins`. log: receives a
+// sentence if it is another build than theirs. Throws ProviderError: there is none, or it is of another release or for
+// another major version of TensorRT.
 PluginLibrary plugins_to_load(Bundle const& bundle, std::string const& version,
-                              std::optional<std::filesystem::path> const& given,
+                              std::optional<std::filesystem::path> const& path,
                               std::function<void(std::string const&)> const& log);
 
 }  // namespace tide

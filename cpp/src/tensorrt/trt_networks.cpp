@@ -1,10 +1,9 @@
-// The bundle's engines on a GPU, by TensorRT or TensorRT for RTX: opened with every check first, run on a lane.
+// The bundle's engines on a GPU, by TensorRT or TensorRT for RTX (`flavours.h` has the differences).
 //
-// What differs between the two is in `flavour.h`. An engine runs on one version of one flavour, on the GPUs it was
-// built for: all of that is compared before the library sees a byte, because what it says about an engine that does not
-// fit is for its own developers. The library is opened when it is asked for, so that this one loads where there is
-// none. One execution context per network and optimization profile belongs to each lane, all of them with the lane's
-// one block of working memory: a lane runs one network at a time.
+// An engine runs on one version of one flavour, on the GPUs it was built for. All of that is compared before the
+// library reads an engine, because its own messages do not help users. The library is opened when engines are, so that
+// this one loads where there is none. Each device has one execution context per network and optimization profile, all with the
+// same working memory: a device runs one network at a time.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -26,32 +25,32 @@ namespace {
 
 std::string const kTitle = title_of(kFlavour);
 
-// Remembers what the library last called an error, of any thread.
+// Keeps the library's last error message, of any thread.
 class ErrorLog final : public nvinfer1::ILogger {
  public:
-  void log(Severity severity, char const* message) noexcept override {
+  void log(Severity severity, char const* text) noexcept override {
     if (severity > Severity::kERROR) return;
     try {
       std::lock_guard<std::mutex> const lock(mutex_);
-      said_ = message;
-      std::replace(said_.begin(), said_.end(), '\n', ' ');
-    } catch (...) {  // no memory for it
+      message_ = text;
+      std::replace(message_.begin(), message_.end(), '\n', ' ');
+    } catch (...) {  // std::bad_alloc
     }
   }
-  std::string said() {
+  std::string last() {
     std::lock_guard<std::mutex> const lock(mutex_);
-    return said_.empty() ? "it does not say why" : said_;
+    return message_.empty() ? "it does not say why" : message_;
   }
 
  private:
   std::mutex mutex_;
-  std::string said_;
+  std::string message_;
 };
 
 // The flavour's library.
 class Library {
  public:
-  // Throws ProviderError: it is not there, or lacks a function.
+  // Opens it. Throws ProviderError: it does not exist.
   Library() : handle_(dlopen(library_file().c_str(), RTLD_NOW | RTLD_LOCAL)) {
     if (handle_ == nullptr) {
       std::string const reason = dlerror();
@@ -74,34 +73,34 @@ class Library {
         symbol<void*(void*, std::int32_t)>("createInferRuntime_INTERNAL")(&log, NV_TENSORRT_VERSION));
   }
 
-  // Makes the plugins known to the library; once a process is enough and twice does no harm. Throws ProviderError.
-  void take_plugins(std::filesystem::path const& plugins) const {
+  // Registers the plugins with the library, if they are not registered yet. Throws ProviderError.
+  void register_plugins(std::filesystem::path const& plugins) const {
     auto* const registry = symbol<nvinfer1::IPluginRegistry*()>("getPluginRegistry")();
-    auto const known = [&] { return registry->getCreator("TideRoute", "1", "tide") != nullptr; };
-    if (!known()) registry->loadLibrary(plugins.c_str());
-    if (!known()) throw ProviderError(kTitle + " cannot load the plugin library " + quoted(plugins));
+    auto const registered = [&] { return registry->getCreator("TideRoute", "1", "tide") != nullptr; };
+    if (!registered()) registry->loadLibrary(plugins.c_str());
+    if (!registered()) throw ProviderError(kTitle + " cannot load the plugin library " + quoted(plugins));
   }
 
  private:
   template <typename Function>
   Function* symbol(char const* name) const {
-    void* const found = dlsym(handle_, name);
-    if (found == nullptr) throw ProviderError(library_file() + " is not a library of " + kTitle + ": no " + name);
-    return reinterpret_cast<Function*>(found);
+    void* const address = dlsym(handle_, name);
+    if (address == nullptr) throw ProviderError(library_file() + " is not a library of " + kTitle + ": no " + name);
+    return reinterpret_cast<Function*>(address);
   }
 
-  void* handle_;  // stays open: what it started may outlive us
+  void* handle_;  // never closed: its threads may still run
 };
 
-// Of the GPU; {0, 0}: there is none. Throws ProviderError: its driver is too old for the CUDA runtime that is linked.
+// The GPU's; {0, 0}: there is none. Throws ProviderError: its driver is too old for the CUDA runtime that is linked.
 ComputeCapability compute_capability() {
-  ComputeCapability found;
-  if (cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
-      cudaDeviceGetAttribute(&found.minor, cudaDevAttrComputeCapabilityMinor, 0) == cudaSuccess) {
-    return found;
+  ComputeCapability device;
+  if (cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
+      cudaDeviceGetAttribute(&device.minor, cudaDevAttrComputeCapabilityMinor, 0) == cudaSuccess) {
+    return device;
   }
-  cudaGetLastError();  // which would be taken for another call's
-  int driver = 0;      // stays so where there is none
+  cudaGetLastError();  // clears the error
+  int driver = 0;      // without one it stays 0
   cudaDriverGetVersion(&driver);
   if (driver == 0 || driver / 1000 >= CUDART_VERSION / 1000) return {};
   auto const shown = [](int version) {
@@ -138,32 +137,31 @@ nvinfer1::Dims dims_of(std::vector<std::int64_t> const& sizes) {
   return dims;
 }
 
-// An engine with what it is checked against.
+// An engine, with the specification and profiles it was checked against.
 struct LoadedEngine {
   NetworkSpec spec;
   std::vector<Profile> profiles;
   std::unique_ptr<nvinfer1::ICudaEngine> engine;
 };
 
-// Tensors, K/V buffers updated in place, and profiles are those the runtime counts on. Throws BundleError, naming what
-// differs.
-void check_engine(LoadedEngine const& given, std::string const& path) {
-  auto const& [spec, profiles, engine] = given;
-  std::vector<Tensor> found;
+// Checks an engine's tensors, K/V buffers updated in place, and profiles. Throws BundleError, naming the difference.
+void check_engine(LoadedEngine const& loaded, std::string const& path) {
+  auto const& [spec, profiles, engine] = loaded;
+  std::vector<Tensor> actual;
   for (std::int32_t i = 0; i < engine->getNbIOTensors(); ++i) {
     char const* const name = engine->getIOTensorName(i);
     bool const is_input = engine->getTensorIOMode(name) == nvinfer1::TensorIOMode::kINPUT;
     Tensor tensor{name, is_input, dtype_of(engine->getTensorDataType(name)), sizes_of(engine->getTensorShape(name))};
-    // A free dimension is -1, whichever it is: it is taken for the one that is called for.
-    if (std::size_t const place = spec.place(name); place < spec.tensors.size()) {
-      std::vector<std::int64_t> const& wanted = spec.tensors[place].shape;
-      for (std::size_t d = 0; d < tensor.shape.size() && tensor.shape.size() == wanted.size(); ++d) {
-        if (tensor.shape[d] == -1) tensor.shape[d] = wanted[d];
+    // Every dynamic dimension is -1: it counts as the expected one.
+    if (std::size_t const index = spec.index(name); index < spec.tensors.size()) {
+      std::vector<std::int64_t> const& expected = spec.tensors[index].shape;
+      for (std::size_t d = 0; d < tensor.shape.size() && tensor.shape.size() == expected.size(); ++d) {
+        if (tensor.shape[d] == -1) tensor.shape[d] = expected[d];
       }
     }
-    found.push_back(std::move(tensor));
+    actual.push_back(std::move(tensor));
   }
-  spec.check(found, path);
+  spec.check(actual, path);
   for (std::size_t output = 0; output < spec.tensors.size(); ++output) {
     std::size_t const input = spec.alias(output);
     if (input == output) continue;
@@ -177,36 +175,36 @@ void check_engine(LoadedEngine const& given, std::string const& path) {
     throw BundleError("engine '" + path + "' has " + std::to_string(count) + " optimization profiles, not the " +
                       std::to_string(profiles.size()) + " of its manifest");
   }
-  // Lengths are one per sequence, states one per token: of the head's profiles tokens count, of the others' sequences.
-  Tensor const& entry = spec[spec.name == names::kHead ? names::kExitStates : names::kPastLengths];
+  // The head's profiles are checked by their tokens, the others' by their sequences: there is one length for each.
+  Tensor const& checked = spec[spec.name == names::kHead ? names::kExitStates : names::kPastLengths];
   for (std::size_t number = 0; number < count; ++number) {
-    std::vector<std::int64_t> const most = sizes_of(engine->getProfileShape(
-        entry.name.c_str(), static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
-    std::vector<std::int64_t> wanted = entry.dims(profiles[number].max_tokens);
-    wanted[0] = profiles[number].batch_size;
-    if (most == wanted) continue;
-    throw BundleError("engine '" + path + "' takes " + entry.name + " of [" + joined(most, ", ") +
+    std::vector<std::int64_t> const largest = sizes_of(engine->getProfileShape(
+        checked.name.c_str(), static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
+    std::vector<std::int64_t> expected = checked.dims(profiles[number].max_tokens);
+    expected[0] = profiles[number].batch_size;
+    if (largest == expected) continue;
+    throw BundleError("engine '" + path + "' takes " + checked.name + " of [" + joined(largest, ", ") +
                       "] at most in profile " + profiles[number].name + ", unlike its manifest");
   }
 }
 
-// One engine with the execution contexts of one lane.
+// One engine with its execution contexts on one device.
 class TrtNetwork final : public Network {
  public:
   TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory)
       : engine_(engine), device_(device), memory_(std::move(memory)) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
-    nvinfer1::IExecutionContext& run = context(pick_profile(engine_.profiles, tokens));
+    nvinfer1::IExecutionContext& execution = context(pick_profile(engine_.profiles, tokens));
     std::vector<Tensor> const& tensors = engine_.spec.tensors;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       char const* const name = tensors[i].name.c_str();
       if (tensors[i].is_input) {
-        require(run.setInputShape(name, dims_of(tensors[i].dims(tokens))), "the shape of ", name);
+        require(execution.setInputShape(name, dims_of(tensors[i].dims(tokens))), "the shape of ", name);
       }
-      require(run.setTensorAddress(name, addresses[i]), "the address of ", name);
+      require(execution.setTensorAddress(name, addresses[i]), "the address of ", name);
     }
-    require(run.enqueueV3(device_.stream()), "a run over ", std::to_string(tokens) + " tokens");
+    require(execution.enqueueV3(device_.stream()), "a run over ", std::to_string(tokens) + " tokens");
   }
 
  private:
@@ -215,20 +213,23 @@ class TrtNetwork final : public Network {
     std::unique_ptr<nvinfer1::IExecutionContext> context;
   };
 
-  // The context of a profile, made when it is first needed.
+  // The context of a profile, created when it is first needed.
   nvinfer1::IExecutionContext& context(std::size_t profile) {
-    if (auto const found = contexts_.find(profile); found != contexts_.end()) return *found->second.context;
-    Context made;
-    made.config.reset(engine_.engine->createRuntimeConfig());
-    require(made.config != nullptr, "a runtime configuration", "");
-    configure(*made.config);
-    made.context.reset(engine_.engine->createExecutionContext(made.config.get()));
-    require(made.context != nullptr, "an execution context", "");
-    made.context->setDeviceMemoryV2(memory_.address, static_cast<std::int64_t>(memory_.size));
+    if (auto const existing = contexts_.find(profile); existing != contexts_.end()) {
+      return *existing->second.context;
+    }
+    Context created;
+    created.config.reset(engine_.engine->createRuntimeConfig());
+    require(created.config != nullptr, "a runtime configuration", "");
+    configure(*created.config);
+    created.context.reset(engine_.engine->createExecutionContext(created.config.get()));
+    require(created.context != nullptr, "an execution context", "");
+    created.context->setDeviceMemoryV2(memory_.address, static_cast<std::int64_t>(memory_.size));
     auto const number = static_cast<std::int32_t>(profile);
-    require(made.context->setOptimizationProfileAsync(number, device_.stream()), "profile ", std::to_string(profile));
+    bool const set = created.context->setOptimizationProfileAsync(number, device_.stream());
+    require(set, "profile ", std::to_string(profile));
     device_.synchronize();
-    return *contexts_.emplace(profile, std::move(made)).first->second.context;
+    return *contexts_.emplace(profile, std::move(created)).first->second.context;
   }
 
   void require(bool worked, char const* what, std::string const& which) const {
@@ -241,12 +242,12 @@ class TrtNetwork final : public Network {
   std::map<std::size_t, Context> contexts_;
 };
 
-// All engines of a bundle, and what they live on.
+// All engines of a bundle, with the library's objects that they need.
 struct Engines {
   ErrorLog log;
   std::unique_ptr<nvinfer1::IRuntime> runtime;
   std::vector<LoadedEngine> engines;  // in the order of `network_specs`
-  std::size_t memory = kAlignment;    // bytes that the greediest of them works in
+  std::size_t memory = kAlignment;    // bytes of working memory, the largest engine's
 
   void load(NetworkSpec const& spec, Bundle const& bundle) {
     std::filesystem::path const path = bundle.path / engine_file(spec.name);
@@ -254,29 +255,29 @@ struct Engines {
     std::vector<char> data(static_cast<std::size_t>(bundle.manifest.files.at(engine_file(spec.name)).size));
     stream.read(data.data(), static_cast<std::streamsize>(data.size()));
     if (!stream) throw BundleError("cannot read engine " + quoted(path));
-    LoadedEngine made{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
-    made.engine.reset(runtime->deserializeCudaEngine(data.data(), data.size()));
-    if (made.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.said());
-    check_engine(made, path.string());
-    memory = std::max(memory, static_cast<std::size_t>(made.engine->getDeviceMemorySizeV2()));
-    engines.push_back(std::move(made));
+    LoadedEngine loaded{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
+    loaded.engine.reset(runtime->deserializeCudaEngine(data.data(), data.size()));
+    if (loaded.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.last());
+    check_engine(loaded, path.string());
+    memory = std::max(memory, static_cast<std::size_t>(loaded.engine->getDeviceMemorySizeV2()));
+    engines.push_back(std::move(loaded));
   }
 
-  LaneParts open_lane() const {
+  DeviceNetworks open_device() const {
     auto device = std::make_unique<CudaDevice>();
     Buffer const working = device->allocate(memory);
-    LaneParts parts;
+    DeviceNetworks opened;
     for (LoadedEngine const& engine : engines) {
-      parts.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working));
+      opened.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working));
     }
-    parts.device = std::move(device);
-    return parts;
+    opened.device = std::move(device);
+    return opened;
   }
 };
 
 }  // namespace
 
-std::shared_ptr<Session> open_engines(Bundle bundle, std::string const& flavour,
+std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
                                       std::optional<std::filesystem::path> const& plugins,
                                       std::function<void(std::string const&)> const& log) {
   check_engines(bundle, flavour);
@@ -289,15 +290,15 @@ std::shared_ptr<Session> open_engines(Bundle bundle, std::string const& flavour,
   std::string const version = library.version();
   check_machine(bundle, version, compute_capability());
   if (bundle.manifest.engines->plugins) {
-    library.take_plugins(plugins_to_load(bundle, version, plugins, log).path);
+    library.register_plugins(plugins_to_load(bundle, version, plugins, log).path);
   }
   auto const loaded = std::make_shared<Engines>();
   loaded->runtime.reset(library.runtime(loaded->log));
-  if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.said());
+  if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.last());
   std::vector<NetworkSpec> specs = network_specs(bundle.manifest);
   for (NetworkSpec const& spec : specs) loaded->load(spec, bundle);
-  return std::make_shared<SegmentSession>(std::move(bundle), std::move(specs),
-                                          [loaded] { return loaded->open_lane(); });
+  return std::make_shared<SegmentBackend>(std::move(bundle), std::move(specs),
+                                          [loaded] { return loaded->open_device(); });
 }
 
 }  // namespace tide

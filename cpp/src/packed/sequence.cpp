@@ -1,0 +1,47 @@
+#include "packed/sequence.h"
+
+#include <algorithm>
+
+#include "names.h"
+#include "packed/networks.h"
+#include "request.h"
+#include "tide/state.h"
+
+namespace tide {
+
+PackedSequence::PackedSequence(Manifest const& manifest) : manifest_(manifest) {
+  std::size_t const segments = manifest.checkpoints.size() + 1;
+  lengths.assign(segments, 0);
+  skipped.assign(segments, 0);
+  pending.resize(segments);
+  for (std::size_t k = 0; k < segments; ++k) segment_of_.insert(segment_of_.end(), layers_of(manifest, k).count, k);
+  for (ModelInfo::KvShape const shape : manifest.model.kv_shapes) {
+    for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) buffers_.emplace_back(shape);
+  }
+}
+
+std::vector<std::int64_t> PackedSequence::computed() const {
+  std::vector<std::int64_t> tokens = lengths;
+  for (std::size_t k = 0; k < tokens.size(); ++k) tokens[k] -= skipped[k];
+  return tokens;
+}
+
+void PackedSequence::rewind(std::int64_t length) {
+  // K/V beyond the new length are overwritten before they are read.
+  for (std::int64_t& segment_length : lengths) segment_length = std::min(segment_length, length);
+}
+
+void PackedSequence::reserve(std::size_t count) {
+  std::int64_t const total = length_after(lengths[0], count, context_of(manifest_));
+  if (total > capacity_) allocate(grown_capacity(manifest_, capacity_, total, kRoom));
+}
+
+void PackedSequence::allocate(std::int64_t capacity) {
+  bound = false;
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    buffers_[i] = buffers_[i].grown(capacity, lengths[segment_of_[i / std::size(names::kKinds)]]);
+  }
+  capacity_ = capacity;
+}
+
+}  // namespace tide

@@ -1,0 +1,46 @@
+// One sequence of a batch: its K/V buffers, pending states before each segment, and lengths. It has no bindings, so
+// that it may take any slot of a batch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "onnxruntime/kv_buffer.h"
+
+namespace tide {
+
+class PackedSequence {
+ public:
+  explicit PackedSequence(Manifest const& manifest);
+
+  std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
+  std::vector<std::int64_t> skipped;  // of these, tokens that skipped the segment: their K/V are propagated
+  std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
+
+  std::int64_t length() const { return lengths[0]; }
+  std::vector<std::int64_t> computed() const;  // tokens that each segment has run over
+
+  // Removes all tokens after the first `length`, after a step that ran every segment, which leaves no pending tokens.
+  // Not for propagated K/V.
+  void rewind(std::int64_t length);
+
+  // Makes room for `count` more tokens. Throws GenerationError: no tokens, more than the model's context holds, or not
+  // enough memory for them.
+  void reserve(std::size_t count);
+
+  // Moves K/V to buffers of `capacity` tokens.
+  void allocate(std::int64_t capacity);
+
+  bool bound = false;  // whether the batch has bound these buffers; false once any of them has been replaced
+
+  // kind: an index into `names::kKinds`.
+  KvBuffer& buffer(std::size_t layer, std::size_t kind) { return buffers_[2 * layer + kind]; }
+
+ private:
+  Manifest const& manifest_;
+  std::vector<std::size_t> segment_of_;  // by layer
+  std::vector<KvBuffer> buffers_;        // keys and values of each layer, interleaved
+  std::int64_t capacity_ = 0;
+};
+
+}  // namespace tide
