@@ -1,7 +1,7 @@
-/* The C interface of libtide_kernels: everything a runtime, a plugin or a test needs, and no TensorRT.
+/* The C interface of libtide_kernels, for runtimes, plugins and tests; needs no TensorRT.
 
-   Every function starts its work on the stream it is given and returns; nothing is allocated, nothing waits, and all of
-   it can be captured in a CUDA graph. Pointers are device memory, except the argument structs themselves. */
+   Every function starts its work on the caller's stream and returns. Functions do not allocate or wait, and can be
+   captured in a CUDA graph. Pointers are device memory, except the argument structs themselves. */
 #ifndef TIDE_KERNELS_H
 #define TIDE_KERNELS_H
 
@@ -19,8 +19,8 @@ extern "C" {
 
 TIDE_API int32_t tide_kernels_version(void);
 
-/* Of the build that runs on the CPU alone: the order in which it runs threads and blocks (0 = ascending, else a seed of
-   a shuffle) and the compute capability it takes itself for. cudaErrorNotSupported in the build for GPUs. */
+/* Sets, in the build for the CPU, the order of threads and blocks (0 = ascending, else the seed of a shuffle) and the
+   compute capability to emulate. cudaErrorNotSupported in the build for GPUs. */
 TIDE_API cudaError_t tide_kernels_emulate(uint64_t order, int32_t compute_capability_major);
 
 #ifdef __cplusplus

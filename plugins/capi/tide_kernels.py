@@ -1,7 +1,7 @@
-"""Python's view of `libtide_kernels`: the argument structs of `plugins/*/kernel.cuh` and a loader, with ctypes alone.
+"""Calls `libtide_kernels` with ctypes: the argument structs of `plugins/*/kernel.cuh` and a loader.
 
-Pointers are plain integers (device addresses), streams likewise; whoever calls keeps the memory alive until the stream
-is done. The same structs drive the build that runs on the CPU, where the addresses are host memory.
+Pointers and streams are integers (device addresses); the caller keeps the memory alive until the stream is done. In the
+build for the CPU the addresses are host memory.
 """
 
 import ctypes
@@ -86,9 +86,9 @@ class Kernels:
 
     def __init__(self, path: str | Path) -> None:
         self.loaded = ctypes.CDLL(str(path))
-        found = self.loaded.tide_kernels_version()
-        if found != VERSION:
-            raise KernelError(f"{path} is version {found} of the kernels, this file is for version {VERSION}")
+        version = self.loaded.tide_kernels_version()
+        if version != VERSION:
+            raise KernelError(f"{path} is version {version} of the kernels, this file is for version {VERSION}")
         for name, arguments in WITH_WORKSPACE.items():
             function, size = getattr(self.loaded, name), getattr(self.loaded, f"{name}_workspace")
             function.argtypes = [POINTER(arguments), c_void_p, c_int64, c_void_p]
@@ -97,7 +97,7 @@ class Kernels:
         self.loaded.tide_kernels_emulate.argtypes = [c_uint64, c_int32]
 
     def emulate(self, order: int = 0, compute_capability: int = 8) -> None:
-        """How the build for the CPU goes about it; raises KernelError in a build for GPUs."""
+        """Sets the order and compute capability of the build for the CPU; KernelError in a build for GPUs."""
         _check("tide_kernels_emulate", self.loaded.tide_kernels_emulate(order, compute_capability))
 
     def workspace(self, name: str, args: ctypes.Structure) -> int:

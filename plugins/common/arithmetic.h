@@ -13,7 +13,7 @@ TIDE_BOTH float silu(float x) { return x / (1.0f + expf(-x)); }
 
 TIDE_BOTH float negative_infinity() { return -INFINITY; }
 
-// What a normalisation needs to know of a row: normed = (x - mean) * scale. RMSNorm has mean 0.
+// The statistics of a row that a norm uses: normalized = (x - mean) * scale. RMSNorm has mean 0.
 struct Moments {
   float mean;
   float scale;
@@ -23,15 +23,15 @@ TIDE_BOTH float inverse_deviation(float sum_of_squares, float count, float epsil
   return 1.0f / sqrtf(sum_of_squares / count + epsilon);
 }
 
-// The two largest of some logits and sum(exp(logit - first)), kept while going through them once. Nothing seen yet is
-// weight == 0. A NaN among the logits ends up in `weight`, and so in both log-probabilities, as log-softmax has it.
+// The two largest of some logits and sum(exp(logit - first)), computed in one pass. weight == 0: no logit yet. A NaN
+// among the logits makes `weight` NaN, and so both log-probabilities, as in log-softmax.
 struct TopTwo {
   float first;
   float second;
   float weight;
 };
 
-TIDE_BOTH TopTwo top_two_of_nothing() { return {negative_infinity(), negative_infinity(), 0.0f}; }
+TIDE_BOTH TopTwo empty_top_two() { return {negative_infinity(), negative_infinity(), 0.0f}; }
 
 TIDE_BOTH TopTwo merged(TopTwo a, TopTwo b) {
   if (a.weight == 0.0f) return b;

@@ -3,7 +3,7 @@
 // A kernel is a struct `K` with `kThreads`, `Args`, `Shared` (its shared memory) and
 //     template <class B> static TIDE_DEVICE void run(B& block, Shared& shared, const Args& args);
 // whose body calls `block.phase([&](int thread) {...})`: the lambda runs once per thread, and a barrier ends the phase.
-// What a thread keeps from phase to phase lies in `B::PerThread<T>`, registers on a GPU and an array on a CPU.
+// A thread's values that outlive a phase are in `B::PerThread<T>`: registers on a GPU, an array on a CPU.
 //
 // The emulation is how kernels are tested where there is no GPU: it runs the threads of a phase, and the blocks of a
 // grid, in an order that a seed shuffles, with shared memory and registers filled with NaN beforehand, under an address

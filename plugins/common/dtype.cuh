@@ -52,7 +52,7 @@ TIDE_DEVICE void clear(Pack<T>& pack) {
   for (int i = 0; i < Pack<T>::kCount; ++i) pack.item[i] = from_float<T>(0.0f);
 }
 
-// Elements source[0 .. valid), the rest zero; in one access where `vector` says that `source` is 16-byte aligned.
+// Elements source[0 .. valid), the rest zero; in one access if `vector`: `source` is 16-byte aligned.
 template <class T>
 TIDE_DEVICE void load(Pack<T>& pack, const T* source, int64_t valid, bool vector) {
   constexpr int kCount = Pack<T>::kCount;

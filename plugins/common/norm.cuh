@@ -1,4 +1,4 @@
-// RMSNorm and LayerNorm of a row by one block: its moments, and what becomes of one element.
+// RMSNorm and LayerNorm of a row by one block: its moments, and the normalization of one element.
 #pragma once
 
 #include "common/arithmetic.h"
@@ -6,14 +6,14 @@
 
 namespace tide {
 
-// A norm's `kind` is one of TideNorm and its scale is there.
+// Whether the norm's `kind` is one of TideNorm and it has a scale.
 inline bool usable_norm(const TideNormArgs& norm) {
   return norm.kind == TIDE_NORM_NONE ||
          ((norm.kind == TIDE_NORM_RMS || norm.kind == TIDE_NORM_LAYER) && norm.scale != nullptr);
 }
 
-// Moments of a row of `width` elements, of which `sum(thread, f)` adds up f(element) over the share of a thread. The
-// mean first and the squares of the deviations after it, so that nothing cancels. `sums` is shared memory.
+// Moments of a row of `width` elements. `sum(thread, f)` sums f(element) over a thread's share of the row. The mean
+// comes first and then the squares of the deviations, so that nothing cancels. `sums` is shared memory.
 template <int kThreads, class B, class Sum>
 TIDE_DEVICE Moments row_moments(B& block, float* sums, int32_t kind, float width, float epsilon, Sum sum) {
   const auto add = [](float a, float b) { return a + b; };
@@ -29,9 +29,9 @@ TIDE_DEVICE Moments row_moments(B& block, float* sums, int32_t kind, float width
   return {mean, inverse_deviation(sums[0], width, epsilon)};
 }
 
-// Element `index` of a row, whose value is `x`, after the norm; `scale` and `shift` (or null) are of type W.
+// The value `x` of element `index` of a row after the norm; `scale` and `shift` (or null) are of type W.
 template <class W>
-TIDE_DEVICE float normed(float x, Moments moments, const void* scale, float scale_offset, const void* shift,
+TIDE_DEVICE float normalized(float x, Moments moments, const void* scale, float scale_offset, const void* shift,
                          int64_t index) {
   const float value =
       (x - moments.mean) * moments.scale * (to_float(static_cast<const W*>(scale)[index]) + scale_offset);

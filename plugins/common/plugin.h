@@ -1,5 +1,5 @@
-// What the TensorRT plugins share: attributes, the boilerplate of IPluginV3, and a rule: nothing is thrown out of a
-// method that TensorRT calls. Methods of `Plugin` that may throw are called through `guarded`, which logs the sentence.
+// The base of the TensorRT plugins: attributes and the boilerplate of IPluginV3. No exception leaves a method that
+// TensorRT calls: methods of `Plugin` that may throw are called through `guarded`, which logs the message.
 #pragma once
 
 #include <NvInfer.h>
@@ -17,16 +17,16 @@ namespace tide {
 constexpr char const* kNamespace = "tide";
 constexpr char const* kVersion = "1";
 
-// A mistake in how a plugin is used; the text says which.
+// A plugin was used incorrectly; the message says how.
 class Misuse : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Writes to the logger that TensorRT lent us, or to nobody.
+// Writes to TensorRT's logger, if it has been set.
 void log_error(char const* plugin, char const* text) noexcept;
 
-// The result of `call`, or `failure`, logged, if it throws.
+// Returns the result of `call`; if it throws, logs the message and returns `failure`.
 template <class Result, class Call>
 Result guarded(char const* plugin, Result failure, Call call) noexcept {
   try {
@@ -39,7 +39,7 @@ Result guarded(char const* plugin, Result failure, Call call) noexcept {
   return failure;
 }
 
-// The attributes of a node, with defaults for those it leaves out.
+// The attributes of a node, with defaults for those it omits.
 class Attributes {
  public:
   using Value = std::variant<int32_t, float, std::string>;
@@ -50,10 +50,10 @@ class Attributes {
 
   explicit Attributes(std::vector<Entry> defaults) : entries_(std::move(defaults)) {}
 
-  // Takes the values of `fields`. Throws Misuse for a name that is not among the defaults, or a value of another type.
+  // Sets the values of `fields`. Throws Misuse: a name is not among the defaults, or a value is of another type.
   void take(nvinfer1::PluginFieldCollection const& fields);
 
-  // The same values as fields that point into this object.
+  // The values as fields that point into this object.
   std::vector<nvinfer1::PluginField> fields() const;
 
   int32_t integer(char const* name) const { return std::get<int32_t>(find(name)); }
@@ -66,10 +66,10 @@ class Attributes {
   std::vector<Entry> entries_;
 };
 
-// norm ("none", "rms", "layer"), epsilon and scale_offset; scale and shift are left to whoever knows the inputs.
+// The norm of the attributes norm ("none", "rms", "layer"), epsilon and scale_offset; the caller sets scale and shift.
 TideNormArgs norm_of(Attributes const& attributes);
 
-// Inputs that a norm of this kind may have behind the others: its scale, and LayerNorm's shift, which may be left out.
+// Whether a norm of this kind may have this many inputs after the others: its scale, and LayerNorm's optional shift.
 bool is_norm_input_count(int32_t kind, int32_t count);
 
 TideType tide_type(nvinfer1::DataType type);

@@ -17,19 +17,19 @@ struct Project {
   static constexpr int kXEach = (kXPacks + kThreads - 1) / kThreads, kWEach = (kWPacks + kThreads - 1) / kThreads;
   static_assert(kChunk % Tile::kStep == 0, "a chunk is a whole number of steps");
 
-  // What a thread has read of the next step while the block computes with this one.
+  // A thread's prefetch of the next step while the block computes with this one.
   struct Fetched {
     Pack<X> x[kXEach];
     Pack<W> w[kWEach];
   };
 
-  struct Place {
+  struct TilePosition {
     int64_t row, column, columns;  // of the tile, in x and in its matrix
     const Weights* weights;
     int64_t partial_column, partial_columns;
   };
 
-  static TIDE_DEVICE Place place(int64_t x, int64_t y, const Args& args) {
+  static TIDE_DEVICE TilePosition position_of(int64_t x, int64_t y, const Args& args) {
     const int64_t first_tiles = blocks_for(args.weights[0].columns, Tile::kColumns);
     const bool second = y >= first_tiles;
     const int64_t column = (second ? y - first_tiles : y) * Tile::kColumns;
@@ -42,7 +42,7 @@ struct Project {
             args.weights[0].columns + args.weights[1].columns};
   }
 
-  static TIDE_DEVICE void fetch(Fetched& fetched, int thread, int64_t k, const Place& at, const Args& args) {
+  static TIDE_DEVICE void fetch(Fetched& fetched, int thread, int64_t k, const TilePosition& at, const Args& args) {
     TIDE_UNROLL
     for (int i = 0; i < kXEach; ++i) {
       const int number = thread + i * kThreads;
@@ -64,7 +64,7 @@ struct Project {
     }
   }
 
-  static TIDE_DEVICE void put(Shared& shared, const Fetched& fetched, int thread, int64_t k, const Place& at,
+  static TIDE_DEVICE void put(Shared& shared, const Fetched& fetched, int thread, int64_t k, const TilePosition& at,
                               const Args& args) {
     TIDE_UNROLL
     for (int i = 0; i < kXEach; ++i) {
@@ -82,7 +82,7 @@ struct Project {
         const float value = to_float(fetched.x[i].item[j]);
         Tile::put_x(shared, row, step + j,
                     position < args.depth
-                        ? normed<W>(value, moments, args.scale, args.scale_offset, args.shift, position)
+                        ? normalized<W>(value, moments, args.scale, args.scale_offset, args.shift, position)
                         : 0.0f);
       }
     }
@@ -108,7 +108,7 @@ struct Project {
     using Sum = typename Tile::Sum;
     typename B::template PerThread<Fetched> fetched;
     typename B::template PerThread<Sum> total, sum;
-    const Place at = place(block.x, block.y, args);
+    const TilePosition at = position_of(block.x, block.y, args);
     const int64_t begin = args.split ? block.z * kChunk : 0;
     const int64_t end = args.split && begin + kChunk < args.depth ? begin + kChunk : args.depth;
 
@@ -154,7 +154,7 @@ cudaError_t launch_tile(const Projection& args, cudaStream_t stream) {
   return launch<Project<Tile>>(grid, args, stream);
 }
 
-// Few rows, and more.
+// For few rows, and for more.
 template <class T>
 using SmallTensorTile = TensorTile<T, 16, 32, 256, 1, 1, 128>;
 template <class T>
@@ -175,8 +175,8 @@ cudaError_t launch_plain(const Projection& args, cudaStream_t stream) {
                          : launch_tile<LargePlainTile<X, W>>(args, stream);
 }
 
-// The architecture that the kernels in use here were compiled for, as __CUDA_ARCH__ has it, which decides what is in
-// them: not always the device's own, when a driver compiles the PTX of an older one.
+// The architecture that the kernels on this device were compiled for, as __CUDA_ARCH__, which decides their code. It
+// can be older than the device's: then the driver has compiled an older architecture's PTX.
 cudaError_t compiled_arch(int& arch) {
 #if defined(__CUDACC__)
   cudaFuncAttributes attributes{};

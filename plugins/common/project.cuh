@@ -1,8 +1,8 @@
-// Rows times up to two weight matrices that lie side by side: the bulk of the work of routers and lenses.
+// Multiplies rows by up to two weight matrices: most of the work of routers and lenses.
 //
-// With few rows the time is that of reading the weights, so the depth is divided among blocks (one chunk each, every
-// weight read once by one block) and `partial` gets one slice per chunk; with many rows one block goes through the
-// whole depth and there is one slice. Whoever reads `partial` adds the slices in ascending order (`slice_sum`).
+// With few rows the time is that of reading the weights: the depth is divided among blocks (one chunk each, so that one
+// block reads each weight once) and `partial` gets one slice per chunk. With many rows a block sums over the whole
+// depth and there is one slice. Readers of `partial` add the slices in ascending order (`slice_sum`).
 #pragma once
 
 #include "common/arithmetic.h"
@@ -21,12 +21,12 @@ struct Projection {
   const void* x;
   int32_t x_type;
   int64_t rows, depth, x_stride;
-  // The norm in front, where moments != null: of each row, then per element of the depth, of the weights' type.
+  // The norm before the product, if moments != null: moments [rows]; scale and shift [depth], of the weights' type.
   const Moments* moments;
   const void* scale;
   const void* shift;
   float scale_offset;
-  // Weights [depth, columns] of both matrices; the second has 0 columns where there is none.
+  // Weights [depth, columns] of both matrices; the second may have 0 columns.
   int32_t weights_type;
   Weights weights[2];
   float* partial;  // [slices, rows, columns of both]
@@ -35,7 +35,7 @@ struct Projection {
   bool split;
 };
 
-// More rows than this and a block goes through the whole depth.
+// Up to this many rows the depth is divided among blocks.
 constexpr int64_t kSplitRows = 512;
 
 inline int64_t slices(int64_t rows, int64_t depth) { return rows <= kSplitRows ? blocks_for(depth, kChunk) : 1; }
@@ -46,11 +46,11 @@ inline int64_t partial_size(int64_t rows, int64_t depth, int64_t columns) {
   return (split > rows ? split : rows) * columns;
 }
 
-// Sum of one element of the product over its slices, which are `apart` floats from each other.
-TIDE_DEVICE float slice_sum(const float* element, int64_t count, int64_t apart) {
+// The sum of one element of the product over its slices, which are `stride` floats apart.
+TIDE_DEVICE float slice_sum(const float* element, int64_t count, int64_t stride) {
   float sum = 0.0f;
   TIDE_UNROLL_BY_8
-  for (int64_t i = 0; i < count; ++i) sum += element[i * apart];
+  for (int64_t i = 0; i < count; ++i) sum += element[i * stride];
   return sum;
 }
 

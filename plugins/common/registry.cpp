@@ -1,9 +1,9 @@
 // The plugin library's entry points.
 //
-// There are two ways in. TensorRT's `IPluginRegistry::loadLibrary` opens the library and asks `getCreators`, then
-// registers what it gets, and fails if one of them is registered already. Others, Triton among them, only dlopen the
-// library, so it also registers its creators by itself, in the TensorRT that the process has loaded. Where `getCreators`
-// is called after that, the library takes its own registration back first, for the caller will register.
+// TensorRT's `IPluginRegistry::loadLibrary` opens the library, calls `getCreators` and registers the creators; it fails
+// if one is registered already. Other programs, Triton among them, only dlopen the library, so that it also registers
+// its creators itself, in the TensorRT that the process has loaded. `getCreators` first undoes that, because its caller
+// registers them.
 #include "common/registry.h"
 
 #include <dlfcn.h>
@@ -33,9 +33,9 @@ std::array<IPluginCreatorInterface*, kCount> const& creators() {
   return all;
 }
 
-// The registry of the TensorRT that this process has loaded, if any. Looked up, not linked: the library then opens
-// without TensorRT too, and finds one that was loaded privately. TIDE_TENSORRT_LIBRARY names another library than the
-// full TensorRT. TensorRT-RTX is none by itself: it would take the plugins over the functions' bodies and then abort.
+// The registry of the TensorRT that this process has loaded; nullptr: none. Not linked, so that the library also opens
+// without TensorRT and finds one that was loaded privately. TIDE_TENSORRT_LIBRARY names another library than the full
+// TensorRT. TensorRT-RTX is not searched: it would prefer the plugins to the functions' bodies and then abort.
 IPluginRegistry* loaded_registry() {
   char const* const named = std::getenv("TIDE_TENSORRT_LIBRARY");
   std::string const library = named != nullptr ? named : "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
@@ -45,9 +45,9 @@ IPluginRegistry* loaded_registry() {
   return get == nullptr ? nullptr : get();
 }
 
-class OwnRegistration {
+class Registration {
  public:
-  OwnRegistration() noexcept {
+  Registration() noexcept {
     guarded("registration", 0, [&] {
       registry_ = loaded_registry();
       if (registry_ == nullptr) return 0;
@@ -55,7 +55,7 @@ class OwnRegistration {
       return 0;
     });
   }
-  void take_back() {
+  void undo() {
     std::lock_guard<std::mutex> const lock(mutex_);
     for (int i = 0; i < kCount; ++i) {
       if (registered_[i]) registry_->deregisterCreator(*creators()[i]);
@@ -71,7 +71,7 @@ class OwnRegistration {
 
 std::mutex finder_mutex;
 ILoggerFinder* finder = nullptr;
-OwnRegistration own_registration;
+Registration registration;
 
 }  // namespace
 
@@ -81,7 +81,7 @@ void log_error(char const* plugin, char const* text) noexcept {
     ILogger* const logger = finder == nullptr ? nullptr : finder->findLogger();
     if (logger != nullptr)
       logger->log(ILogger::Severity::kERROR, (std::string(plugin) + ": " + text).c_str());
-  } catch (...) {  // a logger that throws is no reason to
+  } catch (...) {  // the logger threw
   }
 }
 
@@ -89,22 +89,22 @@ void log_error(char const* plugin, char const* text) noexcept {
 
 extern "C" TIDE_API nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   tide::guarded("getCreators", 0, [] {
-    tide::own_registration.take_back();
+    tide::registration.undo();
     return 0;
   });
   count = tide::kCount;
   return tide::creators().data();
 }
 
-extern "C" TIDE_API void setLoggerFinder(nvinfer1::ILoggerFinder* lent) {
+extern "C" TIDE_API void setLoggerFinder(nvinfer1::ILoggerFinder* new_finder) {
   std::lock_guard<std::mutex> const lock(tide::finder_mutex);
-  if (tide::finder == nullptr) tide::finder = lent;
+  if (tide::finder == nullptr) tide::finder = new_finder;
 }
 
 // The release of tide_export that this library belongs to.
 extern "C" TIDE_API char const* tide_plugins_version() { return TIDE_EXPORT_VERSION; }
 
-// The TensorRT whose headers it was compiled with, such as "11.1": the interface of plugins is that of the major version.
+// The version of TensorRT's headers it was compiled with, such as "11.1"; a major version has one plugin interface.
 extern "C" TIDE_API char const* tide_plugins_tensorrt_version() {
   static std::string const version = std::to_string(NV_TENSORRT_MAJOR) + "." + std::to_string(NV_TENSORRT_MINOR);
   return version.c_str();

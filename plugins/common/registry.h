@@ -1,4 +1,4 @@
-// How TensorRT comes to know a plugin: a creator per class, in the list that registry.cpp hands out.
+// The creators of plugin classes, which registry.cpp lists for TensorRT.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@ template <class P>
 class Creator : public nvinfer1::IPluginCreatorV3One {
  public:
   Creator() : defaults_(P::defaults()), fields_(defaults_.fields()) {
-    for (nvinfer1::PluginField& field : fields_) field.data = nullptr;  // names and types are asked for, not values
+    for (nvinfer1::PluginField& field : fields_) field.data = nullptr;  // TensorRT reads names and types, not values
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
   }
 

@@ -1,4 +1,4 @@
-/* What the C interface of every kernel shares: element types, norms. Plain C. */
+/* Types that the C interfaces of all kernels share: element types and norms. Plain C. */
 #ifndef TIDE_COMMON_TYPES_H
 #define TIDE_COMMON_TYPES_H
 
@@ -15,8 +15,8 @@ enum TideType { TIDE_FLOAT32 = 0, TIDE_FLOAT16 = 1, TIDE_BFLOAT16 = 2 };
 
 enum TideNorm { TIDE_NORM_NONE = 0, TIDE_NORM_RMS = 1, TIDE_NORM_LAYER = 2 };
 
-/* normed = (x - mean) * (scale + scale_offset) / sqrt(mean((x - mean)^2) + epsilon) + shift; RMSNorm has mean 0.
-   `scale` [hidden]; `shift` [hidden] or NULL; scale_offset is 1 for Gemma's norms whose weight is stored less one. */
+/* normalized = (x - mean) * (scale + scale_offset) / sqrt(mean((x - mean)^2) + epsilon) + shift; RMSNorm has mean 0.
+   `scale` [hidden]; `shift` [hidden] or NULL; scale_offset is 1 for Gemma's norms, whose weight is stored minus one. */
 typedef struct TideNormArgs {
   int32_t kind; /* TideNorm; with NONE nothing else is read */
   float epsilon;

@@ -1,5 +1,5 @@
-// Three launches: how many stay in each tile of rows; where each row goes (a scan within the tile, behind what the
-// tiles before it hold); the copies. Up to one tile of rows the first is left out.
+// Three launches: the number of rows that stay in each tile; each row's target index (a scan within the tile, after the
+// rows of the tiles before it); the copies. The first is omitted if there is only one tile.
 #include "tide_compact/kernel.cuh"
 
 #include "common/copy.cuh"
@@ -11,8 +11,8 @@ constexpr int kTile = 1024;  // rows
 
 struct Work {
   TideCompactArgs compact;
-  int64_t* tile_counts;  // [tiles], how many stay
-  int64_t* places;       // [rows], where a row goes: among those that stay, or -1 - where among those that leave
+  int64_t* tile_counts;  // [tiles], rows that stay
+  int64_t* targets;      // [rows], a row's index among those that stay, or -1 - its index among those that leave
 };
 
 struct Count {
@@ -43,7 +43,7 @@ struct Rank {
   using Args = Work;
   struct Shared {
     int64_t before[kThreads];
-    int sums[2][kThreads];  // of the rows up to and with a thread's own; two, to read one while writing the other
+    int sums[2][kThreads];  // inclusive prefix sums by thread; two, to read one while writing the other
   };
   template <class B>
   static TIDE_DEVICE void run(B& block, Shared& shared, const Args& args) {
@@ -54,9 +54,9 @@ struct Rank {
       int64_t before = 0;
       for (int64_t tile = thread; tile < block.x; tile += kThreads) before += args.tile_counts[tile];
       shared.before[thread] = before;
-      int own = 0;
-      for (int i = 0; i < kEach; ++i) own += stays(block.x * kTile + thread * kEach + i);
-      shared.sums[0][thread] = own;
+      int staying = 0;
+      for (int i = 0; i < kEach; ++i) staying += stays(block.x * kTile + thread * kEach + i);
+      shared.sums[0][thread] = staying;
     });
     fold<kThreads>(block, shared.before, [](int64_t a, int64_t b) { return a + b; });
     int now = 0;
@@ -73,10 +73,10 @@ struct Rank {
         if (row >= compact.rows) break;
         if (stays(row)) {
           compact.staying_rows[staying] = static_cast<int32_t>(row);
-          args.places[row] = staying++;
+          args.targets[row] = staying++;
         } else {
           compact.leaving_rows[row - staying] = static_cast<int32_t>(row);
-          args.places[row] = -1 - (row - staying);
+          args.targets[row] = -1 - (row - staying);
         }
         if (row == compact.rows - 1) {
           *compact.staying_size = staying;
@@ -97,15 +97,15 @@ struct Move {
   template <class B>
   static TIDE_DEVICE void run(B& block, Shared&, const Args& args) {
     const TideCompactArgs& compact = args.compact;
-    const int64_t place = args.places[block.x];
+    const int64_t index = args.targets[block.x];
     const char* source = static_cast<const char*>(compact.states) + block.x * compact.states_stride;
-    char* target = place >= 0 ? static_cast<char*>(compact.staying) + place * compact.row_bytes
-                              : static_cast<char*>(compact.leaving) + (-1 - place) * compact.row_bytes;
+    char* target = index >= 0 ? static_cast<char*>(compact.staying) + index * compact.row_bytes
+                              : static_cast<char*>(compact.leaving) + (-1 - index) * compact.row_bytes;
     block.phase([&](int thread) { copy_row<Unit>(target, source, compact.row_bytes, thread, kThreads); });
   }
 };
 
-struct Nothing {
+struct NoRows {
   static constexpr int kThreads = 32;
   using Args = TideCompactArgs;
   struct Shared {
@@ -136,7 +136,7 @@ extern "C" cudaError_t tide_compact(const TideCompactArgs* args, void* workspace
                                     cudaStream_t stream) {
   using namespace tide;
   if (args == nullptr || !usable(*args)) return cudaErrorInvalidValue;
-  if (args->rows == 0) return launch<Nothing>(dim3(1), *args, stream);
+  if (args->rows == 0) return launch<NoRows>(dim3(1), *args, stream);
   if (workspace == nullptr || workspace_bytes < tide_compact_workspace(args)) return cudaErrorInvalidValue;
 
   const int64_t tiles = blocks_for(args->rows, kTile);

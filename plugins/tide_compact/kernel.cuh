@@ -1,4 +1,4 @@
-/* TideCompact: rows that stay and rows that leave, each kind in its own order. C interface; device pointers.
+/* TideCompact: separates the rows that stay from those that exit, each in order. C interface; device pointers.
 
    The rows with exits[i] == 0, in ascending order, are copied to `staying` and their numbers to `staying_rows`; the
    others to `leaving` and `leaving_rows`; how many of each there are, to `sizes`. Any number of rows. */

@@ -1,6 +1,6 @@
-// Without a lens one launch, a block per row. With one, the two products of the lens come first, for all rows (which of
-// them leave is known on the device alone): rows times lens_down, its slices added and rounded to the states' type as a
-// graph would have it, times lens_up.
+// Without a lens one launch, a block per row. With one, the lens's two matmuls come first, for all rows (only the
+// device knows which of them exit): rows times lens_down, slices added and rounded to the states' type as in a graph,
+// times lens_up.
 #include "tide_exit_scatter/kernel.cuh"
 
 #include "common/norm.cuh"
@@ -35,7 +35,7 @@ struct Inner {
 
 struct ScatterArgs {
   TideExitScatterArgs exit;
-  const float* lens;  // [slices, rows, hidden], what the lens adds but for its bias; null without one
+  const float* lens;  // [slices, rows, hidden], what the lens adds, without its bias; null: no lens
   int64_t slices;
 };
 
@@ -82,7 +82,7 @@ struct Scatter {
         const float value = state(i);
         output[i] = from_float<T>(norm.kind == TIDE_NORM_NONE
                                       ? value
-                                      : normed<W>(value, moments, norm.scale, norm.scale_offset, norm.shift, i));
+                                      : normalized<W>(value, moments, norm.scale, norm.scale_offset, norm.shift, i));
       }
       if (thread == 0) {
         exit.exit_layers[destination] = exit.layer;
@@ -106,16 +106,16 @@ cudaError_t launch_scatter(const ScatterArgs& args, cudaStream_t stream) {
 
 int64_t padded(int64_t bytes) { return blocks_for(bytes, 256) * 256; }
 
-// The workspace: what lens_down gives in slices, then, in its place, what lens_up gives; and the inner states.
-int64_t product_bytes(const TideExitScatterArgs& args) {
+// Bytes of the workspace for the slices of either matmul; the inner states follow.
+int64_t matmul_bytes(const TideExitScatterArgs& args) {
   const int64_t down = partial_size(args.rows, args.hidden, args.lens_rank);
   const int64_t up = partial_size(args.rows, args.lens_rank, args.hidden);
   return padded((down > up ? down : up) * int64_t{sizeof(float)});
 }
 
 bool usable(const TideExitScatterArgs& args) {
-  const bool sizes = args.rows >= 0 && args.rows <= INT32_MAX && args.hidden > 0 && args.lens_rank >= 0 && args.output_rows >= 0 &&
-                     args.layer >= 1 && args.checkpoint >= 0;
+  const bool sizes = args.rows >= 0 && args.rows <= INT32_MAX && args.hidden > 0 && args.lens_rank >= 0 &&
+                     args.output_rows >= 0 && args.layer >= 1 && args.checkpoint >= 0;
   const bool types = known_type(args.states_type) &&
                      (args.weights_type == args.states_type || args.weights_type == TIDE_FLOAT32);
   return sizes && types && usable_norm(args.norm);
@@ -126,7 +126,7 @@ bool complete(const TideExitScatterArgs& args) {
          (args.lens_rank == 0 || (args.lens_down && args.lens_up && args.lens_bias));
 }
 
-Projection product(const TideExitScatterArgs& args, const void* x, int64_t depth, int64_t x_stride, const void* weights,
+Projection matmul(const TideExitScatterArgs& args, const void* x, int64_t depth, int64_t x_stride, const void* weights,
                    int64_t columns, float* partial) {
   Projection projection{};
   projection.x = x;
@@ -140,14 +140,14 @@ Projection product(const TideExitScatterArgs& args, const void* x, int64_t depth
   return projection;
 }
 
-// Starts the lens's two products; `scatter` learns where their result lies.
+// Starts the lens's two matmuls and sets the location of their result in `scatter`.
 cudaError_t start_lens(const TideExitScatterArgs& args, void* workspace, ScatterArgs& scatter, cudaStream_t stream) {
   float* partial = static_cast<float*>(workspace);
-  void* inner = static_cast<char*>(workspace) + product_bytes(args);
+  void* inner = static_cast<char*>(workspace) + matmul_bytes(args);
   const Projection down =
-      product(args, args.states, args.hidden, args.states_stride, args.lens_down, args.lens_rank, partial);
+      matmul(args, args.states, args.hidden, args.states_stride, args.lens_down, args.lens_rank, partial);
   const InnerArgs sums{partial, slices(args.rows, args.hidden), args.rows * args.lens_rank, inner};
-  const Projection up = product(args, inner, args.lens_rank, args.lens_rank, args.lens_up, args.hidden, partial);
+  const Projection up = matmul(args, inner, args.lens_rank, args.lens_rank, args.lens_up, args.hidden, partial);
   scatter.lens = partial;
   scatter.slices = slices(args.rows, args.lens_rank);
 
@@ -165,7 +165,7 @@ cudaError_t start_lens(const TideExitScatterArgs& args, void* workspace, Scatter
 
 extern "C" int64_t tide_exit_scatter_workspace(const TideExitScatterArgs* args) {
   if (args->lens_rank == 0) return 0;
-  return tide::product_bytes(*args) + args->rows * args->lens_rank * tide::size_of(args->states_type);
+  return tide::matmul_bytes(*args) + args->rows * args->lens_rank * tide::size_of(args->states_type);
 }
 
 extern "C" cudaError_t tide_exit_scatter(const TideExitScatterArgs* args, void* workspace, int64_t workspace_bytes,

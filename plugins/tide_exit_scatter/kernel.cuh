@@ -1,4 +1,4 @@
-/* TideExitScatter: rows that leave at a checkpoint take their place in the output. C interface; device pointers.
+/* TideExitScatter: writes the rows that exit at a checkpoint to the output. C interface; device pointers.
 
    Row i with exits[i] != 0, going to d = destination[i] (or i), where exit_layers[d] == 0, that is, the first time:
        output[d] = norm(lens(states[i]));  exit_layers[d] = layer;  counts[checkpoint] += 1

@@ -1,5 +1,5 @@
-// Two launches: the states, a block per new token; then counts and positions, a block per sequence, which may change
-// the counts because the states are in their places by then.
+// Two launches: the states, a block per new token; then counts and positions, a block per sequence. The second may
+// change the counts, because the first has read them.
 #include "tide_gather_pending/kernel.cuh"
 
 #include "common/copy.cuh"

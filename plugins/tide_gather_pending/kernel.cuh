@@ -1,11 +1,11 @@
-/* TideGatherPending: new states join those that wait before a segment, in the segment's own input. C interface; device
-   pointers.
+/* TideGatherPending: appends new states to the pending states before a segment, in the segment's input. C interface;
+   device pointers.
 
-   `pending` [batch, capacity, hidden] is at once the buffer of what waits and the segment's input, so nothing is copied
-   but the new states themselves. For every sequence b with take[b] != 0, or all if `take` is NULL:
+   `pending` [batch, capacity, hidden] is both the pending buffer and the segment's input, so that only the new states
+   are copied. For every sequence b with take[b] != 0, or all if `take` is NULL:
        pending[b, counts[b] : counts[b] + tokens] = states[b];  counts[b] += tokens
-   and then for all b, with c = counts[b]:  positions[b] = lengths[b] + (0, 1, ..., c - 1), behind them -1.
-   Where the states do not fit, nothing is written but `counts`, which is then above the capacity and says so. After the
+   and then for all b, with c = counts[b]:  positions[b] = lengths[b] + (0, 1, ..., c - 1), then -1.
+   Where the states do not fit, only `counts` is written, which then exceeds the capacity. After the
    segment has run, counts[b] = 0 empties the buffer. */
 #ifndef TIDE_GATHER_PENDING_KERNEL_CUH
 #define TIDE_GATHER_PENDING_KERNEL_CUH

@@ -30,7 +30,8 @@ DataType TideGatherPending::output_type(int32_t output, DataType const* inputs) 
 }
 
 void TideGatherPending::output_shapes(DimsExprs const* inputs, DimsExprs* outputs, IExprBuilder&) const {
-  require(inputs[kStates].nbDims == 3 && inputs[kPending].nbDims == 3, "states and pending are not [batch, tokens, hidden]");
+  require(inputs[kStates].nbDims == 3 && inputs[kPending].nbDims == 3,
+          "states and pending are not [batch, tokens, hidden]");
   outputs[kNewPending] = inputs[kPending];
   outputs[kNewCounts] = inputs[kCounts];
   outputs[kPositions].nbDims = 2;

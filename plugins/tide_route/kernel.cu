@@ -27,12 +27,14 @@ struct Finish {
     const TideRouteArgs& route = args.route;
     const int64_t row = block.x, columns = route.bottleneck + route.shortlist;
     const float* products = args.partial + row * columns;
-    const auto product = [&](int64_t column) { return slice_sum(products + column, args.slices, route.rows * columns); };
+    const auto product = [&](int64_t column) {
+      return slice_sum(products + column, args.slices, route.rows * columns);
+    };
 
     float first = 0.0f, second = 0.0f;
     if (route.shortlist > 0) {
       block.phase([&](int thread) {
-        TopTwo seen = top_two_of_nothing();
+        TopTwo seen = empty_top_two();
         for (int64_t i = thread; i < route.shortlist; i += kThreads) seen = with(seen, product(route.bottleneck + i));
         shared.top[thread] = seen;
       });
@@ -67,8 +69,8 @@ int64_t moments_bytes(const TideRouteArgs& args) {
 }
 
 bool usable(const TideRouteArgs& args) {
-  const bool sizes = args.rows >= 0 && args.rows <= INT32_MAX && args.hidden > 0 && args.bottleneck > 0 && args.shortlist >= 0 &&
-                     args.shortlist != 1 && (args.rows <= 1 || args.states_stride >= 0);
+  const bool sizes = args.rows >= 0 && args.rows <= INT32_MAX && args.hidden > 0 && args.bottleneck > 0 &&
+                     args.shortlist >= 0 && args.shortlist != 1 && (args.rows <= 1 || args.states_stride >= 0);
   const bool types = known_type(args.states_type) && known_type(args.threshold_type) &&
                      (args.weights_type == args.states_type || args.weights_type == TIDE_FLOAT32);
   return sizes && types && usable_norm(args.norm);

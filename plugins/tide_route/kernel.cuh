@@ -1,8 +1,9 @@
 /* TideRoute: the router of a checkpoint, for any number of tokens. C interface; all pointers are device memory.
 
-   z = normed @ down [+ confidence^T of the shortlist's two best log-probabilities]
+   z = normalized @ down [+ confidence^T of the shortlist's two best log-probabilities]
    score = sigmoid(silu(z) @ up + bias);  exit = score > threshold (never for NaN)
-   where the log-probabilities are those of log_softmax(normed @ shortlist). `normed` is the states after the norm.
+   where the log-probabilities are those of log_softmax(normalized @ shortlist), and `normalized` is the states after
+   the norm.
 
    A row's score depends on that row alone, bit for bit: not on the other rows nor on how many there are. */
 #ifndef TIDE_ROUTE_KERNEL_CUH

@@ -105,10 +105,10 @@ class CppEngine:
     def max_batch_size(self) -> int:
         return int(self.call("max_batch_size"))
 
-    def together(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
         """`Engine.generate` of a list of prompts."""
         given = [*prompts_of(prompts), *words(max_new_tokens=max_new_tokens, **options)]
-        return [self.generation(one) for one in self.call("together", *given)]
+        return [self.generation(one) for one in self.call("generate_batch", *given)]
 
     def request(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> list[str]:
         return words(ids=list(ids) or None, max_new_tokens=max_new_tokens, **options)
@@ -153,7 +153,7 @@ class CppState:
     def _take(self, answer: dict[str, Any]) -> dict[str, Any]:
         self.lengths: list[int] = answer["lengths"]
         self.computed: list[int] = answer["computed"]
-        self.pending: list[int] = answer["waiting"]
+        self.pending: list[int] = answer["pending"]
         self.capacity: int = answer["capacity"]
         return answer
 

@@ -1,5 +1,5 @@
-// What the tests ask of the C++ runtime, a line for a call: tests/cpp/cpp_engine.py writes the lines. The answer to
-// each is one line, "ok JSON" or "error CLASS SENTENCE".
+// Runs the C++ runtime for the tests: reads one command per line, which tests/cpp/cpp_engine.py writes, and answers each
+// with one line, "ok JSON" or "error CLASS SENTENCE".
 #include <atomic>
 #include <cstdio>
 #include <iostream>
@@ -35,38 +35,38 @@ std::string list(float const* values, std::size_t count) {
   });
 }
 
-std::string as_json(tide::Generation const& made) {
-  return "{\"tokens\": " + list(made.tokens) + ", \"finish_reason\": \"" + std::string(name_of(made.finish_reason)) +
-         "\", \"stats\": " + made.stats.json() + "}";
+std::string as_json(tide::Generation const& generation) {
+  return "{\"tokens\": " + list(generation.tokens) + ", \"finish_reason\": \"" +
+         std::string(name_of(generation.finish_reason)) + "\", \"stats\": " + generation.stats.json() + "}";
 }
 
-std::string as_json(std::vector<tide::Generation> const& made) {
-  return list(made.data(), made.size(), [](tide::Generation const& one) { return as_json(one); });
+std::string as_json(std::vector<tide::Generation> const& generations) {
+  return list(generations.data(), generations.size(), [](tide::Generation const& one) { return as_json(one); });
 }
 
 std::vector<std::int64_t> prompt_of(Options const& options) {
   return options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts.at(0);
 }
 
-// What each of `count` threads makes, all of which begin at once.
+// The results of `make` in `count` threads, all of which begin at once.
 template <typename F>
 std::string at_once(std::size_t count, F const& make) {
-  std::vector<std::string> made(count);
+  std::vector<std::string> results(count);
   std::vector<std::thread> threads;
   std::atomic<bool> go{false};
   for (std::size_t t = 0; t < count; ++t) {
     threads.emplace_back([&, t] {
       while (!go) std::this_thread::yield();
       try {
-        made[t] = make(t);
+        results[t] = make(t);
       } catch (tide::TideError const&) {
-        made[t] = "null";
+        results[t] = "null";
       }
     });
   }
   go = true;
   for (std::thread& thread : threads) thread.join();
-  return list(made.data(), made.size(), [](std::string const& text) { return text; });
+  return list(results.data(), results.size(), [](std::string const& text) { return text; });
 }
 
 class Driver {
@@ -79,15 +79,15 @@ class Driver {
     if (command == "machine") return checked_machine(words.at(0), words.at(1), whole_numbers(command, words.at(2)));
     if (command == "profiles") return picked_profiles(words.at(0), whole_numbers(command, words.at(1)));
     if (command == "plugins") return found_plugins(words.at(0));
-    if (command == "generate") return as_json(engine().generate(prompt_of(parse(words)), parse(words).request));
-    if (command == "together") return as_json(engine().generate(parse(words).prompts, parse(words).request));
-    if (command == "thresholds") return thresholds(parse(words).request);
+    if (command == "generate") return as_json(engine().generate(prompt_of(parse(words)), parse(words).config));
+    if (command == "generate_batch") return as_json(engine().generate(parse(words).prompts, parse(words).config));
+    if (command == "thresholds") return thresholds(parse(words).config);
     if (command == "max_batch_size") return std::to_string(engine().max_batch_size());
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
     if (command == "stream") return stream(number, parse({words.begin() + 1, words.end()}));
-    if (command == "at_once") return alone_at_once(number, parse({words.begin() + 1, words.end()}));
-    if (command == "together_at_once") return together_at_once(number, parse({words.begin() + 1, words.end()}));
-    if (command == "stream_together") return stream_together(number, words);
+    if (command == "at_once") return prompts_at_once(number, parse({words.begin() + 1, words.end()}));
+    if (command == "batches_at_once") return batches_at_once(number, parse({words.begin() + 1, words.end()}));
+    if (command == "stream_batch") return stream_batch(number, words);
     if (command == "draw") return draw(number, parse({words.begin() + 1, words.end()}));
     if (command == "start") return start(number, words);
     tide::State& state = states_.at(number);
@@ -113,65 +113,66 @@ class Driver {
     return "null";
   }
 
-  std::string thresholds(tide::Request const& request) const {
-    std::vector<double> const values = resolve_thresholds(engine().manifest(), request);
+  std::string thresholds(tide::GenerationConfig const& config) const {
+    std::vector<double> const values = resolve_thresholds(engine().manifest(), config);
     std::vector<float> const shown(values.begin(), values.end());
     return list(shown.data(), shown.size());
   }
 
-  // Takes `most` tokens, then wants no more; where it is negative, throws at the first.
-  std::string stream(std::int64_t most, Options const& options) const {
+  // The callback cancels after `max_tokens` tokens; if that is negative, it throws at the first.
+  std::string stream(std::int64_t max_tokens, Options const& options) const {
     std::vector<std::int64_t> taken;
-    tide::Generation const made = engine().stream(prompt_of(options), options.request, [&](tide::Token const& token) {
-      if (most < 0) throw std::out_of_range("the callback's own");
+    auto const on_token = [&](tide::Token const& token) {
+      if (max_tokens < 0) throw std::out_of_range("the callback's own");
       taken.push_back(token.id);
-      return static_cast<std::int64_t>(taken.size()) < most;
-    });
-    return "{\"taken\": " + list(taken) + ", \"made\": " + as_json(made) + "}";
+      return static_cast<std::int64_t>(taken.size()) < max_tokens;
+    };
+    tide::Generation const generation = engine().stream(prompt_of(options), options.config, on_token);
+    return "{\"taken\": " + list(taken) + ", \"made\": " + as_json(generation) + "}";
   }
 
-  // NUMBER MOST OPTIONS: of several prompts, the one of this number takes `most` tokens, then wants no more; where it
-  // is negative, throws at the first.
-  std::string stream_together(std::int64_t number, Words const& words) const {
-    std::int64_t const most = whole_numbers("stream_together", words.at(1)).at(0);
+  // NUMBER MAX_TOKENS OPTIONS: of several prompts, the callback cancels the one of this number after `max_tokens` tokens;
+  // if that is negative, it throws at its first.
+  std::string stream_batch(std::int64_t number, Words const& words) const {
+    std::int64_t const max_tokens = whole_numbers("stream_batch", words.at(1)).at(0);
     Options const options = parse({words.begin() + 2, words.end()});
     std::vector<std::vector<std::int64_t>> taken(options.prompts.size());
     auto const on_token = [&](std::size_t prompt, tide::Token const& token) {
       taken.at(prompt).push_back(token.id);
       if (static_cast<std::int64_t>(prompt) != number) return true;
-      if (most < 0) throw std::out_of_range("the callback's own");
-      return static_cast<std::int64_t>(taken.at(prompt).size()) < most;
+      if (max_tokens < 0) throw std::out_of_range("the callback's own");
+      return static_cast<std::int64_t>(taken.at(prompt).size()) < max_tokens;
     };
-    std::vector<tide::Generation> const made = engine().stream(options.prompts, options.request, on_token);
+    std::vector<tide::Generation> const generations = engine().stream(options.prompts, options.config, on_token);
     std::string const tokens = list(taken.data(), taken.size(), [](auto const& ids) { return list(ids); });
-    return "{\"taken\": " + tokens + ", \"made\": " + as_json(made) + "}";
+    return "{\"taken\": " + tokens + ", \"made\": " + as_json(generations) + "}";
   }
 
-  // The same request in `count` threads at once, thread t with a prompt that lacks its last t tokens.
-  std::string alone_at_once(std::int64_t count, Options const& options) const {
+  // Generates in `count` threads at once, in thread t for the prompt without its last t tokens.
+  std::string prompts_at_once(std::int64_t count, Options const& options) const {
     return at_once(static_cast<std::size_t>(count), [&](std::size_t t) {
       std::vector<std::int64_t> prompt = prompt_of(options);
       prompt.resize(prompt.size() - t);
-      return as_json(engine().generate(prompt, options.request));
+      return as_json(engine().generate(prompt, options.config));
     });
   }
 
-  // The same, thread t with all prompts but the last t.
-  std::string together_at_once(std::int64_t count, Options const& options) const {
+  // Generates in `count` threads at once, in thread t for the list of prompts without the last t.
+  std::string batches_at_once(std::int64_t count, Options const& options) const {
     return at_once(static_cast<std::size_t>(count), [&](std::size_t t) {
       std::vector<std::vector<std::int64_t>> prompts = options.prompts;
       prompts.resize(prompts.size() - t);
-      return as_json(engine().generate(prompts, options.request));
+      return as_json(engine().generate(prompts, options.config));
     });
   }
 
-  // How often each token was the second, of one token the first, with seeds 0, 1, ... count-1.
+  // Counts, over the seeds 0 .. count - 1, the second token (the first if only one is generated).
   std::string draw(std::int64_t count, Options options) const {
     std::map<std::int64_t, std::int64_t> times;
     for (std::int64_t seed = 0; seed < count; ++seed) {
-      options.request.seed = seed;
-      std::vector<std::int64_t> const made = engine().generate(prompt_of(options), options.request).tokens;
-      ++times[made[made.size() > 1 ? 1 : 0]];
+      options.config.seed = seed;
+      std::vector<std::int64_t> const tokens = engine().generate(prompt_of(options), options.config).tokens;
+      ++times[tokens[tokens.size() > 1 ? 1 : 0]];
     }
     std::string text;
     for (auto const& [token, often] : times) {
@@ -184,9 +185,9 @@ class Driver {
   std::string start(std::int64_t number, Words const& words) {
     std::int64_t const limit = whole_numbers("start", words.at(2)).at(0),
                        room = whole_numbers("start", words.at(3)).at(0);
-    std::vector<double> const given =
+    std::vector<double> const values =
         words.at(1) == "none" ? std::vector<double>{} : real_numbers("start", words.at(1));
-    states_.insert_or_assign(number, engine().start(given, limit, room));  // maybe in the place of another engine's
+    states_.insert_or_assign(number, engine().start(values, limit, room));  // may replace another engine's
     return described(states_.at(number)) + "}";
   }
 
@@ -205,7 +206,7 @@ class Driver {
 
   static std::string described(tide::State const& state) {
     return "{\"lengths\": " + list(state.lengths()) + ", \"computed\": " + list(state.computed()) +
-           ", \"waiting\": " + list(state.waiting()) + ", \"capacity\": " + std::to_string(state.capacity());
+           ", \"pending\": " + list(state.pending()) + ", \"capacity\": " + std::to_string(state.capacity());
   }
 
   std::optional<tide::Engine> engine_;

@@ -1,9 +1,9 @@
 #include "networks.h"
 
-#include "tensorrt/engines.h"
 #include "onnxruntime/segments.h"
-#include "tensorrt/plugins.h"
 #include "segmented/segment_backend.h"
+#include "tensorrt/engines.h"
+#include "tensorrt/plugins.h"
 #ifdef TIDE_FAKE_GPU
 #include "fake_cudart.h"
 #include "segmented/cuda.h"
@@ -12,7 +12,7 @@
 namespace {
 
 #ifdef TIDE_FAKE_GPU
-// A network whose runs are queued on the stand-in's stream, as TensorRT's are on a real one.
+// Queues a network's runs on the stand-in's stream, as TensorRT does on a real one.
 class QueuedNetwork final : public tide::Network {
  public:
   QueuedNetwork(std::unique_ptr<tide::Network> network, cudaStream_t stream)
@@ -20,7 +20,7 @@ class QueuedNetwork final : public tide::Network {
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
     if (fake_cuda_is_capturing(stream_) && last_ != tokens) {
-      throw std::logic_error("TensorRT asks for a run between a change of shape and a recording");
+      throw std::logic_error("TensorRT requires a run between a change of shape and a recording");
     }
     last_ = tokens;
     fake_cuda_enqueue(stream_, [this, addresses, tokens] { network_->run(addresses, tokens); });
@@ -32,18 +32,18 @@ class QueuedNetwork final : public tide::Network {
   std::int64_t last_ = 0;
 };
 
-std::shared_ptr<tide::Session> on_fake_gpu(tide::Bundle bundle, std::optional<std::int64_t> threads) {
+std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, std::optional<std::int64_t> threads) {
   auto const networks = std::make_shared<tide::OrtNetworks>(bundle, threads);
-  bundle.manifest.networks->max_tokens = 16;  // so that longer steps are run in parts, and the head too
+  bundle.manifest.networks->max_tokens = 16;  // so that longer steps and the head run in chunks
   bundle.manifest.networks->max_logits = 2;
-  return std::make_shared<tide::SegmentSession>(std::move(bundle), networks->specs(), [networks] {
+  return std::make_shared<tide::SegmentBackend>(std::move(bundle), networks->specs(), [networks] {
     auto device = std::make_unique<tide::CudaDevice>();
-    tide::LaneParts parts;
-    for (std::unique_ptr<tide::Network>& network : networks->for_a_lane()) {
-      parts.networks.push_back(std::make_unique<QueuedNetwork>(std::move(network), device->stream()));
+    tide::DeviceNetworks opened;
+    for (std::unique_ptr<tide::Network>& network : networks->bind()) {
+      opened.networks.push_back(std::make_unique<QueuedNetwork>(std::move(network), device->stream()));
     }
-    parts.device = std::move(device);
-    return parts;
+    opened.device = std::move(device);
+    return opened;
   });
 }
 #endif
@@ -95,9 +95,8 @@ std::string picked_profiles(std::string const& bundle, std::vector<std::int64_t>
   return "[" + text + "]";
 }
 
-std::string found_plugins(std::string const& given) {
-  auto const found =
-      tide::find_plugins(given == "-" ? std::nullopt : std::optional<std::filesystem::path>(given));
-  if (!found) return "null";
-  return "[\"" + found->version + "\", \"" + found->tensorrt + "\", \"" + found->sha256 + "\"]";
+std::string found_plugins(std::string const& path) {
+  auto const library = tide::find_plugins(path == "-" ? std::nullopt : std::optional<std::filesystem::path>(path));
+  if (!library) return "null";
+  return "[\"" + library->version + "\", \"" + library->tensorrt + "\", \"" + library->sha256 + "\"]";
 }

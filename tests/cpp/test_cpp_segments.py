@@ -189,7 +189,7 @@ def test_sampling_draws_what_the_graph_draws(segmented, demo_bundle: Path, open_
 def test_a_list_of_prompts_is_refused(segmented) -> None:
     assert segmented.max_batch_size == 1
     with pytest.raises(GenerationError, match="decodes one prompt at a time on the engines of bundle"):
-        segmented.together([[1, 2], [3]], max_new_tokens=4)
+        segmented.generate_batch([[1, 2], [3]], max_new_tokens=4)
 
 
 def test_too_little_memory_is_one_sentence(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> None:

@@ -65,7 +65,7 @@ def shown(made: Generation) -> tuple[list[int], str, list[int]]:
 
 def assert_same(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any) -> list[Generation]:
     python, started = both[0].generate(prompts, max_new_tokens=count, **options), time.perf_counter()
-    cpp, seconds = both[1].together(prompts, max_new_tokens=count, **options), time.perf_counter() - started
+    cpp, seconds = both[1].generate_batch(prompts, max_new_tokens=count, **options), time.perf_counter() - started
     assert [facts(one) for one in cpp] == [facts(one) for one in python]
     assert all(one.stats.prefill_seconds > 0 for one in cpp)
     assert all(one.stats.prefill_seconds + one.stats.decode_seconds < seconds for one in cpp)
@@ -78,7 +78,7 @@ def alone(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **optio
 
 @pytest.mark.parametrize("count", [0, 1, 2, 6])
 def test_full_depth(both: Both, prompts: list[list[int]], count: int) -> None:
-    made = both[1].together(prompts[:count], max_new_tokens=NEW_TOKENS, mode="full")
+    made = both[1].generate_batch(prompts[:count], max_new_tokens=NEW_TOKENS, mode="full")
     assert [facts(one) for one in made] == [facts(one) for one in alone(both, prompts[:count], mode="full")]
     if count:
         assert_same(both, prompts[:count], mode="full")
@@ -124,9 +124,9 @@ def test_a_cache_that_propagates(propagating: Both, prompts: list[list[int]], mi
         assert len(exits) > (2 if options.get("threshold") == mixed else 0)
     for name, value in (("compaction_threshold", 0.5), ("max_pending", 4)):
         with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache: .* propagates, so that nothing"):
-            propagating[1].together([[5], [6]], max_new_tokens=2, **{name: value})
+            propagating[1].generate_batch([[5], [6]], max_new_tokens=2, **{name: value})
     with pytest.raises(GenerationError, match="propagates: export it with kv_cache_strategy exact"):
-        propagating[1].together([[5], [6]], max_new_tokens=2, mode="lossless")
+        propagating[1].generate_batch([[5], [6]], max_new_tokens=2, mode="lossless")
 
 
 @pytest.mark.parametrize("kind", ["exact", "propagate"])
@@ -148,7 +148,7 @@ def test_more_prompts_than_places(
 
 def test_buffers_that_grow(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
     options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
-    made = both[1].together(prompts[:2], max_new_tokens=150, **options)
+    made = both[1].generate_batch(prompts[:2], max_new_tokens=150, **options)
     assert [shown(one) for one in made] == [shown(one) for one in alone(both, prompts[:2], 150, **options)]
 
 
@@ -170,16 +170,16 @@ def test_seeds(both: Both, prompts: list[list[int]], mixed: list[float], mode: s
     options = {"mode": mode, "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
     options |= {"stop_token_ids": []}
     cpp, seeds = both[1], [3, 1, 4, 1, 5, 9]
-    together = cpp.together(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, **options)
+    together = cpp.generate_batch(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, **options)
     apart = [
         cpp.generate(ids, max_new_tokens=NEW_TOKENS, seed=seed, **options)
         for ids, seed in zip(prompts, seeds, strict=True)
     ]
     assert [facts(one) for one in together] == [facts(one) for one in apart]
-    one_for_all = cpp.together(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options)
+    one_for_all = cpp.generate_batch(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options)
     assert [facts(one) for one in one_for_all] == [facts(one) for one in alone(both, prompts, seed=7, **options)]
     assert [one.tokens for one in one_for_all] != [one.tokens for one in together]
-    drawn = [[one.tokens for one in cpp.together(prompts[1:3], max_new_tokens=NEW_TOKENS, **options)] for _ in range(2)]
+    drawn = [[one.tokens for one in cpp.generate_batch(prompts[1:3], max_new_tokens=NEW_TOKENS, **options)] for _ in range(2)]
     assert drawn[0] != drawn[1]
 
 
@@ -187,7 +187,7 @@ def test_tokens_are_handed_out_as_they_are_made(both: Both, prompts: list[list[i
     options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
     given = [*prompts_of(prompts[:4]), *words(max_new_tokens=12, **options)]
     expected = alone(both, prompts[:4], 12, **options)
-    answer = both[1].call("stream_together", "2", "5", *given)
+    answer = both[1].call("stream_batch", "2", "5", *given)
     made = [both[1].generation(one) for one in answer["made"]]
     assert answer["taken"] == [one.tokens for one in made]
     for number, (one, other) in enumerate(zip(made, expected, strict=True)):
@@ -195,7 +195,7 @@ def test_tokens_are_handed_out_as_they_are_made(both: Both, prompts: list[list[i
         assert one.tokens == other.tokens[:wanted]
         assert one.finish_reason == ("cancelled" if number == 2 else "length")
     with pytest.raises(RuntimeError, match="the callback's own"):
-        both[1].call("stream_together", "1", "-1", *given)
+        both[1].call("stream_batch", "1", "-1", *given)
     assert_same(both, prompts[:4], 4, **options)
 
 
@@ -204,7 +204,7 @@ def test_lists_in_threads_do_not_touch_each_other(both: Both, prompts: list[list
     options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
     given = [*prompts_of(prompts[:5]), *words(max_new_tokens=12, **options)]
     expected = [facts(one) for one in alone(both, prompts[:5], 12, **options)]
-    for lacking, answer in enumerate(both[1].call("together_at_once", "4", *given)):
+    for lacking, answer in enumerate(both[1].call("batches_at_once", "4", *given)):
         assert [facts(both[1].generation(one)) for one in answer] == expected[: len(expected) - lacking]
 
 
@@ -215,7 +215,7 @@ def test_networks_are_opened_anew_while_others_run(
     cpp = open_cpp(demo_bundle)
     given = [*prompts_of(prompts[:6]), *words(max_new_tokens=6, mode="full", stop_token_ids=[])]
     expected = [facts(one) for one in alone(both, prompts, 6, mode="full", stop_token_ids=[])]
-    for lacking, answer in enumerate(cpp.call("together_at_once", "5", *given)):
+    for lacking, answer in enumerate(cpp.call("batches_at_once", "5", *given)):
         assert [facts(cpp.generation(one)) for one in answer] == expected[: 6 - lacking]
 
 
@@ -251,7 +251,7 @@ def test_lists_are_refused(both: Both, ids: list[list[int]], options: dict[str, 
     with pytest.raises(GenerationError, match=sentence):
         both[0].generate(ids, **options)
     with pytest.raises(GenerationError, match=sentence):
-        both[1].together(ids, **options)
+        both[1].generate_batch(ids, **options)
 
 
 def test_what_is_for_lists_is_refused_for_one(both: Both) -> None:
@@ -271,7 +271,7 @@ def test_networks_that_are_missing_or_others(
     assert old.max_batch_size == 1
     assert len(old.generate([5], max_new_tokens=2).tokens) == 2
     with pytest.raises(GenerationError, match=r"holds no networks for batches .*: give one prompt at a time"):
-        old.together([[5], [6]], max_new_tokens=2)
+        old.generate_batch([[5], [6]], max_new_tokens=2)
     folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_04_")
     for file in demo_bundle.glob("batch/slots_08_*"):
         shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_08_", "_04_"))
@@ -282,11 +282,11 @@ def test_networks_that_are_missing_or_others(
     with pytest.raises(
         BundleError, match=r"slots_04_segment_00\.onnx' has the input .*\.slot_4, which its manifest does"
     ):
-        mixed.together([[5], [6]], max_new_tokens=2)
+        mixed.generate_batch([[5], [6]], max_new_tokens=2)
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*slots_08_segment_02\.onnx': "):
-        mixed.together([[5]] * 5, max_new_tokens=2)
-    assert len(mixed.together([[5]] * 9, max_new_tokens=2)) == 9  # as many places as another set of networks has
-    assert len(mixed.together([[5]] * 5, max_new_tokens=2)) == 5  # which serves smaller batches from then on
+        mixed.generate_batch([[5]] * 5, max_new_tokens=2)
+    assert len(mixed.generate_batch([[5]] * 9, max_new_tokens=2)) == 9  # as many places as another set of networks has
+    assert len(mixed.generate_batch([[5]] * 5, max_new_tokens=2)) == 5  # which serves smaller batches from then on
 
 
 def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
@@ -302,7 +302,7 @@ def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp:
     cpp = open_cpp(folder)
     for mode in ("full", "exit", "lossless", "exit"):
         with pytest.raises(GenerationError, match="the model's logits are not finite"):
-            cpp.together([[5, 6], [7]], max_new_tokens=3, mode=mode)
+            cpp.generate_batch([[5, 6], [7]], max_new_tokens=3, mode=mode)
 
 
 def test_the_example_program(cpp: CppBuild, demo_bundle: Path, both: Both, demo_text_ids: list[int], tmp_path) -> None:
@@ -312,7 +312,7 @@ def test_the_example_program(cpp: CppBuild, demo_bundle: Path, both: Both, demo_
     done = subprocess.run([cpp.program, demo_bundle, *given], capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)
     options = {"seed": [1, 2], "temperature": 0.7}
-    expected = both[1].together([[5, 17, 3], demo_text_ids[:30]], max_new_tokens=8, **options)
+    expected = both[1].generate_batch([[5, 17, 3], demo_text_ids[:30]], max_new_tokens=8, **options)
     assert [facts(CppEngine.generation(one)) for one in answer["sequences"]] == [facts(one) for one in expected]
     assert answer["total_tokens"] == sum(len(one.tokens) for one in expected)
     assert answer["tokens_per_second"] == pytest.approx(answer["total_tokens"] / answer["seconds"], rel=0.01)
