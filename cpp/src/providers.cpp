@@ -26,14 +26,14 @@ void check(Bundle const& bundle, LoadOptions const& options) {
   if (options.plugins && *options.plugins != kNoPlugins) {
     auto const& engines = bundle.manifest.engines;
     if (!engines || !engines->plugins) {
-      throw ProviderError("no engine of bundle " + quoted(bundle.path) + " holds plugins: leave plugins away");
+      throw ProviderError("no engine of bundle " + quoted(bundle.path) + " holds plugins: omit plugins");
     }
     if (provider == "cpu") {
-      throw ProviderError("provider 'cpu' runs no engine that could hold plugins: leave plugins away");
+      throw ProviderError("provider 'cpu' runs no engine that could hold plugins: omit plugins");
     }
   }
   if (options.threads && is_flavour(provider)) {
-    throw ProviderError("threads are for the CPU, and provider '" + provider + "' runs on the GPU: leave threads away");
+    throw ProviderError("threads are for the CPU, and provider '" + provider + "' runs on the GPU: omit threads");
   }
 }
 

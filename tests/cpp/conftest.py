@@ -19,8 +19,10 @@ from tiny_model import TinyModel
 
 @pytest.fixture(scope="session")
 def cpp(shared: Path) -> CppBuild:
-    kept = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, for whoever runs the tests often
-    folder = (Path(kept) if kept else shared) / f"cpp-{SANITIZE}".replace(",", "-")
+    shared_builds = os.environ.get(
+        "TIDE_NATIVE_BUILDS"
+    )  # a folder that outlives the run, for whoever runs the tests often
+    folder = (Path(shared_builds) if shared_builds else shared) / f"cpp-{SANITIZE}".replace(",", "-")
     folder.mkdir(parents=True, exist_ok=True)
     return CppBuild(folder)
 

@@ -1,4 +1,4 @@
-"""Builds of the C++ runtime for the tests: its headers, the library, and an installed copy that the driver links."""
+"""Builds the C++ runtime for the tests: finds headers, builds and installs the library, and builds the driver on it."""
 
 import fcntl
 import os
@@ -13,11 +13,11 @@ import pytest
 from tensorrt_stubs import stubs
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = os.environ.get("TIDE_REQUIRE_CPP") == "1"  # in CI nothing is skipped for want of headers
+REQUIRED = os.environ.get("TIDE_REQUIRE_CPP") == "1"  # CI: missing headers fail instead of skipping
 SYSTEM = (Path("/usr/include"), Path("/usr/local/include"))
 SANITIZE = os.environ.get("TIDE_CPP_SANITIZE", "")  # by hand: address,undefined or thread
-# What costs is reading headers: as one unit it is done once.
-FLAGS = ("-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-O1'}")
+# One unit reads the headers once; -Og compiles a third faster than -O1.
+FLAGS = ("-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-Og'}")
 FLAGS += ("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0")
 
 
@@ -30,37 +30,38 @@ def need(condition: bool, reason: str) -> None:
 
 def headers(cache: Path) -> list[str]:
     """CMake's options for the headers: of the environment, the system, or Debian's packages unpacked into `cache`."""
-    given, json = os.environ.get("ONNXRUNTIME_INCLUDE_DIR"), os.environ.get("NLOHMANN_JSON_INCLUDE_DIR")
-    own = next((str(at / "onnxruntime") for at in SYSTEM if (at / "onnxruntime/onnxruntime_cxx_api.h").is_file()), None)
+    onnxruntime, json = os.environ.get("ONNXRUNTIME_INCLUDE_DIR"), os.environ.get("NLOHMANN_JSON_INCLUDE_DIR")
+    ort_folders = (at / "onnxruntime" for at in SYSTEM if (at / "onnxruntime/onnxruntime_cxx_api.h").is_file())
+    onnxruntime = onnxruntime or next(map(str, ort_folders), None)
     json = json or next((str(at) for at in SYSTEM if (at / "nlohmann/json.hpp").is_file()), None)
-    found = given or own
-    if found is None or json is None:
+    if onnxruntime is None or json is None:
         script = ROOT / "tools" / "onnxruntime_headers.sh"
         done = subprocess.run([script, cache], capture_output=True, text=True, check=False)
         need(done.returncode == 0, f"there are no headers of ONNX Runtime and nlohmann/json: {done.stderr.strip()}")
-        found, json = found or str(cache / "usr/include/onnxruntime"), json or str(cache / "usr/include")
-    return [f"-DONNXRUNTIME_INCLUDE_DIR={found}", f"-DNLOHMANN_JSON_INCLUDE_DIR={json}"]
+        onnxruntime = onnxruntime or str(cache / "usr/include/onnxruntime")
+        json = json or str(cache / "usr/include")
+    return [f"-DONNXRUNTIME_INCLUDE_DIR={onnxruntime}", f"-DNLOHMANN_JSON_INCLUDE_DIR={json}"]
 
 
 def cuda_headers() -> str:
-    """A folder with the CUDA runtime's, or nothing."""
+    """A folder with the CUDA runtime's headers, or ""."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    found = [Path(home) / "include" for home in homes if home]
-    return next((str(at) for at in found if (at / "cuda_runtime_api.h").is_file()), "")
+    folders = [Path(home) / "include" for home in homes if home]
+    return next((str(at) for at in folders if (at / "cuda_runtime_api.h").is_file()), "")
 
 
 def onnxruntime_library() -> Path:
-    """The one that the Python runtime uses."""
+    """The library that the Python runtime uses."""
     spec = find_spec("onnxruntime")
     assert spec is not None
     assert spec.origin is not None
-    found = sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime.so.*"))
-    need(bool(found), "the installed onnxruntime has no libonnxruntime.so")
-    return found[0]
+    libraries = sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime.so.*"))
+    need(bool(libraries), "the installed onnxruntime has no libonnxruntime.so")
+    return libraries[0]
 
 
 class TensorrtBuild(NamedTuple):
-    """The example, the driver on stand-ins for CUDA and TensorRT, the folder that holds the latter, and what it is."""
+    """The example program, the driver on stand-ins for CUDA and TensorRT, the folder of the latter, and its version."""
 
     program: Path
     driver: Path
@@ -69,7 +70,7 @@ class TensorrtBuild(NamedTuple):
 
 
 class CppBuild:
-    """Made once for all workers: `program`, the example, `driver`, and `prefix`, where the runtime is installed."""
+    """Built once for all workers: `program`, the example, `driver`, and `prefix`, where the runtime is installed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +83,7 @@ class CppBuild:
                 self._make(folder)
 
     def with_tensorrt(self) -> "TensorrtBuild":
-        """The same of a runtime that is built with the headers in TENSORRT_ROOT."""
+        """A build with the headers in TENSORRT_ROOT."""
         root = os.environ.get("TENSORRT_ROOT")
         if not root or not (Path(root) / "include" / "NvInfer.h").is_file():
             pytest.skip("TENSORRT_ROOT has no TensorRT headers")
@@ -97,8 +98,8 @@ class CppBuild:
             self._build(self._folder, build, f"-DTENSORRT_ROOT={root}", "-DTIDE_WITH_TENSORRT=ON")
             run(["cmake", "--install", str(build), "--prefix", str(prefix)])
             (folder / "tensorrt_stubs.h").write_text(stubs(Path(root) / "include"))
-            given = [headers(self._folder / "headers")[0], f"-DTENSORRT_HEADERS={root}/include", f"-DSTUBS={folder}"]
-            self._build_driver(driver, prefix, *given, f"-DTENSORRT_MAJOR={version[0]}")
+            options = [headers(self._folder / "headers")[0], f"-DTENSORRT_HEADERS={root}/include", f"-DSTUBS={folder}"]
+            self._build_driver(driver, prefix, *options, f"-DTENSORRT_MAJOR={version[0]}")
         program = build / self.program.relative_to(self._folder / "build")
         return TensorrtBuild(program, driver / "tide_driver", driver, ".".join(version))
 

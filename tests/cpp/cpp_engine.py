@@ -1,4 +1,4 @@
-"""The C++ runtime behind the Python runtime's interface, through the driver, so that one test can be run on both."""
+"""Runs the C++ runtime through its test driver with the Python runtime's interface, so that a test can run on both."""
 
 import json
 import os
@@ -26,19 +26,31 @@ COUNTED = (
 COUNTED += ("lookup_accepted", "prompt_tokens", "num_layers", "prefill_seconds", "decode_seconds")
 
 
+SECONDS = ("prefill_seconds", "decode_seconds", "tokens_per_second")
+
+
+def facts(generation: Generation) -> tuple[list[int], str, dict[str, Any]]:
+    """Everything but times."""
+    stats = {name: value for name, value in generation.stats.as_dict().items() if name not in SECONDS}
+    return generation.tokens, generation.finish_reason, stats
+
+
 def words(**options: Any) -> list[str]:
-    """Options of `Engine.generate` as tide_generate's."""
-    given: list[str] = []
+    """Options of `Engine.generate` as arguments of tide_generate."""
+    arguments: list[str] = []
     for name, value in options.items():
         if name == "stop_token_ids" and value is not None:
-            given += ["--stop-ids", listed(value)] if len(value) else ["--ignore-eos"]
+            arguments += ["--stop-ids", listed(value)] if len(value) else ["--ignore-eos"]
         elif value is not None:
-            given += [f"--{name.replace('_', '-')}", listed(value) if isinstance(value, list | tuple) else str(value)]
-    return given
+            arguments += [
+                f"--{name.replace('_', '-')}",
+                listed(value) if isinstance(value, list | tuple) else str(value),
+            ]
+    return arguments
 
 
 def prompts_of(prompts: Sequence[Sequence[int]]) -> list[str]:
-    """Several prompts as tide_generate's options; an empty one is a comma."""
+    """Prompts as arguments of tide_generate; an empty one is a comma."""
     return [word for ids in prompts for word in ("--ids", listed(ids) or ",")]
 
 
@@ -50,7 +62,7 @@ class CppEngine:
     """A driver process with one bundle loaded.
 
     Attributes:
-        log: what loading said.
+        log: the sentences logged by loading.
     """
 
     def __init__(
@@ -63,20 +75,20 @@ class CppEngine:
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`networks`: the bundle's segment networks, on "host" or a stand-in "gpu", instead of `options.provider`."""
-        own = os.environ | (environment or {})
-        self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
+        """`networks`: runs the bundle's segment networks on "host" or a stand-in "gpu", without `options.provider`."""
+        env = os.environ | (environment or {})
+        self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._started = 0
         command = ["load"] if networks is None else ["networks", networks]
-        given = [*words(threads=threads, **options), *([] if verify else ["--no-verify"])]
+        arguments = [*words(threads=threads, **options), *([] if verify else ["--no-verify"])]
         try:
-            self.log: list[str] = self.call(*command, str(bundle), *given)
+            self.log: list[str] = self.call(*command, str(bundle), *arguments)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Ends the process; a sanitizer's findings are its exit code."""
+        """Ends the process, which exits with an error if a sanitizer found one."""
         self._process.communicate()
         assert self._process.returncode == 0
 
@@ -105,10 +117,10 @@ class CppEngine:
     def max_batch_size(self) -> int:
         return int(self.call("max_batch_size"))
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 64, **options: Any) -> list[Generation]:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Generation]:
         """`Engine.generate` of a list of prompts."""
-        given = [*prompts_of(prompts), *words(max_new_tokens=max_new_tokens, **options)]
-        return [self.generation(one) for one in self.call("generate_batch", *given)]
+        answer = self.call("generate_batch", *prompts_of(prompts), *words(**{"max_new_tokens": 64} | options))
+        return [self.generation(one) for one in answer]
 
     def request(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> list[str]:
         return words(ids=list(ids) or None, max_new_tokens=max_new_tokens, **options)
@@ -117,11 +129,10 @@ class CppEngine:
     def generation(answer: dict[str, Any]) -> Generation:
         stats = answer["stats"]
         checkpoints = tuple(map(int, stats["exits_per_layer"]))
-        made = ExitStats(checkpoints=checkpoints, **{name: stats[name] for name in COUNTED})
-        own = made.as_dict()
-        # What is computed from the counts is computed alike.
-        assert {name: stats[name] for name in own} == {name: _close(stats[name], own[name]) for name in own}
-        return Generation(answer["tokens"], made, answer["finish_reason"])
+        counted = ExitStats(checkpoints=checkpoints, **{name: stats[name] for name in COUNTED})
+        python = counted.as_dict()  # with the rates, which C++ must compute from the counts as Python does
+        assert {name: stats[name] for name in python} == {name: _close(stats[name], python[name]) for name in python}
+        return Generation(answer["tokens"], counted, answer["finish_reason"])
 
     def start(self, thresholds: Sequence[float], max_pending: int = 16, room: int = ROOM) -> "CppState":
         self._started += 1
@@ -158,5 +169,6 @@ class CppState:
         return answer
 
 
-def _close(given: Any, own: Any) -> Any:
-    return given if isinstance(own, float) and abs(given - own) <= 1e-9 * max(1.0, abs(own)) else own
+def _close(cpp: Any, python: Any) -> Any:
+    """`cpp` if it is a float close to `python`, else `python`."""
+    return cpp if isinstance(python, float) and abs(cpp - python) <= 1e-9 * max(1.0, abs(python)) else python

@@ -128,7 +128,7 @@ class Driver {
       return static_cast<std::int64_t>(taken.size()) < max_tokens;
     };
     tide::Generation const generation = engine().stream(prompt_of(options), options.config, on_token);
-    return "{\"taken\": " + list(taken) + ", \"made\": " + as_json(generation) + "}";
+    return "{\"taken\": " + list(taken) + ", \"generation\": " + as_json(generation) + "}";
   }
 
   // NUMBER MAX_TOKENS OPTIONS: of several prompts, the callback cancels the one of this number after `max_tokens` tokens;
@@ -145,7 +145,7 @@ class Driver {
     };
     std::vector<tide::Generation> const generations = engine().stream(options.prompts, options.config, on_token);
     std::string const tokens = list(taken.data(), taken.size(), [](auto const& ids) { return list(ids); });
-    return "{\"taken\": " + tokens + ", \"made\": " + as_json(generations) + "}";
+    return "{\"taken\": " + tokens + ", \"generations\": " + as_json(generations) + "}";
   }
 
   // Generates in `count` threads at once, in thread t for the prompt without its last t tokens.

@@ -1,10 +1,10 @@
-// The part of the CUDA runtime API that `CudaDevice` calls, on host memory, as late and as literal as a GPU may be.
+// The part of the CUDA runtime API that `CudaDevice` calls, on host memory.
 //
-// Work queued on a stream is done when the stream is synchronized and not before, so what reads or overwrites staging
-// memory too early is found out. What is queued during a capture is recorded and done again, with the very same
-// addresses, at every launch of the graph. Memory is NaN until it is set; copies are checked against what is allocated.
-// The GPU is of compute capability 8.9; FAKE_CUDA_DRIVER in the environment takes it away and is the driver's version.
-// tests/runtime/segmented/fake_cudart.py is its twin.
+// Queued work is executed only when its stream is synchronized, so that reading or overwriting staging memory too early
+// fails a test. Work queued during a capture is recorded and executed, with the same addresses, at every launch of the
+// graph. Memory is NaN until it is written; copies are checked against the allocations. The GPU has compute capability
+// 8.9; FAKE_CUDA_DRIVER in the environment removes it and is the driver's version. The Python counterpart is
+// tests/runtime/segmented/fake_cudart.py.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,6 +14,6 @@
 
 void fake_cuda_enqueue(cudaStream_t stream, std::function<void()> work);
 bool fake_cuda_is_capturing(cudaStream_t stream);
-void fake_cuda_limit(std::size_t bytes);  // of memory there may be, pinned memory included
-std::size_t fake_cuda_graphs();           // that were recorded
-std::size_t fake_cuda_launches();         // of them
+void fake_cuda_limit(std::size_t bytes);  // that may be allocated, pinned memory included
+std::size_t fake_cuda_graphs();           // recorded
+std::size_t fake_cuda_launches();         // of recorded graphs

@@ -1,7 +1,7 @@
-// What `segmented/tensorrt.cpp` calls of TensorRT, on ONNX Runtime's CPU and the stand-in for the CUDA runtime: a
-// library that is opened as libnvinfer. Its engines are files of text: the network, what its profiles take, and what is
-// wrong with it. It refuses what TensorRT would: shapes beyond the profile, a run before everything is set, a recording
-// of a shape that has not run.
+// The functions of TensorRT that `tensorrt/trt_networks.cpp` calls, on ONNX Runtime's CPU and the stand-in for the CUDA
+// runtime: a library that is opened as libnvinfer. Its engines are text files: the network, its profiles' sizes, and a
+// defect to simulate. It refuses what TensorRT refuses: shapes beyond the profile, a run before everything is set, a
+// recording of a shape that has not run.
 #include <cuda_runtime_api.h>
 #include <onnxruntime_cxx_api.h>
 
@@ -27,14 +27,14 @@ struct Description {
 };
 
 struct Plan {
-  std::string network, wrong;
-  std::vector<std::pair<std::int64_t, std::int64_t>> profiles;  // most tokens and rows
+  std::string network, defect;
+  std::vector<std::pair<std::int64_t, std::int64_t>> profiles;  // maximum tokens and sequences
 };
 
 struct FakeConfig final : IRuntimeConfig, StubVRuntimeConfig {
   FakeConfig() { mImpl = this; }
-  void setExecutionContextAllocationStrategy(ExecutionContextAllocationStrategy given) noexcept override {
-    strategy = given;
+  void setExecutionContextAllocationStrategy(ExecutionContextAllocationStrategy new_strategy) noexcept override {
+    strategy = new_strategy;
   }
   ExecutionContextAllocationStrategy strategy = ExecutionContextAllocationStrategy::kSTATIC;
 };
@@ -103,7 +103,7 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, DataType::kHALF},
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, DataType::kINT64},
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, DataType::kBOOL}};
-    return plan_.wrong == "types" ? DataType::kINT8 : types.at(tensors_.at(name).type);
+    return plan_.defect == "types" ? DataType::kINT8 : types.at(tensors_.at(name).type);
   }
   Dims getTensorShape(char const* name) const noexcept override {
     std::vector<std::int64_t> shape = tensors_.at(name).shape;
@@ -112,7 +112,7 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
   }
   char const* getAliasedInputTensor(char const* name) const noexcept override {
     static std::string entry;
-    if (plan_.wrong == "not in place" || std::strncmp(name, "present.", 8) != 0) return nullptr;
+    if (plan_.defect == "not in place" || std::strncmp(name, "present.", 8) != 0) return nullptr;
     entry = std::string("past_key_values.") + (name + 8);
     return entry.c_str();
   }
@@ -210,8 +210,8 @@ class FakeRuntime final : public IRuntime, StubVRuntime {
     Plan plan;
     std::getline(text, magic);
     std::getline(text, plan.network);
-    std::getline(text, plan.wrong);
-    for (std::int64_t most, rows; text >> most >> rows;) plan.profiles.push_back({most, rows});
+    std::getline(text, plan.defect);
+    for (std::int64_t tokens, rows; text >> tokens >> rows;) plan.profiles.push_back({tokens, rows});
     if (magic != "an engine") {
       log_.log(ILogger::Severity::kINFO, "reading");
       log_.log(ILogger::Severity::kERROR, "magic tag\ndoes not match");

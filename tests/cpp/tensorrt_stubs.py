@@ -1,5 +1,5 @@
-"""Classes that implement TensorRT's interfaces with functions that end the process, written from its public headers:
-what `fake_nvinfer.cpp` derives from, so that it need only say what `segmented/tensorrt.cpp` may call."""
+"""Generates classes from TensorRT's public headers that implement its interfaces with functions that end the process.
+`fake_nvinfer.cpp` derives from them and defines only what `tensorrt/trt_networks.cpp` may call."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ def stubs(include: Path) -> str:
         for kind, function, arguments, const, noexcept in FUNCTION.findall(body[1]):
             types = re.sub(r"\s*=\s*[^,]+", "", " ".join(arguments.split()))  # without defaults
             if not function.startswith("~"):
-                made = f"{kind.strip()} {function}({types}) {const} {noexcept} override"
-                lines.append(f"  {' '.join(made.split())} {{ std::abort(); }}")
+                declaration = f"{kind.strip()} {function}({types}) {const} {noexcept} override"
+                lines.append(f"  {' '.join(declaration.split())} {{ std::abort(); }}")
         text += f"struct Stub{name} : {name} {{\n" + "\n".join(lines) + "\n};\n"
     return text

@@ -1,5 +1,5 @@
-"""A list of prompts in the C++ runtime: tokens, exit layers and every count are those of Python's lists, and where
-nobody comes along with others those of one by one."""
+"""Lists of prompts in the C++ runtime: tokens, exit layers and all counts equal those of Python's lists, and those of
+one prompt at a time where no sequence catches up with others."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ import onnx
 import pytest
 from bundles import without
 from cpp_builds import CppBuild
-from cpp_engine import CppEngine, prompts_of, words
+from cpp_engine import CppEngine, facts, prompts_of, words
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest
@@ -27,7 +27,6 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 Both = tuple[Engine, CppEngine]
 LENGTHS = (1, 37, 100, 2, 18, 130)
 NEW_TOKENS = 20
-SECONDS = ("prefill_seconds", "decode_seconds", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +46,15 @@ def prompts(demo_text_ids: list[int]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def mixed(both: Both, demo_text_ids: list[int]) -> list[float]:
-    """Thresholds that about half of what reaches each checkpoint passes, whatever the routers were trained on."""
+    """Thresholds that about half of the scores at each checkpoint exceed."""
     state = both[0].start([NEVER_EXIT] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
 
 
-def facts(made: Generation) -> tuple[list[int], str, dict[str, Any]]:
-    stats = {name: value for name, value in made.stats.as_dict().items() if name not in SECONDS}
-    return made.tokens, made.finish_reason, stats
-
-
-def shown(made: Generation) -> tuple[list[int], str, list[int]]:
-    """What is the same whoever else is in the batch, and who comes along."""
-    return made.tokens, made.finish_reason, made.stats.exit_layer
+def decisions(generation: Generation) -> tuple[list[int], str, list[int]]:
+    """What does not depend on the other sequences of the batch."""
+    return generation.tokens, generation.finish_reason, generation.stats.exit_layer
 
 
 def assert_same(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **options: Any) -> list[Generation]:
@@ -78,8 +72,8 @@ def alone(both: Both, prompts: list[list[int]], count: int = NEW_TOKENS, **optio
 
 @pytest.mark.parametrize("count", [0, 1, 2, 6])
 def test_full_depth(both: Both, prompts: list[list[int]], count: int) -> None:
-    made = both[1].generate_batch(prompts[:count], max_new_tokens=NEW_TOKENS, mode="full")
-    assert [facts(one) for one in made] == [facts(one) for one in alone(both, prompts[:count], mode="full")]
+    batch = both[1].generate_batch(prompts[:count], max_new_tokens=NEW_TOKENS, mode="full")
+    assert [facts(one) for one in batch] == [facts(one) for one in alone(both, prompts[:count], mode="full")]
     if count:
         assert_same(both, prompts[:count], mode="full")
 
@@ -91,12 +85,12 @@ def test_exits(both: Both, prompts: list[list[int]], mixed: list[float], max_pen
     exits = {layers for one in expected for layers in one.stats.exit_layer}
     assert exits > {3, 12}, "some leave early, some later, some never"
     assert [facts(one) for one in assert_same(both, prompts, **options)] == [facts(one) for one in expected]
-    along = {}
+    computed = {}
     for share in (0.0, 0.5, 1.0):
-        made = assert_same(both, prompts, compaction_threshold=share, **options)
-        assert [shown(one) for one in made] == [shown(one) for one in expected]
-        along[share] = sum(one.stats.layer_tokens_run for one in made)
-    assert along[0.0] > along[1.0], "whoever could wait caught up along"
+        batch = assert_same(both, prompts, compaction_threshold=share, **options)
+        assert [decisions(one) for one in batch] == [decisions(one) for one in expected]
+        computed[share] = sum(one.stats.layer_tokens_run for one in batch)
+    assert computed[0.0] > computed[1.0], "sequences with pending tokens caught up too"
 
 
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup": 0}, {"prompt_lookup": 7, "max_pending": 1}])
@@ -104,23 +98,23 @@ def test_exits(both: Both, prompts: list[list[int]], mixed: list[float], max_pen
 def test_lossless(
     both: Both, prompts: list[list[int]], mixed: list[float], share: float | None, options: dict[str, int]
 ) -> None:
-    repeated = [prompt * 2 for prompt in prompts]  # so that lookups come to something
+    repeated = [prompt * 2 for prompt in prompts]  # so that prompt lookup drafts
     options = {"max_pending": 4, "threshold": mixed, "stop_token_ids": [], "mode": "lossless"} | options
-    made = assert_same(both, repeated, compaction_threshold=share, **options)
+    batch = assert_same(both, repeated, compaction_threshold=share, **options)
     full = alone(both, repeated, mode="full", stop_token_ids=[])
-    assert [one.tokens for one in made] == [one.tokens for one in full]
-    accepted, drafted = (sum(getattr(one.stats, name) for one in made) for name in ("accepted", "drafted"))
+    assert [one.tokens for one in batch] == [one.tokens for one in full]
+    accepted, drafted = (sum(getattr(one.stats, name) for one in batch) for name in ("accepted", "drafted"))
     assert 0 < accepted < drafted
     if share == 1.0:
-        assert [facts(one) for one in made] == [facts(one) for one in alone(both, repeated, **options)]
+        assert [facts(one) for one in batch] == [facts(one) for one in alone(both, repeated, **options)]
 
 
 def test_a_cache_that_propagates(propagating: Both, prompts: list[list[int]], mixed: list[float]) -> None:
     for options in ({"mode": "full"}, {"threshold": mixed, "min_layers": 0}, {"threshold": 0.0, "min_layers": 0}):
-        made = assert_same(propagating, prompts, stop_token_ids=[], **options)
+        batch = assert_same(propagating, prompts, stop_token_ids=[], **options)
         expected = alone(propagating, prompts, stop_token_ids=[], **options)
-        assert [facts(one) for one in made] == [facts(one) for one in expected]
-        exits = {layers for one in made for layers in one.stats.exit_layer}
+        assert [facts(one) for one in batch] == [facts(one) for one in expected]
+        exits = {layers for one in batch for layers in one.stats.exit_layer}
         assert len(exits) > (2 if options.get("threshold") == mixed else 0)
     for name, value in (("compaction_threshold", 0.5), ("max_pending", 4)):
         with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache: .* propagates, so that nothing"):
@@ -130,31 +124,31 @@ def test_a_cache_that_propagates(propagating: Both, prompts: list[list[int]], mi
 
 
 @pytest.mark.parametrize("kind", ["exact", "propagate"])
-def test_more_prompts_than_places(
+def test_more_prompts_than_slots(
     both: Both, propagating: Both, prompts: list[list[int]], demo_text_ids: list[int], mixed: list[float], kind: str
 ) -> None:
-    """33 short ones and 6 others, in at most 32 places; stop tokens end some of them early, and buffers grow."""
+    """33 short and 6 longer prompts in at most 32 slots; stop tokens end some early, and buffers grow."""
     engines = both if kind == "exact" else propagating
     many = [demo_text_ids[7 * number : 7 * number + 1 + number % 5] for number in range(33)] + prompts
     options = {"threshold": mixed, "min_layers": 0}
     free = engines[0].generate(many[:3], max_new_tokens=12, stop_token_ids=[], **options)
     stops = [one.tokens[4] for one in free]
-    made = assert_same(engines, many, 12, stop_token_ids=stops, **options)
-    assert {one.finish_reason for one in made} == {"stop", "length"}
-    assert len({len(one.tokens) for one in made}) > 3
+    batch = assert_same(engines, many, 12, stop_token_ids=stops, **options)
+    assert {one.finish_reason for one in batch} == {"stop", "length"}
+    assert len({len(one.tokens) for one in batch}) > 3
     expected = alone(engines, many, 12, stop_token_ids=stops, **options)
-    assert [facts(one) for one in made] == [facts(one) for one in expected]
+    assert [facts(one) for one in batch] == [facts(one) for one in expected]
 
 
 def test_buffers_that_grow(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
     options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
-    made = both[1].generate_batch(prompts[:2], max_new_tokens=150, **options)
-    assert [shown(one) for one in made] == [shown(one) for one in alone(both, prompts[:2], 150, **options)]
+    batch = both[1].generate_batch(prompts[:2], max_new_tokens=150, **options)
+    assert [decisions(one) for one in batch] == [decisions(one) for one in alone(both, prompts[:2], 150, **options)]
 
 
 @pytest.mark.parametrize("mode", ["full", "lossless"])
 def test_the_end_of_the_context(both: Both, demo_text_ids: list[int], mode: str) -> None:
-    """A prompt beside which no other is taken in, and one that goes on when it has ended."""
+    """A prompt so long that no other joins its step, and one that continues after its end."""
     context = both[0].manifest.model.context_length
     assert context is not None
     long = (demo_text_ids * (1 + context // len(demo_text_ids)))[: context - 3]
@@ -166,57 +160,59 @@ def test_the_end_of_the_context(both: Both, demo_text_ids: list[int], mode: str)
 
 @pytest.mark.parametrize("mode", ["exit", "lossless"])
 def test_seeds(both: Both, prompts: list[list[int]], mixed: list[float], mode: str) -> None:
-    """Each sequence draws what it draws alone: C++'s own random numbers, in the order of one by one."""
+    """Each sequence draws the random numbers that it draws alone."""
     options = {"mode": mode, "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
     options |= {"stop_token_ids": []}
     cpp, seeds = both[1], [3, 1, 4, 1, 5, 9]
-    together = cpp.generate_batch(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, **options)
+    batch = cpp.generate_batch(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, **options)
     apart = [
         cpp.generate(ids, max_new_tokens=NEW_TOKENS, seed=seed, **options)
         for ids, seed in zip(prompts, seeds, strict=True)
     ]
-    assert [facts(one) for one in together] == [facts(one) for one in apart]
+    assert [facts(one) for one in batch] == [facts(one) for one in apart]
     one_for_all = cpp.generate_batch(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options)
     assert [facts(one) for one in one_for_all] == [facts(one) for one in alone(both, prompts, seed=7, **options)]
-    assert [one.tokens for one in one_for_all] != [one.tokens for one in together]
-    drawn = [[one.tokens for one in cpp.generate_batch(prompts[1:3], max_new_tokens=NEW_TOKENS, **options)] for _ in range(2)]
+    assert [one.tokens for one in one_for_all] != [one.tokens for one in batch]
+    drawn = [
+        [one.tokens for one in cpp.generate_batch(prompts[1:3], max_new_tokens=NEW_TOKENS, **options)] for _ in range(2)
+    ]
     assert drawn[0] != drawn[1]
 
 
-def test_tokens_are_handed_out_as_they_are_made(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
+def test_tokens_are_streamed(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
     options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
-    given = [*prompts_of(prompts[:4]), *words(max_new_tokens=12, **options)]
+    arguments = [*prompts_of(prompts[:4]), *words(max_new_tokens=12, **options)]
     expected = alone(both, prompts[:4], 12, **options)
-    answer = both[1].call("stream_batch", "2", "5", *given)
-    made = [both[1].generation(one) for one in answer["made"]]
-    assert answer["taken"] == [one.tokens for one in made]
-    for number, (one, other) in enumerate(zip(made, expected, strict=True)):
-        wanted = 5 if number == 2 else 12
-        assert one.tokens == other.tokens[:wanted]
+    answer = both[1].call("stream_batch", "2", "5", *arguments)
+    batch = [both[1].generation(one) for one in answer["generations"]]
+    assert answer["taken"] == [one.tokens for one in batch]
+    for number, (one, other) in enumerate(zip(batch, expected, strict=True)):
+        count = 5 if number == 2 else 12
+        assert one.tokens == other.tokens[:count]
         assert one.finish_reason == ("cancelled" if number == 2 else "length")
     with pytest.raises(RuntimeError, match="the callback's own"):
-        both[1].call("stream_batch", "1", "-1", *given)
+        both[1].call("stream_batch", "1", "-1", *arguments)
     assert_same(both, prompts[:4], 4, **options)
 
 
-def test_lists_in_threads_do_not_touch_each_other(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
-    """Lists of several lengths, one of them beside no other."""
+def test_lists_in_threads_are_independent(both: Both, prompts: list[list[int]], mixed: list[float]) -> None:
+    """Lists of several lengths at once."""
     options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
-    given = [*prompts_of(prompts[:5]), *words(max_new_tokens=12, **options)]
+    arguments = [*prompts_of(prompts[:5]), *words(max_new_tokens=12, **options)]
     expected = [facts(one) for one in alone(both, prompts[:5], 12, **options)]
-    for lacking, answer in enumerate(both[1].call("batches_at_once", "4", *given)):
-        assert [facts(both[1].generation(one)) for one in answer] == expected[: len(expected) - lacking]
+    for omitted, answer in enumerate(both[1].call("batches_at_once", "4", *arguments)):
+        assert [facts(both[1].generation(one)) for one in answer] == expected[: len(expected) - omitted]
 
 
-def test_networks_are_opened_anew_while_others_run(
+def test_networks_are_opened_again_while_others_run(
     demo_bundle: Path, open_cpp: Callable[..., CppEngine], both: Both, prompts: list[list[int]]
 ) -> None:
-    """Threads that ask for 4 places and for 8 at once, of an engine that has none open."""
+    """Threads that need 4 and 8 slots at once, of an engine that has no batch networks open."""
     cpp = open_cpp(demo_bundle)
-    given = [*prompts_of(prompts[:6]), *words(max_new_tokens=6, mode="full", stop_token_ids=[])]
+    arguments = [*prompts_of(prompts[:6]), *words(max_new_tokens=6, mode="full", stop_token_ids=[])]
     expected = [facts(one) for one in alone(both, prompts, 6, mode="full", stop_token_ids=[])]
-    for lacking, answer in enumerate(cpp.call("batches_at_once", "5", *given)):
-        assert [facts(cpp.generation(one)) for one in answer] == expected[: 6 - lacking]
+    for omitted, answer in enumerate(cpp.call("batches_at_once", "5", *arguments)):
+        assert [facts(cpp.generation(one)) for one in answer] == expected[: 6 - omitted]
 
 
 REFUSED: list[tuple[list[list[int]], dict[str, Any], str]] = [
@@ -254,7 +250,7 @@ def test_lists_are_refused(both: Both, ids: list[list[int]], options: dict[str, 
         both[1].generate_batch(ids, **options)
 
 
-def test_what_is_for_lists_is_refused_for_one(both: Both) -> None:
+def test_options_of_lists_are_refused_for_one_prompt(both: Both) -> None:
     for options, sentence in (
         ({"compaction_threshold": 0.5}, "compaction_threshold is for a list of prompts: one prompt has nothing to be"),
         ({"temperature": 1.0, "seed": [1, 2]}, r"seed must be a whole number, 0 or more, not \[1, 2\]"),
@@ -264,9 +260,7 @@ def test_what_is_for_lists_is_refused_for_one(both: Both) -> None:
                 engine.generate([1, 2], **options)
 
 
-def test_networks_that_are_missing_or_others(
-    demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]
-) -> None:
+def test_missing_or_different_networks(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
     old = open_cpp(without(demo_bundle, tmp_path / "old", "batch/"))
     assert old.max_batch_size == 1
     assert len(old.generate([5], max_new_tokens=2).tokens) == 2
@@ -285,16 +279,16 @@ def test_networks_that_are_missing_or_others(
         mixed.generate_batch([[5], [6]], max_new_tokens=2)
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*slots_08_segment_02\.onnx': "):
         mixed.generate_batch([[5]] * 5, max_new_tokens=2)
-    assert len(mixed.generate_batch([[5]] * 9, max_new_tokens=2)) == 9  # as many places as another set of networks has
-    assert len(mixed.generate_batch([[5]] * 5, max_new_tokens=2)) == 5  # which serves smaller batches from then on
+    assert len(mixed.generate_batch([[5]] * 9, max_new_tokens=2)) == 9  # uses the next larger networks
+    assert len(mixed.generate_batch([[5]] * 5, max_new_tokens=2)) == 5  # they serve smaller batches from then on
 
 
 def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
-    """Lists that fail at their first token, one after the other."""
+    """Several lists fail at their first token."""
     folder = without(demo_bundle, tmp_path / "broken", "batch/slots_08_")
     head = onnx.load(folder / names.batch_file(names.HEAD), load_external_data=False)
-    places = [{entry.key: entry.value for entry in one.external_data} for one in head.graph.initializer]
-    largest = max((place for place in places if place), key=lambda place: int(place["length"]))
+    tensors = [{entry.key: entry.value for entry in one.external_data} for one in head.graph.initializer]
+    largest = max((entry for entry in tensors if entry), key=lambda entry: int(entry["length"]))
     with (folder / largest["location"]).open("r+b") as weights:
         weights.seek(int(largest["offset"]))
         weights.write(np.full(100, np.nan, np.float32).tobytes())
@@ -308,8 +302,14 @@ def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp:
 def test_the_example_program(cpp: CppBuild, demo_bundle: Path, both: Both, demo_text_ids: list[int], tmp_path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("\n".join(map(str, demo_text_ids[:30])))
-    given = ["--ids", "5,17,3", "--ids-file", file, *words(max_new_tokens=8, threads=1, seed=[1, 2], temperature=0.7)]
-    done = subprocess.run([cpp.program, demo_bundle, *given], capture_output=True, text=True, check=True)
+    arguments = [
+        "--ids",
+        "5,17,3",
+        "--ids-file",
+        file,
+        *words(max_new_tokens=8, threads=1, seed=[1, 2], temperature=0.7),
+    ]
+    done = subprocess.run([cpp.program, demo_bundle, *arguments], capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)
     options = {"seed": [1, 2], "temperature": 0.7}
     expected = both[1].generate_batch([[5, 17, 3], demo_text_ids[:30]], max_new_tokens=8, **options)

@@ -1,4 +1,4 @@
-"""Which engine runs a bundle in C++: had or refused with Python's sentence, never another than the one asked for."""
+"""Providers in C++: the one that is named runs the bundle or is refused with Python's sentence."""
 
 import hashlib
 import os
@@ -45,7 +45,7 @@ def built(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(built: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A bundle whose manifest says else of its engines."""
+    """A bundle with changed fields of its engines."""
 
     def change(**changes: Any) -> Path:
         bundle = tmp_path / "changed"
@@ -74,7 +74,7 @@ def refused(cpp: CppBuild, bundle: Path, kind: type[Exception], sentence: str, *
             "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt`",
         ),
         ({"provider": "tensorrt-rtx"}, "holds no TensorRT engines: .* --target tensorrt-rtx`, or use provider 'cpu'"),
-        ({"plugins": "a.so"}, "no engine of bundle .* holds plugins: leave plugins away"),
+        ({"plugins": "a.so"}, "no engine of bundle .* holds plugins: omit plugins"),
         ({"provider": "tensorrt", "threads": 2}, "threads are for the CPU, and provider 'tensorrt' runs on the GPU"),
     ],
 )
@@ -210,8 +210,10 @@ def test_a_run_takes_the_narrowest_profile_and_none_beyond_the_widest(driver, bu
 def test_networks_unlike_their_manifest_are_refused(cpp, changed, tiny_bundle: Path) -> None:
     bundle = changed()
     edit(bundle, "networks", "exit_size", value=64)
-    says = r"segment_00.onnx': output exit_states is float32 \['rows', 1, 128\], but its manifest calls for float32 \["
-    refused(cpp, bundle, BundleError, says, networks="host")
+    sentence = (
+        r"segment_00.onnx': output exit_states is float32 \['rows', 1, 128\], but its manifest calls for float32 \["
+    )
+    refused(cpp, bundle, BundleError, sentence, networks="host")
     edit(bundle, "networks", "weights", value="bf16")
     refused(cpp, bundle, ProviderError, "are bfloat16, which ONNX Runtime does not run on the CPU", networks="host")
     refused(cpp, tiny_bundle, ProviderError, "holds no segment networks: export it with --target", networks="host")

@@ -32,13 +32,13 @@ def test_the_two_runtimes_agree(tool, cpp: CppBuild, tiny_bundle: Path, monkeypa
 
 def test_another_token_or_count_is_told(tool, cpp: CppBuild, tiny_bundle: Path, monkeypatch, capsys, tmp_path) -> None:
     program = tmp_path / "program"
-    made = subprocess.run(
+    done = subprocess.run(
         [cpp.program, tiny_bundle, "--ids", "1", "--max-new-tokens", "6", "--ignore-eos"],
         capture_output=True,
         text=True,
         check=True,
     )
-    answer = json.loads(made.stdout) | {"tokens": [1] * 6}
+    answer = json.loads(done.stdout) | {"tokens": [1] * 6}
     program.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
     program.chmod(0o755)
     assert run(tool, monkeypatch, tiny_bundle, program, "--provider", "cpu") == 1

@@ -1,4 +1,4 @@
-"""The C++ runtime on real exported models: tokens, exit layers and statistics are those of the Python runtime."""
+"""The C++ runtime on real exported models: tokens, exit layers and statistics equal the Python runtime's."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpp_builds import CppBuild
-from cpp_engine import CppEngine
+from cpp_engine import CppEngine, facts
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import Generation
@@ -17,7 +17,6 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 Both = tuple[Engine, CppEngine]
-SECONDS = ("prefill_seconds", "decode_seconds", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +26,10 @@ def both(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> Both:
 
 @pytest.fixture(scope="module")
 def mixed(both: Both, demo_text_ids: list[int]) -> list[float]:
-    """Thresholds that about half of what reaches each checkpoint passes, whatever the routers were trained on."""
+    """Thresholds that about half of the scores at each checkpoint exceed."""
     state = both[0].start([NEVER_EXIT] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[:100]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
-
-
-def facts(made: Generation) -> tuple[list[int], str, dict[str, Any]]:
-    stats = {name: value for name, value in made.stats.as_dict().items() if name not in SECONDS}
-    return made.tokens, made.finish_reason, stats
 
 
 def assert_same(both: Both, ids: list[int], count: int, **options: Any) -> Generation:
@@ -47,37 +41,37 @@ def assert_same(both: Both, ids: list[int], count: int, **options: Any) -> Gener
 
 @pytest.mark.parametrize("length", [1, 2, 40, 600])
 def test_full_depth(both: Both, demo_text_ids: list[int], length: int) -> None:
-    made = assert_same(both, demo_text_ids[-length:], 24, mode="full", stop_token_ids=[])
-    assert set(made.stats.exit_layer) == {12}
+    generation = assert_same(both, demo_text_ids[-length:], 24, mode="full", stop_token_ids=[])
+    assert set(generation.stats.exit_layer) == {12}
 
 
 @pytest.mark.parametrize("max_pending", [0, 1, 4, 16])
 @pytest.mark.parametrize("length", [1, 30, 150])
 def test_exits(both: Both, demo_text_ids: list[int], mixed: list[float], length: int, max_pending: int) -> None:
     options = {"threshold": mixed, "min_layers": 0, "max_pending": max_pending, "stop_token_ids": []}
-    made = assert_same(both, demo_text_ids[500 : 500 + length], 60, **options)
-    assert len(set(made.stats.exit_layer)) > 1 + (length > 1)  # or the case says little
+    generation = assert_same(both, demo_text_ids[500 : 500 + length], 60, **options)
+    assert len(set(generation.stats.exit_layer)) > 1 + (length > 1)  # or the case proves little
     if max_pending == 16:
-        assert made.stats.layers_skipped_per_token > 0
+        assert generation.stats.layers_skipped_per_token > 0
 
 
 def test_the_bundles_own_defaults_are_used(both: Both, demo_text_ids: list[int]) -> None:
     manifest = both[0].manifest
-    own = both[1].call("thresholds")
-    np.testing.assert_allclose(own, manifest.thresholds, rtol=1e-6)
+    defaults = both[1].call("thresholds")
+    np.testing.assert_allclose(defaults, manifest.thresholds, rtol=1e-6)
     assert both[1].call("thresholds", "--min-layers", "4", "--threshold", "0.25") == [NEVER_EXIT, 0.25, 0.25]
     assert both[1].call("thresholds", "--mode", "full") == [NEVER_EXIT] * 3
-    assert_same(both, demo_text_ids[200:230], 40)  # stops where the model does
+    assert_same(both, demo_text_ids[200:230], 40)  # with the model's stop tokens
 
 
 @pytest.mark.parametrize("min_layers", [4, 7, 99])
 def test_min_layers(both: Both, demo_text_ids: list[int], min_layers: int) -> None:
-    made = assert_same(both, demo_text_ids[:20], 20, threshold=0.05, min_layers=min_layers, stop_token_ids=[])
-    assert min(made.stats.exit_layer) >= min(min_layers, 12)
+    generation = assert_same(both, demo_text_ids[:20], 20, threshold=0.05, min_layers=min_layers, stop_token_ids=[])
+    assert min(generation.stats.exit_layer) >= min(min_layers, 12)
 
 
 def test_buffers_grow_again_and_again(both: Both, demo_text_ids: list[int], mixed: list[float]) -> None:
-    """Three sizes, with tokens waiting and segments of different lengths while K/V move."""
+    """Three sizes, with pending tokens and segments of different lengths while K/V move."""
     python, cpp = both[0].start(mixed, 5, room=2), both[1].start(mixed, 5, room=2)
     sizes = set()
     for start, stop in [(0, 3), *((t, t + 1) for t in range(3, 20)), (20, 33), *((t, t + 1) for t in range(33, 45))]:
@@ -90,11 +84,11 @@ def test_buffers_grow_again_and_again(both: Both, demo_text_ids: list[int], mixe
     assert len(sizes) >= 4
 
 
-def test_sequences_in_threads_do_not_touch_each_other(both: Both, demo_text_ids: list[int], mixed: list[float]) -> None:
+def test_sequences_in_threads_are_independent(both: Both, demo_text_ids: list[int], mixed: list[float]) -> None:
     ids, options = demo_text_ids[300:340], {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
     answers = both[1].call("at_once", "4", *both[1].request(ids, 30, **options))
-    for lacking, answer in enumerate(answers):
-        alone = both[0].generate(ids[: len(ids) - lacking], max_new_tokens=30, **options)
+    for omitted, answer in enumerate(answers):
+        alone = both[0].generate(ids[: len(ids) - omitted], max_new_tokens=30, **options)
         assert facts(both[1].generation(answer)) == facts(alone)
 
 
@@ -104,10 +98,10 @@ def test_sequences_in_threads_do_not_touch_each_other(both: Both, demo_text_ids:
     ids=["default", "exits", "lookup", "lookup alone"],
 )
 def test_lossless(both: Both, demo_text_ids: list[int], mixed: list[float], options: dict[str, int]) -> None:
-    ids = demo_text_ids[100:140] * 2  # repeats itself, so that lookups come to something
-    made = assert_same(both, ids, 40, mode="lossless", threshold=mixed, stop_token_ids=[], **options)
-    assert made.tokens == both[1].generate(ids, max_new_tokens=40, mode="full", stop_token_ids=[]).tokens
-    assert made.stats.drafted > made.stats.accepted > 0
+    ids = demo_text_ids[100:140] * 2  # repeats itself, so that prompt lookup drafts
+    generation = assert_same(both, ids, 40, mode="lossless", threshold=mixed, stop_token_ids=[], **options)
+    assert generation.tokens == both[1].generate(ids, max_new_tokens=40, mode="full", stop_token_ids=[]).tokens
+    assert generation.stats.drafted > generation.stats.accepted > 0
 
 
 def test_a_cache_that_propagates(
@@ -115,8 +109,8 @@ def test_a_cache_that_propagates(
 ) -> None:
     both = load(propagating_bundle, threads=1), open_cpp(propagating_bundle)
     for length in (1, 30):
-        made = assert_same(both, demo_text_ids[:length], 30, threshold=mixed, min_layers=0, stop_token_ids=[])
-        assert len(set(made.stats.exit_layer)) > 2
+        generation = assert_same(both, demo_text_ids[:length], 30, threshold=mixed, min_layers=0, stop_token_ids=[])
+        assert len(set(generation.stats.exit_layer)) > 2
     with pytest.raises(Exception, match="propagates: export it with kv_cache_strategy exact"):
         both[1].generate([1], mode="lossless")
     for engine in both:

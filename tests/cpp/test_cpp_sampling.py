@@ -1,4 +1,4 @@
-"""What is drawn in C++ is distributed as the Python sampler's probabilities say; the numbers themselves are its own."""
+"""C++ samples with the Python sampler's probabilities; the random numbers differ."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def shares(engine: Any, count: int = 1, **options: Any) -> np.ndarray:
-    """How often each token was the second of `count` (of one, the first), with seeds 0, 1, ..."""
+    """The share of each token as the second of `count` (of one: the first), over the seeds 0, 1, ..."""
     times = engine.call("draw", str(DRAWS), *engine.request(PROMPT, count, stop_token_ids=[], **options))
-    found = np.zeros(48)
-    found[[int(token) for token in times]] = list(times.values())
-    return found / DRAWS
+    drawn = np.zeros(48)
+    drawn[[int(token) for token in times]] = list(times.values())
+    return drawn / DRAWS
 
 
-def assert_like(found: np.ndarray, expected: np.ndarray) -> None:
-    """No token that cannot be drawn, and no share further off than five standard deviations."""
-    assert (found[expected == 0] == 0).all()
-    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / DRAWS) + 1e-12).all()
+def assert_like(drawn: np.ndarray, expected: np.ndarray) -> None:
+    """No token of probability 0, and every share within five standard deviations."""
+    assert (drawn[expected == 0] == 0).all()
+    assert (np.abs(drawn - expected) <= 5 * np.sqrt(expected * (1 - expected) / DRAWS) + 1e-12).all()
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ def test_draws_follow_the_distribution(tiny_engines: dict[str, Any], options: di
 
 
 def test_lossless_draws_as_full_depth_does(tiny_engines: dict[str, Any]) -> None:
-    """The second token of three is drafted at an early exit; once verified, its distribution does not show that."""
+    """The second token of three is drafted at an early exit; verification restores full depth's distribution."""
     options = {"temperature": 1.0, "top_k": 3}
     full = shares(tiny_engines["cpp"], 3, mode="full", **options)
     lossless = shares(tiny_engines["cpp"], 3, mode="lossless", threshold=0.1, **options)
     drafts = shares(tiny_engines["cpp"], 3, mode="exit", threshold=0.1, min_layers=0, **options)
-    assert np.abs(drafts - full).sum() > 0.5  # or the test says nothing
+    assert np.abs(drafts - full).sum() > 0.5  # or the test proves nothing
     assert (np.abs(lossless - full) <= 5 * np.sqrt((full + lossless + 1e-3) / DRAWS)).all()
 
 
 def test_seeds(tiny_engines: dict[str, Any]) -> None:
     cpp, options = tiny_engines["cpp"], {"temperature": 2.0, "stop_token_ids": []}
-    made = [cpp.generate(PROMPT, max_new_tokens=20, seed=seed, **options).tokens for seed in (1, 1, 2)]
-    assert made[0] == made[1] != made[2]
+    drawn = [cpp.generate(PROMPT, max_new_tokens=20, seed=seed, **options).tokens for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
     assert (
         cpp.generate(PROMPT, max_new_tokens=20, **options).tokens
         != cpp.generate(PROMPT, max_new_tokens=20, **options).tokens

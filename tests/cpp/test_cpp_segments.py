@@ -1,5 +1,5 @@
-"""The C++ runtime on segment networks: state machine and memory against the branched graph and Python, on the host and
-on a stand-in for the CUDA runtime that works late, replays what was recorded and has memory that is NaN."""
+"""The C++ runtime on segment networks: steps and buffers against the branched graph and Python, on the host and on a
+stand-in for the CUDA runtime that executes late, replays recordings and fills memory with NaN."""
 
 import shutil
 from collections.abc import Callable
@@ -11,8 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from cpp_builds import cuda_headers
-from cpp_engine import CppEngine
-from test_cpp_same_tokens import facts
+from cpp_engine import CppEngine, facts
 
 from tide_export import names
 from tide_export.bundle.store import open_bundle, write_manifest
@@ -36,7 +35,7 @@ def segmented(request: pytest.FixtureRequest, demo_bundle: Path, open_cpp: Calla
 
 @pytest.fixture(scope="module")
 def mixed(python: Engine, demo_text_ids: list[int]) -> list[float]:
-    """Medians of the scores on the text, so that every checkpoint takes part."""
+    """Medians of the scores on the text, so that tokens exit at every checkpoint."""
     state = python.start([NEVER_EXIT] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[:100]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
@@ -48,9 +47,9 @@ def graphs(engine: CppEngine) -> np.ndarray:
 
 
 def assert_same(python: Engine, cpp: CppEngine, ids: list[int], count: int, **options: Any) -> Generation:
-    made = cpp.generate(ids, max_new_tokens=count, stop_token_ids=[], **options)
-    assert facts(made) == facts(python.generate(ids, max_new_tokens=count, stop_token_ids=[], **options))
-    return made
+    generation = cpp.generate(ids, max_new_tokens=count, stop_token_ids=[], **options)
+    assert facts(generation) == facts(python.generate(ids, max_new_tokens=count, stop_token_ids=[], **options))
+    return generation
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 200])
@@ -67,9 +66,9 @@ def test_exits(python, segmented, demo_text_ids, mixed, length: int, max_pending
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup": 0, "max_pending": 2}, {"max_pending": 0}])
 def test_lossless(python, segmented, demo_text_ids, mixed, options: dict[str, int]) -> None:
     ids = demo_text_ids[100:140] * 2  # repeats itself, so that lookups come to something
-    made = assert_same(python, segmented, ids, 32, mode="lossless", threshold=mixed, **options)
-    assert made.tokens == segmented.generate(ids, max_new_tokens=32, mode="full", stop_token_ids=[]).tokens
-    assert made.stats.drafted > made.stats.accepted > 0
+    generation = assert_same(python, segmented, ids, 32, mode="lossless", threshold=mixed, **options)
+    assert generation.tokens == segmented.generate(ids, max_new_tokens=32, mode="full", stop_token_ids=[]).tokens
+    assert generation.stats.drafted > generation.stats.accepted > 0
 
 
 @pytest.mark.parametrize("max_pending", [1, 4, 16])
@@ -129,7 +128,7 @@ def test_the_whole_context_and_no_token_more(python, segmented, demo_text_ids, m
 def test_a_lane_is_used_again_and_by_one_sequence_at_a_time(python, segmented, demo_text_ids, mixed) -> None:
     ids, options = demo_text_ids[300:330], {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
     segmented.start([0.0] * 3, 1000).step(demo_text_ids[100:160])  # leaves its K/V, and its states waiting, in a lane
-    expected = [facts(python.generate(ids[: len(ids) - lacking], max_new_tokens=16, **options)) for lacking in range(4)]
+    expected = [facts(python.generate(ids[: len(ids) - omitted], max_new_tokens=16, **options)) for omitted in range(4)]
     for _ in range(2):
         answers = segmented.call("at_once", "4", *segmented.request(ids, 16, **options))
         assert [facts(segmented.generation(answer)) for answer in answers] == expected

@@ -1,4 +1,4 @@
-"""Step by step, both runtimes against the hand-made model in plain numpy; and what `stream` hands out."""
+"""Both runtimes step by step against the hand-made model in plain NumPy, and `stream`."""
 
 from typing import Any
 
@@ -49,11 +49,11 @@ def test_every_step_equals_the_plain_model(
 
 
 def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: Any) -> None:
-    """A random walk of steps and rewinds, always about the sequence as it then is."""
+    """A random walk of steps and rewinds, compared with the sequence at each step."""
     random, thresholds = np.random.default_rng(5), [0.4, 0.5]
     full = [NEVER_EXIT, NEVER_EXIT]
     state, ids = tiny_engine.start(thresholds, 1000, room=0), list[int]()
-    verified = kept_several = 0
+    verified = several_rows = 0
     for _ in range(60):
         if ids and random.random() < 0.3:
             length = int(random.integers(max(len(ids) - 6, 0), len(ids) + 1))
@@ -66,9 +66,9 @@ def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: A
         )
         ids += new
         result = state.step(new, keep, verify)
-        if result.segments_run == 3:  # all that is kept has full depth
+        if result.segments_run == 3:  # all rows have full depth
             expected = tiny.reference(ids, full)[0]
-            kept_several += len(result.position_logits) > 1
+            several_rows += len(result.position_logits) > 1
             if verify:
                 verified += 1
                 np.testing.assert_allclose(result.position_logits, expected[-len(result.position_logits) :], atol=2e-5)
@@ -78,10 +78,10 @@ def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: A
             np.testing.assert_allclose(result.logits, logits[-1], atol=2e-5)
         assert state.length == len(ids)
     assert verified > 5
-    assert kept_several > 3
+    assert several_rows > 3
 
 
-def test_other_thresholds_from_the_next_step_on(tiny: TinyModel, tiny_engine: Any) -> None:
+def test_set_thresholds_counts_from_the_next_step(tiny: TinyModel, tiny_engine: Any) -> None:
     ids = random_ids(12, seed=8)
     state = tiny_engine.start([0.0, 0.0], 100)
     assert state.step(ids[:6]).exit_layer == 2
@@ -94,7 +94,7 @@ def test_other_thresholds_from_the_next_step_on(tiny: TinyModel, tiny_engine: An
 
 
 @pytest.mark.parametrize("broken", ["none", "outside", "too many"])
-def test_a_step_that_fails_leaves_the_sequence_as_it_was(tiny: TinyModel, tiny_engines: Any, broken: str) -> None:
+def test_a_failed_step_leaves_the_sequence_unchanged(tiny: TinyModel, tiny_engines: Any, broken: str) -> None:
     state, ids = tiny_engines["cpp"].start([0.5, 0.5], 4), random_ids(20, seed=2)
     state.step(ids[:9])
     before = (state.lengths, state.pending, state.capacity)
@@ -112,7 +112,7 @@ def test_a_step_that_fails_leaves_the_sequence_as_it_was(tiny: TinyModel, tiny_e
     np.testing.assert_allclose(result.logits, logits[-1], atol=2e-5)
 
 
-def test_memory_that_cannot_be_had(tiny: TinyModel, open_cpp: Any, tmp_path: Any) -> None:
+def test_not_enough_memory(tiny: TinyModel, open_cpp: Any, tmp_path: Any) -> None:
     engine = open_cpp(TinyModel(context=None).write(tmp_path / "endless"))
     state = engine.start([0.5, 0.5], 4, room=2**58)
     for _ in range(2):
@@ -122,10 +122,10 @@ def test_memory_that_cannot_be_had(tiny: TinyModel, open_cpp: Any, tmp_path: Any
     assert engine.start([0.5, 0.5], 4).step([1, 2]).exit_layer == tiny.reference([1, 2], [0.5, 0.5])[1][-1]
 
 
-def test_a_sequence_outlives_its_engine_and_gives_way_to_another_s(cpp: CppBuild, tiny: TinyModel, tmp_path) -> None:
+def test_a_sequence_outlives_its_engine_and_is_replaced_by_another_s(cpp: CppBuild, tiny: TinyModel, tmp_path) -> None:
     engine = CppEngine(cpp.driver, tiny.write(tmp_path / "one"))
     state = engine.start([0.5, 0.5], 4)
-    for number in range(2):  # the second takes the place of the first's, whose engine is gone
+    for number in range(2):  # the second replaces the first's, whose engine no longer exists
         state.step([1, 2, 3])
         engine.call("load", str(tiny.write(tmp_path / f"other{number}", max_pending=2)))
         logits, exit_layers, _ = tiny.reference([1, 2, 3, 4], [0.5, 0.5])
@@ -143,22 +143,22 @@ def test_a_callback_ends_the_stream(tiny_engines: Any) -> None:
         request = cpp.request(ids, 30, mode=mode, stop_token_ids=[])
         whole = cpp.generation(cpp.call("generate", *request))
         answer = cpp.call("stream", "7", *request)
-        made = cpp.generation(answer["made"])
-        assert answer["taken"] == made.tokens == whole.tokens[:7]
-        assert made.finish_reason == "cancelled"
-        assert made.stats.exit_layer == whole.stats.exit_layer[:7]
+        generation = cpp.generation(answer["generation"])
+        assert answer["taken"] == generation.tokens == whole.tokens[:7]
+        assert generation.finish_reason == "cancelled"
+        assert generation.stats.exit_layer == whole.stats.exit_layer[:7]
     with pytest.raises(RuntimeError, match="the callback's own"):
         cpp.call("stream", "-1", *cpp.request(ids, 30))
     assert cpp.generation(cpp.call("generate", *request)).tokens == whole.tokens
 
 
 @pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
-def test_why_a_generation_ends(tiny_engines: Any, mode: str) -> None:
+def test_finish_reasons(tiny_engines: Any, mode: str) -> None:
     prompt = random_ids(20, seed=4)
     options: dict[str, Any] = {"mode": mode} if mode == "full" else {"mode": mode, "threshold": 0.5}
     python, cpp = (tiny_engines[name].generate(prompt, max_new_tokens=400, **options) for name in ("python", "cpp"))
     assert (cpp.tokens, cpp.finish_reason) == (python.tokens, "context")
-    assert len(prompt) + len(cpp.tokens) == 257  # the last token needs no place
+    assert len(prompt) + len(cpp.tokens) == 257  # the last token is not run
     stop = cpp.tokens[30]
     stopped = [
         tiny_engines[name].generate(prompt, max_new_tokens=400, stop_token_ids=[stop, 47], **options)
@@ -168,13 +168,13 @@ def test_why_a_generation_ends(tiny_engines: Any, mode: str) -> None:
     assert stopped[1].finish_reason == "stop"
 
 
-def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: TinyModel, tmp_path: Any) -> None:
-    own = Drafting(thresholds=(0.125, 0.25), max_drafts=3, prompt_lookup=0, min_match=2, tuning={})
-    for drafting, drafts in [(None, [0.5, 0.5]), (own, [0.125, 0.25])]:
+def test_defaults_of_the_bundle(open_cpp: Any, tiny: TinyModel, tmp_path: Any) -> None:
+    tuned = Drafting(thresholds=(0.125, 0.25), max_drafts=3, prompt_lookup=0, min_match=2, tuning={})
+    for drafting, drafts in [(None, [0.5, 0.5]), (tuned, [0.125, 0.25])]:
         bundle = tiny.write(tmp_path / f"{drafts[0]}", min_layers=4, drafting=drafting)
         engine = open_cpp(bundle)
         assert engine.call("thresholds") == [NEVER_EXIT, 0.5]
-        assert engine.call("thresholds", "--mode", "lossless") == drafts  # min_layers is for what is not verified
+        assert engine.call("thresholds", "--mode", "lossless") == drafts  # min_layers does not apply to drafts
         both = load(bundle, threads=1), engine
         python, cpp = (one.generate([1, 2, 3], max_new_tokens=40, mode="lossless") for one in both)
         assert (cpp.tokens, cpp.stats.exit_layer, cpp.stats.drafted) == (
@@ -187,8 +187,8 @@ def test_what_the_bundle_says_where_the_request_does_not(open_cpp: Any, tiny: Ti
 def test_a_graph_without_checkpoints(open_cpp: Any, tmp_path: Any) -> None:
     tiny = TinyModel(checkpoints=())
     engine = open_cpp(tiny.write(tmp_path / "plain"))
-    made = engine.generate([1, 2, 3], max_new_tokens=20)
-    assert made.tokens == tiny.reference_greedy([1, 2, 3], [], 20)[0]
+    generation = engine.generate([1, 2, 3], max_new_tokens=20)
+    assert generation.tokens == tiny.reference_greedy([1, 2, 3], [], 20)[0]
     assert engine.start([], 0).step([1, 2, 3]).segments_run == 1
     with pytest.raises(GenerationError, match=r"min_layers is for checkpoints, and bundle .* has none"):
         engine.generate([1], min_layers=2)

@@ -1,5 +1,5 @@
 """The C++ runtime built with TensorRT's public headers, on stand-ins for TensorRT and CUDA: engines are loaded, checked
-and run as on a GPU, which no machine of ours has. Needs TENSORRT_ROOT; without it everything here is skipped."""
+and run as on a GPU. Needs TENSORRT_ROOT; without it all tests here are skipped."""
 
 import os
 import shutil
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpp_builds import CppBuild, TensorrtBuild
-from cpp_engine import CppEngine
-from test_cpp_same_tokens import facts
+from cpp_engine import CppEngine, facts
 
 from tide_export import names
 from tide_export.bundle.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
@@ -38,12 +37,12 @@ def tensorrt(cpp: CppBuild) -> TensorrtBuild:
 @pytest.fixture(scope="module")
 def bundle(tensorrt: TensorrtBuild, demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo bundle with engines that the stand-in for TensorRT reads."""
-    made = tmp_path_factory.mktemp("engines") / "bundle"
-    shutil.copytree(demo_bundle, made)
-    manifest = open_bundle(made, verify=False).manifest
+    bundle = tmp_path_factory.mktemp("engines") / "bundle"
+    shutil.copytree(demo_bundle, bundle)
+    manifest = open_bundle(bundle, verify=False).manifest
     engines = EnginesInfo("tensorrt", tensorrt.version, ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
-    write_engines(made, replace(manifest, engines=engines))
-    return made
+    write_engines(bundle, replace(manifest, engines=engines))
+    return bundle
 
 
 def write_engines(bundle: Path, manifest: Manifest, wrong: str = "", profiles: tuple[Profile, ...] = PROFILES) -> None:
@@ -65,8 +64,8 @@ def copied(bundle: Path, tmp_path: Path) -> Path:
 def opens(tensorrt: TensorrtBuild) -> Callable[..., CppEngine]:
     def opens(bundle: Path, provider: str = "tensorrt", **options: Any) -> CppEngine:
         environment = {"LD_LIBRARY_PATH": str(tensorrt.libraries)}
-        given = {"threads": None, "verify": False, "environment": environment, "provider": provider} | options
-        return CppEngine(tensorrt.driver, bundle, **given)
+        defaults = {"threads": None, "verify": False, "environment": environment, "provider": provider} | options
+        return CppEngine(tensorrt.driver, bundle, **defaults)
 
     return opens
 
@@ -96,8 +95,8 @@ def python(demo_bundle: Path) -> Engine:
 @pytest.mark.parametrize("length", [1, 40, 200])
 def test_engines_give_python_s_tokens(engine: CppEngine, python: Engine, demo_text_ids, length: int, options) -> None:
     ids = demo_text_ids[300 : 300 + length]
-    own, other = (one.generate(ids, max_new_tokens=32, stop_token_ids=[], **options) for one in (engine, python))
-    assert facts(own) == facts(other)
+    cpp, other = (one.generate(ids, max_new_tokens=32, stop_token_ids=[], **options) for one in (engine, python))
+    assert facts(cpp) == facts(other)
 
 
 def test_steps_of_every_profile_are_the_branched_graph_s(engine: CppEngine, python: Engine, demo_text_ids) -> None:
@@ -123,8 +122,8 @@ def test_auto_takes_engines_and_says_so(opens, bundle: Path) -> None:
 def test_many_threads_have_a_lane_each(engine: CppEngine, python: Engine, demo_text_ids) -> None:
     ids = demo_text_ids[100:120]
     answers = engine.call("at_once", "4", *engine.request(ids, 12, threshold=0.6, stop_token_ids=[]))
-    for lacking, answer in enumerate(answers):
-        alone = python.generate(ids[: len(ids) - lacking], max_new_tokens=12, threshold=0.6, stop_token_ids=[])
+    for omitted, answer in enumerate(answers):
+        alone = python.generate(ids[: len(ids) - omitted], max_new_tokens=12, threshold=0.6, stop_token_ids=[])
         assert facts(engine.generation(answer)) == facts(alone)
 
 
@@ -253,8 +252,8 @@ def test_a_machine_without_the_library_is_told_so(tensorrt: TensorrtBuild, bundl
         return subprocess.run(command, capture_output=True, text=True, check=False, env=without)
 
     named, auto = run("--provider", "tensorrt"), run()
-    says = "TensorRT cannot be loaded (libnvinfer.so."
+    sentence = "TensorRT cannot be loaded (libnvinfer.so."
     assert (named.returncode, named.stdout, named.stderr.count("\n")) == (2, "", 1)
-    assert says in named.stderr
+    assert sentence in named.stderr
     assert auto.returncode == 0
-    assert f"with ONNX Runtime on the CPU, not with tensorrt: {says}" in auto.stderr
+    assert f"with ONNX Runtime on the CPU, not with tensorrt: {sentence}" in auto.stderr

@@ -10,8 +10,10 @@ from native_builds import KERNELS_EMULATED, Builds, cuda_headers, need, tensorrt
 
 @pytest.fixture(scope="session")
 def builds(shared: Path) -> Builds:
-    kept = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, for whoever runs the tests often
-    folder = Path(kept) if kept else shared / "native"
+    shared_builds = os.environ.get(
+        "TIDE_NATIVE_BUILDS"
+    )  # a folder that outlives the run, for whoever runs the tests often
+    folder = Path(shared_builds) if shared_builds else shared / "native"
     folder.mkdir(parents=True, exist_ok=True)
     return Builds(folder)
 
