@@ -13,6 +13,7 @@ from tide_export.bundle.manifest import Quantization
 from tide_export.errors import BundleError
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
+from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
@@ -40,7 +41,7 @@ def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, tmp_path:
     bundle = deployed.bundle
     assert bundle.manifest.quantization == CASES[family]
     assert bundle.manifest.weights == f"int{CASES[family].bits}"
-    exact = Engine(bundle, float32_session(bundle, 1))
+    exact = Engine(bundle, BranchedBackend(bundle, float32_session(bundle, 1)))
 
     full = check_full(exact, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
