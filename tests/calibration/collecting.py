@@ -35,7 +35,7 @@ def sample_of(source, folder: Path | None = None):
 
 def arrays(sample) -> dict[str, np.ndarray]:
     raw = {f"raw_{layers}": state.numpy() for layers, state in sample.raw.items()}
-    return raw | {name: getattr(sample, name).numpy() for name in ("next_ids", "documents", "places")}
+    return raw | {name: getattr(sample, name).numpy() for name in ("next_ids", "documents", "locations")}
 
 
 def main() -> None:

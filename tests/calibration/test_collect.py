@@ -35,7 +35,7 @@ def reference(source, sequences):
 def token_numbers(sample, sequences):
     """Which token of the text, counted through, is in each slot."""
     starts = np.cumsum([0, *(len(sequence.ids) for sequence in sequences)])
-    return starts[sample.places[:, 0]] + sample.places[:, 1].numpy()
+    return starts[sample.locations[:, 0]] + sample.locations[:, 1].numpy()
 
 
 @pytest.mark.parametrize("capacity", [10_000, 100])
@@ -57,7 +57,7 @@ def test_every_slot_holds_its_tokens_states(demo, sequences, tmp_path, capacity,
         assert torch.allclose(found, expected[layers][numbers], atol=1e-3)
         assert not torch.allclose(found, expected[layers][numbers - 1], atol=1e-1)
     ids = np.concatenate([s.ids for s in ragged])
-    for slot, (number, position) in enumerate(sample.places.tolist()):
+    for slot, (number, position) in enumerate(sample.locations.tolist()):
         assert sample.documents[slot] == ragged[number].document
         last = position == len(ragged[number].ids) - 1
         assert sample.next_ids[slot] == (-1 if last else ids[numbers[slot] + 1])

@@ -144,7 +144,7 @@ def test_alone_without_a_launcher(variables, monkeypatch):
     alone = Processes.current()
     assert (alone.rank, alone.count, alone.main) == (0, 1, True)
     alone.barrier()
-    assert alone.from_main("folder") == "folder"
+    assert alone.from_main(lambda: "folder") == "folder"
 
 
 def test_processes_on_several_machines_are_refused(monkeypatch):

@@ -130,7 +130,7 @@ def test_a_head_that_is_no_matrix_gets_routers_without_a_shortlist(demo, tokeniz
     with caplog.at_level(logging.WARNING, logger="tide_export"):
         made = calibrate(demo, tokenizer, config()).routers
     assert made.routers[3].shortlist is None
-    assert "is no matrix" in caplog.text
+    assert "is not a matrix" in caplog.text
 
 
 def test_survives_the_file(made, tmp_path):

@@ -6,7 +6,7 @@ import torch
 
 from tide_export.calibration import labels as module
 from tide_export.calibration.collect import Sample
-from tide_export.calibration.labels import agreement, divergence, may_leave, normalize, top1
+from tide_export.calibration.labels import agreement, divergence, may_exit, normalize, top1
 from tide_export.config import TideConfig
 
 CHECKPOINTS = (3, 6, 9)
@@ -25,10 +25,10 @@ def sample(states):
 
 
 def labels_of(demo, sample, layers, **options):
-    """By `may_leave`, for identity exits."""
+    """By `may_exit`, for identity exits."""
     full = top1(demo, normalize(demo, sample.raw[demo.num_layers]))
     exits = normalize(demo, sample.raw[layers])
-    return may_leave(demo, sample, TideConfig.from_options(**options), layers, exits, full)
+    return may_exit(demo, sample, TideConfig.from_options(**options), layers, exits, full)
 
 
 def log_probabilities(demo, raw):
@@ -52,7 +52,7 @@ def test_agreement_is_of_the_exit_and_not_of_the_raw_state(demo, sample):
     """A lens changes what leaves, and with it the label."""
     full = top1(demo, normalize(demo, sample.raw[demo.num_layers]))
     exits = normalize(demo, sample.raw[demo.num_layers])  # a lens that knows the last layer
-    assert may_leave(demo, sample, TideConfig(), 3, exits, full).all()
+    assert may_exit(demo, sample, TideConfig(), 3, exits, full).all()
 
 
 def test_divergence_is_kl_of_the_full_from_the_exits_distribution(demo, sample):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tide_export.calibration.assessment import Costs
-from tide_export.calibration.placement import BRANCH, FOUND, Layerwise, choose_checkpoints, look_layer_by_layer
+from tide_export.calibration.placement import BRANCH_COST, RECALL, LayerStatistics, choose_checkpoints, measure_layers
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 
@@ -23,7 +23,7 @@ def looked(agrees):
     agrees = agrees.copy()
     agrees[:, -1] = True
     nothing = np.zeros(agrees.shape, np.float32)
-    return Layerwise(agrees, nothing, nothing)
+    return LayerStatistics(agrees, nothing, nothing)
 
 
 def costing(router, lens=0.0):
@@ -31,16 +31,16 @@ def costing(router, lens=0.0):
 
 
 def saved_by(agrees, chosen, router):
-    """Layers saved per token, told token by token: a share FOUND leaves at the first checkpoint behind settling."""
+    """Layers saved per token, told token by token: a share RECALL leaves at the first checkpoint behind settling."""
     total = 0.0
     for row in agrees:
         here = 1.0
         for layers in chosen:
             total -= here * router
             if here == 1.0 and row[layers - 1 :].all():
-                total += FOUND * (len(row) - layers)
-                here = 1 - FOUND
-    return total / len(agrees) - len(chosen) * BRANCH * agrees.shape[1]
+                total += RECALL * (len(row) - layers)
+                here = 1 - RECALL
+    return total / len(agrees) - len(chosen) * BRANCH_COST * agrees.shape[1]
 
 
 @pytest.mark.parametrize("min_layers", [0, 1, 5])
@@ -100,7 +100,7 @@ def test_each_pays_and_no_other_would(seed):
 
 def test_looking_gives_the_models_own_states_after_every_layer(demo, sequences):
     some = sequences[:3]
-    found = look_layer_by_layer(demo, some, TideConfig())
+    found = measure_layers(demo, some, TideConfig())
     rows = []
     with torch.no_grad():
         for sequence in some:
@@ -140,4 +140,4 @@ def test_no_more_tokens_are_looked_at_than_needed(demo, sequences, monkeypatch):
     from tide_export.calibration import placement
 
     monkeypatch.setattr(placement, "TOKENS", 50)
-    assert len(look_layer_by_layer(demo, sequences, TideConfig()).agrees) == 50
+    assert len(measure_layers(demo, sequences, TideConfig()).agrees) == 50

@@ -25,13 +25,13 @@ def test_below_capacity_every_token_is_kept_and_run_once():
     plan = make(sequences)
     assert plan.kept == plan.seen == 34
     expected = [(n, position) for n, sequence in enumerate(sequences) for position in range(len(sequence.ids))]
-    assert [tuple(place) for place in plan.places] == expected
+    assert [tuple(place) for place in plan.locations] == expected
     assert sorted(np.concatenate(plan.batches).tolist()) == [0, 1, 2, 3, 5]
     assert plan.tokens.sum() == 34
 
 
 def test_batches_carry_the_kept_tokens_to_their_slots():
-    """Reading each batch's token at (row, position) into its slot gives the tokens at `places`, all of them once."""
+    """Reading each batch's token at (row, position) into its slot gives the tokens at `locations`, all of them once."""
     sequences = text(*np.random.default_rng(1).integers(1, 40, 300).tolist())
     for capacity in (10_000, 500):
         plan = make(sequences, capacity)
@@ -47,7 +47,7 @@ def test_batches_carry_the_kept_tokens_to_their_slots():
             for row, member in enumerate(plan.batches[number]):
                 length = int(batch.mask[row].sum())
                 assert batch.ids[row, :length].tolist() == sequences[member].ids[:length].tolist()
-        assert found.tolist() == [sequences[n].ids[position] for n, position in plan.places]
+        assert found.tolist() == [sequences[n].ids[position] for n, position in plan.locations]
 
 
 def test_what_follows_and_where_it_is_from():
@@ -56,13 +56,13 @@ def test_what_follows_and_where_it_is_from():
     ids = [sequence.ids.tolist() for sequence in sequences]
     assert plan.next_ids.tolist() == [*ids[0][1:], -1, *ids[1][1:], -1, *ids[2][1:], -1]
     assert plan.documents.tolist() == [0] * 5 + [1] * 4
-    assert plan.next_ids.dtype == plan.documents.dtype == plan.places.dtype == np.int64
+    assert plan.next_ids.dtype == plan.documents.dtype == plan.locations.dtype == np.int64
 
 
 def test_a_sequence_is_run_as_far_as_its_last_kept_token():
     sequences = text(*[100] * 50)
     plan = make(sequences, capacity=20)
-    needed = {n: max(p for m, p in plan.places.tolist() if m == n) + 1 for n in plan.places[:, 0].tolist()}
+    needed = {n: max(p for m, p in plan.locations.tolist() if m == n) + 1 for n in plan.locations[:, 0].tolist()}
     assert sorted(np.concatenate(plan.batches).tolist()) == sorted(needed)
     assert plan.tokens.sum() == sum(needed.values()) < 2000
     assert plan.seen == 5000
@@ -74,7 +74,7 @@ def test_uniform_over_the_text():
     starts = np.cumsum([0, *(len(sequence.ids) for sequence in sequences)])
     counts = np.zeros(10)
     for seed in range(200):
-        places = make(sequences, capacity=50, seed=seed).places
+        places = make(sequences, capacity=50, seed=seed).locations
         assert len({tuple(place) for place in places}) == 50
         counts += np.bincount((starts[places[:, 0]] + places[:, 1]) // 100, minlength=10)
     expected = 200 * 50 / 10

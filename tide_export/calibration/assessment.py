@@ -1,7 +1,7 @@
-"""What every exit would have given for held-out tokens: the measurements that report and tables are made of.
+"""Holds what `calibrate` measured of every exit on held-out tokens, for the report and its tables.
 
-Made by `calibrate` from the test split, after routers and lenses are fitted; read by `report`. Everything here is
-arrays of n tokens; what follows for a choice of thresholds is computed on them without running the model again.
+Most records are arrays over n tokens of the test split; the outcome of any thresholds is computed from them without
+running the model again. NumPy alone.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tide_export.thresholds.pareto import exits
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one choice of thresholds does to held-out tokens.
+    """The effect of one choice of thresholds on held-out tokens.
 
     Attributes:
         thresholds: one per checkpoint.
@@ -24,7 +24,7 @@ class Outcome:
         kl: mean KL divergence of the exit's distribution from the full model's, nats.
         perplexity_change: perplexity of the text under the exits over that under the full model, minus 1; NaN where no
             text follows.
-        exit_shares: share of tokens that leave at each checkpoint; the rest runs all layers, which is no exit.
+        exit_shares: share of tokens that exit at each checkpoint; the rest runs all layers.
     """
 
     thresholds: tuple[float, ...]
@@ -37,18 +37,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """C checkpoints, n tokens of documents that neither fitting nor stopping nor probability calibration has seen.
+    """Measurements at C checkpoints of n tokens of documents that neither fitting, stopping nor scaling used.
 
     Attributes:
         num_layers: layers of the model.
         checkpoints: layers run at each checkpoint, ascending.
         scores: float32 [n, C], every router's score (after probability calibration).
-        labels: bool [n, C], what each router was taught to predict.
-        agrees: bool [n, C], the exit's top-1 is the full model's.
+        labels: bool [n, C], the training labels.
+        agrees: bool [n, C], whether the exit's top-1 is the full model's.
         kl: float32 [n, C], KL(full || exit) in nats.
         nll: float32 [n, C+1], nats of the text's next token at every exit and, last, of the full model; NaN where the
             text ends.
-        documents: int64 [n], the document each token is from.
+        documents: int64 [n], the document of each token.
     """
 
     num_layers: int
@@ -61,28 +61,28 @@ class Evaluation:
     documents: np.ndarray
 
     def outcome(self, thresholds: Sequence[float]) -> Outcome:
-        """What `thresholds` (one per checkpoint) do to these tokens."""
-        left = exits(self.scores, thresholds)
-        rows = np.arange(len(left))
+        """Computes the effect of `thresholds` (one per checkpoint) on these tokens."""
+        taken = exits(self.scores, thresholds)
+        rows = np.arange(len(taken))
 
         def at_exit(columns: np.ndarray, full: float) -> np.ndarray:
-            return np.concatenate([columns, np.full((len(columns), 1), full, columns.dtype)], axis=1)[rows, left]
+            return np.concatenate([columns, np.full((len(columns), 1), full, columns.dtype)], axis=1)[rows, taken]
 
-        change = self.nll[rows, left] - self.nll[:, -1]
+        change = self.nll[rows, taken] - self.nll[:, -1]
         change = change[np.isfinite(change)]
         return Outcome(
             thresholds=tuple(float(t) for t in thresholds),
             agreement=float(at_exit(self.agrees, True).mean()),
-            layers=float(np.array([*self.checkpoints, self.num_layers])[left].mean()),
+            layers=float(np.array([*self.checkpoints, self.num_layers])[taken].mean()),
             kl=float(at_exit(self.kl, 0.0).mean()),
             perplexity_change=float(np.expm1(change.mean())) if len(change) else float("nan"),
-            exit_shares=tuple(float((left == k).mean()) for k in range(len(self.checkpoints))),
+            exit_shares=tuple(float((taken == k).mean()) for k in range(len(self.checkpoints))),
         )
 
 
 @dataclass(frozen=True)
 class Convergence:
-    """How near each layer's state is to the last, on a sample of tokens and without any lens.
+    """Similarity of each layer's state to the last layer's, on a sample of tokens, without lenses.
 
     Attributes:
         layers: layers run, 1 .. num_layers.
@@ -101,13 +101,13 @@ class Convergence:
 
 @dataclass(frozen=True)
 class Example:
-    """A passage of held-out text, for reading: what was predicted at each position and from where.
+    """A passage of held-out text with the prediction at each position and its exit.
 
     Attributes:
         pieces: text of each token.
         predicted: text of the token predicted *after* each token, by the exit's head.
         exit_layers: layers run for each prediction.
-        agrees: whether each prediction is the full model's own.
+        agrees: whether each prediction is the full model's.
     """
 
     pieces: tuple[str, ...]
@@ -118,13 +118,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Costs:
-    """Floating-point operations per token, counting two for a multiplication with an addition.
+    """Floating-point operations per token; a multiplication with an addition counts as two.
 
     Attributes:
-        layer: of one decoder layer (the mean), attention over the cache not counted.
-        head: final norm and head, run once per token whatever it exits at.
-        router: of one router, its norm included; each checkpoint a token reaches costs one.
-        lens: of one lens; 0 with identity exits.
+        layer: mean of one decoder layer, without attention over the cache.
+        head: final norm and head, run once per token at any exit.
+        router: one router with its norm, run at each checkpoint that a token reaches.
+        lens: one lens; 0 with identity exits.
     """
 
     layer: float
@@ -133,18 +133,18 @@ class Costs:
     lens: float
 
     def per_token(self, outcome: Outcome, checkpoints: Sequence[int]) -> float:
-        """Mean cost of a token under `outcome`, routers and lenses it passes included."""
+        """Computes the mean cost of a token under `outcome`, its routers and lenses included."""
         reached = 0.0
-        going_on = 1.0
+        remaining = 1.0
         for share in outcome.exit_shares:
-            reached += going_on
-            going_on -= share
+            reached += remaining
+            remaining -= share
         return self.layer * outcome.layers + self.head + (self.router + self.lens) * reached
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """All that `calibrate` measured on held-out documents, for the report.
+    """All measurements of `calibrate` on held-out documents.
 
     Attributes:
         model: name of the source model.

@@ -1,6 +1,6 @@
-"""Whether a router's score is a probability: what it says against what is so, in bins of equally many tokens.
+"""Measures whether a router's score is a probability, in bins of equally many tokens. NumPy alone.
 
-Used by the report (its reliability diagrams) on held-out tokens. NumPy alone.
+Expected calibration error: Guo et al., https://arxiv.org/abs/1706.04599.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Reliability:
     """Tokens in bins of ascending score.
 
     Attributes:
-        score: mean score in each bin, float64 [bins found].
-        share: share of the bin's tokens that are labelled true, float64 [bins found].
-        count: tokens in each bin, int64 [bins found].
+        score: mean score in each bin, float64 [bins].
+        share: share of the bin's tokens that are labelled true, float64 [bins].
+        count: tokens in each bin, int64 [bins].
     """
 
     score: np.ndarray
@@ -26,20 +26,20 @@ class Reliability:
 
     @property
     def error(self) -> float:
-        """Expected calibration error: how far the bins' scores are from their shares, mean over tokens, in [0, 1]."""
+        """Expected calibration error: mean over tokens of the distance between score and share, in [0, 1]."""
         return float(np.average(np.abs(self.score - self.share), weights=self.count))
 
 
 def reliability(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Reliability:
-    """Bins of equal mass; equal scores are never torn apart, so there may be fewer bins than asked for.
+    """Groups tokens into bins of equal mass; equal scores stay together, so there may be fewer bins than `bins`.
 
     Args:
         scores: float [n], in [0, 1].
         labels: bool [n].
-        bins: how many, at least 1.
+        bins: at least 1.
 
     Raises:
-        ValueError: no tokens, no bins, or two lengths.
+        ValueError: no tokens, no bins, or different lengths.
     """
     if len(scores) == 0 or len(scores) != len(labels) or bins < 1:
         raise ValueError(f"cannot put {len(scores)} scores with {len(labels)} labels into {bins} bins")
@@ -53,5 +53,5 @@ def reliability(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> Rel
 
 
 def expected_calibration_error(scores: np.ndarray, labels: np.ndarray, bins: int = BINS) -> float:
-    """`reliability(scores, labels, bins).error`: 0 where every score is the probability it claims to be."""
+    """Computes the expected calibration error: 0 where every score is the probability of its label."""
     return reliability(scores, labels, bins).error

@@ -1,8 +1,7 @@
-"""Runs the frozen model over sequences and keeps the raw states of a sample of their tokens: third step of `calibrate`.
+"""Runs the model over sequences and keeps the raw states of a sample of their tokens: third step of `calibrate`.
 
-The plan says which tokens, the store holds them, several processes may share the work. Labels, norms and heads are left
-to the caller, who computes them from the states. What is held is tokens kept x layers x width floats, whatever the
-number of tokens read.
+`sampling_plan` chooses the tokens, `state_store` holds their states, and several processes may share the work. Memory
+is tokens kept x layers x width floats, whatever the number of tokens read.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from tide_export.calibration.distributed import Processes
 from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.sampling_plan import Batch, Plan
+from tide_export.calibration.split import Split
 from tide_export.calibration.state_store import FolderStore, Store
 from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
@@ -25,30 +25,54 @@ from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
 from tide_export.progress import stage
 
-CPU_TOKENS = 1024  # a CPU gains nothing from a larger pass, but its attention matrices become allocations of their own
+CPU_TOKENS = 1024  # per forward pass: a larger one is no faster on a CPU, and allocates larger attention matrices
+HELD_OUT_RATIO = 0.25  # tokens kept of the validation and of the test split, each, relative to the training split
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """n tokens kept from a split, each set of n equally likely, in the order of the text.
+    """n tokens drawn uniformly from a split without replacement, in the order of the text.
 
     Attributes:
-        raw: per layer count the residual stream after that many layers, float32 [n, D] on the CPU.
+        raw: layer count -> the residual stream after that many layers, float32 [n, D] on the CPU.
         next_ids: the id that follows each token in its sequence, -1 at the sequence's end; int64 [n].
         documents: the document of each token, int64 [n].
-        places: (number of the sequence in the split, position in it), int64 [n, 2], in ascending order.
-        seen: tokens the n were drawn from.
+        locations: (number of the sequence in the split, position in it), int64 [n, 2], in ascending order.
+        seen: number of tokens in the split.
     """
 
     raw: dict[int, torch.Tensor]
     next_ids: torch.Tensor
     documents: torch.Tensor
-    places: torch.Tensor
+    locations: torch.Tensor
     seen: int
 
     @property
     def kept(self) -> int:
-        return len(self.places)
+        """The number of tokens n."""
+        return len(self.locations)
+
+
+def collect_splits(
+    source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig, cache: Path | None
+) -> dict[str, Sample]:
+    """Samples "train", "validation" and "test", with states at the checkpoints and after the last layer."""
+    layers = [*checkpoints, source.num_layers]
+    train = config.tokens_kept(source.hidden_size, len(layers))
+    held_out = max(1, round(train * HELD_OUT_RATIO))
+    parts = {"train": (split.train, train), "validation": (split.validation, held_out), "test": (split.test, held_out)}
+    return {
+        name: collect(
+            source,
+            sequences,
+            layers,
+            config,
+            capacity,
+            f"running the model on {name} text",
+            None if cache is None else cache / name,
+        )
+        for name, (sequences, capacity) in parts.items()
+    }
 
 
 @torch.no_grad()
@@ -61,12 +85,16 @@ def collect(
     title: str,
     folder: Path | None = None,
 ) -> Sample:
-    """The states of at most `capacity` tokens of `sequences` (one part of a split) after each of `layers` layers.
+    """Keeps the states of at most `capacity` tokens of `sequences` (one part of a split) after each of `layers` layers.
 
-    With a `folder` (made if it is not there; one for each call) they are kept in it: a run that was killed goes on
-    where it was when started again, and a complete one is only read. Processes started by a launcher share the work,
-    and all get the whole sample. The sample does not depend on their number, nor on interruptions, as long as the
-    arithmetic is the same: torch adds up in another order on another device, version or number of threads.
+    Processes started by a launcher share the work, and each returns the whole sample. The sample does not depend on
+    their number, nor on interruptions, if the arithmetic is the same: on another device, version or number of threads
+    torch sums in another order.
+
+    Args:
+        title: of the progress bar.
+        folder: where the states are kept, one for each call, created if necessary. A run that was killed resumes from
+            it, and a complete one is only read. None: in memory.
 
     Raises:
         CalibrationError: no token, a token id the model does not have, NaN or infinity in a kept state; a folder that
@@ -76,25 +104,25 @@ def collect(
     plan = Plan.make(sequences, capacity, config.seed, config.calibration_batch, CPU_TOKENS if on_cpu else None)
     _check_ids(source, sequences)
     processes = Processes.current()
-    first = sequences[int(plan.places[0, 0])].ids
+    first = sequences[int(plan.locations[0, 0])].ids
     with (
         fast_attention(source, first.tolist(), layers) as attention,
         _open_store(source, plan, layers, attention, folder, processes) as store,
     ):
-        own = store.pending()[processes.rank :: processes.count]
+        numbers = store.pending()[processes.rank :: processes.count]
 
         def run(number: int) -> tuple[int, Batch, dict[int, torch.Tensor]]:
             batch = plan.batch(number)
             return number, batch, _run(source, batch, layers)
 
-        with _progress(title, float(plan.tokens[own].sum()), processes) as advance:
-            for number, batch, states in in_parallel(source, run, own):
+        with _progress(title, float(plan.tokens[numbers].sum()), processes) as advance:
+            for number, batch, states in in_parallel(source, run, numbers):
                 _check_finite(source, states)
                 store.put(number, batch.slots, states)
                 advance(float(plan.tokens[number]))
         raw = store.finish()
-    next_ids, documents, places = (torch.from_numpy(part) for part in (plan.next_ids, plan.documents, plan.places))
-    return Sample(raw, next_ids, documents, places, plan.seen)
+    next_ids, documents, locations = map(torch.from_numpy, (plan.next_ids, plan.documents, plan.locations))
+    return Sample(raw, next_ids, documents, locations, plan.seen)
 
 
 def _open_store(
@@ -105,7 +133,7 @@ def _open_store(
     folder: Path | None,
     processes: Processes,
 ) -> Store:
-    """In memory for one process without a folder, else in one."""
+    """Opens a store: in memory for one process without a folder, else in a folder."""
     width, batches = source.hidden_size, len(plan.batches)
     if folder is None and processes.count == 1:
         return Store(layers, plan.kept, width, batches)
@@ -126,17 +154,17 @@ def _open_store(
 
 
 def _run(source: SourceModel, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
-    """The states [k, D] of the batch's kept tokens, float32 on the CPU; the others never leave the model's device."""
+    """Computes the states [k, D] of the batch's kept tokens, float32 on the CPU; no others leave the model's device."""
 
-    def kept(state: torch.Tensor) -> torch.Tensor:
+    def keep(state: torch.Tensor) -> torch.Tensor:
         return state[batch.rows.to(state.device), batch.positions.to(state.device)].float().cpu()
 
-    return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), kept)
+    return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
 
 
 @contextmanager
 def _progress(title: str, total: float, processes: Processes) -> Iterator[Callable[[float], Any]]:
-    """The main process shows its own part of the work, which stands for all."""
+    """Shows the progress of the main process, which represents all."""
     if processes.main:
         with stage(title, total=total) as advance:
             yield advance
@@ -145,9 +173,7 @@ def _progress(title: str, total: float, processes: Processes) -> Iterator[Callab
 
 
 def _check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:
-    embedding = source.model.get_input_embeddings()
-    assert isinstance(embedding.weight, torch.Tensor)
-    known = embedding.weight.shape[0]
+    known = next(source.model.get_input_embeddings().parameters()).shape[0]
     largest = max(int(sequence.ids.max(initial=0)) for sequence in sequences)
     if largest >= known:
         raise CalibrationError(

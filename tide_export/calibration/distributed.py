@@ -1,12 +1,12 @@
-"""Which of several processes this one is, and how they wait for each other: part of `collect`.
+"""Finds this process's rank among those of a launcher and synchronizes them: part of `collect`.
 
-`accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N` start N processes that all do the
-same, on machines without a GPU too (accelerate's `--cpu` starts one, whatever N, unless MPI does it); `collect` deals
-the batches of its plan among them. Only small messages go between them, over gloo on the CPU wherever the model itself
-runs, so processes may share a GPU. Without a launcher a process is alone and nothing of accelerate is imported here.
+`accelerate launch --multi_gpu --num_processes N` or `torchrun --nproc-per-node N` start N equal processes, also without
+a GPU (accelerate's `--cpu` starts one, whatever N, unless MPI does it); `collect` distributes its batches among them.
+They exchange only small messages, over gloo on the CPU, so they may share a GPU. Without a launcher there is one
+process and accelerate is not imported.
 
-If a process dies, the launcher stops the others, and the connection that breaks ends their waiting even without it. If
-one hangs, the others give up after `TIMEOUT`.
+If a process dies, the launcher stops the others; even without it, the broken connection ends their wait. If one hangs,
+the others give up after `TIMEOUT`.
 """
 
 import atexit
@@ -18,20 +18,20 @@ from functools import cache
 
 from tide_export.errors import CalibrationError, one_line
 
-# Work is dealt evenly, so the first to finish waits for the last as long as their speeds differ, not for all the work.
+# Work is distributed evenly, so the wait for the slowest process is only the difference of their speeds.
 TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among `count`; `rank` counts from 0."""
+    """The rank of this process, from 0, and the number of processes."""
 
     rank: int
     count: int
 
     @classmethod
     def current(cls) -> "Processes":
-        """Finds what the launcher said, and joins the other processes on the first call.
+        """Reads the launcher's environment, and joins the other processes on the first call.
 
         Raises:
             CalibrationError: the processes are on several machines, or do not find each other.
@@ -49,7 +49,7 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this process goes on alone after the work that is shared."""
+        """Whether this process continues alone after the shared work."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -63,17 +63,17 @@ class Processes:
 
             _attempt(torch.distributed.barrier, "another process of this calibration ended or hangs")
 
-    def from_main(self, value: str | None) -> str | None:
-        """`value` of the main process, in every process.
+    def from_main(self, compute: Callable[[], str]) -> str:
+        """Calls `compute` in the main process and returns its result in every process.
 
         Raises:
             CalibrationError: as `barrier`.
         """
+        values = [compute() if self.main else ""]
         if self.count == 1:
-            return value
+            return values[0]
         import torch
 
-        values = [value]
         _attempt(
             lambda: torch.distributed.broadcast_object_list(values, src=0),
             "another process of this calibration ended or hangs",

@@ -1,9 +1,11 @@
 """Measures fitted routers and lenses on the test split, which nothing was fitted to: last step of `calibrate`.
 
-Fills the records of `evaluation.py`, from which the report and the tables are made.
+Fills the records of `assessment`, which the report and the tables show.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,13 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from tide_export.calibration.assessment import Costs, Evaluation, Example
 from tide_export.calibration.collect import Sample
-from tide_export.calibration.labels import Target, answers, blocks, normalize, top1
+from tide_export.calibration.fit_router import LabelledStates, assess
+from tide_export.calibration.labels import Target, blocks, normalize, predict, top1
 from tide_export.calibration.parallel import in_parallel
 from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.thresholds.pareto import exits
+
+logger = logging.getLogger("tide_export")
 
 EXAMPLES = 2
 EXAMPLE_TOKENS = 240
@@ -30,7 +35,11 @@ def evaluate(
     config: TideConfig,
     advance: Callable[[float], object] = lambda amount: None,
 ) -> Evaluation:
-    """What every exit of `routers` gives for the tokens of `sample`; `advance` is told the share done since."""
+    """Measures every exit of `routers` on the tokens of `sample`.
+
+    Args:
+        advance: called with the share of the work done since its last call.
+    """
     depth, checkpoints = source.num_layers, routers.checkpoints
     shape = sample.kept, len(checkpoints)
     scores, kl = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -38,23 +47,23 @@ def evaluate(
     nll = np.full((sample.kept, len(checkpoints) + 1), np.nan, np.float32)
 
     def measure(rows: slice) -> slice:
-        """All exits of a block of tokens: the full model's answer is made once for them."""
+        """Measures all exits of a block of tokens, with one computation of the full model's predictions."""
         with torch.no_grad():
             following, known = sample.next_ids[rows].clamp_min(0), sample.next_ids[rows] >= 0
             raw = {layers: sample.raw[layers][rows] for layers in (*checkpoints, depth)}
-            full = answers(source, normalize(source, raw[depth]))
-            target, said = Target(full), full.first()
+            full = predict(source, normalize(source, raw[depth]))
+            target, full_top1 = Target(full), full.top1()
             nll[rows, -1] = torch.where(known, full.nll(following), torch.nan).numpy()
             for k, layers in enumerate(checkpoints):
-                states = exit_states(source, routers, layers, raw[layers])
-                here = answers(source, states)
+                states = normalize(source, raw[layers], routers.lenses.get(layers))
+                here = predict(source, states)
                 scores[rows, k] = routers.routers[layers](states).numpy()
-                agrees[rows, k] = here.agree(said).numpy()
+                agrees[rows, k] = here.agree(full_top1).numpy()
                 kl[rows, k] = target.divergence(here).numpy()
                 nll[rows, k] = torch.where(known, here.nll(following), torch.nan).numpy()
                 if config.label == "cosine":
-                    turned = torch.cosine_similarity(raw[layers], raw[depth], dim=-1)
-                    labels[rows, k] = (turned > config.convergence_threshold).numpy()
+                    cosine = torch.cosine_similarity(raw[layers], raw[depth], dim=-1)
+                    labels[rows, k] = (cosine > config.convergence_threshold).numpy()
         return rows
 
     for done in in_parallel(source, measure, blocks(source, sample.kept)):
@@ -64,11 +73,26 @@ def evaluate(
     return Evaluation(depth, checkpoints, scores, labels, agrees, kl, nll, sample.documents.numpy())
 
 
-@torch.no_grad()
-def exit_states(source: SourceModel, routers: RouterSet, layers: int, raw: torch.Tensor) -> torch.Tensor:
-    """Normalized states [n, D'] of exits after `layers` layers, float32 on the CPU."""
-    parts = [routers.exit_state(source, layers, part.to(source.device)) for part in raw.split(8192)]
-    return torch.cat([part.float().cpu() for part in parts])
+def report_checkpoints(
+    source: SourceModel,
+    routers: RouterSet,
+    test: Sample,
+    evaluation: Evaluation,
+    config: TideConfig,
+    reports: dict[int, dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """Adds the measurements on the test split to the reports of the fit, and logs them.
+
+    Returns:
+        Checkpoint (a string) -> its report.
+    """
+    extended: dict[str, dict[str, Any]] = {}
+    for k, layers in enumerate(routers.checkpoints):
+        states = normalize(source, test.raw[layers], routers.lenses.get(layers))
+        held_out = LabelledStates(states, torch.from_numpy(evaluation.labels[:, k].copy()))
+        extended[str(layers)] = reports[layers] | assess(routers.routers[layers], held_out, config.exit_threshold)
+        _log(layers, extended[str(layers)])
+    return extended
 
 
 @torch.no_grad()
@@ -79,11 +103,11 @@ def read_examples(
     sequences: Sequence[TokenSequence],
     thresholds: Sequence[float],
 ) -> tuple[Example, ...]:
-    """The first passages of `sequences`, each from another document, as they are read under `thresholds`."""
+    """Predicts the first passages of `sequences`, each from another document, with exits at `thresholds`."""
     chosen: dict[int, TokenSequence] = {}
     for sequence in sequences:
         chosen.setdefault(sequence.document, sequence)
-    found = []
+    examples = []
     for sequence in list(chosen.values())[:EXAMPLES]:
         ids = torch.tensor(sequence.ids[:EXAMPLE_TOKENS].tolist(), device=source.device)
         depth, checkpoints = source.num_layers, routers.checkpoints
@@ -91,25 +115,25 @@ def read_examples(
             layers: state[0].float().cpu()
             for layers, state in source.raw_states(ids[None], [*checkpoints, depth]).items()
         }
-        states = [exit_states(source, routers, layers, raw[layers]) for layers in checkpoints]
+        states = [normalize(source, raw[layers], routers.lenses.get(layers)) for layers in checkpoints]
         scores = torch.stack([routers.routers[c](s) for c, s in zip(checkpoints, states, strict=True)], dim=-1)
-        left = exits(scores.numpy(), thresholds)
+        taken = exits(scores.numpy(), thresholds)
         states.append(normalize(source, raw[depth]))
         choices = torch.stack([top1(source, state) for state in states], dim=-1).numpy()
-        said = choices[np.arange(len(left)), left]
-        found.append(
+        predicted = choices[np.arange(len(taken)), taken]
+        examples.append(
             Example(
                 pieces=tuple(str(tokenizer.decode([token])) for token in ids.tolist()),
-                predicted=tuple(str(tokenizer.decode([int(token)])) for token in said),
-                exit_layers=tuple(int(layers) for layers in np.array([*checkpoints, depth])[left]),
-                agrees=tuple(bool(same) for same in said == choices[:, -1]),
+                predicted=tuple(str(tokenizer.decode([int(token)])) for token in predicted),
+                exit_layers=tuple(int(layers) for layers in np.array([*checkpoints, depth])[taken]),
+                agrees=tuple(bool(same) for same in predicted == choices[:, -1]),
             )
         )
-    return tuple(found)
+    return tuple(examples)
 
 
 def count_costs(source: SourceModel, config: TideConfig) -> Costs:
-    """Operations per token of the model's parts: two for each weight that a token is multiplied with."""
+    """Counts the operations per token of the model's parts: two for each weight that multiplies a token's state."""
     layer = sum(p.numel() for p in source.structure.layers.parameters()) / source.num_layers
     width = source.normalized_size
     shortlist = min(config.router_shortlist, source.vocab_size)
@@ -119,4 +143,25 @@ def count_costs(source: SourceModel, config: TideConfig) -> Costs:
         head=2.0 * width * source.vocab_size,
         router=2.0 * (width * (config.router_bottleneck_dim + shortlist) + config.router_bottleneck_dim),
         lens=2.0 * 2 * source.hidden_size * rank,
+    )
+
+
+def _log(layers: int, report: dict[str, Any]) -> None:
+    precision, recall = (
+        f"{100 * value:.1f} %" if value is not None else "n/a" for value in (report["precision"], report["recall"])
+    )
+    logger.info(
+        "checkpoint %d: %.1f %% of %d held-out tokens may exit; with score > %.2f %.1f %% do, precision %s, "
+        "recall %s (accuracy at 0.5: %.1f %%; loss %.3f, without a router %.3f; calibration error %.3f)",
+        layers,
+        100 * report["positive_rate"],
+        report["tokens"],
+        report["threshold"],
+        100 * report["exit_rate"],
+        precision,
+        recall,
+        100 * report["accuracy"],
+        report["loss"],
+        report["base_loss"],
+        report["ece"],
     )

@@ -1,12 +1,11 @@
-"""What a router learns to predict: may this token leave at this checkpoint?
+"""Computes what a router learns to predict: may this token exit at this checkpoint?
 
-Three answers. `agreement`, the default, is what a user of greedy decoding means: the exit's head gives the token the
-full model gives. `kl` is for those who sample: the exit's distribution is within a bound of the full one. `cosine` is
-TIDE's: the hidden state no longer turns, measured between raw states. (TIDE compares with a state behind the final
-norm, so its labels mix turning with norming.)
+`agreement`, the default, is for greedy decoding: the exit's top-1 token is the full model's. `kl` is for sampling: the
+exit's distribution is within a bound of the full model's. `cosine` is TIDE's: the direction of the raw hidden state no
+longer changes. (TIDE compares with a state after the final norm, which mixes direction with normalization.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,27 +14,29 @@ from tide_export.calibration.collect import Sample
 from tide_export.calibration.parallel import in_parallel
 from tide_export.config import TideConfig
 from tide_export.model.source import SourceModel
+from tide_export.routers.router import Lens
 
-LOGITS_BYTES = 64 << 20  # logits made at a time; heads with scaling or soft capping hold a few copies of them
-LOGITS_ROWS = 512  # tokens of one block at most: with a small vocabulary its logits stay in the processor's cache
+LOGITS_BYTES = 64 << 20  # logits computed at a time; heads with scaling or soft capping hold a few copies of them
+LOGITS_ROWS = 512  # maximum tokens of a block: the logits of a small vocabulary then stay in the processor's cache
+NORM_ROWS = 8192  # tokens normalized at a time
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Logits of n tokens, float32 [n, V] where the head computed them; what is asked of them comes to the CPU."""
+class Predictions:
+    """Logits of n tokens, float32 [n, V] on the model's device; the methods return tensors on the CPU."""
 
     logits: torch.Tensor
 
-    def first(self) -> torch.Tensor:
-        """The token ranked first, int64 [n]."""
+    def top1(self) -> torch.Tensor:
+        """Returns the top-1 tokens, int64 [n]."""
         return self.logits.argmax(-1).cpu()
 
     def agree(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Whether each of `tokens`, int64 [n], is ranked first, bool [n]; told sooner than which one is."""
+        """Returns whether each of `tokens`, int64 [n], is top-1, bool [n]; faster than `top1`."""
         return (self._of(tokens) == self.logits.amax(-1)).cpu()
 
     def nll(self, tokens: torch.Tensor) -> torch.Tensor:
-        """-log P of each of `tokens`, int64 [n], in nats, float32 [n]."""
+        """Computes -log P of each of `tokens`, int64 [n], in nats, float32 [n]."""
         return (self.logits.logsumexp(-1) - self._of(tokens)).cpu()
 
     def _of(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -43,69 +44,61 @@ class Answers:
 
 
 class Target:
-    """The full model's distribution for n tokens, from which the divergence of several exits is asked."""
+    """The full model's distribution for n tokens, to compute the divergence of several exits from it."""
 
-    def __init__(self, full: Answers):
-        own = full.logits.log_softmax(-1)
-        self.probabilities = own.exp()
-        self.sum = self.probabilities.sum(-1)  # 1 but for rounding, which large logits would make much of
-        self.negative_entropy = torch.linalg.vecdot(self.probabilities, own)
+    def __init__(self, full: Predictions):
+        log_probabilities = full.logits.log_softmax(-1)
+        self.probabilities = log_probabilities.exp()
+        self.sum = self.probabilities.sum(-1)  # not exactly 1, an error that large logits would multiply
+        self.negative_entropy = torch.linalg.vecdot(self.probabilities, log_probabilities)
 
-    def divergence(self, exit_: Answers) -> torch.Tensor:
-        """KL(full || exit) in nats, float32 [n], as cross entropy less entropy: no second distribution is made."""
+    def divergence(self, exit_: Predictions) -> torch.Tensor:
+        """Computes KL(full || exit) in nats, float32 [n], as cross entropy less entropy, without a second softmax."""
         cross = self.sum * exit_.logits.logsumexp(-1) - torch.linalg.vecdot(self.probabilities, exit_.logits)
         return (self.negative_entropy + cross).clamp_min(0).cpu()
 
 
 @torch.no_grad()
-def answers(source: SourceModel, states: torch.Tensor) -> Answers:
-    """What the head says for normalized states [n, D']."""
-    return Answers(source.head(states[None].to(source.device))[0].float())
+def predict(source: SourceModel, states: torch.Tensor) -> Predictions:
+    """Applies the head to normalized states [n, D']."""
+    return Predictions(source.head(states[None].to(source.device))[0].float())
 
 
 @torch.no_grad()
-def normalize(source: SourceModel, raw: torch.Tensor) -> torch.Tensor:
-    """The final norm on raw states [n, D] on the CPU, a few thousand at a time: float32 [n, D'] on the CPU."""
-    return torch.cat([source.normalize(part.to(source.device)).float().cpu() for part in raw.split(8192)])
+def normalize(source: SourceModel, raw: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
+    """Applies the lens, if any, and the final norm to raw states [n, D]; returns float32 [n, D'] on the CPU."""
+    translate = torch.nn.Identity() if lens is None else lens.to(source.device)
+    parts = (source.normalize(translate(part.to(source.device))) for part in raw.split(NORM_ROWS))
+    return torch.cat([part.float().cpu() for part in parts])
 
 
 def top1(source: SourceModel, states: torch.Tensor) -> torch.Tensor:
-    """The token the model's head ranks first, int64 [n], for normalized states [n, D']."""
-
-    def first(rows: slice) -> torch.Tensor:
-        return answers(source, states[rows]).first()
-
-    return torch.cat(list(in_parallel(source, first, blocks(source, len(states)))))
+    """Returns the head's top-1 tokens, int64 [n], for normalized states [n, D']."""
+    return _by_blocks(source, len(states), lambda rows: predict(source, states[rows]).top1())
 
 
 def divergence(source: SourceModel, states: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """KL(full || exit) in nats, float32 [n], of the head's distributions for normalized states [n, D'] of both."""
-
-    @torch.no_grad()
-    def between(rows: slice) -> torch.Tensor:
-        return Target(answers(source, full[rows])).divergence(answers(source, states[rows]))
-
-    return torch.cat(list(in_parallel(source, between, blocks(source, len(states)))))
+    """Computes KL(full || exit) in nats, float32 [n], of the head's distributions for normalized states [n, D']."""
+    return _by_blocks(
+        source, len(states), lambda rows: Target(predict(source, full[rows])).divergence(predict(source, states[rows]))
+    )
 
 
 def agreement(source: SourceModel, states: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
-    """Whether the head ranks the full model's token, int64 [n], first for normalized states [n, D'], bool [n]."""
-
-    def same(rows: slice) -> torch.Tensor:
-        return answers(source, states[rows]).agree(full_top1[rows])
-
-    return torch.cat(list(in_parallel(source, same, blocks(source, len(states)))))
+    """Returns whether the head's top-1 token for normalized states [n, D'] is `full_top1`, int64 [n]; bool [n]."""
+    return _by_blocks(source, len(states), lambda rows: predict(source, states[rows]).agree(full_top1[rows]))
 
 
 @torch.no_grad()
-def may_leave(
+def may_exit(
     source: SourceModel, sample: Sample, config: TideConfig, layers: int, exits: torch.Tensor, full_top1: torch.Tensor
 ) -> torch.Tensor:
-    """The labels of one checkpoint, bool [n].
+    """Computes the labels of one checkpoint, bool [n].
 
     Args:
-        exits: normalized states [n, D'] of the exit after `layers` layers.
-        full_top1: the full model's token, int64 [n].
+        layers: layers run at the checkpoint.
+        exits: normalized states [n, D'] of the exit there.
+        full_top1: the full model's top-1 tokens, int64 [n].
     """
     last = sample.raw[source.num_layers]
     if config.label == "agreement":
@@ -116,6 +109,10 @@ def may_leave(
 
 
 def blocks(source: SourceModel, tokens: int) -> Iterator[slice]:
-    """Slices of 0 .. tokens, each so small that the logits of a large vocabulary never exist as a whole."""
+    """Yields slices of 0 .. tokens, each small enough that its logits fit into `LOGITS_BYTES`."""
     rows = max(1, min(LOGITS_BYTES // (4 * source.vocab_size), LOGITS_ROWS))
     yield from (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+
+
+def _by_blocks(source: SourceModel, tokens: int, compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(in_parallel(source, torch.no_grad()(compute), blocks(source, tokens))))

@@ -1,9 +1,10 @@
-"""Where the model has made up its mind, layer by layer, and where checkpoints pay: `--checkpoints auto`.
+"""Measures after which layers the model's predictions are final, and places checkpoints: `--checkpoints auto`.
 
-Runs the model over a few thousand tokens with every layer's state kept and asks the head after each. Before any router
-is fitted this says what can be gained at all, so `calibrate` chooses checkpoints by it.
+Runs the model over a few thousand tokens, keeps every layer's state and applies the head to each. That shows what
+early exit can gain before any router is fitted.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,26 +13,29 @@ import torch
 
 from tide_export.calibration.assessment import Convergence, Costs
 from tide_export.calibration.collect import collect
-from tide_export.calibration.labels import Target, answers, blocks, normalize
+from tide_export.calibration.evaluate import count_costs
+from tide_export.calibration.labels import Target, blocks, normalize, predict
 from tide_export.calibration.parallel import in_parallel
 from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
 
+logger = logging.getLogger("tide_export")
+
 TOKENS = 4096
-FOUND = 0.5  # cautious share of the tokens that could leave that a fitted router exits; docs/measurements/routers.md
-BRANCH = 0.012  # what a branch in the graph costs each token, as a share of all layers; docs/measurements/branches.md
+RECALL = 0.5  # share of the tokens that may exit that a fitted router exits, cautiously; docs/measurements/routers.md
+BRANCH_COST = 0.012  # cost of a branch in the graph per token, as a share of all layers; docs/measurements/branches.md
 
 
 @dataclass(frozen=True)
-class Layerwise:
-    """n tokens after every layer.
+class LayerStatistics:
+    """Measurements of n tokens after each of L layers.
 
     Attributes:
-        agrees: bool [n, L], the head on the state after 1 .. L layers gives the full model's top-1.
-        kl: float32 [n, L], KL(full || that head's distribution), nats.
-        cosine: float32 [n, L], of the raw state with the last layer's.
+        agrees: bool [n, L], whether the head's top-1 for the state after 1 .. L layers is the full model's.
+        kl: float32 [n, L], KL(full || the head's distribution for that state), nats.
+        cosine: float32 [n, L], cosine similarity of the raw state with the last layer's.
     """
 
     agrees: np.ndarray
@@ -39,6 +43,8 @@ class Layerwise:
     cosine: np.ndarray
 
     def convergence(self) -> Convergence:
+        """Averages over the tokens."""
+
         def means(columns: np.ndarray) -> tuple[float, ...]:
             return tuple(float(value) for value in columns.mean(axis=0))
 
@@ -46,62 +52,77 @@ class Layerwise:
         return Convergence(layers, means(self.agrees), means(self.kl), means(self.cosine), len(self.agrees))
 
 
-def look_layer_by_layer(source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> Layerwise:
-    """A sample of `TOKENS` tokens of `sequences` after every layer.
+def place_checkpoints(source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> tuple[int, ...]:
+    """Returns the checkpoints of `config`, or chooses them by measurements on `sequences` where it says "auto".
+
+    Raises:
+        ConfigError: no such checkpoints in this model.
+        CalibrationError: as `collect`, or no checkpoint pays.
+    """
+    if config.checkpoints != "auto":
+        return config.resolve_checkpoints(source.num_layers)
+    statistics = measure_layers(source, sequences, config)
+    chosen = choose_checkpoints(statistics, count_costs(source, config), config.min_layers)
+    logger.info("checkpoints auto: after %s of %d layers", ", ".join(map(str, chosen)), source.num_layers)
+    return chosen
+
+
+def measure_layers(source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> LayerStatistics:
+    """Measures a sample of `TOKENS` tokens of `sequences` after every layer.
 
     Raises:
         CalibrationError: as `collect`.
     """
     depth = source.num_layers
     sample = collect(
-        source, _beginning(sequences), range(1, depth + 1), config, TOKENS, "looking at the model layer by layer"
+        source, _some(sequences), range(1, depth + 1), config, TOKENS, "looking at the model layer by layer"
     )
     agrees = np.empty((sample.kept, depth), bool)
     kl, cosine = np.empty(agrees.shape, np.float32), np.empty(agrees.shape, np.float32)
 
-    def look(rows: slice) -> None:
+    def measure(rows: slice) -> None:
         with torch.no_grad():
             last = sample.raw[depth][rows]
-            full = answers(source, normalize(source, last))
-            target, choice = Target(full), full.first()
+            full = predict(source, normalize(source, last))
+            target, full_top1 = Target(full), full.top1()
             for layers in range(1, depth + 1):
                 raw = sample.raw[layers][rows]
-                here = answers(source, normalize(source, raw)) if layers < depth else full
-                agrees[rows, layers - 1] = here.agree(choice).numpy()
+                here = predict(source, normalize(source, raw)) if layers < depth else full
+                agrees[rows, layers - 1] = here.agree(full_top1).numpy()
                 kl[rows, layers - 1] = target.divergence(here).numpy()
                 cosine[rows, layers - 1] = torch.cosine_similarity(raw, last, dim=-1).numpy()
 
-    for _ in in_parallel(source, look, blocks(source, sample.kept)):
+    for _ in in_parallel(source, measure, blocks(source, sample.kept)):
         pass
-    return Layerwise(agrees, kl, cosine)
+    return LayerStatistics(agrees, kl, cosine)
 
 
-def choose_checkpoints(looked: Layerwise, costs: Costs, min_layers: int) -> tuple[int, ...]:
-    """Few checkpoints: one is added as long as what it saves is more than what it costs, the best first.
+def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: int) -> tuple[int, ...]:
+    """Adds checkpoints greedily, the best first, as long as one saves more than it costs.
 
-    A token counts as able to leave where it agrees and does so after all deeper layers too: agreement that is lost
-    again is luck, which no router can tell. A share `FOUND` of them is thought to be told by any router, the rest by
-    none: routers read much the same thing. A checkpoint costs its router (and lens) for every token that reaches it,
-    and a branch in the graph.
+    A token may exit where it agrees and still does after all deeper layers: agreement that is lost again is chance,
+    which no router can predict. Every router is assumed to find the same share `RECALL` of these tokens, because
+    routers read similar states. A checkpoint costs its router (and lens) for every token that reaches it, and a branch
+    in the graph.
 
     Args:
         costs: of one layer and one router, in any common unit.
-        min_layers: no checkpoint before it.
+        min_layers: the smallest checkpoint allowed.
 
     Raises:
         CalibrationError: no checkpoint pays.
     """
-    depth = looked.agrees.shape[1]
-    settled = np.logical_and.accumulate(looked.agrees[:, ::-1], axis=1)[:, ::-1]
+    depth = statistics.agrees.shape[1]
+    settled = np.logical_and.accumulate(statistics.agrees[:, ::-1], axis=1)[:, ::-1]
     router = (costs.router + costs.lens) / costs.layer
 
     def saved(chosen: Sequence[int]) -> float:
-        gain, left = 0.0, np.zeros(len(settled), bool)
+        gain, exited = 0.0, np.zeros(len(settled), bool)
         for layers in sorted(chosen):
-            gain -= (1 - FOUND * float(left.mean())) * router + BRANCH * depth
-            leaves = settled[:, layers - 1] & ~left
-            gain += FOUND * float(leaves.mean()) * (depth - layers)
-            left |= leaves
+            gain -= (1 - RECALL * float(exited.mean())) * router + BRANCH_COST * depth
+            exits = settled[:, layers - 1] & ~exited
+            gain += RECALL * float(exits.mean()) * (depth - layers)
+            exited |= exits
         return gain
 
     chosen: list[int] = []
@@ -119,12 +140,11 @@ def choose_checkpoints(looked: Layerwise, costs: Costs, min_layers: int) -> tupl
     return tuple(sorted(chosen))
 
 
-def _beginning(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-    """Sequences spread over all, with four times the tokens the sample needs: neighbours resemble each other."""
+def _some(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
+    """Draws sequences with four times the tokens of the sample, because neighbouring tokens resemble each other."""
     chosen: list[TokenSequence] = []
     tokens = 0
-    spread = np.random.default_rng(0).permutation(len(sequences))
-    for number in spread.tolist():
+    for number in np.random.default_rng(0).permutation(len(sequences)).tolist():
         if tokens >= 4 * TOKENS:
             break
         chosen.append(sequences[number])

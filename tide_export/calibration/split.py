@@ -1,7 +1,7 @@
-"""Parts sequences into training, validation and test, between documents wherever there are enough: part of `calibrate`.
+"""Splits sequences into training, validation and test, between documents if there are enough: part of `calibrate`.
 
-Tokens of one document resemble each other, so a router that is measured on a document it was fitted to looks better
-than it is. Training fits, validation decides when to stop and what a score means, test measures and sees nothing else.
+Tokens of one document resemble each other, so measuring a router on a document it was fitted to overestimates it.
+Training fits, validation stops and scales, test only measures.
 """
 
 from collections import Counter
@@ -16,9 +16,9 @@ from tide_export.errors import CalibrationError, ConfigError
 
 @dataclass(frozen=True)
 class Split:
-    """Three parts without a sequence in common, none empty, training the largest.
+    """Three disjoint parts, none empty, training the largest.
 
-    `unit` is "documents": no document is in two parts; or "sequences" where the documents were too few for that.
+    `unit` is "documents" where no document is in two parts, or "sequences" where there were too few documents for that.
     """
 
     train: list[TokenSequence]
@@ -30,11 +30,11 @@ class Split:
 def split_sequences(
     sequences: Sequence[TokenSequence], validation_fraction: float, test_fraction: float, seed: int
 ) -> Split:
-    """Takes whole documents for test and then for validation, in an order drawn by `seed`, while they fit.
+    """Assigns whole documents to test and then to validation, in a random order by `seed`, while they fit.
 
-    Where that gives less than half of a fraction (few or long documents), the one document nearest to it is taken, if
-    it has no more than a third of all tokens. If there is none, or training would not be the largest part, the last
-    sequences are taken instead, whatever their documents.
+    Where that gives less than half of a fraction (few or long documents), the one document nearest in size is used, if
+    it has at most a third of all tokens. If there is none, or training would not be the largest part, the last
+    sequences are used instead, whatever their documents.
 
     Raises:
         ConfigError: the fractions leave less for training than one of them.
@@ -77,7 +77,7 @@ def split_sequences(
 
 
 def _whole_documents(tokens: Counter[int], order: Sequence[int], wanted: float, largest: float) -> set[int]:
-    """Documents of `order` with about `wanted` tokens together; none where no choice comes near."""
+    """Chooses documents of `order` with about `wanted` tokens in total; none where no choice is close."""
     chosen: set[int] = set()
     taken = 0
     for document in order:

@@ -1,8 +1,8 @@
-"""Holds the raw states that `collect` keeps: in memory, or in memory-mapped files that survive the process.
+"""Stores the raw states that `collect` keeps: in memory, or in memory-mapped files that survive the process.
 
 The folder of a `FolderStore` holds `states_<layers>.npy` (float32 [n, D] each), `done.npy` (a byte per batch of the
-plan) and `plan.json` (what the states are of). Batches are marked done only after their states are on the disk, so a
-run that was killed goes on where it was, and several processes can write at once: each byte and row has one writer.
+plan) and `plan.json` (identifies the calibration). Batches are marked done only after their states are on the disk, so
+a run that was killed can resume. Several processes can write at once: each byte and row has one writer.
 """
 
 import json
@@ -20,14 +20,14 @@ import torch
 from tide_export.calibration.distributed import Processes
 from tide_export.errors import CalibrationError
 
-FLUSH_SECONDS = 5.0  # work that a killed run loses at most, beside the batch it was in; a flush takes milliseconds
+FLUSH_SECONDS = 5.0  # a killed run loses at most the work since the last flush, which takes milliseconds
 RECORD_FILE = "plan.json"
 DONE_FILE = "done.npy"
 LOCK_FILE = "lock"
 
 
 class Store:
-    """States of n tokens after each of `layers` layers, in memory; filled batch by batch."""
+    """Holds the states of n tokens after each of `layers` layers in memory, filled batch by batch."""
 
     def __init__(self, layers: Sequence[int], kept: int, width: int, batches: int):
         self.arrays: dict[int, Any] = {count: np.empty((kept, width), np.float32) for count in layers}
@@ -40,34 +40,34 @@ class Store:
         pass
 
     def pending(self) -> list[int]:
-        """Numbers of the batches that are yet to be run."""
+        """Returns the numbers of the batches that are not done."""
         return np.flatnonzero(self.done == 0).tolist()
 
     def put(self, batch: int, slots: np.ndarray, states: dict[int, torch.Tensor]) -> None:
-        """Stores what `batch` gave: per layer count the states [k, D] that belong in `slots` [k]."""
+        """Stores the results of `batch`: layer count -> states [k, D] for the rows `slots` [k]."""
         for count, state in states.items():
             self.arrays[count][slots] = state.numpy()
         self.done[batch] = 1
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """All states, once every batch is done."""
+        """Returns all states once every batch is done."""
         return {count: torch.from_numpy(array) for count, array in self.arrays.items()}
 
 
 class FolderStore(Store):
-    """The same in a folder that all of `processes` share; use it as a context, which holds the folder's lock.
+    """Holds them in a folder that all of `processes` share; a context manager, which holds the folder's lock.
 
-    With `folder` None it is a temporary one, unlinked as soon as every process has opened its files: the space is free
-    again when the arrays are, and nothing is left behind by a process that is killed.
+    With `folder` None it is temporary and unlinked as soon as every process has opened its files: the space is freed
+    with the arrays, even if a process is killed.
 
     Raises:
         CalibrationError: when entered: the folder belongs to another calibration, is damaged, is in use, cannot be
-            written, or its disk is too full; the processes do not agree.
+            written, or its disk is too full; the processes were given different arguments.
     """
 
     def __init__(self, folder: Path | None, record: dict[str, Any], processes: Processes):
         self.folder = folder
-        self.record = json.loads(json.dumps(record))  # as it reads back
+        self.record = json.loads(json.dumps(record))  # comparable with what is read back
         self.processes = processes
         self._temporary = folder is None
         self._unmarked: list[int] = []
@@ -83,7 +83,7 @@ class FolderStore(Store):
             self._check_record(self.folder)
             self.arrays, self.done = self._open(self.folder, "r+")
             self._pending = super().pending()
-            self.processes.barrier()  # nobody marks a batch before everybody has read which are left
+            self.processes.barrier()  # no process marks a batch before all have read which are pending
         except OSError as error:
             self._unlock()
             raise CalibrationError(f"cannot write the calibration folder {self.folder}: {error}") from error
@@ -102,11 +102,11 @@ class FolderStore(Store):
             self._unlock()
 
     def pending(self) -> list[int]:
-        """Numbers of the batches that were yet to be run when the folder was opened: the same in every process."""
+        """Returns the numbers of the batches not done when the folder was opened: the same in every process."""
         return self._pending
 
     def put(self, batch: int, slots: np.ndarray, states: dict[int, torch.Tensor]) -> None:
-        """As in `Store`; the batch counts as done from the next flush on."""
+        """Stores the results of `batch`, which is marked done at the next flush."""
         for count, state in states.items():
             self.arrays[count][slots] = state.numpy()
         self._unmarked.append(batch)
@@ -114,21 +114,21 @@ class FolderStore(Store):
             self._flush()
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """All states, once every process has done its part.
+        """Returns all states once every process has finished.
 
         Raises:
-            CalibrationError: a process ended before, or the folder was tampered with.
+            CalibrationError: a process ended early, or the folder was changed.
         """
         self._flush()
         self.processes.barrier()
         if not self.done.all():
             raise CalibrationError(f"calibration folder {self.folder} lacks batches though all is done")
         if not self._temporary and self.folder is not None:
-            self.arrays, _ = self._open(self.folder, "c")  # what a caller writes into a tensor stays out of the file
+            self.arrays, _ = self._open(self.folder, "c")  # copy on write: callers cannot change the files
         return super().finish()
 
     def _flush(self) -> None:
-        """States first, marks second: a mark on the disk means that the states are there too."""
+        """Writes the states before the marks, so that a mark on the disk implies its states."""
         if self._unmarked:
             for array in self.arrays.values():
                 array.flush()
@@ -143,26 +143,23 @@ class FolderStore(Store):
             self._lock = None
 
     def _shared_path(self) -> str:
-        """The folder given, or a new temporary one of the main process."""
+        """Returns the folder, or a new temporary one of the main process."""
         if self.folder is not None:
             return str(self.folder)
-        made = tempfile.mkdtemp(prefix="tide-calibration-") if self.processes.main else None
-        path = self.processes.from_main(made)
-        assert path is not None
-        return path
+        return self.processes.from_main(lambda: tempfile.mkdtemp(prefix="tide-calibration-"))
 
     def _prepare(self, folder: Path) -> None:
-        """Creates the files, or checks that those there are this calibration's."""
+        """Creates the files, or checks that existing ones belong to this calibration."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder)
         if (folder / RECORD_FILE).exists():
             self._check_record(folder)
             return
-        # Without a record nothing is known to be complete: our own files are left of a run killed in this function.
+        # Without a record, nothing is complete: our own files are from a run that was killed in this function.
         foreign = {path.name for path in folder.iterdir()} - {*self._files(), LOCK_FILE, RECORD_FILE + ".part"}
         if foreign:
             raise CalibrationError(
-                f"calibration folder {folder} holds other files ({min(foreign)}): use a folder of its own"
+                f"calibration folder {folder} holds other files ({min(foreign)}): use an empty folder"
             )
         sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (shape, dtype) in self._files().items()}
         free = shutil.disk_usage(folder).free
@@ -175,7 +172,7 @@ class FolderStore(Store):
             array = np.lib.format.open_memmap(folder / name, mode="w+", dtype=dtype, shape=shape)
             array.flush()
             with (folder / name).open("r+b") as file:
-                # A mapped page that finds the disk full would be the end of the process, not an error.
+                # Without reserved space, writing a mapped page on a full disk kills the process.
                 os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
                 os.fsync(file.fileno())
         part = folder / (RECORD_FILE + ".part")
@@ -196,7 +193,7 @@ class FolderStore(Store):
             ) from error
         if found != self.record:
             keys = sorted(key for key in found.keys() | self.record.keys() if found.get(key) != self.record.get(key))
-            if not self.processes.main:  # the main process made or accepted the record just now
+            if not self.processes.main:  # the main process has just written or accepted the record
                 raise CalibrationError(
                     f"process {self.processes.rank} of this calibration differs from the main one "
                     f"(another {', '.join(keys)}): they must be given the same model, text and options"
@@ -207,35 +204,35 @@ class FolderStore(Store):
             )
 
     def _files(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and type of each array file."""
+        """Returns the shape and type of each array file."""
         states = (self.record["kept"], self.record["width"])
         files = {f"states_{count}.npy": (states, np.dtype(np.float32)) for count in self.record["layers"]}
         return files | {DONE_FILE: ((self.record["batches"],), np.dtype(np.uint8))}
 
     def _open(self, folder: Path, mode: Any) -> tuple[dict[int, Any], Any]:
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for name, (shape, dtype) in self._files().items():
             try:
-                np.load(folder / name, mmap_mode="r")  # a mapping to write would lengthen a file that is too short
-                found[name] = np.load(folder / name, mmap_mode=mode)
-                if (found[name].shape, found[name].dtype) != (shape, dtype):
-                    raise ValueError(f"{found[name].dtype} {found[name].shape} instead of {dtype} {shape}")
-                if name == DONE_FILE and found[name].max() > 1:
+                np.load(folder / name, mmap_mode="r")  # raises for a short file, which a writable mapping would extend
+                array = arrays[name] = np.load(folder / name, mmap_mode=mode)
+                if (array.shape, array.dtype) != (shape, dtype):
+                    raise ValueError(f"{array.dtype} {array.shape} instead of {dtype} {shape}")
+                if name == DONE_FILE and array.max() > 1:
                     raise ValueError("neither 0 nor 1")
             except (ValueError, EOFError, FileNotFoundError) as error:
                 raise CalibrationError(
                     f"calibration folder {folder} is damaged ({name}: {error}): delete it or use another"
                 ) from error
-        done = found.pop(DONE_FILE)
-        return dict(zip(self.record["layers"], found.values(), strict=True)), done
+        done = arrays.pop(DONE_FILE)
+        return dict(zip(self.record["layers"], arrays.values(), strict=True)), done
 
 
 def _locked(folder: Path) -> int:
-    """Holds the folder's lock until the file descriptor is closed or the process ends."""
+    """Locks the folder until the returned file descriptor is closed or the process ends."""
     try:
         import fcntl
     except ImportError as error:
-        raise CalibrationError("a calibration folder needs a POSIX system: leave it out on this one") from error
+        raise CalibrationError("a calibration folder needs a POSIX system: omit it on this one") from error
     lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

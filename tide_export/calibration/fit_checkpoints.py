@@ -1,0 +1,110 @@
+"""Fits the lenses and routers of all checkpoints: the step of `calibrate` between `collect` and `evaluate`."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tide_export.calibration.collect import Sample
+from tide_export.calibration.fit_lens import fit_lens
+from tide_export.calibration.fit_router import FittedRouter, LabelledStates, fit_router
+from tide_export.calibration.labels import may_exit, normalize, top1
+from tide_export.calibration.parallel import in_parallel
+from tide_export.config import TideConfig
+from tide_export.errors import CalibrationError
+from tide_export.model.source import SourceModel
+from tide_export.progress import stage
+from tide_export.routers.router import Lens
+from tide_export.routers.router_set import RouterSet
+
+logger = logging.getLogger("tide_export")
+
+
+def fit_checkpoints(
+    source: SourceModel, config: TideConfig, checkpoints: Sequence[int], train: Sample, validation: Sample
+) -> tuple[RouterSet, dict[int, dict[str, Any]]]:
+    """Fits the routers and lenses of `checkpoints`; drops those where the labels are all of one class.
+
+    Args:
+        train, validation: their states at the checkpoints are freed as they are used.
+
+    Returns:
+        The routers without provenance, and the report of each checkpoint.
+
+    Raises:
+        CalibrationError: no checkpoint is left, or a loss is not a number.
+    """
+    samples = (train, validation)
+    lenses: dict[int, Lens] = {}
+    labels: dict[int, list[torch.Tensor]] = {}
+    reports: dict[int, dict[str, Any]] = {}
+
+    def fit(layers: int) -> FittedRouter:
+        for_training, for_validation = (
+            LabelledStates(normalize(source, sample.raw.pop(layers), lenses.get(layers)), truth)
+            for sample, truth in zip(samples, labels[layers], strict=True)
+        )
+        return fit_router(for_training, for_validation, config, layers, shortlist)
+
+    title = "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers"
+    with stage(title, total=2 * len(checkpoints)) as advance:
+        full_top1 = [top1(source, normalize(source, sample.raw[source.num_layers])) for sample in samples]
+        shortlist = _shortlist(source, config, full_top1[0])
+        for layers in checkpoints:
+            lens, report = None, {}
+            if config.exit_strategy == "lens":
+                lens, report["lens"] = fit_lens(source, train, validation, config, layers)
+            truth = [
+                may_exit(source, sample, config, layers, normalize(source, sample.raw[layers], lens), tokens)
+                for sample, tokens in zip(samples, full_top1, strict=True)
+            ]
+            if _is_one_class(layers, truth[0], config.label):
+                advance(1)
+            else:
+                labels[layers], reports[layers] = truth, report
+                if lens is not None:
+                    lenses[layers] = lens
+            advance(1)
+        routers = {}
+        for layers, fitted in zip(labels, in_parallel(source, fit, labels), strict=True):
+            routers[layers] = fitted.router
+            reports[layers] = fitted.report | reports[layers]
+            advance(1)
+    if not routers:
+        raise CalibrationError(
+            f"no checkpoint of {', '.join(map(str, checkpoints))} is left: by the {config.label} label either no token "
+            "may exit there or every one may, so there is nothing to learn"
+        )
+    return RouterSet(routers, {}, lenses), reports
+
+
+def _shortlist(source: SourceModel, config: TideConfig, full_top1: torch.Tensor) -> torch.Tensor | None:
+    """Selects the head's rows [N, D'] for the N most frequent of `full_top1`; None for routers of TIDE's form.
+
+    Args:
+        full_top1: the full model's top-1 tokens on training text, int64 [n].
+    """
+    if config.router_shortlist == 0:
+        return None
+    rows = source.head_rows()
+    if rows is None:
+        logger.warning("the head of %s is not a matrix: its routers have no shortlist", source.architecture)
+        return None
+    counts = torch.bincount(full_top1, minlength=len(rows))
+    most_frequent = counts.sort(descending=True, stable=True).indices[: max(2, config.router_shortlist)]
+    return rows[most_frequent].contiguous()
+
+
+def _is_one_class(layers: int, labels: torch.Tensor, label: str) -> bool:
+    """Returns whether no token or every token may exit at a checkpoint, and warns that it is dropped."""
+    if bool(labels.any()) and not bool(labels.all()):
+        return False
+    logger.warning(
+        "checkpoint %d is dropped: %s token (of %d) may exit here by the %s label, so a router has nothing to learn",
+        layers,
+        "every" if bool(labels.any()) else "no",
+        len(labels),
+        label,
+    )
+    return True
