@@ -154,7 +154,7 @@ def test_files_without_a_record_are_made_anew(folder):
 
 def test_folder_with_something_else_in_it(tmp_path):
     (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(CalibrationError, match=r"holds other files \(thesis\.txt\): use a folder of its own"):
+    with pytest.raises(CalibrationError, match=r"holds other files \(thesis\.txt\): use an empty folder"):
         fill(tmp_path, [])
     assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["thesis.txt"]
 

@@ -2,8 +2,7 @@
 
 A SPEC is a local file, folder or glob, or else the id of a dataset on the Hugging Face hub. A folder is searched for
 .txt, .json, .jsonl and .parquet files; a file or glob may name text of any other suffix too. Everything is streamed, so
-memory does not grow with the dataset and nothing is cached on disk. What cannot be read is a `DatasetError`: there is
-no fallback text.
+memory does not grow with the dataset and nothing is cached on disk.
 """
 
 import glob
@@ -31,13 +30,13 @@ class Documents:
 
     Attributes:
         spec: the dataset SPEC.
-        count: documents handed out so far.
-        hashes: `document_hash` of each of them, in order; a calibration record keeps them, so that `tune` can tell the
-            documents the routers saw.
+        count: documents read so far.
+        hashes: `document_hash` of each of them, in order; calibration records them, so that `tune` recognizes the
+            documents that the routers saw.
 
-    Iterating yields non-blank `str`. What is one document: a row of a .jsonl, .json, .parquet or hub dataset (the
-    column `text`, or else the first column that holds strings); a plain text file, cut as `split_documents` says; an
-    article of WikiText.
+    Iterating yields non-blank `str`. A document is a row of a .jsonl, .json, .parquet or hub dataset (the column
+    `text`, or else the first column of strings), a part of a plain text file (see `split_documents`), or an article of
+    WikiText.
 
     Raises:
         DatasetError: when constructed: a local file or folder is missing, or a glob matches nothing; while iterating:
@@ -53,7 +52,7 @@ class Documents:
 
     @property
     def sha256(self) -> str:
-        """Over the documents handed out so far, as UTF-8 with a zero byte behind each."""
+        """Hash of the documents read so far, as UTF-8 with a zero byte after each."""
         return self._digest.hexdigest()
 
     def __iter__(self) -> Iterator[str]:
@@ -69,7 +68,7 @@ class Documents:
                     yield text
         except DatasetError:
             raise
-        except Exception as error:  # pyarrow, fsspec, the hub and codecs raise many kinds; all mean: not readable
+        except Exception as error:  # pyarrow, fsspec, the hub and codecs raise many types
             raise DatasetError(f"dataset {self.spec!r} cannot be read: {one_line(error, 300)}") from error
         if not self.count:
             raise DatasetError(f"dataset {self.spec!r} holds no text")
@@ -81,12 +80,12 @@ class Documents:
 
 
 def document_hash(text: str) -> str:
-    """The first 16 hex digits of the sha256 of a document's UTF-8 text: one in 2**64 that two documents share it."""
+    """Returns the first 16 hex digits of the sha256 of a document's UTF-8 text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def split_documents(lines: Iterable[str]) -> Iterator[str]:
-    """Cuts the lines of a plain text (line ends included) into documents of bounded size.
+    """Joins the lines of a plain text (line ends included) into documents of bounded size.
 
     A document ends before the title of a WikiText article, at the first blank line after `DOCUMENT_CHARS` characters,
     or at any line end after twice as many.
@@ -106,7 +105,7 @@ def split_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _local_files(spec: str) -> list[Path] | None:
-    """The files a SPEC names, sorted, or None for a hub id."""
+    """Returns the files of a SPEC, sorted, or None for a hub id."""
     path = Path(spec).expanduser()
     if path.is_file():
         return [path]
@@ -144,7 +143,7 @@ def _file_texts(spec: str, file: Path) -> Iterator[str]:
 
 
 def _hub_texts(spec: str) -> Iterator[str]:
-    """`id`, `id:config` or `id:config:split` (train by default)."""
+    """Reads `id`, `id:config` or `id:config:split` (default: train) from the hub."""
     name, config, split, *_ = [*spec.split(":"), "", ""]
     if name in ("wikitext", WIKITEXT[0]):
         name, config = WIKITEXT[0], config or WIKITEXT[1]
@@ -162,7 +161,7 @@ def _stream(*args: Any, **options: Any) -> Iterable[dict[str, Any]]:
 
 
 def _column(origin: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """The texts of the column `text`, or else of the first column that holds a string."""
+    """Yields the column `text`, or else the first column of strings."""
     column = None
     for row in rows:
         if column is None:

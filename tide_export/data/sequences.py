@@ -1,7 +1,7 @@
-"""Turns documents into token sequences for the model: second step of `calibrate`, shared with `validate` and `tune`.
+"""Tokenizes documents into sequences for the model: second step of `calibrate`, shared with `validate` and `tune`.
 
-Each sequence knows the document it comes from, because tokens of one document resemble each other: training, validation
-and test are split between documents, and a guarantee counts prompts.
+Each sequence records its document, because tokens of one document resemble each other: training, validation and test
+are split between documents.
 """
 
 import heapq
@@ -16,18 +16,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tide_export.data.documents import Documents
 from tide_export.errors import ConfigError, DatasetError, ModelError, one_line
 
-COVERED_DOCUMENTS = 32  # no document gives more than one in this many sequences while there are others
+MIN_DOCUMENTS = 32  # documents that the sequences come from, if the dataset has so many
 BLOCK_CHARS = 1 << 18  # text tokenized at a time
 
 
-@dataclass(frozen=True, eq=False)  # by identity: arrays have no truth of their own, and equal texts are two sequences
+@dataclass(frozen=True, eq=False)  # compared by identity: equal texts are two sequences
 class TokenSequence:
-    """A piece of a document.
+    """A part of a document.
 
     Attributes:
         document: number of the document in the dataset, from 0.
-        ids: token ids, int32 [n] (a list of Python's takes nine times the memory); begins with what the tokenizer puts
-            before every text (the BOS token, where it has one).
+        ids: token ids, int32 [n] (a list needs nine times the memory); begins with the tokenizer's prefix (the BOS
+            token, where it has one).
     """
 
     document: int
@@ -35,7 +35,7 @@ class TokenSequence:
 
 
 def load_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
-    """The tokenizer of model `name`, a folder or a hub id.
+    """Loads the tokenizer of model `name`, a folder or a hub id.
 
     Raises:
         ModelError: there is none, or it cannot be read.
@@ -43,7 +43,7 @@ def load_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
     name = os.fspath(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # transformers, tokenizers and the hub raise many kinds; all mean: not loadable
+    except Exception as error:  # transformers, tokenizers and the hub raise many types
         raise ModelError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}") from error
     if not len(tokenizer):
         raise ModelError(f"model {name!r} has no tokenizer: its vocabulary is empty")
@@ -53,55 +53,54 @@ def load_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
 def read_sequences(
     dataset: str | Documents, tokenizer: PreTrainedTokenizerBase, length: int, limit: int
 ) -> Iterator[TokenSequence]:
-    """At most `limit` sequences of at most `length` tokens from a dataset SPEC (or `Documents` not yet read).
+    """Yields at most `limit` sequences of at most `length` tokens from a dataset SPEC (or `Documents` not yet read).
 
-    Long documents are cut into consecutive sequences without overlap. So that one long document cannot fill the whole
-    sample, each first gives `limit / COVERED_DOCUMENTS` sequences at most (at least one); only when the dataset ends
-    before the limit do the rests of the documents follow, beginnings before ends. Reading stops at the limit.
+    Long documents are cut into consecutive sequences without overlap. So that no long document fills the sample, each
+    first contributes at most `limit / MIN_DOCUMENTS` sequences (at least one). If the dataset ends before the limit,
+    the remaining sequences follow, those nearest to the beginning of their document first. Reading stops at the limit.
 
     Raises:
         DatasetError: see `Documents`.
-        ConfigError: `length` leaves no room beside the tokenizer's own tokens.
+        ConfigError: `length` leaves no room after the tokenizer's prefix.
     """
     documents = Documents(dataset) if isinstance(dataset, str) else dataset
     prefix = _prefix(tokenizer)
     if length <= len(prefix):
         raise ConfigError(f"sequences of {length} tokens hold nothing but the {len(prefix)} the tokenizer puts first")
-    share = max(1, limit // COVERED_DOCUMENTS)
-    given = 0
-    # The rests, in a heap whose top is the furthest into its document: the first to go when there are more than
-    # `limit`.
-    rests: list[tuple[int, int, TokenSequence]] = []
+    share = max(1, limit // MIN_DOCUMENTS)
+    yielded = 0
+    # A heap of the remaining sequences, the furthest into its document at the top: it is dropped first at the limit.
+    rest: list[tuple[int, int, TokenSequence]] = []
     order = count()
     for number, text in enumerate(documents):
         for index, ids in enumerate(_chunks(text, tokenizer, length - len(prefix))):
             sequence = TokenSequence(number, np.array(prefix + ids, np.int32))
             if index < share:
                 yield sequence
-                given += 1
-                if given == limit:
+                yielded += 1
+                if yielded == limit:
                     return
                 continue
-            heapq.heappush(rests, (-index, -next(order), sequence))
-            if len(rests) > limit:
-                dropped = heapq.heappop(rests)
+            heapq.heappush(rest, (-index, -next(order), sequence))
+            if len(rest) > limit:
+                dropped = heapq.heappop(rest)
                 if dropped[2] is sequence:
-                    break  # what follows in this document is further still
-    rests.sort(reverse=True)
-    for _, _, sequence in rests[: limit - given]:
+                    break  # later sequences of this document are further still
+    rest.sort(reverse=True)
+    for _, _, sequence in rest[: limit - yielded]:
         yield sequence
-    if not given:
+    if not yielded:
         raise DatasetError(f"dataset {documents.spec!r} holds no text that the tokenizer knows")
 
 
 def _chunks(text: str, tokenizer: PreTrainedTokenizerBase, size: int) -> Iterator[list[int]]:
-    """The tokens of a text, `size` at a time; the last chunk may be shorter."""
+    """Yields the tokens of a text, `size` at a time; the last chunk may be shorter."""
     rest: list[int] = []
     start = 0
     while start < len(text):
         end = start + BLOCK_CHARS
         if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end  # a cut at a line end hardly ever parts a token
+            end = text.rfind("\n", start, end) + 1 or end  # a cut at a line end rarely splits a token
         rest += tokenizer(text[start:end], add_special_tokens=False, verbose=False)["input_ids"]
         start = end
         whole = len(rest) - len(rest) % size
@@ -113,8 +112,8 @@ def _chunks(text: str, tokenizer: PreTrainedTokenizerBase, size: int) -> Iterato
 
 
 def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before a text (BOS): every sequence starts with it, as every prompt does at run time."""
+    """Returns the tokens that the tokenizer adds before a text (BOS): each sequence starts with them, as prompts do."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    dressed = tokenizer("a")["input_ids"]
-    starts = (n for n in range(len(dressed) - len(plain) + 1) if dressed[n : n + len(plain)] == plain)
-    return dressed[: next(starts, 0)] if plain else []
+    full = tokenizer("a")["input_ids"]
+    starts = (n for n in range(len(full) - len(plain) + 1) if full[n : n + len(plain)] == plain)
+    return full[: next(starts, 0)] if plain else []

@@ -1,10 +1,11 @@
-"""Reads checkpoints that are quantized already: their integers become the float32 weights they stand for.
+"""Reads checkpoints that are already quantized: dequantizes their weights to float32.
 
-Called by `model.load_model` before transformers reads any weight. GPTQ and AWQ need packages with GPU kernels in
-transformers, while what they store is plain: integers packed into int32 words, and a scale and a zero per group of
-inputs. So they are read here, weight by weight while transformers loads the model, through its own interface for
-quantizers. compressed-tensors, fp8 and mxfp4 are read by transformers' own dequantization. What cannot be read as
-weights alone (quantized activations, other methods) is refused with a sentence.
+Called by `source.load_model` before transformers reads any weight. For GPTQ and AWQ transformers needs packages with
+GPU
+kernels, although their format is simple: integers packed into int32 words, and a scale and a zero point per group of
+inputs. So this module dequantizes them while transformers loads the model, through its interface for quantizers.
+compressed-tensors, fp8 and mxfp4 use transformers' own dequantization. Checkpoints with more than quantized weights
+(activations, other methods) raise UnsupportedModelError.
 
 Formats: GPTQ, https://arxiv.org/abs/2210.17323, as AutoGPTQ and GPTQModel store it (`gptq` and `gptq_v2`); AWQ,
 https://arxiv.org/abs/2306.00978, as AutoAWQ stores it (`gemm`).
@@ -27,16 +28,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tide_export.errors import ModelError, UnsupportedModelError
 
-WORD = 32  # bits of the integers that small ones are packed into
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns each nibble of a word holds, lowest nibble first
+WORD = 32  # bits of the integers that hold packed ones
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each of a word's eight nibbles, lowest nibble first
 ADVICE = "export the model it was made from, or a version quantized by GPTQ, AWQ or compressed-tensors (weights alone)"
 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A quantized matrix as it is meant: `scales[g, j] * (values[i, j] - zeros[g, j])` at i, j, where g = groups[i].
-
-    What a lowering that keeps integers would take; today only `dequantized` is used.
+    """A quantized matrix [K, N] of values `scales[g, j] * (values[i, j] - zeros[g, j])`, where g = groups[i].
 
     Attributes:
         values: uint8 [K, N], inputs by outputs.
@@ -50,8 +49,8 @@ class IntegerWeight:
     zeros: torch.Tensor
     groups: torch.Tensor
 
-    def dequantized(self) -> torch.Tensor:
-        """float32 [K, N]."""
+    def dequantize(self) -> torch.Tensor:
+        """Computes the matrix, float32 [K, N]."""
         dense = self.values.float()
         dense -= self.zeros.float()[self.groups]
         dense *= self.scales.float()[self.groups]
@@ -59,9 +58,9 @@ class IntegerWeight:
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The unsigned integers of `bits` bits (1 to 8) that int32 `words` hold along `dim`, lowest bits first, as uint8.
+    """Unpacks the unsigned integers of `bits` bits (1 to 8) in int32 `words` along `dim`, lowest bits first, to uint8.
 
-    They lie densely: where `bits` does not divide 32 a number may begin in one word and end in the next.
+    They are dense: where `bits` does not divide 32, a number may begin in one word and end in the next.
     """
     moved = words.movedim(dim, 0)
     period, count = bits // gcd(bits, WORD), WORD // gcd(bits, WORD)  # `count` numbers fill `period` words
@@ -78,11 +77,12 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def read_gptq(parts: dict[str, torch.Tensor], bits: int, group_size: int, first_version: bool) -> IntegerWeight:
-    """A matrix as GPTQ stores it: qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N] and
-    g_idx int32 [K] (by default, groups of consecutive inputs).
+    """Reads a matrix in GPTQ's format.
 
     Args:
-        first_version: zeros are stored less one, modulo the number of values (`gptq`), or as they are (`gptq_v2`).
+        parts: qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N] and g_idx int32 [K] (by
+            default, groups of consecutive inputs).
+        first_version: zeros are stored less one, modulo the number of values (`gptq`), or unchanged (`gptq_v2`).
     """
     values = unpack(parts["qweight"], bits, dim=0)
     zeros = unpack(parts["qzeros"], bits, dim=1).to(torch.int16)
@@ -93,7 +93,7 @@ def read_gptq(parts: dict[str, torch.Tensor], bits: int, group_size: int, first_
 
 
 def read_awq(parts: dict[str, torch.Tensor], bits: int, group_size: int) -> IntegerWeight:
-    """A matrix as AWQ's `gemm` stores it: qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
+    """Reads a matrix in AWQ's `gemm` format: qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
 
     def columns(words: torch.Tensor) -> torch.Tensor:
         stored = unpack(words, bits, dim=1).reshape(len(words), -1, len(AWQ_ORDER))
@@ -104,42 +104,40 @@ def read_awq(parts: dict[str, torch.Tensor], bits: int, group_size: int) -> Inte
 
 
 def _consecutive(inputs: int, group_size: int) -> torch.Tensor:
-    """The group of each input; one group for all where the size is -1."""
+    """Returns the group of each input; a size of -1 is one group for all."""
     return torch.arange(inputs) // (group_size if group_size > 0 else inputs)
 
 
-# What was wrong with the weights of the model being loaded: of an error, transformers logs a traceback and no more.
+# Errors in the weights of the model being loaded: transformers only logs the traceback of an exception.
 _problems: ContextVar[list[str]] = ContextVar("_problems")
-
-# --- what transformers is given ------------------------------------------------------------------------------------
 
 
 def prepare_quantized(config: PretrainedConfig, name: str) -> str | None:
-    """Makes `config` of a quantized model one that transformers loads as float weights; leaves any other alone.
+    """Changes the `config` of a quantized model so that transformers loads it as float weights.
 
     Returns:
-        How it is quantized, in words; None where it is not.
+        A description of the quantization; None where there is none.
 
     Raises:
-        UnsupportedModelError: it cannot be read as weights alone; the message names the method.
+        UnsupportedModelError: more than the weights is quantized, or by an unknown method; the message names it.
         ModelError: the package that reads it is missing.
     """
     _problems.set([])
     owner = config if getattr(config, "quantization_config", None) else config.get_text_config()
-    found = getattr(owner, "quantization_config", None)
-    if not found:
+    quantization = getattr(owner, "quantization_config", None)
+    if not quantization:
         return None
-    settings = dict(found if isinstance(found, dict) else found.to_dict())
+    settings = dict(quantization if isinstance(quantization, dict) else quantization.to_dict())
     method = str(settings.get("quant_method", "an unknown method"))
     if method not in _METHODS:
         raise UnsupportedModelError(f"{name} is quantized with {method}, which cannot be read: {ADVICE}")
-    words, problem = _METHODS[method](settings)
+    description, problem = _METHODS[method](settings)
     if problem is not None:
         raise UnsupportedModelError(f"{name} is quantized with {method} and {problem}: {ADVICE}")
     if method == "compressed-tensors":
         _require_compressed_tensors(name)
     owner.quantization_config = settings
-    return words
+    return description
 
 
 def _gptq(settings: dict[str, Any]) -> tuple[str, str | None]:
@@ -159,10 +157,8 @@ def _gptq(settings: dict[str, Any]) -> tuple[str, str | None]:
 
 
 def _awq(settings: dict[str, Any]) -> tuple[str, str | None]:
-    bits, layout = (
-        settings.get("bits", settings.get("w_bit", 4)),
-        settings.get("version", settings.get("format", "gemm")),
-    )
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    layout = settings.get("version", settings.get("format", "gemm"))
     settings.update(quant_method="tide_export", layout=f"awq {str(layout).lower()}", bits=bits)
     settings.setdefault("group_size", settings.get("q_group_size", 128))
     problem = None
@@ -230,7 +226,7 @@ class _PackedConfig(QuantizationConfigMixin):
 
 @register_quantizer("tide_export")
 class _PackedQuantizer(HfQuantizer):
-    """Tells transformers which tensors of the checkpoint make one weight, and which operation makes it of them."""
+    """Maps the tensors of the checkpoint to weights, and names the operation that converts them."""
 
     serialized_names = {"weight": ["weight", "qweight", "qzeros", "scales", "g_idx"]}  # noqa: RUF012 (transformers' way)
 
@@ -246,10 +242,10 @@ class _PackedQuantizer(HfQuantizer):
 
 
 class _Dequantize(ConversionOps):
-    """Packed tensors in, weights in the type of the model's parameter out; a weight that is not packed passes.
+    """Converts packed tensors to weights of the parameter's type; passes weights that are not packed.
 
-    Of one module the keys are the names above, each with a list of one tensor. Of experts that the model keeps in one
-    tensor they are patterns that end in these names, each with a list of one tensor per expert.
+    For one module the keys are the `serialized_names`, each with a list of one tensor. For experts in one parameter
+    they are patterns that end in these names, each with a list of one tensor per expert.
     """
 
     def __init__(self, hf_quantizer: _PackedQuantizer):
@@ -268,12 +264,13 @@ class _Dequantize(ConversionOps):
             modules.setdefault(prefix, {})[part] = tensors if isinstance(tensors, list) else [tensors]
         converted = {}
         for prefix, parts in modules.items():
-            made = []
-            for index in range(max(len(tensors) for tensors in parts.values())):
-                one = {part: tensors[index] for part, tensors in parts.items()}
-                expected = None if prefix else tuple(parameter.shape)
-                made.append(self._weight(full_layer_name, one, isinstance(owner, Conv1D), expected).to(parameter.dtype))
-            converted[f"{prefix}.weight" if prefix else full_layer_name] = made
+            expected, inputs_first = None if prefix else tuple(parameter.shape), isinstance(owner, Conv1D)
+            converted[f"{prefix}.weight" if prefix else full_layer_name] = [
+                self._weight(full_layer_name, dict(zip(parts, tensors, strict=True)), inputs_first, expected).to(
+                    parameter.dtype
+                )
+                for tensors in zip(*parts.values(), strict=True)
+            ]
         return converted
 
     def _weight(
@@ -292,7 +289,7 @@ class _Dequantize(ConversionOps):
         groups = int(integers.groups.max()) + 1
         if int(integers.groups.min()) < 0 or any(s[0] < groups for s in shapes):
             raise self._problem(f"weight {name} has {shapes[0][0]} groups of scales for inputs of {groups} groups")
-        dense = integers.dequantized()
+        dense = integers.dequantize()
         return dense if inputs_first else dense.T.contiguous()
 
     def _problem(self, sentence: str) -> ModelError:
@@ -301,5 +298,5 @@ class _Dequantize(ConversionOps):
 
 
 def loading_problem() -> str | None:
-    """What `_Dequantize` could not read of the model that has just failed to load, if that is why."""
+    """Returns why `_Dequantize` could not read the model that has just failed to load; None if it could."""
     return next(iter(_problems.get()), None)
