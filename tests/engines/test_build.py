@@ -173,12 +173,12 @@ BEGIN = (
         ("None", "ended with exit code 0 while building segment_00"),
     ],
 )
-def test_a_builder_s_death_is_one_sentence_with_its_last_words(death: str, says: str) -> None:
+def test_a_builder_s_crash_is_one_sentence_with_its_last_log_lines(death: str, says: str) -> None:
     script = f"{BEGIN}; print('thinking\\\\nno kernel\\\\nfor this', file=sys.stderr); sys.stdout.flush(); {death}"
     with pytest.raises(BuildError) as error:
         run_worker(JOB, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", script.replace("\\\\n", "\\n")))
     assert says in str(error.value)
-    assert "its last words: thinking | no kernel | for this" in str(error.value)
+    assert "its last log lines: thinking | no kernel | for this" in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -22,7 +22,7 @@ def attend_from_cache(
 
     Args:
         past: the buffers, by layer and kind.
-        positions: what tells the target where the new tokens are.
+        positions: the inputs by which the target places the new tokens.
         biases: replacements of bias tables, by the table's name; by default the tables stay.
 
     Returns:

@@ -1,10 +1,11 @@
 """Builds a bundle's engines: every segment network and the head, by TensorRT or TensorRT for RTX.
 
 Called by `pipeline.flow.export` on the folder a bundle is written into, and by `rebuild` on a copy of one, so that a
-bundle gets all its engines or none. `worker` does the building in a process of its own; here the job is made, its
-progress shown, its end judged, and what was built compared with what the runtime will bind.
+bundle gets all its engines or none. `worker` builds in a separate process; this module writes its job, shows its
+progress, reports its errors, and checks that the engines have what the runtime will bind.
 """
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -30,12 +31,12 @@ from tide_export.runtime.tensorrt.plugins import PluginLibrary
 
 logger = logging.getLogger("tide_export")
 
-LOG_LINES = 3  # of a builder that died
+LOG_LINES = 3  # of a failed builder, quoted in the error
 WORKER = ("-m", "tide_export.engines.worker")
 
 
 def require_builder(flavour: Flavour) -> str:
-    """The version of the flavour's library, which must be able to build here.
+    """Checks that the flavour's library can build here, and returns its version.
 
     Raises:
         BuildError: Polygraphy is not installed, or there is no GPU where one is needed.
@@ -58,11 +59,11 @@ def build_engines(
     """Builds an engine from every network in `folder` and writes it to `folder`/engines.
 
     Args:
-        manifest: of the bundle in the making, with `networks`; its files need not be listed yet.
-        plugins: taken in place of the networks' functions, as `plugins_to_build_with` gives it.
+        manifest: of the unfinished bundle, with `networks`; its files need not be listed yet.
+        plugins: used instead of the networks' functions, from `plugins_to_build_with`.
 
     Raises:
-        BuildError: an engine could not be built, or the builder died; its last log lines are in the message.
+        BuildError: an engine could not be built, or the builder crashed; its last log lines are in the message.
         ProviderError: the library is not installed.
     """
     version, info = require_builder(flavour), manifest.networks
@@ -101,10 +102,10 @@ def build_engines(
 def _plugins_used(
     plugins: PluginLibrary, expected: Mapping[str, NetworkSpec], built: Mapping[str, Mapping[str, Any]]
 ) -> PluginsInfo | None:
-    """Which engines hold plugins: all that have a router; None where there is no router in the model.
+    """The engines that hold plugins: all that have a router; None if the model has no router.
 
     Raises:
-        BuildError: TensorRT built a function's body although it was given the plugin.
+        BuildError: TensorRT built a function's body although it had the plugin.
     """
     routed = tuple(name for name, spec in expected.items() if names.ROUTER_SCORE in spec.outputs)
     for name in routed:
@@ -114,8 +115,11 @@ def _plugins_used(
 
 
 def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
-    """Least, best and most shape of every input under a profile. Several sequences are built for as many as there may
-    be: with fewer, whichever kernel is chosen, a run waits for the weights."""
+    """The minimum, optimum and maximum shape of every input in a profile.
+
+    The optimum of a batch profile is its maximum batch: smaller ones are bound by reading the weights, whatever kernel
+    is chosen.
+    """
     sizes = (
         (profile.min_tokens, 1),
         (profile.opt_tokens, profile.batch_size),
@@ -125,7 +129,7 @@ def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
 
 
 def _timing_cache(flavour: Flavour, version: str) -> Path:
-    """Where kernel times of earlier builds are kept; one file per version, in the user's cache folder."""
+    """The file of kernel times of earlier builds; one per version, in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
     base.mkdir(parents=True, exist_ok=True)
     return base / f"{flavour.name}-{version}.timing"
@@ -138,14 +142,14 @@ def run_worker(
     advance: Callable[[float], object],
     command: Sequence[str] = WORKER,
 ) -> dict[str, dict[str, Any]]:
-    """Runs a job in a process of its own; what it says of every network it built.
+    """Runs a job in a separate process and returns its `built` event of every network.
 
     Args:
-        advance: called with the share of a network that is done.
-        command: what Python runs, for tests of how a builder can die.
+        advance: called with the part of a network that is done, in 0..1.
+        command: arguments of Python; for tests of how a builder can fail.
 
     Raises:
-        BuildError: a network was refused, or the process died.
+        BuildError: a network was refused, or the process failed.
     """
     rtx = "1" if flavour.module == "tensorrt_rtx" else "0"
     environment = os.environ | {"POLYGRAPHY_USE_TENSORRT_RTX": rtx, "POLYGRAPHY_AUTOINSTALL_DEPS": "0"}
@@ -164,11 +168,9 @@ def run_worker(
             assert worker.stdin is not None
             assert worker.stdout is not None
             try:
-                try:
+                with contextlib.suppress(BrokenPipeError):  # it ended at once: its exit code shows how
                     json.dump(job, worker.stdin)
                     worker.stdin.close()
-                except BrokenPipeError:
-                    pass  # it died at once: its exit code says how
                 refused = None
                 for line in worker.stdout:
                     event = json.loads(line)
@@ -188,30 +190,28 @@ def run_worker(
                 raise
         log.seek(0)
         last_lines = [" ".join(line.split()) for line in log.read().splitlines() if line.strip()][-LOG_LINES:]
-    what = f"{flavour.title} {version}"
+    builder = f"{flavour.title} {version}"
     where = f"while building {current}" if current else "before it built anything"
-    said = f"; its last words: {' | '.join(last_lines)}" if last_lines else ""
+    log_end = f"; its last log lines: {' | '.join(last_lines)}" if last_lines else ""
     if refused is not None:
-        raise BuildError(f"{what} cannot build {current}: {' '.join(refused.split())[:300]}{said}")
+        raise BuildError(f"{builder} cannot build {current}: {' '.join(refused.split())[:300]}{log_end}")
     if code == -signal.SIGKILL:
-        raise BuildError(f"{what} was killed {where}, most likely because memory ran out{said}")
+        raise BuildError(f"{builder} was killed {where}, most likely because memory ran out{log_end}")
     if code < 0:
-        raise BuildError(f"{what} crashed {where} ({signal.Signals(-code).name}){said}")
-    missing = [network["name"] for network in job["networks"] if network["name"] not in built]
-    if code or missing:
-        raise BuildError(f"{what} ended with exit code {code} {where}{said}")
+        raise BuildError(f"{builder} crashed {where} ({signal.Signals(-code).name}){log_end}")
+    if code or any(network["name"] not in built for network in job["networks"]):
+        raise BuildError(f"{builder} ended with exit code {code} {where}{log_end}")
     return built
 
 
 def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any], profiles: int) -> None:
-    """What TensorRT made of a network must be what the runtime binds, K/V updated in place included, in all profiles.
+    """Checks that a built network has the inputs, outputs, in-place K/V updates and profiles that the runtime binds.
 
     Raises:
-        BuildError: saying what differs.
+        BuildError: naming what differs.
     """
-
     spec.check(from_tensorrt(spec, built["inputs"]), from_tensorrt(spec, built["outputs"]), name)
     if kv_aliases(spec) != built["aliases"]:
-        raise BuildError(f"TensorRT does not update the K/V cache of {name} in place: it found {built['aliases']}")
+        raise BuildError(f"TensorRT does not update the K/V cache of {name} in place: it aliases {built['aliases']}")
     if built["profiles"] != profiles:
         raise BuildError(f"TensorRT took {built['profiles']} of the {profiles} optimization profiles of {name}")

@@ -1,7 +1,7 @@
-"""`tide-export build`: gives a bundle that holds segment networks new engines, for this machine's GPU and versions.
+"""`tide-export build`: builds new engines for a bundle with segment networks, for this machine's GPU and versions.
 
-Needs the flavour's extra alone, no PyTorch: a bundle is exported on one machine and built on the one that runs it. The
-bundle is replaced in one step when all engines are there; its other files are the same files.
+Needs only the flavour's extra, no PyTorch: a bundle is exported on one machine and built on the one that runs it. The
+bundle is replaced in one step when all engines are built; its other files are linked.
 """
 
 import os
@@ -27,16 +27,17 @@ def rebuild(
     """Builds engines into `bundle`, in place of those it has.
 
     Args:
-        target: tensorrt or tensorrt-rtx; None: what the bundle was exported for. plugins: a library of plugins for
-        tensorrt, or "none"; None: the one that `runtime.tensorrt.plugins` finds, if any. batch_size: sequences that may
-        be decoded together; None: as many as before.
+        target: tensorrt or tensorrt-rtx; None: the one the bundle was exported for.
+        plugins: a library of plugins for tensorrt, or "none"; None: the one that `runtime.tensorrt.plugins` finds, if
+            any.
+        batch_size: the most sequences of a batch; None: as before.
 
     Raises:
-        BundleError: not a bundle, damaged, or being written by something else.
-        BuildError: the bundle holds no segment networks, or such as take one sequence at a time where a batch is asked
-            for, or they could not be built; it stays as it was.
+        BundleError: not a bundle, damaged, or being written by another process.
+        BuildError: the bundle holds no segment networks, or a batch size above 1 is requested of networks that take one
+            sequence, or an engine could not be built; the bundle stays as it was.
         ProviderError: the library is not installed, or the plugin library is missing or does not fit.
-        ConfigError: plugins for tensorrt-rtx, which has none; or a batch size that is none.
+        ConfigError: plugins for tensorrt-rtx, which has none; or an invalid batch size.
     """
     opened = open_bundle(bundle)
     manifest = opened.manifest
@@ -56,19 +57,19 @@ def rebuild(
     if name not in FLAVOURS:
         raise BuildError(f"target must be one of {', '.join(FLAVOURS)}, not {name!r}")
     flavour = FLAVOURS[name]
-    found = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before anything is copied
+    library = plugins_to_build_with(flavour, require_builder(flavour), plugins)  # before anything is copied
     with writing_bundle(opened.path, overwrite=True) as folder:
         for file in manifest.files:
             if Path(file).parts[0] != names.ENGINES_FOLDER:
-                _take(opened.path / file, folder / file)
+                _link_or_copy(opened.path / file, folder / file)
         others = [entry for entry in manifest.targets if entry not in FLAVOURS]
-        engines = build_engines(folder, manifest, flavour, found)
+        engines = build_engines(folder, manifest, flavour, library)
         write_manifest(folder, replace(manifest, targets=(*others, name), engines=engines))
     return open_bundle(opened.path, verify=False)
 
 
-def _take(source: Path, target: Path) -> None:
-    """The same file at another place, copied only where it cannot be linked."""
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Hard-links `source` at `target`; copies it if it cannot be linked."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         target.hardlink_to(source)

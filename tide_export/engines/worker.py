@@ -1,8 +1,8 @@
-"""Builds engines in a process of its own, because a network TensorRT does not like can take its process down.
+"""Builds engines in a separate process, because TensorRT can crash on a network.
 
-Started by `build` as `python -m tide_export.engines.worker`: a job comes as JSON on stdin, events go to stdout as one
-JSON object a line, TensorRT's own log goes to stderr. The environment says which flavour Polygraphy uses. Nothing here
-needs PyTorch, and nothing here decides: the parent has checked the job and will check the answers.
+Started by `build` as `python -m tide_export.engines.worker`: reads a job as JSON from stdin, writes events to stdout as
+one JSON object per line, and TensorRT's log to stderr. The environment selects the flavour Polygraphy uses. Needs no
+PyTorch. The parent process has checked the job and checks the results.
 """
 
 import json
@@ -16,16 +16,16 @@ Emit = Callable[..., None]
 
 
 def main() -> int:
-    """Builds what stdin asks for; exit code 1 when a network was refused, with an event that says why."""
+    """Builds the job's networks; exit code 1 if one was refused, with an event that holds the reason."""
     job = json.load(sys.stdin)
-    # The library prints to stdout too: events get a descriptor of their own, everything else goes to the log.
+    # The library prints to stdout too: events get another descriptor, everything else goes to the log.
     events = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def emit(kind: str, **values: Any) -> None:
         print(json.dumps({"event": kind, **values}), file=events, flush=True)
 
-    # Late and in this order: the environment has chosen the library that Polygraphy takes for TensorRT.
+    # Imported late: the environment decides which library Polygraphy imports as TensorRT.
     from polygraphy.exception import PolygraphyException
     from polygraphy.logger import G_LOGGER
 
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str, Any]:
-    """Parses one network, builds its engine for all profiles, writes it; returns what the parsed network is like."""
+    """Parses one network, builds its engine for all profiles and writes it; returns the network's description."""
     from polygraphy import mod
     from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
     from polygraphy.backend.trt import (
@@ -62,7 +62,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
 
     trt = lazy_import_trt()
     if job["plugins"] is not None:
-        register(trt, job["plugins"])  # before parsing: the parser takes what it finds then
+        register(trt, job["plugins"])  # before parsing: the parser uses the plugins that are registered then
     described: dict[str, Any] = {}
 
     def prepare(network: Any) -> None:
@@ -70,15 +70,15 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
         described.update(describe(trt, network))
 
     def exact(builder: Any, network: Any, config: Any) -> None:
-        # Float32 networks are asked for where tokens must be equal: TensorFloat-32 would round every product.
+        # Float32 networks are for equal tokens: TensorFloat-32 would round every matmul.
         config.clear_flag(trt.BuilderFlag.TF32)
         described["profiles"] = config.num_optimization_profiles
 
     profiles = []
     for shapes in network["profiles"]:
         profile = Profile()
-        for name, (least, best, most) in shapes.items():
-            profile.add(name, least, best, most)
+        for name, (minimum, optimum, maximum) in shapes.items():
+            profile.add(name, minimum, optimum, maximum)
         profiles.append(profile)
     options: dict[str, Any] = {"profiles": profiles, "progress_monitor": monitor(trt, emit)}
     cache = job["timing_cache"]
@@ -95,7 +95,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
 
 
 def allow_decomposition(trt: Any, network: Any) -> None:
-    """Lets attention be built from smaller kernels where no fused one fits (there is none for float32)."""
+    """Allows attention to be built from smaller kernels if no fused one fits (there is none for float32)."""
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.ATTENTION_INPUT:
@@ -104,8 +104,8 @@ def allow_decomposition(trt: Any, network: Any) -> None:
 
 
 def describe(trt: Any, network: Any) -> dict[str, Any]:
-    """Inputs and outputs of the parsed network, {name: [dtype, shape]}, the outputs that are updated in place,
-    {output: input}, and how many plugins there are."""
+    """The parsed network: inputs and outputs {name: [dtype, shape]}, outputs updated in place {output: input}, and the
+    number of plugins."""
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
     aliases, plugins = {}, 0

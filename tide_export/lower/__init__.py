@@ -1,1 +1,1 @@
-"""Rewrites the portable graph for one engine's own operators."""
+"""Rewrites the portable graph for the operators of one engine."""

@@ -1,7 +1,7 @@
 """Makes mixture-of-experts layers emit two symbolic matrix products instead of sorting tokens by expert.
 
-`transformers` lets a named function compute a layer's experts (`ExpertsInterface`), as it does for attention. Its
-own functions either gather a copy of an expert's weights per token or loop over data-dependent slices, which cannot be
+`transformers` lets a named function compute a layer's experts (`ExpertsInterface`), as it does for attention. The
+functions it has gather a copy of an expert's weights per token or loop over data-dependent slices, which cannot be
 traced. This one emits `tide::TideExpertMatMul`: rows [R, K], the expert of each row int64 [R] and the weights of all
 experts -> [R, N]. A row is a token and one of its experts; `lower` decides how rows meet their expert. Gate,
 activation, biases and routing weights remain the model's code.

@@ -1,7 +1,7 @@
 """Reads and changes graphs: what the passes of `trace`, `compose` and `lower` share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +11,7 @@ from onnx_ir.passes import common as common_passes
 from tide_export.errors import GraphError
 from tide_export.names import DOMAIN
 
+T = TypeVar("T")
 Dim = int | ir.SymbolicDim
 OutputType = tuple[ir.DataType | None, Iterable[Any] | None]  # dtype and shape, None where unknown
 
@@ -68,8 +69,8 @@ def nodes_of(graph: ir.Graph, op_type: str, domain: str = "") -> list[ir.Node]:
     return [node for node in graph.all_nodes() if (node.domain, node.op_type) == (domain, op_type)]
 
 
-def present(value: ir.Value | None) -> ir.Value:
-    """`value`, an input that its operator always has."""
+def present(value: T | None) -> T:
+    """`value`, which is there in every valid graph: an input that its operator requires, the tensor of a weight."""
     assert value is not None
     return value
 
@@ -119,7 +120,7 @@ def typed_value(name: str, dtype: ir.DataType, shape: Iterable[Any]) -> ir.Value
 
 
 def initializer(tensor: ir.TensorProtocol) -> ir.Value:
-    """`tensor` as a value under its own name, for a graph to register."""
+    """`tensor` as a value of the same name, for a graph to register."""
     return ir.Value(
         name=tensor.name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
     )
@@ -217,7 +218,7 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
 
 
 def drop_unused(nodes: Iterable[ir.Node | None]) -> None:
-    """Removes those of `nodes` whose outputs have no reader, in the order given (readers first)."""
+    """Removes those of `nodes` whose outputs have no reader, in this order (readers first)."""
     for node in nodes:
         if node is None or node.graph is None:
             continue

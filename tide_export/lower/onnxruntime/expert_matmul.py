@@ -108,8 +108,7 @@ def _sorting(graph: ir.Graph, node: ir.Node, expert: ir.Value, count: int) -> _S
 
 def _matrix(graph: ir.Graph, weights: ir.Value, index: int, transposed: bool) -> ir.Value:
     """Expert `index`'s weights as [K, N]."""
-    tensor = weights.const_value
-    assert tensor is not None
+    tensor = present(weights.const_value)
     _, first, second = tensor.shape.numpy()
     return derived_weight(
         graph,

@@ -6,7 +6,7 @@ form under the same name. Each part then becomes a file that refers to `model.on
 load one, set the bundle as ONNX Runtime's folder of external weights
 (`session.model_external_initializers_file_folder_path`).
 
-Each batch size has its own networks because idle slots cost a little; a batch runs on the smallest that holds it.
+Each batch size has a set of networks because idle slots cost a little; a batch runs on the smallest that holds it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.packed_sequences import PackedSequencesPass
-from tide_export.trace.rewriting import remove_unused, run_passes
+from tide_export.trace.rewriting import present, remove_unused, run_passes
 
 INLINE_BYTES = 64 * 1024  # a larger weight that model.onnx does not hold is an error: each network would store it
 
@@ -63,8 +63,7 @@ def save_batch_networks(
 
 def _point_to(value: ir.Value, stored: ir.Value | None) -> None:
     """Makes `value` refer to the stored weight of the same name."""
-    external, tensor = stored.const_value if stored is not None else None, value.const_value
-    assert tensor is not None
+    external, tensor = stored.const_value if stored is not None else None, present(value.const_value)
     if isinstance(external, ir.ExternalTensor) and (external.dtype, external.shape) == (tensor.dtype, tensor.shape):
         value.const_value = external
     elif tensor.nbytes > INLINE_BYTES:

@@ -4,7 +4,7 @@ Applies where all three are MatMul (+ bias) of the same states by stored weights
 normalizes queries and keys per head keeps its three. The packed weight is concatenated when the model is written.
 
 Quantized matmuls are packed by naming all their matrices in one node, whose rows `QuantizedMatMulsPass` stacks: every
-row has its own blocks, so nothing is rounded again.
+row consists of whole blocks, so nothing is rounded again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -60,7 +60,7 @@ class PackedProjectionsPass(ir.passes.InPlacePass):
 def _packable(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Projection]]]:
     """Every attention whose three projections can be packed, with these."""
     for node in nodes_of(model.graph, "GroupQueryAttention", "com.microsoft"):
-        projections = [found for value in node.inputs[:3] if (found := _projection(value)) is not None]
+        projections = [p for value in node.inputs[:3] if (p := _projection(value)) is not None]
         kinds = {(p.states, p.bias is None, p.weight is None) for p in projections}
         if len(projections) == 3 and len(kinds) == 1:
             yield node, projections

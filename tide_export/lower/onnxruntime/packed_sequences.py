@@ -170,6 +170,6 @@ class _Slots:
 
 
 def _slot_buffer(buffer: ir.Value, slot: int) -> ir.Value:
-    """A slot's past buffer, which has its own capacity."""
+    """The past buffer of a slot, whose capacity is independent of the others'."""
     _, kv_heads, _, head_dim = dims(buffer)
     return typed_value(names.slot(str(buffer.name), slot), FLOAT, [1, kv_heads, f"capacity_{slot}", head_dim])

@@ -14,7 +14,15 @@ import onnx_ir as ir
 from tide_export.bundle.manifest import Quantization
 from tide_export.model.quantized_weights import Blocks, concatenate
 from tide_export.names import DOMAIN, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL, WEIGHTS_METADATA
-from tide_export.trace.rewriting import constant, ensure_none_left, integers, nodes_of, op_before, replace_value
+from tide_export.trace.rewriting import (
+    constant,
+    ensure_none_left,
+    integers,
+    nodes_of,
+    op_before,
+    present,
+    replace_value,
+)
 
 
 class QuantizedMatMulsPass(ir.passes.InPlacePass):
@@ -40,7 +48,6 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         ensure_none_left(_symbolic(model))
 
     def _matmul(self, graph: ir.Graph, node: ir.Node) -> None:
-        assert self.settings is not None
         names = node.attributes["weights"].as_strings()
         matrix = concatenate([self.blocks[name] for name in names])
         attributes = {
@@ -48,7 +55,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
             "N": matrix.rows,
             "bits": matrix.bits,
             "block_size": matrix.block_size,
-            "accuracy_level": self.settings.accuracy_level,
+            "accuracy_level": present(self.settings).accuracy_level,
         }
         x, *bias = node.inputs
         inputs = [x, *_stored(graph, names, matrix)]
@@ -62,12 +69,12 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         _, *rest = _stored(graph, names, matrix)
         rows = constant(graph, f"{name}.rows", matrix.packed.reshape(matrix.rows, -1))
         attributes = {"bits": matrix.bits, "block_size": matrix.block_size, "gather_axis": 0, "quantize_axis": 1}
-        found = _quantized_op(node, "GatherBlockQuantized", [rows, node.inputs[0], *rest], attributes)
-        if matrix.columns % matrix.block_size:  # the last block is filled up
-            found.shape = None
+        gathered = _quantized_op(node, "GatherBlockQuantized", [rows, node.inputs[0], *rest], attributes)
+        if matrix.columns % matrix.block_size:  # the last block of a row is padded
+            gathered.shape = None
             ends = [integers(graph, f"slice_{n}", [n]) for n in (0, matrix.columns, -1)]
-            found = op_before(node, "Slice", [found, *ends], dtype=output.dtype, shape=output.shape)
-        replace_value(output, found)
+            gathered = op_before(node, "Slice", [gathered, *ends], dtype=output.dtype, shape=output.shape)
+        replace_value(output, gathered)
 
 
 def quantized_names(node: ir.Node) -> list[str]:
@@ -86,9 +93,7 @@ def _quantized_op(
     """The operator that replaces `node`, before it."""
     old = node.outputs[0]
     value = op_before(node, op_type, inputs, attributes, domain="com.microsoft", dtype=old.dtype, shape=old.shape)
-    new = value.producer()
-    assert new is not None
-    new.metadata_props[WEIGHTS_METADATA] = "\n".join(node.attributes["weights"].as_strings())
+    present(value.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(node.attributes["weights"].as_strings())
     return value
 
 

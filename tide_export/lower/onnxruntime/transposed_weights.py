@@ -54,8 +54,7 @@ def _transposed_for_matmuls(model: ir.Model) -> Iterator[tuple[ir.Node, list[ir.
 
 
 def _transposed(graph: ir.Graph, weight: ir.Value) -> ir.Value:
-    tensor = weight.const_value
-    assert tensor is not None
+    tensor = present(weight.const_value)
     shape = tensor.shape.numpy()[::-1]
     return derived_weight(
         graph, f"{weight.name}.T", shape, tensor.dtype, lambda: np.ascontiguousarray(tensor.numpy().T)

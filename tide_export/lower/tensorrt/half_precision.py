@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from tide_export.compose.cut import is_attention
 from tide_export.errors import GraphError
 from tide_export.lower.tensorrt.scatter_attention import BIAS, SINKS
-from tide_export.names import DOMAIN, LOGITS, OP_ATTENTION, OP_ROUTE
+from tide_export.names import DOMAIN, LOGITS, OP_ROUTE
 from tide_export.trace.rewriting import FLOAT, new_node, op_before, present
 
 TYPES: dict[str, tuple[ir.DataType, type]] = {
@@ -74,8 +75,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
                 graph.outputs[index] = cast.outputs[0]
 
     def _convert(self, value: ir.Value) -> ir.LazyTensor:
-        name, tensor = str(value.name), value.const_value
-        assert tensor is not None
+        name, tensor = str(value.name), present(value.const_value)
         if name not in self.converted:
             self.converted[name] = ir.LazyTensor(
                 self._rounded(name, tensor), dtype=self.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
@@ -107,8 +107,8 @@ def _convertible(graph: ir.Graph) -> Iterator[ir.Value]:
 def check_weights(piece: ir.Graph, weights: str) -> None:
     """Raises GraphError if a weight of `piece`, part of a cut trace, holds a number too large for `weights`."""
     for name, value in piece.initializers.items():
-        added = [(use.node.domain, use.node.op_type) == (DOMAIN, OP_ATTENTION) and use.idx > 2 for use in value.uses()]
-        if value.dtype == FLOAT and value.const_value is not None and not (added and all(added)):
+        added_to_scores = [is_attention(use.node) and use.idx > 2 for use in value.uses()]
+        if value.dtype == FLOAT and value.const_value is not None and not (added_to_scores and all(added_to_scores)):
             _check_range(name, value.const_value.numpy(), TYPES[weights][1])
 
 
@@ -128,4 +128,4 @@ def _is_router(node: ir.Node) -> bool:
 
 def _is_added_to_scores(node: ir.Node, index: int) -> bool:
     """Whether input `index` of `node` is one of an attention's that `ScatterAttentionPass` takes in float32."""
-    return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION) and index in (SINKS, BIAS)
+    return is_attention(node) and index in (SINKS, BIAS)

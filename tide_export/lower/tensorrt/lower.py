@@ -80,7 +80,7 @@ class Networks:
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
-        """Why a run cannot start at any slot of a batch, if it cannot: it is given the address of the slot's K/V."""
+        """Why a run cannot start at any slot of a batch, if it cannot: it binds the address of the slot's K/V."""
         item = 4 if self.weights == "fp32" else 2
         for heads, width in manifest.model.kv_shapes:
             size = heads * self.capacity * width * item
@@ -115,7 +115,7 @@ def networks_for_tensorrt(
     """The networks of `pieces`, ready to be saved.
 
     Args:
-        capacity: tokens the K/V buffers hold; the `max_length` that `cut` was given.
+        capacity: tokens the K/V buffers hold; the `max_length` of `cut`.
         weights: fp32, fp16 or bf16, of weights, states and K/V; routers and logits are always float32.
 
     Raises:

@@ -81,8 +81,7 @@ def _bias(graph: ir.Graph, first: ir.Node, table: ir.Value) -> ir.Value:
     """float32 [B, H, 1, C], before the first attention that reads it: the bias at every position relative to that of
     the row's first new token. This does not change a row's softmax, and numbers that are small near the query lose
     nothing to rounding."""
-    lengths, tensor = present(first.inputs[LENGTHS]), table.const_value
-    assert tensor is not None
+    lengths, tensor = present(first.inputs[LENGTHS]), present(table.const_value)
     heads, capacity, batch = static_dim(table, 0), static_dim(first.inputs[PLACES], -1), dims(lengths)[0]
     by_position = derived_weight(
         graph,

@@ -108,7 +108,7 @@ class _Attention:
     """One attention of the trace.
 
     Args:
-        query, key, value: [B, H, S, Dh], key and value with their own number of heads.
+        query, key, value: [B, H, S, Dh], the number of heads may differ between query and the others.
         node: its first output is the weighted sum of the values, [B, H, S, Dh] or [B * H, S, Dh].
     """
 
@@ -222,8 +222,7 @@ def _softmax(value: ir.Value | None) -> ir.Node | None:
 
 
 def _spelled_out(node: ir.Node, kind: str) -> _Attention:
-    softmax = _softmax(node.inputs[0])
-    assert softmax is not None
+    softmax = present(_softmax(node.inputs[0]))
     end = present(softmax.inputs[0])
     if softmax.attributes.get_int("axis", -1) not in (-1, (rank(end) or 0) - 1):
         raise refusal(kind, "takes its softmax over something else than the keys")
@@ -231,8 +230,7 @@ def _spelled_out(node: ir.Node, kind: str) -> _Attention:
     if len(scores) != 1:
         how = "from two matmuls" if scores else f"by a {first_unknown_step(end)} that is not understood"
         raise refusal(kind, f"computes its attention scores {how}")
-    matmul = scores[0].producer()
-    assert matmul is not None
+    matmul = present(scores[0].producer())
     query, transposed = matmul.inputs
     return _SpelledOut(
         kind,

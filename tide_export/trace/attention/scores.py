@@ -102,7 +102,7 @@ class ScoreReader:
         """The rule between the matmul result `scores` ([B, H, S, S] or [B * H, S, S]) and the softmax of `end`.
 
         Raises:
-            UnsupportedModelError: it is no such rule; the message says why.
+            UnsupportedModelError: it is no such rule; the message names the reason.
         """
         square = (self.length, self.length)
         shape = (1, heads, *square) if rank(scores) == 4 else (heads, *square)
@@ -124,8 +124,7 @@ class ScoreReader:
         """`value` as a function of `scores`, which is `start`."""
         if value is scores:
             return start
-        node = value.producer()
-        assert node is not None
+        node = present(value.producer())
         inputs = [item for item in node.inputs if item is not None]
         from_scores = [item for item in inputs if item is scores or scores in score_matmuls(item)]
         if len(from_scores) != 1:
