@@ -17,7 +17,7 @@ from tide_export.runtime.sequence import StepResult
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.oracle import oracle
-from tide_export.verify.parity import FORGIVEN_GAP, check_exit, check_full
+from tide_export.verify.parity import UNDECIDED_GAP, check_exit, check_full
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(20)]]
 TOGETHER = [PROMPTS[2], PROMPTS[0], [(i * 53) % 400 + 9 for i in range(33)], PROMPTS[1], [11, 4, 8]]
@@ -78,14 +78,14 @@ def check_together(engine, source, routers, thresholds: Sequence[float]) -> None
         assert len(said) == most
         first = len(prompt) - 1
         judged = oracle(source, routers, text[:-1], thresholds, propagate_from=len(prompt))
-        undecided = ((judged.scores - torch.tensor(thresholds)).abs() < FORGIVEN_GAP).any(-1)[first:]
+        undecided = ((judged.scores - torch.tensor(thresholds)).abs() < UNDECIDED_GAP).any(-1)[first:]
         left = torch.tensor([result.exit_layer for result in said])
         assert ((left == judged.exit_layers[first:]) | undecided).all(), (thresholds, prompt)
         same = left == judged.exit_layers[first:]
         logits, expected = torch.tensor(np.stack([result.logits for result in said])), judged.logits[first:]
         assert (logits - expected)[same].abs().max() < 1e-3 * expected.abs().max()
         chosen = expected.gather(-1, logits.argmax(-1, keepdim=True))[:, 0]
-        assert (expected.max(-1).values - chosen)[same].max() < FORGIVEN_GAP
+        assert (expected.max(-1).values - chosen)[same].max() < UNDECIDED_GAP
 
 
 def test_the_judge_by_hand(demo_source) -> None:

@@ -58,15 +58,15 @@ def test_export_quantizes_calibrates_and_validate_rebuilds_the_reference(
     assert report.weight_error is not None
     assert 0.03 < report.weight_error < 0.2
     assert [check.name for check in report.checks[:4]] == [
-        "float32 products full",
-        "float32 products 0.5",
-        "float32 products bundle",
-        "float32 products lossless",
+        "float32 matmuls full",
+        "float32 matmuls 0.5",
+        "float32 matmuls bundle",
+        "float32 matmuls lossless",
     ]
     exact, own = report.checks[0], report.checks[4]
     assert own.name == "full"
     assert exact.max_error < 1e-4 * exact.largest_logit < own.max_error
-    assert "what the bundle's integers stand for" in report.render()
+    assert "the bundle's dequantized weights" in report.render()
     assert report.as_dict()["weight_error"] == report.weight_error
 
     assert (

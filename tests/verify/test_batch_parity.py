@@ -1,4 +1,4 @@
-"""Prompts decoded together against one by one: equal, not equal, undecided, and not in the bundle at all."""
+"""Prompts decoded in one batch against one by one: equal, not equal, undecided, and not in the bundle at all."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,8 @@ from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.batch_memory import BatchBuffers
 from tide_export.thresholds.resolve import NEVER_EXIT
-from tide_export.verify.batch_parity import Together, check_together
-from tide_export.verify.parity import Check, Tolerance
+from tide_export.verify.batch_parity import BatchCheck, check_batch
+from tide_export.verify.parity import Check, Generated, Tolerance
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "demo" / "demo-llama")
@@ -58,13 +58,13 @@ def prompts(demo_text_ids: list[int]) -> list[list[int]]:
 
 
 def one_by_one(engine: Engine, prompts: list[list[int]], tolerance: Tolerance) -> dict[str, Check]:
-    options = {"full": {}, "exit": {"threshold": [min(t, 1.0) for t in THRESHOLDS], "min_layers": 0}, "lossless": {}}
+    exits = {"threshold": [min(t, 1.0) for t in THRESHOLDS], "min_layers": 0}
     checks = {}
-    for mode, given in options.items():
-        check = checks[mode] = Check("0.5" if mode == "exit" else mode, THRESHOLDS, tolerance=tolerance)
+    for name, mode, given in (("full", "full", {}), ("exit at 0.5", "exit", exits), ("lossless", "lossless", {})):
+        check = checks[name] = Check(name, mode, THRESHOLDS, tolerance)
         for prompt in prompts:
             out = engine.generate(prompt, max_new_tokens=NEW_TOKENS, mode=mode, stop_token_ids=[], **given)
-            check.written.append((out.tokens, out.stats.exit_layer))
+            check.generated.append(Generated(out.tokens, out.stats.exit_layer, 0))
     return checks
 
 
@@ -93,58 +93,60 @@ def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_tokens_need_no_reference(engine: Engine, prompts, alone) -> None:
     done: list[float] = []
-    found = check_together(engine, None, None, prompts, alone, PENDING, advance=done.append)
+    found = check_batch(engine, None, None, prompts, alone, PENDING, advance=done.append)
     assert found.holds
     assert (found.prompts, [check.tokens for check in found.checks], done) == (4, [4 * NEW_TOKENS] * 3, [1, 1, 1])
     tokens = 12 * NEW_TOKENS
-    said = f"4 prompts together (full, exit at 0.5, lossless): all {tokens} tokens are those of one by one"
+    said = f"4 prompts in a batch (full, exit at 0.5, lossless): all {tokens} tokens equal those of one by one"
     assert found.lines() == [said]
 
 
-@pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
+@pytest.mark.parametrize("mode", ["full", "exit at 0.5", "lossless"])
 def test_a_neighbour_s_logits_are_found_out(
     engine: Engine, source, routers, prompts, alone, mode: str, monkeypatch
 ) -> None:
     neighbours(monkeypatch)
-    found = check_together(engine, source, routers, prompts, {mode: alone[mode]}, PENDING, "segments")
+    found = check_batch(engine, source, routers, prompts, {mode: alone[mode]}, PENDING, "segments")
     (check,) = found.checks
     assert not found.holds
     assert 0 < check.wrong <= check.tokens == 4 * NEW_TOKENS
     first, *others = found.lines()
-    assert first.startswith(f"segments, 4 prompts together ({check.name}): ")
-    assert f"({check.wrong} wrong, {check.forgiven} forgiven)" in first
+    assert first.startswith(f"segments, 4 prompts in a batch ({check.name}): ")
+    assert f"({check.wrong} wrong, {check.within_tolerance} within tolerance)" in first
     assert others
     assert all("new token" in line for line in others)
     assert found.as_dict()["checks"][0]["wrong"] == check.wrong
 
 
 def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts, alone, monkeypatch) -> None:
-    exits = alone["exit"]
-    full = replace(exits, thresholds=[NEVER_EXIT] * 3, differences=[], name="0.5")
-    assert {layer for _, layers in exits.written for layer in layers} > {12}
-    found = check_together(graph, source, routers, prompts, {"exit": full}, PENDING)
+    exits = alone["exit at 0.5"]
+    full = replace(exits, thresholds=[NEVER_EXIT] * 3, differences=[])
+    assert {layer for one in exits.generated for layer in one.exit_layers} > {12}
+    found = check_batch(graph, source, routers, prompts, {"exit at 0.5": full}, PENDING)
     assert found.holds, "what differs from one by one is held to the reference at the thresholds it ran with"
-    ran = replace(exits, written=[(tokens, [12] * NEW_TOKENS) for tokens, _ in exits.written])
-    assert check_together(graph, source, routers, prompts, {"exit": ran}, PENDING).holds
+    ran = replace(exits, generated=[replace(one, exit_layers=[12] * NEW_TOKENS) for one in exits.generated])
+    assert check_batch(graph, source, routers, prompts, {"exit at 0.5": ran}, PENDING).holds
     step = PackedBatch.step
 
     def deep(*arguments, **options):
         return {place: result._replace(exit_layer=12) for place, result in step(*arguments, **options).items()}
 
     monkeypatch.setattr(PackedBatch, "step", deep)
-    wrong = check_together(graph, source, routers, prompts, {"exit": exits}, PENDING)
+    wrong = check_batch(graph, source, routers, prompts, {"exit at 0.5": exits}, PENDING)
     assert not wrong.holds
-    assert all("left after layer 12 instead of" in line for line in wrong.lines()[1:])
+    assert all("exited after layer 12 instead of" in line for line in wrong.lines()[1:])
 
 
-def test_where_the_reference_is_undecided_it_is_forgiven(graph: Engine, source, routers, prompts, monkeypatch) -> None:
+def test_where_the_reference_is_undecided_it_is_within_tolerance(
+    graph: Engine, source, routers, prompts, monkeypatch
+) -> None:
     neighbours(monkeypatch)
     alone = one_by_one(graph, prompts, Tolerance(1e4, 1e-3))
-    found = check_together(graph, source, routers, prompts, {"full": alone["full"]}, PENDING)
+    found = check_batch(graph, source, routers, prompts, {"full": alone["full"]}, PENDING)
     (check,) = found.checks
     assert found.holds
-    assert check.forgiven
-    assert f"(0 wrong, {check.forgiven} forgiven)" in found.lines()[0]
+    assert check.within_tolerance
+    assert f"(0 wrong, {check.within_tolerance} within tolerance)" in found.lines()[0]
 
 
 def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, backend: SegmentBackend, prompts, alone):
@@ -157,16 +159,16 @@ def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, back
     for engine in (without, Engine(bundle, single)):
         assert engine.max_batch_size == 1
         done: list[float] = []
-        found = check_together(engine, None, None, prompts, alone, PENDING, "segments", done.append)
+        found = check_batch(engine, None, None, prompts, alone, PENDING, "segments", done.append)
         assert (found.holds, found.checks, sum(done)) == (True, [], 3)
         assert found.lines() == [
-            "segments, several prompts together: not in this bundle, which takes one at a time (its export said why, "
+            "segments, several prompts in a batch: not in this bundle, which takes one at a time (its export said why, "
             "or --batch-size 1 was given)"
         ]
     assert (graph.max_batch_size, Engine(bundle, backend).max_batch_size) == (32, 8)
-    lonely = check_together(graph, None, None, prompts[:1], alone, PENDING)
-    assert lonely.lines() == ["several prompts together: not compared, there is one prompt"]
-    assert lonely == Together("", 0, [], "not compared, there is one prompt")
+    lonely = check_batch(graph, None, None, prompts[:1], alone, PENDING)
+    assert lonely.lines() == ["several prompts in a batch: not compared, there is one prompt"]
+    assert lonely == BatchCheck("", 0, [], "not compared, there is one prompt")
 
 
 def test_the_command_s_exit_code_is_1(demo_bundle: Path, capsys, monkeypatch) -> None:
@@ -174,5 +176,5 @@ def test_the_command_s_exit_code_is_1(demo_bundle: Path, capsys, monkeypatch) ->
     small = ["--prompts", "2", "--new-tokens", "3", "--threshold", "0.5", "--provider", "cpu"]
     assert main(["validate", str(demo_bundle), "--model", MODEL, "--dataset", TEXT, *small]) == 1
     said = capsys.readouterr().out
-    assert "2 prompts together (full, exit at " in said
+    assert "2 prompts in a batch (full, exit at " in said
     assert "DOES NOT HOLD" in said

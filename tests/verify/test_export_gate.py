@@ -20,8 +20,14 @@ from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace import tracer
-from tide_export.verify import export_gate as export_check
-from tide_export.verify.export_gate import LONG_PROMPT, ask_model, check_export, dividing_thresholds, prompt_length
+from tide_export.verify import export_gate
+from tide_export.verify.export_gate import (
+    LONG_PROMPT,
+    check_export,
+    dividing_thresholds,
+    model_references,
+    prompt_length,
+)
 from tide_export.verify.oracle import oracle
 
 WINDOW = 100  # longer than a prompt that takes no notice of it
@@ -42,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_window_that_was_lost_is_found_behind_the_window(
+def test_a_lost_window_is_found_beyond_the_window(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracer, "layer_masks", lambda model, depth: (None,) * depth)
@@ -50,12 +56,12 @@ def test_a_window_that_was_lost_is_found_behind_the_window(
     model, routers = folder / "model", folder / "routers.safetensors"
     pipeline.export(str(model), tmp_path / "out", routers=routers, config=config, validate=False)
     bundle = open_bundle(tmp_path / "out")
-    asked = (load_model(model), RouterSet.load(routers), bundle.manifest, ir.load(bundle.file(GRAPH_FILE)))
+    arguments = (load_model(model), RouterSet.load(routers), bundle.manifest, ir.load(bundle.file(GRAPH_FILE)))
     with pytest.raises(GraphError, match=r"does not equal the model \(full depth\)"):
-        check_export(tmp_path / "out", bundle.manifest, ask_model(*asked))
+        check_export(tmp_path / "out", bundle.manifest, model_references(*arguments))
     # It is the length of the prompt that finds it: a short one passes.
-    monkeypatch.setattr(export_check, "windows_of", lambda graph, source: set())
-    check_export(tmp_path / "out", bundle.manifest, ask_model(*asked))
+    monkeypatch.setattr(export_gate, "windows_of", lambda graph, source: set())
+    check_export(tmp_path / "out", bundle.manifest, model_references(*arguments))
 
 
 def source_of(parameters: int, vocabulary: int) -> SimpleNamespace:
@@ -71,7 +77,7 @@ def source_of(parameters: int, vocabulary: int) -> SimpleNamespace:
         (10**6, 1000, 8192, {128, 4096}, 4096 + 8),
         (10**6, 1000, 4096, {4096}, LONG_PROMPT),  # never left within the context
         (10**9, 1000, 8192, {256}, 264),
-        (10**9, 1000, 8192, {4096}, 300),  # as far as it can be paid for
+        (10**9, 1000, 8192, {4096}, 300),  # as far as is affordable
         (10**11, 1000, 8192, {4096}, LONG_PROMPT),
         (10**6, 2**18, 8192, {4096}, 1024),  # logits of all positions would not fit
     ],

@@ -26,8 +26,8 @@ from tide_export.progress import stage
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import trace
-from tide_export.verify.export_gate import ask_model, check_export
-from tide_export.verify.parity import Answers
+from tide_export.verify.export_gate import check_export, model_references
+from tide_export.verify.references import References
 
 
 @takes_request
@@ -41,7 +41,7 @@ def export(request: ExportRequest) -> Path:
         TideError: of the stage that failed; `output` is then as it was.
     """
     with writing_bundle(request.output, overwrite=request.overwrite) as folder:
-        manifest, answers = _write_graphs(request, folder)
+        manifest, references = _write_graphs(request, folder)
         gc.collect()  # the model is freed: engines are built and checked in the memory it had
         if request.engines and request.flavour is not None:
             engines = build_engines(folder, manifest, request.flavour, request.plugin_library)
@@ -49,12 +49,12 @@ def export(request: ExportRequest) -> Path:
         manifest = write_manifest(folder, manifest)
         if request.validate:
             with stage("checking the graph against the model"):
-                check_export(folder, manifest, answers)
+                check_export(folder, manifest, references)
     return Path(request.output)
 
 
-def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[Answers]]:
-    """Runs the stages that need the model in memory; returns the manifest so far and the answers for `check_export`."""
+def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[References]]:
+    """Runs the stages that need the model in memory; returns the manifest so far and the references for `check_export`."""
     routers = None if request.routers is None else RouterSet.load(request.routers)
     with stage("loading the model"):
         source = load_model(request.model, device_map=request.device_map)
@@ -74,15 +74,15 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         composing = compose_propagating if request.propagates else compose
         graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
     manifest = make_manifest(source, routers, request.config, graph, length)
-    answers: list[Answers] = []
+    references: list[References] = []
     if request.validate:
-        with stage("running the model for the answers the graph must give"):
-            answers = ask_model(source, routers, manifest, graph)
+        with stage("running the model for the references the graph must give"):
+            references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
         write_contents(folder, request.model, graph, pieces, routers, lower)
         manifest = write_networks(folder, request, manifest, pieces, routers, length)
     source.release()
-    return manifest, answers
+    return manifest, references
 
 
 def _trace_and_cut(source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int) -> Pieces:

@@ -1,12 +1,12 @@
-"""The last gate before a bundle is put in place: the written graph must say what the source model says.
+"""Refuses a finished bundle whose graph does not equal the source model.
 
-Called by `pipeline.flow`: `ask_model` while the source model is there, `check_export` on the finished folder, when it
-is not: the model and ONNX Runtime's copy of its weights are never in memory at the same time. The graph is checked by
-`onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the HuggingFace model (full depth)
-and the oracle (exits, tokens that wait and catch up) on two prompts and the tokens after them, one by one from the K/V
-cache: a long prompt that reaches behind the model's sliding windows where a large model makes that affordable, and a
-short one. Segment networks go through the same, and they and the networks for batches take both prompts together.
-`validate` does the same at length and on real text.
+Called by `pipeline.flow`: `model_references` while the source model is loaded, `check_export` on the finished folder,
+when it is not: the model and ONNX Runtime's copy of its weights are never in memory together. The graph is checked by
+`onnx.checker` with shape inference, then loaded in ONNX Runtime and compared with the Hugging Face model (full depth)
+and the oracle (exits, pending tokens and catching up) on two prompts and the tokens after them, one by one from the K/V
+cache: a long prompt that reaches beyond the model's sliding windows where a large model makes that affordable, and a
+short one. Segment networks are compared in the same way, and they and the networks for batches on both prompts in one
+batch. `validate` does the same at length and on real text.
 """
 
 import logging
@@ -29,29 +29,30 @@ from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.packed.networks import BatchNetworks
 from tide_export.runtime.sequence import Batch
 from tide_export.thresholds.resolve import NEVER_EXIT
-from tide_export.verify.batch_parity import compare_together
+from tide_export.verify.batch_parity import compare_batch
 from tide_export.verify.oracle import oracle
-from tide_export.verify.parity import FORGIVEN_GAP, TOLERANCES, Answers, Check, Tolerance, ask, compare
+from tide_export.verify.parity import TOLERANCES, UNDECIDED_GAP, Check, Tolerance, compare
 from tide_export.verify.quantized import computes_in_float32, graph_engines
+from tide_export.verify.references import References, compute_references
 
 logger = logging.getLogger("tide_export")
 
 SHORT_PROMPT = 3
 LONG_PROMPT = 48
-BEHIND = 8  # tokens a prompt reaches behind the last window
+BEYOND = 8  # tokens a prompt reaches beyond the longest window
 NEW_TOKENS = 12
 MAX_PENDING = 3
 
-# What one pass over the long prompt may cost, of which there are three: half a minute on two cores for all, and memory.
+# Limits of one pass over the long prompt: three passes take half a minute on two cores.
 MULTIPLICATIONS = 3e11
 LOGIT_BYTES = 2**30
 
 
-def ask_model(source: SourceModel, routers: RouterSet, manifest: Manifest, graph: ir.Model) -> list[Answers]:
-    """What the graph must say, from the source model alone, so that it can be let go before the graph is loaded.
+def model_references(source: SourceModel, routers: RouterSet, manifest: Manifest, graph: ir.Model) -> list[References]:
+    """Computes what the graph must output, from the source model alone, which can then be freed.
 
     Args:
-        graph: the lowered graph; its sliding windows say how long the longer text must be.
+        graph: the lowered graph; its sliding windows decide the length of the longer text.
     """
     context = manifest.model.context_length or 2**31
     steps = max(1, min(NEW_TOKENS, context - 1))
@@ -60,16 +61,16 @@ def ask_model(source: SourceModel, routers: RouterSet, manifest: Manifest, graph
     prompts = [text[: len(text) - steps + 1] for text in texts]
     thresholds = dividing_thresholds(source, routers, prompts[0][-LONG_PROMPT:])
     return [
-        ask(source, routers, prompt, text[len(prompt) :], thresholds, manifest.kv_cache_strategy)
+        compute_references(source, routers, prompt, text[len(prompt) :], thresholds, manifest.kv_cache_strategy)
         for prompt, text in zip(prompts, texts, strict=True)
     ]
 
 
-def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -> None:
-    """Refuses a bundle whose graph is malformed or differs from the model, which gave `answers` (`ask_model`).
+def check_export(folder: Path, manifest: Manifest, references: Sequence[References]) -> None:
+    """Compares the graph and the networks of a bundle with the `references` of its model.
 
     Raises:
-        GraphError: saying how it differs.
+        GraphError: malformed, or not equal: the message has the first difference.
     """
     parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), names.HEAD]
     files = [names.GRAPH_FILE, *(map(names.network_file, parts) if manifest.networks is not None else ())]
@@ -79,70 +80,70 @@ def check_export(folder: Path, manifest: Manifest, answers: Sequence[Answers]) -
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = Bundle(folder, manifest)
-    for prefix, engine, tolerance in graph_engines(bundle, None):
-        _compare(prefix.strip() or "graph", engine, answers, tolerance)
+    for name, engine, tolerance, _ in graph_engines(bundle, None):
+        _compare(name or "graph", engine, references, tolerance)
     del engine
-    options = (answers[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
+    options = (references[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = Engine(bundle, open_segments(bundle))
         tolerance = TOLERANCES[manifest.networks.weights]
-        _compare("networks", networks, answers, tolerance)
+        _compare("networks", networks, references, tolerance)
         if manifest.networks.max_batch_size > 1:
-            batch = networks.start_batch(*options, len(answers))
-            _compare_together("networks with several sequences", batch, manifest, answers, tolerance)
+            batch = networks.start_batch(*options, len(references))
+            _compare_batch("networks with several sequences", batch, manifest, references, tolerance)
             del batch
         del networks
     if names.batch_file(names.HEAD) in manifest.files:
-        sessions = BatchNetworks(bundle, None).sessions(len(answers))
-        tolerance = TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 products"]
-        together = empty_batch(sessions, manifest, *options)
-        _compare_together("networks for batches", together, manifest, answers, tolerance)
+        sessions = BatchNetworks(bundle, None).sessions(len(references))
+        tolerance = TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 matmuls"]
+        batch = empty_batch(sessions, manifest, *options)
+        _compare_batch("networks for batches", batch, manifest, references, tolerance)
 
 
-def _compare(what: str, engine: Engine, answers: Sequence[Answers], tolerance: Tolerance) -> None:
+def _compare(part: str, engine: Engine, references: Sequence[References], tolerance: Tolerance) -> None:
     """One engine at a time is in memory: the caller holds none."""
     off = [NEVER_EXIT] * len(engine.manifest.checkpoints)
-    for name, thresholds in (("full", off), ("exit", answers[0].thresholds)):
-        check = Check(name, thresholds, tolerance=tolerance)
-        for one in answers:
-            compare(engine, one, name == "exit", MAX_PENDING, check)
-        _require(check, what, engine.manifest)
+    for mode, thresholds in (("full", off), ("exit", references[0].thresholds)):
+        check = Check(mode, mode, thresholds, tolerance)
+        for reference in references:
+            compare(engine, reference, MAX_PENDING, check)
+        _require(check, part, engine.manifest)
 
 
-def _compare_together(
-    what: str, batch: Batch, manifest: Manifest, answers: Sequence[Answers], tolerance: Tolerance
+def _compare_batch(
+    part: str, batch: Batch, manifest: Manifest, references: Sequence[References], tolerance: Tolerance
 ) -> None:
-    check = Check("exit", answers[0].thresholds, tolerance=tolerance)
-    compare_together(batch, answers, manifest.segment_sizes, check)
-    _require(check, what, manifest)
+    check = Check("exit", "exit", references[0].thresholds, tolerance)
+    compare_batch(batch, references, manifest.segment_sizes, check)
+    _require(check, part, manifest)
 
 
-def _require(check: Check, what: str, manifest: Manifest) -> None:
+def _require(check: Check, part: str, manifest: Manifest) -> None:
     if not check.holds:
         wrong_logits = f"logits are off by {check.max_error:.2g}, where the largest is {check.largest_logit:.2g}"
         reason = check.differences[0] if check.differences else wrong_logits
         raise GraphError(
-            f"the exported {what} of {manifest.model.name} ({manifest.model.architecture}) does not equal the model "
-            f"({'full depth' if check.name == 'full' else 'with exits'}): {reason}"
+            f"the exported {part} of {manifest.model.name} ({manifest.model.architecture}) does not equal the model "
+            f"({'full depth' if check.mode == 'full' else 'with exits'}): {reason}"
         )
 
 
 def windows_of(graph: ir.Model, source: SourceModel) -> set[int]:
-    """Sliding windows in tokens: those the graph has and the one the model's config speaks of, lest one was lost."""
+    """Sliding windows in tokens: those of the graph, and the one of the model's config in case the graph lost it."""
     sizes = [node.attributes.get_int("local_window_size", -1) for node in graph.graph.all_nodes()]
     return {size for size in (*sizes, getattr(source.text_config, "sliding_window", None)) if size and size > 0}
 
 
 def prompt_length(source: SourceModel, context: int, sliding: Collection[int]) -> int:
-    """Tokens of the long prompt: enough to leave the longest of the `sliding` windows, as far as they can be paid for.
+    """Tokens of the long prompt: enough to leave the longest of the `sliding` windows, as far as is affordable.
 
     Logs a warning where a window within the model's context is not left.
     """
-    windows = [size for size in sliding if size + BEHIND + NEW_TOKENS <= context]
-    wanted = max([LONG_PROMPT, *(size + BEHIND for size in windows)])
+    windows = [size for size in sliding if size + BEYOND + NEW_TOKENS <= context]
+    wanted = max([LONG_PROMPT, *(size + BEYOND for size in windows)])
     weights = sum(parameter.numel() for parameter in source.model.parameters())
-    paid = int(min(MULTIPLICATIONS / weights, LOGIT_BYTES / (4 * source.vocab_size)))
-    length = min(wanted, max(LONG_PROMPT, paid))
+    affordable = int(min(MULTIPLICATIONS / weights, LOGIT_BYTES / (4 * source.vocab_size)))
+    length = min(wanted, max(LONG_PROMPT, affordable))
     if windows and length <= max(windows):
         logger.warning(
             "the check of the graph reads %d tokens, too few to leave the sliding window of %d: "
@@ -154,7 +155,7 @@ def prompt_length(source: SourceModel, context: int, sliding: Collection[int]) -
 
 
 def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[int]) -> list[float]:
-    """One threshold per checkpoint that divides the tokens of `ids`, so that some leave and wait and some go on,
+    """One threshold per checkpoint that divides the tokens of `ids`, so that some exit and some go on,
     whatever the routers are like: the middle of the widest gap between scores in the middle half of them.
 
     Where a router gives all of them the same score, a threshold that they are all above.
@@ -164,8 +165,8 @@ def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[i
     for column in scores.sort(dim=0).values.T:
         middle = column[len(column) // 4 : -(len(column) // 4) or None]
         gaps = middle.diff()
-        if not len(gaps) or gaps.max() < 10 * FORGIVEN_GAP:
-            thresholds.append(float(column[0]) - 100 * FORGIVEN_GAP)
+        if not len(gaps) or gaps.max() < 10 * UNDECIDED_GAP:
+            thresholds.append(float(column[0]) - 100 * UNDECIDED_GAP)
         else:
             widest = int(gaps.argmax())
             thresholds.append(float(middle[widest : widest + 2].mean()))

@@ -1,10 +1,10 @@
-"""The judge: TIDE's post-hoc rule in a page of eager PyTorch, slow and plain.
+"""Computes TIDE's post-hoc rule in a page of eager PyTorch, slow and plain: the reference of all engines.
 
 "Run every layer for every token, then take the earliest checkpoint whose router says converged" (TIDE 0.2.1,
-`runtime.py`, with its mistakes mended: the final norm once, the model's own norm, thresholds per checkpoint). Every
-engine must equal it token for token in `exit` mode, and HuggingFace, which is the same with every checkpoint off, in
-`full` mode. `kv_cache_strategy = "propagate"` is another rule, judged here too. Shares no code with the runtimes beyond
-the model itself.
+`runtime.py`, with its errors corrected: the final norm once, the model's own norm, thresholds per checkpoint). Every
+engine must equal it token for token in `exit` mode, and Hugging Face, which is the same with every checkpoint off, in
+`full` mode. The rule of `kv_cache_strategy = "propagate"` is here too. Shares no code with the runtimes beyond the
+model itself.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from tide_export.routers.router_set import RouterSet
 
 @dataclass(frozen=True)
 class OracleOutput:
-    """The rule's answer at each of S positions.
+    """The result of the rule at each of S positions.
 
     Attributes:
         logits: [S, V] float32, of the state each position exited with.
         exit_layers: [S] int64, layers run at the exit (the model's depth where no router fired).
-        scores: [S, K-1] float32, every router's score, also behind the exit.
-        full_logits: [S, V], the model's own, of the same pass; None where states stood still in it.
+        scores: [S, K-1] float32, every router's score, also after the exit.
+        full_logits: [S, V], the model's own, of the same pass; None where it had frozen hidden states.
     """
 
     logits: torch.Tensor
@@ -42,12 +42,11 @@ def oracle(
     thresholds: Sequence[float],
     propagate_from: int | None = None,
 ) -> OracleOutput:
-    """Applies the rule to one sequence of S token ids; `thresholds` holds one value per checkpoint (2.0 = off).
+    """Applies the rule to one sequence of S token ids; `thresholds` holds one value per checkpoint (2.0: never).
 
     Args:
         propagate_from: with `kv_cache_strategy = "propagate"` the first position that may exit (prompts run every
-            layer): its state then stands still, and is what the layers behind the exit make its keys and values of.
-            None: keys and values are the full model's.
+            layer): the later layers make its K/V of its frozen hidden state. None: K/V are the full model's.
     """
     depth, checkpoints = source.num_layers, routers.checkpoints
     ids = torch.as_tensor(list(input_ids), dtype=torch.long, device=source.device)[None]
@@ -55,18 +54,18 @@ def oracle(
     if propagate_from is None:
         states = source.run(ids, [*checkpoints, depth])
         for layers in checkpoints:
-            rule.ask(layers, states.raw[layers])
+            rule.decide(layers, states.raw[layers])
         last, full_logits = states.raw[depth], states.logits[0]
     else:
         full_logits = None
-        last = _run_standing_still(source, rule, ids, propagate_from)
+        last = _run_frozen(source, rule, ids, propagate_from)
     chosen = torch.where(rule.exited[..., None], rule.chosen, source.normalize(last))
     scores = torch.stack(rule.scores, dim=-1)[0]
     return OracleOutput(source.head(chosen)[0], rule.exit_layers[0], scores, full_logits)
 
 
 class _Rule:
-    """Who left where, asked checkpoint by checkpoint; `may_exit` [S] says who may."""
+    """The exits of all positions, decided checkpoint by checkpoint; only those of `may_exit` [S] exit."""
 
     def __init__(self, source: SourceModel, routers: RouterSet, thresholds: Sequence[float], length: int):
         self.source, self.routers = source, routers
@@ -77,42 +76,42 @@ class _Rule:
         self.chosen = torch.zeros(1, length, source.normalized_size, device=source.device)
         self.scores: list[torch.Tensor] = []
 
-    def ask(self, layers: int, raw: torch.Tensor) -> None:
-        """The router after `layers` layers, on raw states [1, S, D]."""
-        normed = self.routers.exit_state(self.source, layers, raw)
-        score = self.routers.routers[layers].to(raw.device)(normed)
-        leaves = (score > self.thresholds[layers]) & ~self.exited & self.may_exit
-        self.chosen = torch.where(leaves[..., None], normed, self.chosen)
-        self.exit_layers = torch.where(leaves, layers, self.exit_layers)
-        self.exited = self.exited | leaves
+    def decide(self, layers: int, raw: torch.Tensor) -> None:
+        """Applies the router after `layers` layers to raw states [1, S, D]."""
+        normalized = self.routers.exit_state(self.source, layers, raw)
+        score = self.routers.routers[layers].to(raw.device)(normalized)
+        exits_here = (score > self.thresholds[layers]) & ~self.exited & self.may_exit
+        self.chosen = torch.where(exits_here[..., None], normalized, self.chosen)
+        self.exit_layers = torch.where(exits_here, layers, self.exit_layers)
+        self.exited = self.exited | exits_here
         self.scores.append(score)
 
 
-def _run_standing_still(source: SourceModel, rule: _Rule, ids: torch.Tensor, propagate_from: int) -> torch.Tensor:
-    """One pass in which a token's state stands still from its exit on; the raw states [1, S, D] in the end.
+def _run_frozen(source: SourceModel, rule: _Rule, ids: torch.Tensor, propagate_from: int) -> torch.Tensor:
+    """Runs one pass in which hidden states are frozen from their exit on; returns the last raw states [1, S, D].
 
-    Whether a position leaves depends on the layers in front of the checkpoint alone, so one pass over the whole
-    sequence decides it layer by layer, as going through it token by token would.
+    Whether a position exits depends on the layers before the checkpoint alone, so one pass over the whole sequence
+    decides it layer by layer, as going through it token by token would.
     """
     rule.may_exit[:, :propagate_from] = False
-    found: list[torch.Tensor] = []
+    last: list[torch.Tensor] = []
 
-    def behind(layers: int):
+    def after(layers: int):
         def hook(_module, args, kwargs, output):
             before = args[0] if args else kwargs["hidden_states"]
             state = torch.where(rule.exited[..., None], before, first_tensor(output))
             if layers in rule.thresholds:
-                rule.ask(layers, state)
-            found[:] = [state]
+                rule.decide(layers, state)
+            last[:] = [state]
             return (state, *output[1:]) if isinstance(output, tuple) else state
 
         return hook
 
     layers = source.structure.layers
-    handles = [layer.register_forward_hook(behind(i), with_kwargs=True) for i, layer in enumerate(layers, start=1)]
+    handles = [layer.register_forward_hook(after(i), with_kwargs=True) for i, layer in enumerate(layers, start=1)]
     try:
         source.model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return found[0]
+    return last[0]

@@ -1,101 +1,119 @@
-"""Token-for-token comparison of an engine with its references, on prompts given as token ids.
+"""Compares an engine with its references token for token, on prompts given as token ids.
 
-The engine generates greedily; then the *reference* reads what it wrote in one eager PyTorch pass and is asked, at every
-generated position, what it would have said after the very same prefix. In full mode the reference is the HuggingFace
-model, and by induction equality at every position is equality with HuggingFace's own greedy generation. In exit mode it
-is the oracle (`oracle.py`), which must agree on the token and on the layer it left at. One floating-point allowance: a
-difference is forgiven where the reference itself was undecided, that is, where the two tokens' logits, or the score and
-the threshold that decided, lie closer than `Tolerance.forgiven_gap`; every forgiven difference is counted and shown.
+The engine generates greedily; then the *reference* reads the generated text in one eager PyTorch pass and gives, at
+every generated position, its own answer after the very same prefix. In full mode the reference is the Hugging Face
+model, and by induction equality at every position is equality with Hugging Face's own greedy generation. In exit mode
+it is the oracle (`oracle.py`), which must agree on the token and on the layer it exited after. A difference is within
+tolerance where the reference itself was undecided: the two tokens' logits, or the score and the threshold that decided,
+lie closer than `Tolerance.undecided_gap`. Every such difference is counted and shown.
 
-Called by `validate` and by the parity tests, with any engine and source model. Where the model and the engine cannot be
-in memory at the same time, the references are asked first, about a text of our own choosing (`ask`), and the engine
-reads the same text later (`compare`): it is compared after every prefix all the same.
+Where the model and the engine cannot be in memory at the same time, the references are computed first, on a fixed text
+(`references.compute_references`), and the engine reads the same text later (`compare`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from tide_export.bundle.manifest import PROPAGATE
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import NEVER_EXIT
-from tide_export.verify.oracle import oracle
+from tide_export.verify.references import Expected, References, exit_references, full_reference
 
 
 class Tolerance(NamedTuple):
     """What rounding may do to an engine's numbers."""
 
-    forgiven_gap: float  # between two logits, or a score and a threshold: closer, and the reference was undecided
-    relative_error: float  # of a logit, as a share of the largest; a lost parameter comes to more
+    undecided_gap: float  # between two logits, or a score and a threshold: closer, and the reference was undecided
+    relative_error: float  # of a logit, as a share of the largest; a lost parameter causes more
 
 
-# By the precision of an engine's weights and states. In float32 sums in another order come to about 1e-6.
-# Products of integers ("int8 products") round their inputs to 8 bits, block by block.
+# By the precision of an engine's weights and states. In float32 sums in another order differ by about 1e-6.
+# Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block.
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-3),
     "fp16": Tolerance(0.05, 0.02),
     "bf16": Tolerance(0.4, 0.1),
-    "int8 products": Tolerance(0.25, 0.2),
+    "int8 matmuls": Tolerance(0.25, 0.2),
 }
-FORGIVEN_GAP = TOLERANCES["fp32"].forgiven_gap
+UNDECIDED_GAP = TOLERANCES["fp32"].undecided_gap
 SHOWN_DIFFERENCES = 5
 
 
+class EngineUnderTest(NamedTuple):
+    """An engine to compare with its references.
+
+    Attributes:
+        name: in the report; empty for the bundle's graph as it is.
+        tolerance: of the engine's precision.
+        as_deployed: False where it computes in a higher precision than the bundle does.
+    """
+
+    name: str
+    engine: Engine
+    tolerance: Tolerance
+    as_deployed: bool = True
+
+
 @dataclass(frozen=True)
-class Written:
-    """What the engine wrote after one prompt: N tokens, and how it came to each.
+class Generated:
+    """What an engine generated after one prompt.
 
     Attributes:
         tokens: N token ids.
-        logits: [N, V] float32, those each token was taken from.
-        exit_layers: N layer counts, where the hidden state behind each token left.
-        layers_executed: decoder layers the engine ran over all steps; one run over several waiting tokens counts once.
+        exit_layers: N layer counts, after which the hidden state of each token exited.
+        layers_executed: decoder layers run over all steps; one run over several pending tokens counts once.
+        logits: [N, V] float32, those each token was taken from; None in lossless mode.
     """
 
     tokens: list[int]
-    logits: np.ndarray
     exit_layers: list[int]
     layers_executed: int
+    logits: np.ndarray | None = None
 
 
 @dataclass
 class Check:
-    """The tally of one setting (full depth, or one threshold) over all prompts.
+    """The result of one setting (full depth, one threshold, lossless mode) over all prompts.
 
     Attributes:
-        name: `full`, `0.85`, or `bundle` for the bundle's own thresholds; of segment networks `segments full` and so
-        on. thresholds: what the graph was given, one per checkpoint (2.0 = off). tokens: generated positions compared.
-        wrong: positions where the engine differs from its reference, not forgiven. forgiven: positions where it differs
-        and the reference was undecided. same_as_full: positions where the token is the full model's own choice after
-        the same prefix. max_error: largest |logit - reference logit| over positions that left at the same layer.
-        largest_logit: largest |reference logit|, what `max_error` is measured against. exits: layers -> positions that
-        left there (the model's depth: never left). layers_executed: see `Written`; divided by `tokens` it is what a
-        token cost. differences: the first few wrong positions, one sentence each. tolerance: what is forgiven. drafted,
-        accepted: in lossless mode, drafts made and drafts that stood. written: of each prompt, the tokens and the
-        layers they left after.
+        name: in the report: `full`, `0.85`, or `bundle` for the bundle's own thresholds; after the name of the engine.
+        mode: `full`, `exit` or `lossless`.
+        thresholds: given to the engine, one per checkpoint (2.0: never exits).
+        tolerance: of the engine's precision.
+        tokens: generated positions compared.
+        wrong: positions that differ from the reference by more than the tolerance.
+        within_tolerance: positions that differ where the reference was undecided.
+        same_as_full: positions whose token is the full model's choice after the same prefix.
+        max_error: largest |logit - reference logit| over positions that exited after the same layer.
+        largest_logit: largest |reference logit|, to which `max_error` is relative.
+        exits: layers -> positions that exited there (the model's depth: never exited).
+        layers_executed: see `Generated`; divided by `tokens` it is the cost of a token.
+        differences: the first few wrong positions, one sentence each.
+        drafted, accepted: in lossless mode, drafts made and accepted.
+        generated: the output for each prompt.
     """
 
     name: str
+    mode: str
     thresholds: list[float]
+    tolerance: Tolerance = TOLERANCES["fp32"]
     tokens: int = 0
     wrong: int = 0
-    forgiven: int = 0
+    within_tolerance: int = 0
     same_as_full: int = 0
     max_error: float = 0.0
     largest_logit: float = 0.0
     exits: Counter[int] = field(default_factory=Counter)
     layers_executed: int = 0
     differences: list[str] = field(default_factory=list)
-    tolerance: Tolerance = TOLERANCES["fp32"]
     drafted: int = 0
     accepted: int = 0
-    written: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    generated: list[Generated] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
@@ -104,20 +122,56 @@ class Check:
 
     @property
     def logits_equal(self) -> bool:
-        """Whether all logits are numbers and as near the reference's as rounding allows: tokens alone hide much."""
+        """Whether all logits are finite and as near the reference's as rounding allows: tokens alone hide much."""
         return (
             bool(np.isfinite(self.max_error)) and self.max_error <= self.tolerance.relative_error * self.largest_logit
         )
 
+    def add(self, generated: Generated, expected: Expected, full_logits: np.ndarray) -> None:
+        """Adds one prompt's N positions; `full_logits` [N, V] are the full model's after the same prefixes."""
+        for i, (token, layers) in enumerate(zip(generated.tokens, generated.exit_layers, strict=True)):
+            if self.compare_position(i, token, layers, expected) and generated.logits is not None:
+                error = float(np.abs(generated.logits[i] - expected.logits[i]).max())
+                self.max_error = float(np.maximum(self.max_error, error))  # unlike max(), keeps a NaN
+                self.largest_logit = max(self.largest_logit, float(np.abs(expected.logits[i]).max()))
+        self.tokens += len(generated.tokens)
+        self.same_as_full += int((full_logits.argmax(-1) == np.array(generated.tokens)).sum())
+        self.exits.update(generated.exit_layers)
+        self.layers_executed += generated.layers_executed
+        self.generated.append(generated)
+
+    def compare_position(self, i: int, token: int, layers: int, expected: Expected) -> bool:
+        """Counts position `i`, which exited after `layers`, if it differs; returns whether the layers are equal."""
+        if layers != expected.exit_layers[i]:
+            # The shallower of the two is where one decided to exit and the other to go on.
+            margin = expected.margins.get(min(layers, expected.exit_layers[i]))
+            gap = float("inf") if margin is None else float(margin[i])
+            self._count(gap, f"new token {i + 1} exited after layer {layers} instead of {expected.exit_layers[i]}")
+            return False
+        best = int(expected.logits[i].argmax())
+        if token != best:
+            gap = float(expected.logits[i, best] - expected.logits[i, token])
+            self._count(gap, f"new token {i + 1} is {token} instead of {best}")
+        return True
+
+    def _count(self, gap: float, difference: str) -> None:
+        """Counts a difference where the reference was `gap` away from being undecided."""
+        if gap < self.tolerance.undecided_gap:
+            self.within_tolerance += 1
+            return
+        self.wrong += 1
+        if len(self.differences) < SHOWN_DIFFERENCES:
+            self.differences.append(f"{difference} (reference decided by {gap:.2g})")
+
     def as_dict(self) -> dict[str, Any]:
-        """The tally, ready for JSON."""
+        """The result, ready for JSON."""
         return {
             "name": self.name,
             "thresholds": self.thresholds,
             "holds": self.holds,
             "tokens": self.tokens,
             "wrong": self.wrong,
-            "forgiven": self.forgiven,
+            "forgiven": self.within_tolerance,
             "same_as_full": self.same_as_full,
             "max_logit_error": self.max_error if np.isfinite(self.max_error) else None,
             "largest_logit": self.largest_logit,
@@ -127,55 +181,6 @@ class Check:
             "drafted": self.drafted,
             "accepted": self.accepted,
         }
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What the references say after N prefixes of one text, each a token longer than the one before.
-
-    Attributes:
-        prompt: the first prefix.
-        forced: the N - 1 tokens behind it.
-        full: [N, V] float32, the HuggingFace model's logits.
-        exits: [N, V] float32, the oracle's, at `thresholds`, one per checkpoint.
-        exit_layers: N layer counts, where the oracle left.
-        margins: layers at a checkpoint -> [N], |score - threshold| there.
-    """
-
-    prompt: list[int]
-    forced: list[int]
-    thresholds: list[float]
-    full: np.ndarray
-    exits: np.ndarray
-    exit_layers: list[int]
-    margins: dict[int, np.ndarray]
-
-
-def ask(
-    source: SourceModel,
-    routers: RouterSet,
-    prompt: Sequence[int],
-    forced: Sequence[int],
-    thresholds: Sequence[float],
-    kv_cache_strategy: str,
-) -> Answers:
-    """The references' answers after `prompt` and after each of the `forced` tokens behind it; needs no engine."""
-    propagated = _propagated(kv_cache_strategy, prompt)
-    full, judged = _judge(source, routers, [*prompt, *forced], len(prompt) - 1, thresholds, propagated)
-    return Answers(list(prompt), list(forced), list(thresholds), full, *judged)
-
-
-def compare(engine: Engine, answers: Answers, exits: bool, max_pending: int, check: Check) -> None:
-    """Adds to `check` what the engine says of the text of `answers`, at full depth or, with `exits`, at their
-    thresholds."""
-    count = len(answers.forced) + 1
-    thresholds = answers.thresholds if exits else [NEVER_EXIT] * len(answers.thresholds)
-    written = write_greedily(engine, answers.prompt, count, thresholds, max_pending, answers.forced)
-    if exits:
-        tally(check, written, answers.exits, answers.exit_layers, answers.margins)
-    else:
-        tally(check, written, answers.full, [engine.manifest.model.num_layers] * count, {})
-    check.same_as_full += int((answers.full.argmax(-1) == np.array(written.tokens)).sum())
 
 
 def check_full(
@@ -188,19 +193,18 @@ def check_full(
     advance: Callable[[float], object] = lambda amount: None,
     tolerance: Tolerance = TOLERANCES["fp32"],
 ) -> Check:
-    """The engine at full depth against the HuggingFace model, `new_tokens` greedy tokens after each of `prompts`.
+    """Compares `new_tokens` greedy tokens after each of `prompts` at full depth with the Hugging Face model.
 
     Args:
-        name: what the report calls this setting.
+        name: of this setting in the report.
         advance: called with 1 after every prompt.
         tolerance: of the engine's precision.
     """
-    check = Check(name, [NEVER_EXIT] * len(engine.manifest.checkpoints), tolerance=tolerance)
+    check = Check(name, "full", [NEVER_EXIT] * len(engine.manifest.checkpoints), tolerance)
     for prompt in prompts:
-        written = write_greedily(engine, prompt, new_tokens, check.thresholds, max_pending)
-        reference = full_logits(source, [*prompt, *written.tokens[:-1]], len(prompt) - 1)
-        tally(check, written, reference, [source.num_layers] * new_tokens, {})
-        check.same_as_full += int((reference.argmax(-1) == np.array(written.tokens)).sum())
+        generated = generate_greedily(engine, prompt, new_tokens, check.thresholds, max_pending)
+        full = full_reference(source, [*prompt, *generated.tokens[:-1]], len(prompt))
+        check.add(generated, full, full.logits)
         advance(1)
     return check
 
@@ -217,22 +221,17 @@ def check_exit(
     advance: Callable[[float], object] = lambda amount: None,
     tolerance: Tolerance = TOLERANCES["fp32"],
 ) -> Check:
-    """The engine with exits against the oracle: the same tokens from the same layers.
+    """Compares tokens and exit layers with the oracle's; arguments as of `check_full`.
 
     Args:
-        thresholds: one per checkpoint, 2.0 = off.
-        name: what the report calls this setting.
-        advance: called with 1 after every prompt.
-        tolerance: of the engine's precision.
+        thresholds: one per checkpoint, 2.0 = never.
     """
-    check = Check(name, list(thresholds), tolerance=tolerance)
+    check, strategy = Check(name, "exit", list(thresholds), tolerance), engine.manifest.kv_cache_strategy
     for prompt in prompts:
-        written = write_greedily(engine, prompt, new_tokens, thresholds, max_pending)
-        text, first = [*prompt, *written.tokens[:-1]], len(prompt) - 1
-        propagated = _propagated(engine.manifest.kv_cache_strategy, prompt)
-        full, judged = _judge(source, routers, text, first, thresholds, propagated)
-        tally(check, written, *judged)
-        check.same_as_full += int((full.argmax(-1) == np.array(written.tokens)).sum())
+        generated = generate_greedily(engine, prompt, new_tokens, thresholds, max_pending)
+        text = [*prompt, *generated.tokens[:-1]]
+        full, exits = exit_references(source, routers, text, len(prompt), thresholds, strategy)
+        check.add(generated, exits, full.logits)
         advance(1)
     return check
 
@@ -248,18 +247,16 @@ def check_lossless(
     tolerance: Tolerance = TOLERANCES["fp32"],
     name: str = "lossless",
 ) -> Check:
-    """What lossless mode hands out against the HuggingFace model: tokens alone, verified ones have no logits of theirs.
+    """Compares the tokens of lossless mode with the Hugging Face model's; verified tokens have no logits of their own.
 
-    In the tally an exit is a draft that stood, by the layer it was drafted after (0: found in earlier text).
+    An exit in the result is an accepted draft, by the layer it was drafted after (0: by prompt lookup). Other arguments
+    as of `check_full`.
 
     Args:
         threshold, max_pending: when drafts are made and how many; None: as the bundle was tuned.
-        advance: called with 1 after every prompt.
-        tolerance: of the engine's precision.
-        name: what the report calls this setting.
     """
     thresholds = [] if threshold is None else [threshold] * len(engine.manifest.checkpoints)
-    check = Check(name, thresholds, tolerance=tolerance)
+    check = Check(name, "lossless", thresholds, tolerance)
     for prompt in prompts:
         out = engine.generate(
             prompt,
@@ -269,124 +266,45 @@ def check_lossless(
             max_pending=max_pending,
             stop_token_ids=[],
         )
-        full = full_logits(source, [*prompt, *out.tokens[:-1]], len(prompt) - 1)
-        for i, (token, left) in enumerate(zip(out.tokens, out.stats.exit_layer, strict=True)):
-            count_position(check, i, token, left, full[i], left, {})
-        check.tokens += len(out.tokens)
-        check.same_as_full += int((full.argmax(-1) == np.array(out.tokens)).sum())
-        check.exits.update(out.stats.exit_layer)
-        check.written.append((out.tokens, out.stats.exit_layer))
-        check.layers_executed += sum(out.stats.layers_run)
+        full = full_reference(source, [*prompt, *out.tokens[:-1]], len(prompt))
+        generated = Generated(out.tokens, out.stats.exit_layer, sum(out.stats.layers_run))
+        check.add(generated, replace(full, exit_layers=generated.exit_layers), full.logits)
         check.drafted += out.stats.drafted
         check.accepted += out.stats.accepted
         advance(1)
     return check
 
 
-def write_greedily(
+def compare(engine: Engine, references: References, max_pending: int, check: Check) -> None:
+    """Adds to `check` the engine's output on the text of `references`, at the check's thresholds."""
+    count = len(references.forced) + 1
+    generated = generate_greedily(engine, references.prompt, count, check.thresholds, max_pending, references.forced)
+    check.add(generated, references.exits if check.mode == "exit" else references.full, references.full.logits)
+
+
+def generate_greedily(
     engine: Engine,
     prompt: Sequence[int],
     new_tokens: int,
     thresholds: Sequence[float],
     max_pending: int,
     forced: Sequence[int] | None = None,
-) -> Written:
-    """`new_tokens` greedy tokens after `prompt`; an end-of-sequence token does not stop it: more is compared so.
+) -> Generated:
+    """Generates `new_tokens` greedy tokens after `prompt`; an end-of-sequence token does not stop it.
 
     Args:
-        forced: tokens, one fewer, that it reads in place of those it wrote.
+        forced: N - 1 tokens that it reads in place of its own.
     """
     sizes = engine.manifest.segment_sizes
     state = engine.start(thresholds=list(thresholds), max_pending=max_pending)
     tokens: list[int] = []
     logits, exit_layers, layers_executed = [], [], 0
-    fed = list(prompt)
+    new = list(prompt)
     for i in range(new_tokens):
-        step = state.step(fed)
+        step = state.step(new)
         tokens.append(int(step.logits.argmax()))
-        fed = tokens[-1:] if forced is None else list(forced[i : i + 1])
+        new = tokens[-1:] if forced is None else list(forced[i : i + 1])
         logits.append(np.array(step.logits, dtype=np.float32))  # a copy: the engine may reuse its buffer
         exit_layers.append(int(step.exit_layer))
         layers_executed += sum(sizes[: int(step.segments_run)])
-    return Written(tokens, np.stack(logits), exit_layers, layers_executed)
-
-
-def _propagated(kv_cache_strategy: str, prompt: Sequence[int]) -> int | None:
-    """The first position that an engine lets exit with its state as the input of the skipped layers, if it does so."""
-    return len(prompt) if kv_cache_strategy == PROPAGATE else None
-
-
-@torch.no_grad()
-def full_logits(source: SourceModel, text: Sequence[int], first: int) -> np.ndarray:
-    """[N, V]: the HuggingFace model's logits at the N positions of `text` from `first` on."""
-    ids = torch.tensor([list(text)], device=source.device)
-    return source.run(ids, []).logits[0, first:].float().cpu().numpy().copy()  # or all positions would stay in memory
-
-
-def _judge(
-    source: SourceModel,
-    routers: RouterSet,
-    text: Sequence[int],
-    first: int,
-    thresholds: Sequence[float],
-    propagated: int | None,
-) -> tuple[np.ndarray, tuple[np.ndarray, list[int], dict[int, np.ndarray]]]:
-    """At the N positions of `text` from `first` on: the HuggingFace model's logits [N, V]; and the oracle's, with its
-    exit layers and margins."""
-    judged = oracle(source, routers, text, thresholds, propagated)
-    if judged.full_logits is None:
-        full = full_logits(source, text, first)
-    else:
-        full = judged.full_logits[first:].float().cpu().numpy().copy()  # or all positions would stay in memory
-    distance = (judged.scores[first:].cpu() - torch.tensor(list(thresholds))).abs().numpy()
-    margins = {layers: distance[:, k] for k, layers in enumerate(routers.checkpoints)}
-    return full, (judged.logits[first:].float().cpu().numpy().copy(), judged.exit_layers[first:].tolist(), margins)
-
-
-def tally(
-    check: Check, written: Written, reference: np.ndarray, exit_layers: Sequence[int], margins: Mapping[int, np.ndarray]
-) -> None:
-    """Adds one prompt's N positions to `check`.
-
-    Args:
-        reference: [N, V] logits after the same prefixes.
-        exit_layers: N layer counts the reference left at.
-        margins: layers at a checkpoint -> [N], |score - threshold| there; empty where nothing may exit.
-    """
-    for i, (token, left) in enumerate(zip(written.tokens, written.exit_layers, strict=True)):
-        check.tokens += 1
-        check.exits[left] += 1
-        if count_position(check, i, token, left, reference[i], exit_layers[i], margins):
-            error = float(np.abs(written.logits[i] - reference[i]).max())
-            check.max_error = float(np.maximum(check.max_error, error))  # unlike max(), keeps a NaN
-            check.largest_logit = max(check.largest_logit, float(np.abs(reference[i]).max()))
-    check.layers_executed += written.layers_executed
-    check.written.append((written.tokens, written.exit_layers))
-
-
-def count_position(
-    check: Check, i: int, token: int, left: int, reference: np.ndarray, should: int, margins: Mapping[int, np.ndarray]
-) -> bool:
-    """Counts position i if it differs: `token` left after `left` layers, where the reference left after `should` with
-    logits `reference` [V]; `margins` as of `Answers`. Says whether it left where the reference did."""
-    if left != should:
-        # The shallower of the two is where one decided to leave and the other to go on.
-        undecided_by = margins.get(min(left, should))
-        gap = float(undecided_by[i]) if undecided_by is not None else float("inf")
-        _count_difference(check, gap, f"new token {i + 1} left after layer {left} instead of {should}")
-        return False
-    expected = int(reference.argmax())
-    if token != expected:
-        gap = float(reference[expected] - reference[token])
-        _count_difference(check, gap, f"new token {i + 1} is {token} instead of {expected}")
-    return True
-
-
-def _count_difference(check: Check, gap: float, sentence: str) -> None:
-    """Counts a position that differs by how far the reference was from being undecided there."""
-    if gap < check.tolerance.forgiven_gap:
-        check.forgiven += 1
-        return
-    check.wrong += 1
-    if len(check.differences) < SHOWN_DIFFERENCES:
-        check.differences.append(f"{sentence} (reference decided by {gap:.2g})")
+    return Generated(tokens, exit_layers, layers_executed, np.stack(logits))

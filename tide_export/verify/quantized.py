@@ -1,7 +1,7 @@
-"""Reads quantized matrices back out of a bundle, so that its reference is what its own integers stand for.
+"""Reads the quantized weights of a bundle back, so that the reference computes with the same values.
 
-`validate` puts them into the model the bundle was made from; `float32_session` runs the bundle's graph with products in
-float32, where it must equal that reference token for token whatever accuracy level it has by itself.
+`validate` writes them into the model the bundle was made from; `float32_session` runs the bundle's graph with matmuls
+in float32, where it must equal that reference token for token whatever its accuracy level.
 """
 
 from typing import Any
@@ -21,30 +21,29 @@ from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.library import import_onnxruntime, session_options
 from tide_export.runtime.onnxruntime.session import open_session
-from tide_export.verify.parity import TOLERANCES, Tolerance
+from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
-FLOAT32_PRODUCTS = 1
-FLOAT32_PREFIX = "float32 products "  # of the names of checks
+FLOAT32_MATMULS = 1  # an accuracy level
 
 
 def restore(source: SourceModel, bundle: Bundle) -> float:
-    """Puts what the bundle's integers stand for into `source`, in place.
+    """Overwrites the weights of `source` with the dequantized ones of the bundle.
 
     Returns:
-        How far that is from the weights that were there: the root of the squared differences over the squared weights.
+        The relative error: the root of the squared differences over the squared weights.
 
     Raises:
         BundleError: the graph's quantized matrices are not those of this model.
     """
     rows = {matrix.name: matrix for matrix in find_matrices(source).all()}
-    changed = size = 0.0
+    squared_error = squared = 0.0
     done: set[str] = set()
     for names, whole in _stored(bundle):
         if any(name not in rows for name in names):
             unknown = next(name for name in names if name not in rows)
             raise BundleError(f"bundle '{bundle.path}' has a quantized matrix {unknown} that {source.name} has not")
         if done.issuperset(names):
-            continue  # looked up in and multiplied by
+            continue  # a shared embedding and head
         before = [rows[name].read() for name in names]
         if sum(map(len, before)) != whole.rows or {old.shape[1] for old in before} != {whole.columns}:
             raise BundleError(
@@ -52,23 +51,23 @@ def restore(source: SourceModel, bundle: Bundle) -> float:
             )
         for name, old, part in zip(names, before, whole.split([len(old) for old in before]), strict=True):
             new = part.values()
-            changed += float(np.square(new - old, dtype=np.float64).sum())
-            size += float(np.square(old, dtype=np.float64).sum())
+            squared_error += float(np.square(new - old, dtype=np.float64).sum())
+            squared += float(np.square(old, dtype=np.float64).sum())
             rows[name].write(new)
         done.update(names)
     if not done:
         raise BundleError(f"bundle '{bundle.path}' has no quantized matrix, though its manifest says so")
-    return (changed / size) ** 0.5 if size else 0.0
+    return (squared_error / squared) ** 0.5 if squared else 0.0
 
 
 def computes_in_float32(bundle: Bundle) -> bool:
-    """Whether the graph multiplies what its weights stand for without rounding its inputs to 8 bits first."""
-    how = bundle.manifest.quantization
-    return how is None or how.accuracy_level != INT8_MATMULS
+    """Whether the graph multiplies without rounding the inputs to 8 bits first."""
+    settings = bundle.manifest.quantization
+    return settings is None or settings.accuracy_level != INT8_MATMULS
 
 
 def float32_session(bundle: Bundle, threads: int | None = None) -> Any:
-    """A session of the bundle's graph whose quantized products are computed in float32.
+    """Opens the bundle's graph with quantized matmuls computed in float32.
 
     Raises:
         ProviderError, ConfigError: as `runtime.onnxruntime.session.open_session`.
@@ -81,19 +80,19 @@ def float32_session(bundle: Bundle, threads: int | None = None) -> Any:
     return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def graph_engines(bundle: Bundle, threads: int | None) -> list[tuple[str, Engine, Tolerance]]:
-    """The engines a bundle's graph is checked with, the prefix of their checks' names, and what they are allowed.
+def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
+    """Opens the engines to compare for a bundle's graph.
 
-    A graph that rounds the inputs of its products to 8 bits is held to its reference exactly with products in float32,
-    which shows that integers, scales and everything around them are right, and then as it is, within that rounding.
+    A graph that rounds the inputs of its matmuls to 8 bits is compared with matmuls in float32 first, which shows that
+    integers, scales and everything around them are right, and then as it is, within that rounding.
     """
-    own = open_session(bundle, threads)
+    deployed = Engine(bundle, BranchedBackend(bundle, open_session(bundle, threads)))
     if computes_in_float32(bundle):
-        return [("", Engine(bundle, BranchedBackend(bundle, own)), TOLERANCES["fp32"])]
+        return [EngineUnderTest("", deployed, TOLERANCES["fp32"])]
     exact = Engine(bundle, BranchedBackend(bundle, float32_session(bundle, threads)))
     return [
-        (FLOAT32_PREFIX, exact, TOLERANCES["fp32"]),
-        ("", Engine(bundle, BranchedBackend(bundle, own)), TOLERANCES["int8 products"]),
+        EngineUnderTest("float32 matmuls", exact, TOLERANCES["fp32"], as_deployed=False),
+        EngineUnderTest("", deployed, TOLERANCES["int8 matmuls"]),
     ]
 
 
@@ -103,32 +102,32 @@ def _set_level(graph: onnx.GraphProto) -> None:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _set_level(attribute.g)
             elif node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
-                attribute.i = FLOAT32_PRODUCTS
+                attribute.i = FLOAT32_MATMULS
 
 
 def _stored(bundle: Bundle) -> list[tuple[list[str], Blocks]]:
-    """The quantized matrices of the graph, with the parameters their rows are of."""
-    found = []
+    """The quantized matrices of the graph, each with the names of the parameters its rows come from."""
+    matrices = []
     for node in ir.load(bundle.file(GRAPH_FILE)).graph.all_nodes():
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
-        place = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
-        arrays = [_array(node.inputs[i]) if i < len(node.inputs) else None for i in place]
+        indices = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
+        arrays = [_array(node.inputs[i]) if i < len(node.inputs) else None for i in indices]
         packed, scales, zeros = arrays
         if packed is None or scales is None or WEIGHTS_METADATA not in node.metadata_props:
-            raise BundleError(f"bundle '{bundle.path}': node {node.name} does not say which weights it multiplies by")
+            raise BundleError(f"bundle '{bundle.path}': node {node.name} does not name its weights")
         bits = node.attributes["bits"].as_int()
         columns = node.attributes.get_int("K", 0)
         names = node.metadata_props[WEIGHTS_METADATA].split("\n")
         if node.op_type == "GatherBlockQuantized":
             packed = packed.reshape(len(packed), scales.shape[1], -1)
             columns = _columns(node) or scales.shape[1] * node.attributes["block_size"].as_int()
-        found.append((names, Blocks(packed, scales, zeros, columns, bits)))
-    return found
+        matrices.append((names, Blocks(packed, scales, zeros, columns, bits)))
+    return matrices
 
 
 def _columns(gather: ir.Node) -> int | None:
-    """The columns that the graph keeps of a look-up, where it cuts the last block."""
+    """The columns that the graph keeps of a gather, where it cuts the last block."""
     users = [use.node for use in gather.outputs[0].uses()]
     if len(users) != 1 or users[0].op_type != "Slice":
         return None

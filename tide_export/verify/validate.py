@@ -1,15 +1,15 @@
-"""`tide-export validate`: does the bundle say what HuggingFace and TIDE's rule say, token for token, on real text?
+"""`tide-export validate`: compares a bundle with Hugging Face and TIDE's rule, token for token, on real text.
 
-Loads the bundle and the model it was made from, cuts prompts of many lengths from a dataset, and lets `parity` compare
-full depth and lossless mode with HuggingFace and every threshold with the oracle. Then `verify.batch_parity` decodes a
-few of them in one batch, which must give the same tokens. The report's `holds` is the command's exit code.
+Loads the bundle and the model it was made from, cuts prompts of many lengths from a dataset, and compares full depth
+and lossless mode with Hugging Face and every threshold with the oracle (`parity`); then some of the prompts decoded in
+one batch with the same ones alone (`batch_parity`). The report's `holds` is the command's exit code.
 """
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,9 +28,9 @@ from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.request import check_exits
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
-from tide_export.verify.batch_parity import Together, check_together
-from tide_export.verify.parity import TOLERANCES, Check, Tolerance, check_exit, check_full, check_lossless
-from tide_export.verify.quantized import FLOAT32_PREFIX, graph_engines, restore
+from tide_export.verify.batch_parity import BatchCheck, check_batch
+from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, check_exit, check_full, check_lossless
+from tide_export.verify.quantized import graph_engines, restore
 
 logger = logging.getLogger("tide_export")
 THRESHOLDS = (0.3, 0.5, 0.7, 0.85, 0.95)
@@ -47,13 +47,13 @@ class ValidationReport:
     new_tokens: int
     max_pending: int
     checks: list[Check]
-    together: list[Together]
+    batches: list[BatchCheck]
     weight_error: float | None = None  # of quantized weights: root of their squared error over the squared weights
 
     @property
     def holds(self) -> bool:
         compared = bool(self.checks) and all(check.holds for check in self.checks)
-        return compared and all(together.holds for together in self.together)
+        return compared and all(batch.holds for batch in self.batches)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -63,19 +63,19 @@ class ValidationReport:
             "prompt_lengths": self.prompt_lengths,
             "new_tokens": self.new_tokens,
             "max_pending": self.max_pending,
-            "forgiven_gap": max(check.tolerance.forgiven_gap for check in self.checks) if self.checks else None,
+            "forgiven_gap": max(check.tolerance.undecided_gap for check in self.checks) if self.checks else None,
             "weight_error": self.weight_error,
             "holds": self.holds,
             "checks": [check.as_dict() for check in self.checks],
-            "together": [together.as_dict() for together in self.together],
+            "together": [batch.as_dict() for batch in self.batches],
         }
 
     def render(self) -> str:
         """The table the command prints."""
         layers = sorted({layer for check in self.checks for layer in check.exits})
-        headers = ["threshold", "tokens", "wrong", "forgiven", "max error", "= full model", "layers/token"]
+        headers = ["threshold", "tokens", "wrong", "within tol.", "max error", "= full model", "layers/token"]
         rows = [
-            [c.name, c.tokens, c.wrong, c.forgiven, f"{c.max_error:.1e}" if c.largest_logit else "-"]
+            [c.name, c.tokens, c.wrong, c.within_tolerance, f"{c.max_error:.1e}" if c.largest_logit else "-"]
             + [percent(c.same_as_full, c.tokens)]
             + [f"{c.layers_executed / max(c.tokens, 1):.2f}"]
             + [percent(c.exits[layer], c.tokens) for layer in layers]
@@ -86,33 +86,33 @@ class ValidationReport:
             f"{self.bundle} against {self.model}",
             f"{len(self.prompt_lengths)} prompts of {lengths} tokens from {self.dataset}, {self.new_tokens} new tokens "
             f"each, max pending {self.max_pending}",
-            *self._of_quantized_weights(),
-            "full: HuggingFace eager; a threshold: TIDE's rule applied afterwards to all layers (token and exit layer)",
-            *self._of_drafts(),
+            *self._weight_lines(),
+            "full: Hugging Face eager; a threshold: TIDE's rule applied after running all layers (token, exit layer)",
+            *self._draft_lines(),
             "",
-            table([*headers, *("looked up" if layer == LOOKUP_DRAFT else f"exit@{layer}" for layer in layers)], rows),
+            table([*headers, *("lookup" if layer == LOOKUP_DRAFT else f"exit@{layer}" for layer in layers)], rows),
             "",
             *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
             *(f"  {c.name}: the logits are off by {c.max_error:.2g}" for c in self.checks if not c.logits_equal),
-            *(line for together in self.together for line in together.lines()),
+            *(line for batch in self.batches for line in batch.lines()),
         ]
-        forgiven = sum(check.forgiven for check in self.checks)
+        tolerated = sum(check.within_tolerance for check in self.checks)
         verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"
-        gap = max(check.tolerance.forgiven_gap for check in self.checks)
-        note = f" ({forgiven} forgiven: reference undecided by less than {gap:g})" if forgiven else ""
+        gap = max(check.tolerance.undecided_gap for check in self.checks)
+        note = f" ({tolerated} within tolerance: reference undecided by less than {gap:g})" if tolerated else ""
         return "\n".join([*lines, verdict + note])
 
-    def _of_drafts(self) -> list[str]:
+    def _draft_lines(self) -> list[str]:
         drafted, accepted = sum(c.drafted for c in self.checks), sum(c.accepted for c in self.checks)
-        stood = f"{accepted} of {drafted} drafts stood, which are its exits"
-        return [f"lossless: HuggingFace eager, tokens alone; {stood}"] if drafted else []
+        exits = f"{accepted} of {drafted} drafts accepted, which are its exits"
+        return [f"lossless: Hugging Face eager, tokens alone; {exits}"] if drafted else []
 
-    def _of_quantized_weights(self) -> list[str]:
+    def _weight_lines(self) -> list[str]:
         if self.weight_error is None:
             return []
         return [
-            "the model computes with what the bundle's integers stand for, "
-            f"{100 * self.weight_error:.1f} % off its own weights"
+            "the model computes with the bundle's dequantized weights, "
+            f"{100 * self.weight_error:.1f} % off the original ones"
         ]
 
 
@@ -130,9 +130,9 @@ def validate(
     provider: str | None = None,
     plugins: str | os.PathLike[str] | None = None,
 ) -> ValidationReport:
-    """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds,
-    lossless mode as it was tuned, one prompt at a time; and in each mode several prompts together, where the bundle has
-    networks for that.
+    """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds and
+    lossless mode as it was tuned, one prompt at a time; and in each mode several prompts in a batch, where the bundle
+    has networks for that.
 
     Args:
         dataset: SPEC of the text prompts are cut from; None: the one the bundle's routers were calibrated on.
@@ -140,7 +140,7 @@ def validate(
         thresholds: each used at all checkpoints alike, with no minimum of layers; None: `THRESHOLDS`.
         max_pending: None: the bundle's.
         provider: None: the graph, and the segment networks of a bundle that has them, on the CPU. Otherwise the engine
-            to check, as `load` takes it; half precision is allowed the rounding of half precision.
+            to check, as `load` takes it, within the rounding of its precision.
         plugins: for the engine to check, as `load` takes it.
 
     Raises:
@@ -152,85 +152,112 @@ def validate(
         ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load`.
     """
     opened = open_bundle(bundle)
-    manifest = opened.manifest
-    pending = manifest.max_pending if max_pending is None else max_pending
-    _check_request(opened, prompts, longest_prompt, new_tokens, pending)
+    pending = opened.manifest.max_pending if max_pending is None else max_pending
+    _check_numbers(opened, prompts, longest_prompt, new_tokens, pending)
     check_exits(opened, "exit", {"threshold": thresholds, "max_pending": max_pending})
     if plugins not in (None, NONE) and provider in (None, "cpu"):
-        raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: leave --plugins away")
+        raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: omit --plugins")
     spec = _dataset(opened, dataset)
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
     source = load_model(model_name)
     opened.require_weights(source.weights_sha256, model_name)
-    weight_error = restore(source, opened) if manifest.quantization is not None else None
+    weight_error = restore(source, opened) if opened.manifest.quantization is not None else None
     texts = pick_prompts(model_name, spec, prompts, longest_prompt)
     routers = _routers(opened, source)
     engines = _engines(opened, provider, threads, plugins)
-    checks, together = list[Check](), list[Together]()
-    drafts = routers is not None and manifest.kv_cache_strategy == EXACT  # lossless mode needs both
-    batches = sum(prefix != FLOAT32_PREFIX for prefix, _, _ in engines)  # which compute as the bundle does
-    total = len(texts) * (1 + len(settings) + drafts) * len(engines) + batches * (1 + bool(routers) + drafts)
+    checks, batches = list[Check](), list[BatchCheck]()
+    total = len(engines) * len(settings) * len(texts)
+    total += sum(tested.as_deployed for tested in engines) * len({setting.mode for setting in settings})
     with stage("validate", total=total) as advance:
-        for prefix, engine, tolerance in engines:
-            alone = {
-                "full": check_full(engine, source, texts, new_tokens, pending, f"{prefix}full", advance, tolerance)
-            }
-            checks.append(alone["full"])
-            if routers is not None:
-                exits = [
-                    check_exit(
-                        engine,
-                        source,
-                        routers,
-                        texts,
-                        new_tokens,
-                        values,
-                        pending,
-                        f"{prefix}{name}",
-                        advance,
-                        tolerance,
-                    )
-                    for name, values in settings
-                ]
-                checks += exits
-                alone["exit"] = min(exits, key=lambda check: max(check.exits.values()))  # tokens leave everywhere
-            if drafts:
-                alone["lossless"] = check_lossless(
-                    engine, source, texts, new_tokens, advance=advance, tolerance=tolerance, name=f"{prefix}lossless"
-                )
-                checks.append(alone["lossless"])
-            if prefix != FLOAT32_PREFIX:
-                together.append(check_together(engine, source, routers, texts, alone, pending, prefix.strip(), advance))
+        for tested in engines:
+            single = [
+                _check(tested, setting, source, routers, texts, new_tokens, pending, advance) for setting in settings
+            ]
+            checks += single
+            if tested.as_deployed:
+                name, chosen = tested.name, _one_per_mode(settings, single)
+                batches.append(check_batch(tested.engine, source, routers, texts, chosen, pending, name, advance))
     lengths = [len(ids) for ids in texts]
     return ValidationReport(
-        str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, together, weight_error
+        str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, batches, weight_error
     )
+
+
+class _Setting(NamedTuple):
+    """One check of every engine; `thresholds` are those of mode exit, one per checkpoint."""
+
+    mode: str
+    name: str
+    thresholds: list[float]
+
+
+def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[_Setting]:
+    """Full depth, each threshold, the thresholds that the bundle uses by default, and lossless mode."""
+    manifest, settings = bundle.manifest, [_Setting("full", "full", [])]
+    if manifest.checkpoints:
+        same = [(f"{value:g}", resolve_thresholds(manifest.checkpoints, value)) for value in thresholds]
+        default = ("bundle", resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers))
+        settings += [_Setting("exit", *setting) for setting in (*same, default)]
+        if manifest.kv_cache_strategy == EXACT:
+            settings.append(_Setting("lossless", "lossless", []))
+    return settings
+
+
+def _check(
+    tested: EngineUnderTest,
+    setting: _Setting,
+    source: SourceModel,
+    routers: RouterSet | None,
+    prompts: list[list[int]],
+    new_tokens: int,
+    max_pending: int,
+    advance: Callable[[float], object],
+) -> Check:
+    """Compares one engine at one setting, one prompt at a time."""
+    engine, tolerance = tested.engine, tested.tolerance
+    name = f"{tested.name} {setting.name}".lstrip()
+    if setting.mode == "lossless":
+        return check_lossless(engine, source, prompts, new_tokens, advance=advance, tolerance=tolerance, name=name)
+    if routers is not None and setting.mode == "exit":
+        exits = (setting.thresholds, max_pending, name, advance, tolerance)
+        return check_exit(engine, source, routers, prompts, new_tokens, *exits)
+    return check_full(engine, source, prompts, new_tokens, max_pending, name, advance, tolerance)
+
+
+def _one_per_mode(settings: Sequence[_Setting], checks: Sequence[Check]) -> dict[str, Check]:
+    """One check of each mode by its name in the report; of mode exit the one whose exits are spread most."""
+    pairs = list(zip(settings, checks, strict=True))
+    exits = [(setting, check) for setting, check in pairs if setting.mode == "exit"]
+    spread, _ = min(exits, key=lambda pair: max(pair[1].exits.values()), default=(None, None))
+    return {
+        f"exit at {setting.name}" if setting.mode == "exit" else setting.mode: check
+        for setting, check in pairs
+        if setting.mode != "exit" or setting is spread
+    }
 
 
 def _engines(
     bundle: Bundle, provider: str | None, threads: int | None, plugins: str | os.PathLike[str] | None = None
-) -> list[tuple[str, Engine, Tolerance]]:
-    """What is checked, with the prefix of its names: the graph, and the segment networks where there are any."""
+) -> list[EngineUnderTest]:
+    """Opens the engine of `provider`, or by default the graph and the segment networks of a bundle that has them."""
     networks = bundle.manifest.networks
     if provider not in (None, "cpu"):
-        precision = "fp32" if networks is None else networks.weights
-        engine = load(
-            bundle.path, provider=provider, threads=threads, verify=False, plugins=plugins
-        )  # verified already
-        return [(f"{provider} ", engine, TOLERANCES[precision])]
-    found = graph_engines(bundle, threads)
+        engine = load(bundle.path, provider=provider, threads=threads, verify=False, plugins=plugins)
+        return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.weights if networks else "fp32"])]
+    engines = graph_engines(bundle, threads)
     if provider is None and networks is not None:
         try:
             backend = open_segments(bundle, "cpu", threads)
         except ProviderError as error:  # bfloat16: nothing on a CPU can run them
             logger.warning("the segment networks are not checked: %s", error)
         else:
-            found.append(("segments ", Engine(bundle, backend), TOLERANCES[networks.weights]))
-    return found
+            engine = Engine(bundle, backend)
+            engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.weights]))
+    return engines
 
 
 def pick_prompts(model_name: str, spec: str, count: int, longest: int) -> list[list[int]]:
-    """Up to `count` prompts of 1 to `longest` tokens (more short ones than long), each the start of another text.
+    """Up to `count` prompts of 1 to `longest` tokens (more short ones than long), each the start of a different text.
 
     Raises:
         ModelError: the model has no tokenizer.
@@ -241,16 +268,6 @@ def pick_prompts(model_name: str, spec: str, count: int, longest: int) -> list[l
         logger.warning("dataset %s gives %d prompts only, not %d", spec, len(sequences), count)
     lengths = np.geomspace(1, longest, len(sequences)).round().astype(int)
     return [sequence.ids[:length].tolist() for sequence, length in zip(sequences, lengths, strict=True)]
-
-
-def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[tuple[str, list[float]]]:
-    """Name and thresholds (one per checkpoint) of every exit check; the last is what the bundle does by default."""
-    manifest = bundle.manifest
-    if not manifest.checkpoints:
-        return []
-    settings = [(f"{value:g}", resolve_thresholds(manifest.checkpoints, value)) for value in thresholds]
-    own = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
-    return [*settings, ("bundle", own)]
 
 
 def _routers(bundle: Bundle, source: SourceModel) -> RouterSet | None:
@@ -268,25 +285,25 @@ def _routers(bundle: Bundle, source: SourceModel) -> RouterSet | None:
     return routers
 
 
-def _dataset(bundle: Bundle, given: str | None) -> str:
-    """The SPEC to read: the one given, else the one the calibration record names."""
+def _dataset(bundle: Bundle, dataset: str | None) -> str:
+    """The SPEC to read: `dataset`, else the one of the calibration record."""
     record = bundle.manifest.calibration or {}
     config = record.get("config", {})
-    spec = given or (config.get("calibration_dataset") if isinstance(config, dict) else None)
+    spec = dataset or (config.get("calibration_dataset") if isinstance(config, dict) else None)
     if not isinstance(spec, str):
         raise ConfigError(f"bundle {bundle.path} records no calibration dataset: say which text with --dataset")
     return spec
 
 
-def _check_request(bundle: Bundle, prompts: int, longest_prompt: int, new_tokens: int, max_pending: int) -> None:
-    for name, value, least in (
+def _check_numbers(bundle: Bundle, prompts: int, longest_prompt: int, new_tokens: int, max_pending: int) -> None:
+    for name, value, minimum in (
         ("prompts", prompts, 1),
         ("longest_prompt", longest_prompt, 1),
         ("new_tokens", new_tokens, 1),
         ("max_pending", max_pending, 0),
     ):
-        if value < least:
-            raise ConfigError(f"{name} must be {least} or more, not {value}")
+        if value < minimum:
+            raise ConfigError(f"{name} must be {minimum} or more, not {value}")
     context = bundle.manifest.model.context_length
     if context is not None and longest_prompt + new_tokens > context:
         raise ConfigError(

@@ -175,8 +175,8 @@ def verdict(checks: Sequence[Check]) -> str:
     wrong = next((check for check in checks if not check.holds), None)
     if wrong is not None:
         return f"differs: {(wrong.differences or [f'logits by {error:.1g}'])[0]}"
-    forgiven = sum(check.forgiven for check in checks)
-    return f"equal ({error:.0e}" + (f", {forgiven} undecided)" if forgiven else ")")
+    undecided = sum(check.within_tolerance for check in checks)
+    return f"equal ({error:.0e}" + (f", {undecided} undecided)" if undecided else ")")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -72,7 +72,7 @@ def rows(kind: str, checks: list[Check], depth: int) -> list[str]:
         error = f"{check.max_error:.1e}" if check.largest_logit else "-"
         same = 100 * check.same_as_full / max(check.tokens, 1)
         lines.append(
-            f"| {kind} | {check.name} | {check.tokens} | {check.wrong} | {check.forgiven} | {error} "
+            f"| {kind} | {check.name} | {check.tokens} | {check.wrong} | {check.within_tolerance} | {error} "
             f"| {same:.1f} % | {check.layers_executed / max(check.tokens, 1):.2f} of {depth} | {exits} |"
         )
     return lines
@@ -122,7 +122,7 @@ def main() -> int:
                 for difference in check.differences:
                     print(f"{kind} {check.name}: {difference}", file=sys.stderr)
     head = (
-        "| routers | threshold | tokens | wrong | forgiven | max logit error | = full model | layers/token | exits |\n"
+        "| routers | threshold | tokens | wrong | tolerated | max logit error | = full model | layers/token | exits |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
     text = "\n".join([head, *table, "", "HOLDS" if holds else "DOES NOT HOLD"])
