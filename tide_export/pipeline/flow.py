@@ -54,7 +54,7 @@ def export(request: ExportRequest) -> Path:
 
 
 def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[References]]:
-    """Runs the stages that need the model in memory; returns the manifest so far and the references for `check_export`."""
+    """Runs the stages that need the model in memory; returns the manifest so far, and `check_export`'s references."""
     routers = None if request.routers is None else RouterSet.load(request.routers)
     with stage("loading the model"):
         source = load_model(request.model, device_map=request.device_map)
