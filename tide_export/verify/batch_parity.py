@@ -145,9 +145,7 @@ def _compare(
         check.compare_position(i, token, exit_layer, expected)
 
 
-def compare_batch(
-    batch: Batch, references: Sequence[References], segment_sizes: Sequence[int], check: Check
-) -> None:
+def compare_batch(batch: Batch, references: Sequence[References], segment_sizes: Sequence[int], check: Check) -> None:
     """Adds to `check` the output of an empty batch on the texts of `references`, all in one batch.
 
     Args:
