@@ -116,7 +116,7 @@ def test_several_prompts_in_lossless_mode(demo_bundle: Path, tmp_path: Path, cap
     assert [one["tokens"] for one in found["sequences"]] == [one["tokens"] for one in full]
     assert all(one["stats"]["drafted"] > 0 for one in found["sequences"])
     assert main([*line, *several, *drafting]) == 0
-    assert capsys.readouterr().err.count(" confirmed (") == 2
+    assert capsys.readouterr().err.count(" accepted (") == 2
 
 
 def test_what_a_batch_refuses_is_one_line(demo_bundle: Path, tmp_path: Path, capsys):

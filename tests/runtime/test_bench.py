@@ -75,5 +75,5 @@ def test_the_command_prints_table_or_json(demo_bundle: Path, capsys):
     assert "ms/token" in capsys.readouterr().out
     assert main(["bench", str(demo_bundle), *short, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["prompt"] == "the text given, again and again"
+    assert answer["prompt"] == "the given text, repeated"
     assert (answer["prompt_tokens"], answer["new_tokens"], answer["repeat"]) == (3, 2, 1)

@@ -1,16 +1,16 @@
-"""`tide-export bench`: how much faster decoding gets when tokens leave early, on this machine, in this run.
+"""`tide-export bench`: measures how much faster decoding gets with early exits, on this machine, in this run.
 
-Modes of the same graph take turns, so that a busy moment hits all of them alike: `full` (no token exits), `exit` (the
-thresholds asked for), `lossless` (exits are drafts, as the bundle was tuned) and `first` (every token leaves at the
-first checkpoint and no deeper segment is ever forced: the most that exits could give). What is compared is a ratio of
-medians; milliseconds of another run or machine mean nothing here. Decoding is greedy and timed as a whole, so that the
-steps in which a deep segment catches up are in the average.
+The modes of one graph are interleaved, so that a busy moment affects all of them alike: `full` (no token exits), `exit`
+(the given thresholds), `lossless` (exits are drafts, as the bundle was tuned) and `first` (every token exits at the
+first checkpoint and no deeper segment is ever forced: the upper bound). Ratios of medians are compared; milliseconds of
+another run or machine are not comparable. Decoding is greedy and timed as a whole, so that the steps in which a deep
+segment catches up are in the average.
 """
 
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from tide_export.bundle.manifest import EXACT, PROPAGATE, Drafting, Manifest
 from tide_export.errors import ConfigError
 from tide_export.formatting import percent, table
 from tide_export.names import TOKENIZER_FILE
+from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.decoding.lossless import DraftLimits
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.request import check_exits
@@ -39,10 +40,10 @@ def overtaking_time(start_a, speed_a, start_b, speed_b):
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run the graph: its name, what it gives `Engine.generate`, and the thresholds that come of it."""
+    """One way to run the graph, with the thresholds that its options resolve to."""
 
     name: str
-    options: dict[str, Any]
+    config: GenerationConfig
     thresholds: list[float]
     max_pending: int
 
@@ -53,13 +54,13 @@ class Timing:
 
     prefill_ms: float
     decode_ms: float  # per token, the average of the run
-    layers: int  # decoder layers run while decoding; a catch-up over several waiting tokens counts once
-    exits: Counter[int]  # layers -> decoded tokens that left there
+    layers: int  # decoder layers run while decoding; a catch-up over several pending tokens counts once
+    exits: Counter[int]  # layers -> decoded tokens that exited there
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The runs of every mode; the first mode is full depth, which the ratios are against."""
+    """The runs of every mode; ratios are to the first, full depth."""
 
     bundle: str
     prompt: str  # where the prompt's ids come from
@@ -101,7 +102,7 @@ class BenchReport:
         """The table the command prints."""
         rows = []
         for mode in map(self._mode, self.modes):
-            left = sum(count for layers, count in mode["exits_per_layer"].items() if int(layers) < self.depth)
+            exited = sum(count for layers, count in mode["exits_per_layer"].items() if int(layers) < self.depth)
             rows.append(
                 [
                     mode["name"],
@@ -110,7 +111,7 @@ class BenchReport:
                     f"{mode['prefill_ms']:.2f}",
                     f"{mode['prefill_speedup']:.2f}x",
                     f"{mode['layers_per_token']:.2f}",
-                    percent(left, self.new_tokens),
+                    percent(exited, self.new_tokens),
                 ]
             )
         repeat = len(self.runs[self.modes[0].name])
@@ -123,8 +124,8 @@ class BenchReport:
                 "",
                 table(headers, rows),
                 "",
-                "  exit: the thresholds asked for; lossless: exits are drafts, verified, so the tokens are full's;",
-                "  first: every token leaves at the first checkpoint (the upper bound)",
+                "  exit: the given thresholds; lossless: exits are drafts, verified, so the tokens are those of full;",
+                "  first: every token exits at the first checkpoint (the upper bound)",
             ]
         )
 
@@ -144,38 +145,38 @@ def bench(
     verify: bool = True,
     plugins: str | os.PathLike[str] | None = None,
 ) -> BenchReport:
-    """Times the modes, `repeat` runs each after one that does not count.
+    """Times the modes, `repeat` runs each after one warm-up run.
 
     Args:
         prompt: text to continue; None: a built-in one. A bundle without a tokenizer gets random ids (seed 0) instead.
         prompt_tokens: the prompt is cut to this many, or repeated up to it.
-        threshold, min_layers, max_pending: of the mode `exit`; None: the bundle's own.
+        threshold, min_layers, max_pending: of the mode `exit`; None: the bundle's.
         provider, threads, verify, plugins: see `tide_export.load`.
 
     Raises:
         ConfigError: a number below 1, or more tokens than the model's context holds.
         BundleError, ProviderError: see `tide_export.load`.
-        GenerationError: a threshold outside [0, 1] or of a wrong count, or an option that changes nothing here.
+        GenerationError: a threshold outside [0, 1] or a wrong number of them, or an option without effect here.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeat", repeat)):
         if value < 1:
             raise ConfigError(f"{name} must be 1 or more, not {value}")
     engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins)
     manifest = engine.manifest
-    given = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
-    check_exits(engine.bundle, "exit", given)
+    exit_options = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+    check_exits(engine.bundle, "exit", exit_options)
     context = manifest.model.context_length
     if context is not None and prompt_tokens + new_tokens > context:
         raise ConfigError(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the model's context of {context}"
         )
-    modes = _modes(manifest, threshold, min_layers, max_pending, prompt_tokens + new_tokens)
+    modes = _modes(manifest, threshold, min_layers, max_pending, prompt_tokens + new_tokens, new_tokens + 1)
     ids, origin = _prompt_ids(Path(bundle), manifest, prompt, prompt_tokens)
     runs: dict[str, list[Timing]] = {mode.name: [] for mode in modes}
     for i in range(repeat + 1):
         for mode in modes:
             timing = _run(engine, mode, ids, new_tokens)
-            if i > 0:  # the first round pays for memory and caches
+            if i > 0:  # the first round allocates memory and fills caches
                 runs[mode.name].append(timing)
     return BenchReport(str(bundle), origin, prompt_tokens, new_tokens, threads, manifest.model.num_layers, modes, runs)
 
@@ -185,16 +186,17 @@ def _modes(
     threshold: float | Sequence[float] | None,
     min_layers: int | None,
     max_pending: int | None,
-    longest: int,
+    total_tokens: int,
+    max_new_tokens: int,
 ) -> list[Mode]:
     def mode(name: str, kind: str, value: float | Sequence[float] | None, layers: int, pending: int) -> Mode:
-        options: dict[str, Any] = {"mode": kind}
+        config = GenerationConfig(max_new_tokens=max_new_tokens, mode=kind, stop_token_ids=())
         if kind != "full" and manifest.checkpoints:
-            options |= {"threshold": value, "min_layers": layers}
+            config = replace(config, threshold=value, min_layers=layers)
             if manifest.kv_cache_strategy == EXACT:
-                options["max_pending"] = pending
-        given = 0.0 if value is None else value
-        return Mode(name, options, resolve_thresholds(manifest.checkpoints, given, layers, kind), pending)
+                config = replace(config, max_pending=pending)
+        values = 0.0 if value is None else value
+        return Mode(name, config, resolve_thresholds(manifest.checkpoints, values, layers, kind), pending)
 
     pending = manifest.max_pending if max_pending is None else max_pending
     if pending < 0:
@@ -204,10 +206,10 @@ def _modes(
     lossless = mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts)
     if not manifest.checkpoints:
         return [full, lossless]
-    wanted = manifest.thresholds if threshold is None else threshold
+    exit_thresholds = manifest.thresholds if threshold is None else threshold
     layers = manifest.min_layers if min_layers is None else min_layers
-    exits = mode("exit", "exit", wanted, layers, pending)
-    first = mode("first", "exit", 0.0, 0, longest)
+    exits = mode("exit", "exit", exit_thresholds, layers, pending)
+    first = mode("first", "exit", 0.0, 0, total_tokens)
     return [full, exits, first] if manifest.kv_cache_strategy == PROPAGATE else [full, exits, lossless, first]
 
 
@@ -217,16 +219,16 @@ def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int
         ids = np.random.default_rng(0).integers(0, manifest.model.vocab_size, count).tolist()
         return ids, "random ids, seed 0: the bundle has no tokenizer"
     ids = BundleTokenizer(bundle).encode(PROMPT if prompt is None else prompt)
-    source = "the built-in text" if prompt is None else "the text given"
+    source = "the built-in text" if prompt is None else "the given text"
     if count > len(ids):
-        source += ", again and again"  # which lossless mode finds easy to continue
-    whole = ids * -(-count // len(ids))
-    return whole[:count], source
+        source += ", repeated"  # which lossless mode finds easy to continue
+    repeated = ids * -(-count // len(ids))
+    return repeated[:count], source
 
 
 def _run(engine: Engine, mode: Mode, prompt: list[int], new_tokens: int) -> Timing:
-    # The first token comes from the prompt's own step.
-    stats = engine.generate(prompt, max_new_tokens=new_tokens + 1, stop_token_ids=[], **mode.options).stats
+    # The first token comes from the step over the prompt.
+    stats = engine.generate(prompt, mode.config).stats
     return Timing(
         prefill_ms=1e3 * stats.prefill_seconds,
         decode_ms=1e3 * stats.decode_seconds / new_tokens,

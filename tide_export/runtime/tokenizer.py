@@ -1,7 +1,7 @@
-"""Text in and text out for the command line: a bundle's own tokenizer.json, and detokenizing while tokens still arrive.
+"""Converts between text and token ids with a bundle's tokenizer.json, also while tokens still arrive.
 
-Used by `generate`, `bench` and `tune`; needs the small `tokenizers` package (part of the `cpu` and `gpu` extras), not
-transformers. The runtime itself works on token ids alone.
+Used by the command line's `generate`, `bench` and `tune`; needs the small `tokenizers` package (part of the `cpu` and
+`gpu` extras), not transformers. The rest of the runtime works on token ids alone.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import TOKENIZER_FILE
 
-REPLACEMENT = "\ufffd"  # what tokenizers shows for bytes that are no complete UTF-8 character (yet)
+REPLACEMENT = "\ufffd"  # what tokenizers gives for bytes that are not (yet) a complete UTF-8 character
 
 
 class BundleTokenizer:
@@ -35,12 +35,12 @@ class BundleTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises bare Exception
             raise BundleError(f"{path} is not a usable tokenizer: {error}") from error
-        # Settings of the training that a tokenizer may carry along: no text is ever cut or filled up unasked.
+        # A tokenizer file may hold settings of the training; no text is truncated or padded here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens the model puts around a prompt.
+        """Token ids of `text`, with the special tokens that the model puts around a prompt.
 
         Raises:
             GenerationError: the text gives no token at all.
@@ -55,13 +55,13 @@ class BundleTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def prefix(self) -> list[int]:
-        """What `encode` puts before every prompt (the BOS token, where the model has one)."""
-        plain, dressed = self.encode_plain("a"), self._tokenizer.encode("a").ids
-        starts = (n for n in range(len(dressed) - len(plain) + 1) if dressed[n : n + len(plain)] == plain)
-        return dressed[: next(starts, 0)] if plain else []
+        """The tokens that `encode` puts before every prompt (the BOS token, where the model has one)."""
+        plain, complete = self.encode_plain("a"), self._tokenizer.encode("a").ids
+        starts = (n for n in range(len(complete) - len(plain) + 1) if complete[n : n + len(plain)] == plain)
+        return complete[: next(starts, 0)] if plain else []
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
@@ -73,7 +73,7 @@ class BundleTokenizer:
         as U+FFFD, as in a decoding of the whole.
         """
         ids = list(prompt)
-        start, shown = _window_start(self, ids), len(ids)  # ids[start:shown] are out already; they give the context
+        start, shown = _window_start(self, ids), len(ids)  # ids[start:shown] were yielded; they give the context
         for token in tokens:
             ids.append(token)
             before, after = self.decode(ids[start:shown]), self.decode(ids[start:])

@@ -65,7 +65,7 @@ def test_greedy_tokens_are_the_full_model_s_where_the_text_is_looked_up(
     assert (stats.drafted > stats.lookup_drafted) == (max_pending > 0 and thresholds != [NEVER, NEVER])
     assert stats.total_exited + stats.lookup_accepted == stats.accepted
     assert stats.remaining_tokens == 40 - stats.accepted
-    assert f"{stats.lookup_accepted} of {stats.lookup_drafted} looked up" in stats.summary()
+    assert f"{stats.lookup_accepted} of {stats.lookup_drafted} by prompt lookup" in stats.summary()
 
 
 def test_looking_up_saves_passes_where_the_text_repeats_itself(tiny_engine: Engine) -> None:
@@ -93,7 +93,7 @@ def test_drafts_stand_and_fall_and_are_counted(small_engine: Engine) -> None:
     assert stats.accepted == stats.total_exited  # a confirmed draft counts where it was drafted
     passes = sum(stats.layers_run)
     assert passes == 2 * stats.drafted + 6 * (stats.total_tokens - stats.accepted)
-    assert f"drafts: {stats.accepted} of {stats.drafted} confirmed" in stats.summary()
+    assert f"drafts: {stats.accepted} of {stats.drafted} accepted" in stats.summary()
     positions = 3 + 60 - 1 + (stats.drafted - stats.accepted)
     assert stats.layer_tokens_run == 6 * positions
 

@@ -1,7 +1,6 @@
-"""From logits to the next token: greedy, or drawn after temperature, top-k and top-p, in that order.
+"""Selects the next token from logits: greedy, or drawn after temperature, top-k and top-p, in that order.
 
-One `Sampler` per generation, called by `engine.TokenStream` with each step's logits. The same seed and the same logits
-give the same tokens.
+Every sequence has its own `Sampler`. The same seed and the same logits give the same tokens.
 """
 
 from math import isfinite
@@ -23,7 +22,7 @@ class Sampler:
         """The next token for float logits [V]. Equal logits: greedy and top-k prefer the lowest id.
 
         Raises:
-            GenerationError: the logits are not finite, so the model itself is broken.
+            GenerationError: the logits are not finite, so the model is broken.
         """
         if self.greedy:
             best = int(logits.argmax())  # numpy and torch both return the first of equals
@@ -34,7 +33,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn: the most likely token is taken."""
+        """Whether the most likely token is taken; nothing is drawn."""
         return self.temperature == 0
 
     def draw(self, ids: np.ndarray, weights: np.ndarray) -> int:
@@ -53,13 +52,13 @@ class Sampler:
         probabilities = _softmax(logits[ids], self.temperature)
         if self.top_p < 1:
             order = np.argsort(-probabilities, kind="stable")
-            kept = order[: np.searchsorted(probabilities[order].cumsum(), self.top_p) + 1]
-            ids, probabilities = ids[kept], probabilities[kept] / probabilities[kept].sum()
+            top = order[: np.searchsorted(probabilities[order].cumsum(), self.top_p) + 1]
+            ids, probabilities = ids[top], probabilities[top] / probabilities[top].sum()
         return ids, probabilities
 
 
 def _top_ids(logits: np.ndarray, k: int) -> np.ndarray:
-    """Ids of exactly k largest logits, ascending; of equals at the edge the lowest ids stay."""
+    """Ids of exactly k largest logits, ascending; of equal logits at the edge, the lowest ids."""
     edge = np.partition(logits, len(logits) - k)[len(logits) - k]
     above = np.flatnonzero(logits > edge)
     ties = np.flatnonzero(logits == edge)[: k - len(above)]

@@ -1,15 +1,15 @@
-"""What a generation saved and how fast it was: TIDE's counts of exits, plus layers that were really run.
+"""Statistics of a generation: exits, under TIDE's names, layers that were run, and seconds.
 
-`engine.TokenStream` calls `record` once per token; `--json` and `bench` read `as_dict`, people read `summary`. A token
-that exits early may leave work for a later token's step, so exits alone say nothing about time: `layers_run` counts the
-layer passes of each step (a pass over one waiting token or eight costs about the same in decoding), `layer_tokens_run`
-counts positions times layers that were ever computed.
+`record` is called once per token; `--json` and `bench` use `as_dict`, people read `summary`. A token that exits early
+may leave pending work to a later token's step, so exits alone do not give the time: `layers_run` counts the layer
+passes of each step (a pass over one pending token or eight costs about the same in decoding), `layer_tokens_run` counts
+positions times layers that were ever computed.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-LOOKUP_DRAFT = 0  # as a token's exit layer: it was found in earlier text
+LOOKUP_DRAFT = 0  # the exit layer of a token from a prompt-lookup draft
 
 
 @dataclass
@@ -22,10 +22,10 @@ class ExitStats:
     exit_layer: list[int] = field(default_factory=list)  # per token: layers its logits went through
     layers_run: list[int] = field(default_factory=list)  # per token: layer passes its step executed
     layer_tokens_run: int = 0  # positions x layers computed so far, the prompt's included
-    layer_tokens_total: int = 0  # what full depth would have computed for the same positions
-    drafted: int = 0  # lossless mode: tokens drafted, by early exits and from earlier text
-    accepted: int = 0  # those that the full model confirmed
-    lookup_drafted: int = 0  # those of `drafted` that came from earlier text
+    layer_tokens_total: int = 0  # what full depth would compute for the same positions
+    drafted: int = 0  # lossless mode: tokens drafted, by early exits and prompt lookup
+    accepted: int = 0  # those that the full model accepted
+    lookup_drafted: int = 0  # those of `drafted` by prompt lookup
     lookup_accepted: int = 0  # and of `accepted`
     prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
     decode_seconds: float = 0.0  # all steps after it
@@ -52,7 +52,7 @@ class ExitStats:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that came from every layer: no early exit, nor found in earlier text."""
+        """Tokens at full depth: neither an early exit nor a prompt-lookup draft."""
         return self.total_tokens - self.total_exited - self.exit_layer.count(LOOKUP_DRAFT)
 
     @property
@@ -62,7 +62,7 @@ class ExitStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of drafts that were confirmed, 0 to 1; 0 outside lossless mode."""
+        """Share of drafts that were accepted, 0 to 1; 0 outside lossless mode."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -72,7 +72,7 @@ class ExitStats:
 
     @property
     def layers_skipped_per_token(self) -> float:
-        """Mean layer passes per generated token that full depth would have executed and this did not."""
+        """Mean layer passes per generated token that full depth would have executed and this one did not."""
         return self.num_layers - self.layers_run_per_token if self.total_tokens else 0.0
 
     @property
@@ -81,7 +81,7 @@ class ExitStats:
         return (self.total_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def summary(self) -> str:
-        """Some lines for people."""
+        """Some lines of text."""
         lines = [
             f"{self.total_tokens} tokens generated after a prompt of {self.prompt_tokens}",
             f"exit rate {self.exit_rate:.1%}: {self.total_exited} exited, {self.remaining_tokens} at full depth",
@@ -89,7 +89,7 @@ class ExitStats:
         rows = [(f"after layer {layers:>3} of {self.num_layers}", n) for layers, n in self.exits_per_layer.items()]
         rows.append((f"after layer {self.num_layers:>3} of {self.num_layers}", self.remaining_tokens))
         if self.lookup_drafted:
-            rows.append(("from earlier text", self.exit_layer.count(LOOKUP_DRAFT)))
+            rows.append(("prompt lookup", self.exit_layer.count(LOOKUP_DRAFT)))
         for where, count in rows:
             share = count / self.total_tokens if self.total_tokens else 0.0
             lines.append(f"  {where}: {count:>5} tokens {share:>7.1%}")
@@ -98,12 +98,11 @@ class ExitStats:
             f"{self.layers_skipped_per_token:.2f} skipped"
         )
         if self.drafted:
-            lines.append(f"drafts: {self.accepted} of {self.drafted} confirmed ({self.acceptance_rate:.1%})")
+            lines.append(f"drafts: {self.accepted} of {self.drafted} accepted ({self.acceptance_rate:.1%})")
             if self.lookup_drafted:
-                exits, right = self.drafted - self.lookup_drafted, self.accepted - self.lookup_accepted
-                lines[-1] += (
-                    f": {right} of {exits} early exits, {self.lookup_accepted} of {self.lookup_drafted} looked up"
-                )
+                exits, accepted = self.drafted - self.lookup_drafted, self.accepted - self.lookup_accepted
+                lookups = f"{self.lookup_accepted} of {self.lookup_drafted} by prompt lookup"
+                lines[-1] += f": {accepted} of {exits} early exits, {lookups}"
         never = max(self.layer_tokens_total - self.layer_tokens_run, 0)
         lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
         speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"
@@ -111,7 +110,7 @@ class ExitStats:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything above as JSON types (checkpoints become string keys)."""
+        """All of it as JSON types (checkpoints become string keys)."""
         return {
             "total_tokens": self.total_tokens,
             "prompt_tokens": self.prompt_tokens,

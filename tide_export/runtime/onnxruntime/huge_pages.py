@@ -1,12 +1,11 @@
-"""Weights on huge pages: what a session maps while it loads is moved to pages of 2 MiB before its first step.
+"""Moves the memory that a session maps while it loads to huge pages of 2 MiB.
 
-A decode step reads every weight once, so on pages of 4 KiB it also waits for 256 address translations a megabyte, and
-for longer the less neatly a session's buffers lie beside each other. ONNX Runtime asks the system for no huge pages;
-where its buffers are large, or follow each other in memory, the kernel can still merge them afterwards
-(`MADV_COLLAPSE`, Linux 6.1, see madvise(2)). `session` wraps the loading of a session in `on_huge_pages`. It is asked
-for with TIDE_HUGE_PAGES=1, because loading takes longer by it (docs/measurements/huge-pages.md): it pays for
-long-running programs.
-It is about speed alone: memory that the kernel cannot move stays where it is.
+A decode step reads every weight once, so on pages of 4 KiB it also waits for 256 address translations per megabyte, and
+for longer the more scattered a session's buffers are. ONNX Runtime requests no huge pages; where its buffers are large,
+or adjacent in memory, the kernel can still merge them afterwards (`MADV_COLLAPSE`, Linux 6.1, see madvise(2)).
+`open_session` loads in `on_huge_pages`. TIDE_HUGE_PAGES=1 turns it on, because loading takes longer
+(docs/measurements/huge-pages.md): it pays for long-running programs. It affects speed alone: memory that the kernel
+cannot move stays where it is.
 """
 
 import ctypes
@@ -28,15 +27,15 @@ Range = tuple[int, int]  # addresses, the end exclusive
 
 @contextmanager
 def on_huge_pages() -> Iterator[None]:
-    """Moves the memory that the body maps, and still holds when it ends, to huge pages.
+    """Moves the memory that the body maps, and still holds when it ends, to huge pages, if TIDE_HUGE_PAGES is 1.
 
-    Does nothing unless it was asked for. Takes at least as long as copying that memory once, and no more than a huge
-    page beside it. What other threads map meanwhile is moved too, which does no harm: contents and addresses stay.
+    Takes at least as long as copying that memory once, and one more huge page of memory. Memory that other threads map
+    meanwhile is moved too, which does no harm: contents and addresses stay.
     """
-    asked = os.environ.get(SWITCH) == "1"
-    if asked and not MAPS.exists():
+    enabled = os.environ.get(SWITCH) == "1"
+    if enabled and not MAPS.exists():
         logger.warning("%s=1 is ignored: it needs Linux and its %s", SWITCH, MAPS)
-    if not asked or not MAPS.exists():
+    if not enabled or not MAPS.exists():
         yield
         return
     before = anonymous_ranges(MAPS.read_text())
@@ -46,7 +45,7 @@ def on_huge_pages() -> Iterator[None]:
 
 
 def anonymous_ranges(maps: str) -> list[Range]:
-    """The writable private memory in a /proc/PID/maps that is no file's and no stack's, by address."""
+    """The writable private memory in a /proc/PID/maps that belongs to no file and no stack, by address."""
     ranges = []
     for line in maps.splitlines():
         addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
@@ -57,21 +56,21 @@ def anonymous_ranges(maps: str) -> list[Range]:
 
 
 def new_ranges(before: list[Range], after: list[Range]) -> list[Range]:
-    """The parts of `after` that lie in none of `before`, both by address, cut to whole huge pages."""
-    found = []
+    """The parts of `after` that are in none of `before`, both by address, cut to whole huge pages."""
+    parts = []
     for start, end in after:
         for old_start, old_end in [*((a, b) for a, b in before if a < end and b > start), (end, end)]:
             first, last = -(-start // HUGE) * HUGE, old_start // HUGE * HUGE
             if first < last:
-                found.append((first, last))
+                parts.append((first, last))
             start = max(start, old_end)
-    return found
+    return parts
 
 
 def collapse(memory: Range) -> int:
-    """Asks the kernel to put whole huge pages at `memory`; the bytes of it, or 0 where some of it could not be moved.
+    """Has the kernel move `memory` to huge pages; its size in bytes, or 0 where some of it could not be moved.
 
-    The kernel goes on behind a part that it cannot move (nothing of it in use yet, no free huge page).
+    The kernel continues after a part that it cannot move (unused memory, no free huge page).
     """
     start, end = memory
     madvise = ctypes.CDLL(None, use_errno=True).madvise

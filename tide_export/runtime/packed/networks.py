@@ -1,4 +1,4 @@
-"""The networks of a batch as ONNX Runtime sessions, opened when a batch is first asked for.
+"""The networks of a batch as ONNX Runtime sessions, opened when the first batch starts.
 
 They hold another copy of the weights in memory (ONNX Runtime packs weights for each session), so only one size of
 batch stays open: a larger one replaces a smaller one and serves smaller batches from then on.

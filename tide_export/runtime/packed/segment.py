@@ -1,4 +1,4 @@
-"""One segment's session with the bindings of one batch: runs any of the slots, each over its own new tokens.
+"""One segment's session with the bindings of one batch: runs any of the slots, each over its new tokens.
 
 K/V buffers are bound as input and output at once, slot by slot: keys and values are written in place, and a slot that
 is not run costs an untaken branch. An empty slot is bound to buffers of one token.
