@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tide_export.progress import stage
+from tide_export.progress import quiet_loggers, stage
 
 
 class Terminal(io.StringIO):
@@ -38,3 +38,13 @@ def test_bar_on_a_terminal(monkeypatch, capsys):
     assert "counting" in terminal.getvalue()
     assert "100 %" in terminal.getvalue()
     assert capsys.readouterr().out == ""
+
+
+def test_loggers_are_quiet_while_the_context_is_open(caplog):
+    logger = logging.getLogger("tests.noisy")
+    logger.setLevel(logging.INFO)
+    with quiet_loggers(logging.ERROR, logger.name):
+        logger.warning("advice")
+        logger.error("failure")
+    logger.warning("again")
+    assert caplog.messages == ["failure", "again"]

@@ -1,6 +1,7 @@
 """Which matrices of a model are quantized, and what is left in the model behind it."""
 
 import copy
+import logging
 
 import numpy as np
 import pytest
@@ -113,3 +114,12 @@ def test_without_neural_compressor_gptq_is_refused_in_a_sentence(monkeypatch: py
     with pytest.raises(ConfigError, match="gptq needs Neural Compressor"):
         quantize_model(build("llama"), quantization_settings("int4", "gptq"), texts(1))
     assert gptq.require_gptq  # the import stays lazy: runs and RTN do without it
+
+
+def test_importing_gptq_silences_the_warnings_of_neural_compressor_alone() -> None:
+    gptq.require_gptq()
+    logger = logging.getLogger("neural_compressor")
+    levels = [logging.WARNING, logging.ERROR]
+    passed = [bool(logger.filter(logging.LogRecord("", level, "", 0, "", None, None))) for level in levels]
+    assert passed == [False, True]
+    assert logging.root.manager.disable == 0

@@ -1,1 +1,1 @@
-"""Fits routers and lenses on text."""
+"""Fits routers and lenses on text, and measures them."""

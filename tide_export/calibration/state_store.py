@@ -184,15 +184,15 @@ class FolderStore(Store):
 
     def _check_record(self, folder: Path) -> None:
         try:
-            found = json.loads((folder / RECORD_FILE).read_text())
-            if not isinstance(found, dict):
+            stored = json.loads((folder / RECORD_FILE).read_text())
+            if not isinstance(stored, dict):
                 raise ValueError("not an object")
         except ValueError as error:
             raise CalibrationError(
                 f"calibration folder {folder} is damaged ({RECORD_FILE}: {error}): delete it or use another"
             ) from error
-        if found != self.record:
-            keys = sorted(key for key in found.keys() | self.record.keys() if found.get(key) != self.record.get(key))
+        if stored != self.record:
+            keys = sorted(key for key in stored.keys() | self.record.keys() if stored.get(key) != self.record.get(key))
             if not self.processes.main:  # the main process has just written or accepted the record
                 raise CalibrationError(
                     f"process {self.processes.rank} of this calibration differs from the main one "

@@ -1,1 +1,1 @@
-"""Documents, cut into sequences of tokens."""
+"""Reads documents and cuts them into sequences of tokens."""

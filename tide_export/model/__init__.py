@@ -1,1 +1,1 @@
-"""The frozen source model: loading it, finding its parts, and its quantized weights."""
+"""Loads the source model and finds its parts."""

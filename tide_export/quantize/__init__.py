@@ -1,1 +1,1 @@
-"""Rounds a model's matrices to 8 or 4 bits before any later stage sees them."""
+"""Rounds a model's matrices to 8 or 4 bits."""
