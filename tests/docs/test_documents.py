@@ -144,6 +144,26 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert (document.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_files_named_in_the_documents_exist(document: Path) -> None:
+    made_later = {"tide_export/lib/", "calibration/recipes/NAME.toml"}
+    package = ROOT / "tide_export"
+    bases = (ROOT, package, package / "calibration")
+    first = {path.name for base in (ROOT, package) for path in base.iterdir() if path.is_dir()} - {"build", "out"}
+    for path in re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|cpp|h|toml|sh|txt))?)`", document.read_text()):
+        if path.split("/")[0] in first and path not in made_later:
+            assert any((base / path).exists() for base in bases), path
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if "tide::" in d.read_text()], ids=name)
+def test_names_of_the_cpp_runtime_exist(document: Path) -> None:
+    headers = "".join(path.read_text() for path in ROOT.glob("cpp/include/tide/*.h")) + "tide_runtime"
+    text = document.read_text()
+    members = {word for block in blocks(document, "cpp") for word in re.findall(r"[\w)]\.([a-z_]\w*)", block)}
+    for word in {*re.findall(r"tide::(\w+)", text), *members - {"h"}}:
+        assert re.search(rf"\b{word}\b", headers), word
+
+
 @pytest.fixture(scope="module")
 def known_options() -> str:
     """The sources of every argument parser, and the help of every command."""
