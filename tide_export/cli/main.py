@@ -1,9 +1,8 @@
 """The command `tide-export`: reads options, calls one function of the package, prints what it returns.
 
-The options are in `cli.options`; here is a short function per command. The work is in `pipeline.flow`, `build`,
-`validate`, `tune`, `bench`, `bundle.inspect` and the runtime, imported only by the command that needs them, so that
-`generate`, `bench` and `inspect` work (and start fast) where PyTorch is not installed. Exit codes: 0 done, 1 `validate`
-found a difference, 2 a user's mistake, told in one line on stderr, 130 interrupted.
+`cli.options` has the options; here is a short function per command, which imports what it calls, so that `generate`,
+`bench` and `inspect` start fast and work without PyTorch. Exit codes: 0 done, 1 `validate` found a difference, 2 a
+user's mistake, explained in one line on stderr, 130 interrupted.
 """
 
 import json
@@ -16,25 +15,36 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tide_export.cli.options import CALIBRATION_FIELDS, CONFIG_OPTIONS, PROGRAM, QUANTIZATION_FIELDS, build_parser
+from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.torch_environment import prepare
 from tide_export.errors import ConfigError, TideError
 
 if TYPE_CHECKING:
     from tide_export.config import TideConfig
-    from tide_export.runtime.engine import Engine
+    from tide_export.runtime.decoding.generation import Generation
     from tide_export.runtime.tokenizer import BundleTokenizer
 
 logger = logging.getLogger("tide_export")
-RELEASED = {"weights": ("fp32", "fp16", "bf16", "int8", "int4")}
+
+# Options of the command line itself; all others are named like the parameter they are given for.
+OWN_OPTIONS = ("command", "quiet", "verbose", "debug", "json")
+# Fields of `TideConfig` that are used when the routers are fitted already.
+EXPORT_FIELDS = {"exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold"}
+QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code (usage errors leave through SystemExit with code 2)."""
-    options = build_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    command = next((word for word in words if not word.startswith("-")), None)
+    try:
+        options = build_parser(config=command in ("calibrate", "export")).parse_args(words)
+    except ModuleNotFoundError as error:
+        return _fail(f"error: {_sentence(error)}", TideError.exit_code)
     prepare()  # before PyTorch is loaded
     with _log_to_stderr(options.verbose - options.quiet):
         return _run(options)
@@ -43,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: Namespace) -> int:
     """Runs the command; turns what a user can mend into one line and an exit code."""
     try:
-        _refuse_unreleased(options)
         code = COMMANDS[options.command](options)
         sys.stdout.flush()  # here, where a reader that has left can still be noticed
         return code
@@ -60,27 +69,24 @@ def _run(options: Namespace) -> int:
 
 def _calibrate(options: Namespace) -> int:
     config = _config(options)
-    if options.from_tide is None:
-        from tide_export.pipeline.calibrate import calibrate
+    if options.from_tide is not None:
+        return _import_from_tide(options)
+    from tide_export.pipeline.calibrate import calibrate
 
-        made = calibrate(
-            options.model,
-            Path(options.output),
-            config,
-            report=options.report,
-            cache=options.cache,
-            device_map=options.device_map,
-        )
-        if made is None:  # one of several processes, and not the one that writes
-            return 0
-    else:
-        _refuse_calibration_options(options, "--from-tide")
-        for name in ("report", "cache", "device_map"):
-            if getattr(options, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} does nothing with --from-tide: nothing is measured")
-        from tide_export.routers.tide_import import import_routers
+    more = {name: getattr(options, name) for name in ("report", "cache", "device_map")}
+    if calibrate(options.model, options.output, config, **more) is not None:  # the main one of several processes
+        print(options.output)
+    return 0
 
-        import_routers(options.model, options.from_tide).save(options.output)
+
+def _import_from_tide(options: Namespace) -> int:
+    _refuse_calibration_options(options, "--from-tide")
+    for name in ("report", "cache", "device_map"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{config_flag(name)} does nothing with --from-tide: nothing is measured")
+    from tide_export.routers.tide_import import import_routers
+
+    import_routers(options.model, options.from_tide).save(options.output)
     print(options.output)
     return 0
 
@@ -88,180 +94,115 @@ def _calibrate(options: Namespace) -> int:
 def _export(options: Namespace) -> int:
     config = _config(options)
     if options.routers is not None:
-        read = QUANTIZATION_FIELDS if options.quantization == "gptq" else set()
-        _refuse_calibration_options(options, "--routers", CALIBRATION_FIELDS - read)
+        used = EXPORT_FIELDS | (QUANTIZATION_FIELDS if options.quantization == "gptq" else set())
+        _refuse_calibration_options(options, "--routers", used)
     from tide_export.pipeline.flow import export
+    from tide_export.pipeline.request import ExportRequest
 
-    routers = None if options.routers is None else Path(options.routers)
-    bundle = export(
-        options.model,
-        Path(options.output),
-        routers=routers,
-        config=config,
-        targets=tuple(options.target or ("onnxruntime",)),
-        weights=options.weights,
-        quantization=options.quantization,
-        block_size=options.block_size,
-        accuracy_level=options.accuracy_level,
-        symmetric=options.symmetric,
-        engines=not options.no_engines,
-        plugins=options.plugins,
-        overwrite=options.overwrite,
-        validate=not options.no_check,
-        max_length=options.max_length,
-        batch_size=options.batch_size,
-        device_map=options.device_map,
-    )
-    print(bundle)
+    print(export(**_arguments(options, ExportRequest), config=config))
     return 0
 
 
 def _build(options: Namespace) -> int:
     from tide_export.engines.rebuild import rebuild
 
-    print(rebuild(options.bundle, options.target, options.plugins, options.batch_size).path)
+    print(rebuild(**_arguments(options)).path)
     return 0
 
 
 def _validate(options: Namespace) -> int:
     from tide_export.verify.validate import validate
 
-    report = validate(
-        options.bundle,
-        options.model,
-        options.dataset,
-        prompts=options.prompts,
-        longest_prompt=options.longest_prompt,
-        new_tokens=options.new_tokens,
-        thresholds=options.threshold,
-        max_pending=options.max_pending,
-        threads=options.threads,
-        provider=options.provider,
-        plugins=options.plugins,
-    )
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
+    report = validate(**_arguments(options))
+    _print_report(options, report)
     return 0 if report.holds else 1
 
 
 def _tune(options: Namespace) -> int:
     from tide_export.tuning.tune import tune
 
-    names = (
-        *("mode", "epsilon", "delta", "model", "prompts", "prompts_per_document", "prompt_length", "positions"),
-        *("new_tokens", "min_layers", "seed", "threads", "dry_run"),
-    )
-    report = tune(options.bundle, options.dataset, **{name: getattr(options, name) for name in names})
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
+    _print_report(options, tune(**_arguments(options)))
     return 0
 
 
 def _generate(options: Namespace) -> int:
+    from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.engine import load
     from tide_export.runtime.tokenizer import BundleTokenizer, read_prompts
 
     prompts = options.prompt if options.prompts is None else read_prompts(Path(options.prompts))
     if len(prompts) == 1 and options.compaction_threshold is not None:
         raise ConfigError("--compaction-threshold is for several prompts")
+    given = _arguments(options)
+    config = GenerationConfig(
+        **{field.name: given[field.name] for field in fields(GenerationConfig) if field.name in given}
+    )
     engine = load(
-        options.bundle,
-        provider=options.provider,
-        threads=options.threads,
-        verify=not options.no_verify,
-        plugins=options.plugins,
+        **{name: given[name] for name in ("bundle", "provider", "threads", "verify", "plugins") if name in given}
     )
     tokenizer = BundleTokenizer(Path(options.bundle))
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    exits = ("mode", "threshold", "min_layers", "max_pending", "prompt_lookup")
-    common = (*exits, "temperature", "top_k", "top_p", "seed")
-    request = {name: getattr(options, name) for name in common}
-    request["stop_token_ids"] = [] if options.ignore_eos else None
     if len(prompts) > 1:
-        return _generate_batch(options, engine, tokenizer, prompts, encoded, request)
-    (prompt,) = encoded
-    stream = engine.stream(prompt, max_new_tokens=options.max_new_tokens, **request)
-    if options.json:
-        tokens = list(stream)
-        text = "".join(tokenizer.stream(prompt, tokens))
-        answer = {"prompt": prompts[0], "text": text, "tokens": tokens, "finish_reason": stream.finish_reason}
-        print(json.dumps(answer | {"mode": options.mode, "stats": stream.stats.as_dict()}, indent=2))
-        return 0
-    if options.echo:
-        print(prompts[0], end="", flush=True)
-    for piece in tokenizer.stream(prompt, stream):
-        print(piece, end="", flush=True)
-    print(flush=True)
-    if not options.quiet:
-        print(f"\n{stream.stats.summary()}\nended by {stream.finish_reason}", file=sys.stderr)
+        started = time.perf_counter()
+        done = engine.generate(encoded, config)
+        seconds = time.perf_counter() - started
+        answers = [_answer(tokenizer, *one) for one in zip(prompts, encoded, done, strict=True)]
+        _print_batch(options, config.mode, answers, done, seconds)
+    elif options.json:
+        answer = _answer(tokenizer, prompts[0], encoded[0], engine.generate(encoded[0], config))
+        print(json.dumps(answer | {"mode": config.mode}, indent=2))
+    else:
+        if options.echo:
+            print(prompts[0], end="", flush=True)
+        stream = engine.stream(encoded[0], config)
+        for piece in tokenizer.stream(encoded[0], stream):
+            print(piece, end="", flush=True)
+        print(flush=True)
+        if not options.quiet:
+            print(f"\n{stream.stats.summary()}\nended by {stream.finish_reason}", file=sys.stderr)
     return 0
 
 
-def _generate_batch(
-    options: Namespace,
-    engine: "Engine",
-    tokenizer: "BundleTokenizer",
-    prompts: Sequence[str],
-    encoded: list[list[int]],
-    request: dict[str, Any],
-) -> int:
-    """Several prompts together: their texts in order, each under a line with its number."""
-    started = time.perf_counter()
-    done = engine.generate(
-        encoded, max_new_tokens=options.max_new_tokens, compaction_threshold=options.compaction_threshold, **request
-    )
-    seconds = time.perf_counter() - started
+def _answer(tokenizer: "BundleTokenizer", prompt: str, ids: list[int], generation: "Generation") -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "text": "".join(tokenizer.stream(ids, generation.tokens)),
+        "tokens": generation.tokens,
+        "finish_reason": generation.finish_reason,
+        "stats": generation.stats.as_dict(),
+    }
+
+
+def _print_batch(
+    options: Namespace, mode: str, answers: list[dict[str, Any]], done: list["Generation"], seconds: float
+) -> None:
+    """Prints the texts of several prompts in order, each under a line with its number."""
     total = sum(len(one.tokens) for one in done)
-    answers: list[dict[str, Any]] = [
-        {
-            "prompt": prompt,
-            "text": "".join(tokenizer.stream(ids, one.tokens)),
-            "tokens": one.tokens,
-            "finish_reason": one.finish_reason,
-            "stats": one.stats.as_dict(),
-        }
-        for prompt, ids, one in zip(prompts, encoded, done, strict=True)
-    ]
     if options.json:
-        whole = {"mode": options.mode, "total_tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
+        whole = {"mode": mode, "total_tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
         print(json.dumps(whole | {"sequences": answers}, indent=2))
-        return 0
+        return
     for number, (answer, one) in enumerate(zip(answers, done, strict=True), 1):
         print(f"--- {number} of {len(done)}", flush=True)
         print((answer["prompt"] if options.echo else "") + answer["text"], flush=True)
         if not options.quiet:
             print(f"\n{one.stats.summary()}\nended by {one.finish_reason}\n", file=sys.stderr)
     if not options.quiet:
-        print(
-            f"{total} tokens of {len(done)} prompts in {seconds:.3f} s ({total / seconds:.1f} tokens/s)",
-            file=sys.stderr,
-        )
-    return 0
+        speed = f"{total / seconds:.1f} tokens/s"
+        print(f"{total} tokens of {len(done)} prompts in {seconds:.3f} s ({speed})", file=sys.stderr)
 
 
 def _bench(options: Namespace) -> int:
     from tide_export.runtime.bench import bench
 
-    report = bench(
-        options.bundle,
-        prompt=options.prompt,
-        prompt_tokens=options.prompt_tokens,
-        new_tokens=options.new_tokens,
-        repeat=options.repeat,
-        threshold=options.threshold,
-        min_layers=options.min_layers,
-        max_pending=options.max_pending,
-        provider=options.provider,
-        threads=options.threads,
-        verify=not options.no_verify,
-        plugins=options.plugins,
-    )
-    print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
+    _print_report(options, bench(**_arguments(options)))
     return 0
 
 
 def _inspect(options: Namespace) -> int:
     from tide_export.bundle.inspect import describe, render
 
-    described = describe(options.bundle, verify=not options.no_verify)
+    described = describe(options.bundle, verify=options.verify)
     print(json.dumps(described, indent=2) if options.json else render(described))
     return 0
 
@@ -278,8 +219,19 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
 }
 
 
+def _arguments(options: Namespace, function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """The options that were given, by the names of the parameters they are for; only those of `function`, if given."""
+    values = {name: value for name, value in vars(options).items() if value is not None and name not in OWN_OPTIONS}
+    names = values if function is None else signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _print_report(options: Namespace, report: Any) -> None:
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report.render())
+
+
 def _config(options: Namespace) -> "TideConfig":
-    """The settings from the recipe, if one is given, with the command line's own options on top."""
+    """The settings of the recipe, if one is given, overridden by the command line."""
     from tide_export.config import TideConfig
 
     recipe = _recipe(options.recipe)
@@ -287,17 +239,20 @@ def _config(options: Namespace) -> "TideConfig":
         TideConfig.from_options(**recipe)
     except ConfigError as error:
         raise ConfigError(f"recipe {options.recipe}: {error}") from None
-    return TideConfig.from_options(**(recipe | _given(options)))
+    return TideConfig.from_options(**(recipe | _config_options(options)))
 
 
-def _given(options: Namespace) -> dict[str, Any]:
-    """The config fields set on the command line."""
-    values = {option.field: getattr(options, option.field, None) for option in CONFIG_OPTIONS}
-    return {name: value for name, value in values.items() if value is not None}
+def _config_options(options: Namespace) -> dict[str, Any]:
+    """The fields of `TideConfig` set on the command line."""
+    from tide_export.config import TideConfig
+
+    return {name: value for name, value in _arguments(options).items() if name in TideConfig.model_fields}
 
 
 def _recipe(path: str | None) -> dict[str, Any]:
-    """The config fields in a TOML file."""
+    """The fields of `TideConfig` in a TOML file."""
+    from tide_export.config import TideConfig
+
     if path is None:
         return {}
     try:
@@ -306,47 +261,29 @@ def _recipe(path: str | None) -> dict[str, Any]:
         raise ConfigError(f"no recipe at {path}{_recipes_near(Path(path))}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} is not valid TOML: {error}") from None
-    known = [option.field for option in CONFIG_OPTIONS]
     for name in recipe:
-        if name not in known:
-            meant = get_close_matches(name, known, n=1)
+        if name not in TideConfig.model_fields:
+            meant = get_close_matches(name, TideConfig.model_fields, n=1)
             raise ConfigError(f"recipe {path}: no setting is called {name!r}" + "".join(f"; {m}?" for m in meant))
     return recipe
 
 
 def _recipes_near(path: Path) -> str:
-    """The recipes in the folder that was meant, or in this repository's when a checkout is the current folder."""
+    """The recipes in the folder of `path`, or else in this repository's when a checkout is the current folder."""
     folders = [Path("calibration/recipes")] if path.parent == Path() else [path.parent, Path("calibration/recipes")]
-    found = next((names for folder in folders if (names := sorted(map(str, folder.glob("*.toml"))))), [])
-    return f"; there are {', '.join(found)}" if found else ""
+    recipes = next((names for folder in folders if (names := sorted(map(str, folder.glob("*.toml"))))), [])
+    return f"; there are {', '.join(recipes)}" if recipes else ""
 
 
-def _refuse_calibration_options(options: Namespace, because: str, fields: Collection[str] = CALIBRATION_FIELDS) -> None:
-    """With ready-made routers there is no calibration to set up; an option that would be ignored is a mistake.
+def _refuse_calibration_options(options: Namespace, because: str, used: Collection[str] = EXPORT_FIELDS) -> None:
+    """With fitted routers nothing is calibrated: an option for that is a mistake.
 
     Raises:
         ConfigError: naming the option.
     """
-    given = _recipe(options.recipe) | _given(options)
-    for option in CONFIG_OPTIONS:
-        if option.field in fields and option.field in given:
-            raise ConfigError(f"{option.flag} does nothing with {because}: the routers are fitted already")
-
-
-def _refuse_unreleased(options: Namespace) -> None:
-    """What the design names but this release has not yet.
-
-    Raises:
-        ConfigError: naming the option and what there is.
-    """
-    for name, known in RELEASED.items():
-        value = getattr(options, name, None)
-        if value is not None and value not in known:
-            raise ConfigError(f"--{name} {value}: this release has {_listed(known)} only")
-
-
-def _listed(entries: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(entries[:-1]), entries[-1]]))
+    for name in _recipe(options.recipe) | _config_options(options):
+        if name not in used:
+            raise ConfigError(f"{config_flag(name)} does nothing with {because}: the routers are fitted already")
 
 
 def _fail(message: str, code: int) -> int:
@@ -365,7 +302,7 @@ def _sentence(error: BaseException) -> str:
 
 @contextmanager
 def _log_to_stderr(verbosity: int) -> Iterator[None]:
-    """Sends the package's log to stderr: -q warnings alone, by default what each stage does, -v everything."""
+    """Sends the package's log to stderr: by default a line per stage, with -q only warnings, with -v everything."""
     level, handler = logger.level, logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.setLevel({-1: logging.WARNING, 0: logging.INFO}.get(max(verbosity, -1), logging.DEBUG))

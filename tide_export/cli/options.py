@@ -1,26 +1,21 @@
-"""The options of every `tide-export` command, and what `--help` says about them.
+"""The options of every `tide-export` command, and their help.
 
-Read by `cli.main.main`. Nothing here sets a default of `TideConfig`: an option that is not given stays None, and the
-recipe, the config or the bundle decides.
+An option's destination is the parameter it is given for. One that is not given stays None, so that the default of the
+function, the recipe or the bundle holds.
 """
 
 import argparse
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
+from tide_export.bundle.manifest import FLAVOURS, NETWORK_PRECISIONS, TARGETS, WEIGHTS
 from tide_export.thresholds.resolve import MODES
 from tide_export.version import __version__
 
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
 PROGRAM = "tide-export"
-
-
-class ConfigOption(NamedTuple):
-    """A command-line option that sets a field of `TideConfig`."""
-
-    flag: str
-    field: str
-    parse: Callable[[str], Any]
-    help: str
 
 
 def _layers(text: str) -> str | tuple[int, ...]:
@@ -53,50 +48,6 @@ def _threshold_list(text: str) -> list[float]:
     return values if isinstance(values, list) else [values]
 
 
-# TideConfig itself needs pydantic, which a machine that only runs bundles has not; a test compares the two.
-CONFIG_OPTIONS = [
-    ConfigOption("--checkpoints", "checkpoints", _layers, "layers run at each checkpoint, e.g. 3,6,9, or auto"),
-    ConfigOption("--checkpoint-interval", "checkpoint_interval", int, "a checkpoint after every N layers (4)"),
-    ConfigOption("--exit-threshold", "exit_threshold", float, "a token exits when its score is above this (0.85)"),
-    ConfigOption("--min-layers", "min_layers", int, "checkpoints with fewer layers behind them never exit (8)"),
-    ConfigOption("--max-pending", "max_pending", int, "tokens that may wait before a segment is forced to run (16)"),
-    ConfigOption(
-        "--compaction-threshold",
-        "compaction_threshold",
-        float,
-        "of several prompts: fewer than this share go deep alone (1)",
-    ),
-    ConfigOption("--dataset", "calibration_dataset", str, "text to calibrate on (SPEC, see below; wikitext)"),
-    ConfigOption("--calibration-samples", "calibration_samples", int, "sequences read at most (2000)"),
-    ConfigOption("--calibration-length", "calibration_length", int, "tokens per sequence at most (512)"),
-    ConfigOption("--calibration-batch", "calibration_batch", int, "sequences per forward pass (8)"),
-    ConfigOption("--calibration-tokens-kept", "calibration_tokens_kept", int, "training tokens kept (by memory)"),
-    ConfigOption("--calibration-memory", "calibration_memory", float, "GiB of hidden states kept (2)"),
-    ConfigOption("--exit-strategy", "exit_strategy", str, "what leaves: identity or lens (identity)"),
-    ConfigOption("--kv-cache-strategy", "kv_cache_strategy", str, "K/V of skipped layers: exact or propagate (exact)"),
-    ConfigOption("--lens-rank", "lens_rank", int, "width of a lens (64)"),
-    ConfigOption("--lens-tokens", "lens_tokens", int, "tokens a lens is fitted to in each epoch (32768)"),
-    ConfigOption("--lens-epochs", "lens_epochs", int, "(3)"),
-    ConfigOption("--lens-learning-rate", "lens_learning_rate", float, "(0.001)"),
-    ConfigOption("--label", "label", str, "what a router learns: agreement, kl or cosine (agreement)"),
-    ConfigOption("--kl-bound", "kl_bound", float, "kl label: nats from the full distribution, below (0.1)"),
-    ConfigOption("--convergence-threshold", "convergence_threshold", float, "cosine label: similarity above (0.98)"),
-    ConfigOption("--router-bottleneck-dim", "router_bottleneck_dim", int, "hidden width of a router (128)"),
-    ConfigOption("--router-shortlist", "router_shortlist", int, "head rows a router reads; 0: TIDE's router (256)"),
-    ConfigOption("--class-balance", "class_balance", _yes_or_no, "weigh both classes alike, yes or no (no)"),
-    ConfigOption("--router-epochs", "router_epochs", int, "passes over the kept tokens (20)"),
-    ConfigOption("--router-learning-rate", "router_learning_rate", float, "(0.001)"),
-    ConfigOption("--validation-fraction", "validation_fraction", float, "share of tokens to stop fitting by (0.15)"),
-    ConfigOption("--test-fraction", "test_fraction", float, "share of tokens for the report alone (0.15)"),
-    ConfigOption("--seed", "seed", int, "of every random choice in calibration (0)"),
-]
-# The fields that the exported graph or the bundle's defaults depend on even when the routers are fitted already.
-CALIBRATION_FIELDS = {option.field for option in CONFIG_OPTIONS} - {
-    *("exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold")
-}
-# Of these, what a calibrated quantization reads.
-QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}
-
 SPEC_HELP = (
     "SPEC is a local .txt, .jsonl or .parquet file, a folder or a glob of them, or a Hugging Face dataset id "
     "(wikitext is wikitext-103-raw-v1). MODEL is a folder or a Hugging Face hub id."
@@ -110,13 +61,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; `command` in its result is the command's name."""
+def build_parser(config: bool = True) -> argparse.ArgumentParser:
+    """The parser of all commands; `command` in its result is the command's name.
+
+    Args:
+        config: with the options that set a `TideConfig`, which needs pydantic.
+    """
     parser = _Parser(prog=PROGRAM, description="From a Hugging Face causal LM to an engine that really skips layers.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_calibrate(commands)
-    _add_export(commands)
+    _add_calibrate(commands, config)
+    _add_export(commands, config)
     _add_build(commands)
     _add_validate(commands)
     _add_tune(commands)
@@ -128,20 +83,51 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _command(commands, name: str, summary: str, epilog: str | None = None) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog, allow_abbrev=False)
-    parser.add_argument("-q", "--quiet", action="count", default=0, help="warnings and errors alone")
+    parser.add_argument("-q", "--quiet", action="count", default=0, help="only warnings and errors")
     parser.add_argument("-v", "--verbose", action="count", default=0, help="more about what happens")
     parser.add_argument("--debug", action="store_true", help="a traceback with an error")
     return parser
 
 
+def config_flag(field: str) -> str:
+    """The option that sets a field of `TideConfig`."""
+    return "--dataset" if field == "calibration_dataset" else f"--{field.replace('_', '-')}"
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
+    from tide_export.config import TideConfig  # needs pydantic
+
     group = parser.add_argument_group("calibration and exits (defaults in parentheses)")
     group.add_argument("--recipe", metavar="FILE", help="TOML file with these settings, dashes written as underscores")
-    for option in CONFIG_OPTIONS:
-        group.add_argument(option.flag, dest=option.field, type=option.parse, metavar="X", help=option.help)
+    for name, field in TideConfig.model_fields.items():
+        group.add_argument(config_flag(name), dest=name, help=_config_help(field), **_config_type(name, field))
 
 
-def _add_calibrate(commands) -> None:
+def _config_help(field: "FieldInfo") -> str:
+    default = field.default
+    shown = "" if default is None else f" ({_shown(default)})"
+    return f"{field.description}{shown}"
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _config_type(name: str, field: "FieldInfo") -> dict[str, Any]:
+    """The type, and choices or metavar, of an option for a field."""
+    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
+    if get_origin(field.annotation) is Literal:
+        return {"choices": get_args(field.annotation)}
+    if name == "checkpoints":
+        return {"type": _layers, "metavar": "N,N"}
+    if kinds == [bool]:
+        return {"type": _yes_or_no, "metavar": "X"}
+    return {"type": kinds[0], "metavar": {int: "N", float: "X"}.get(kinds[0], "SPEC")}
+
+
+def _add_calibrate(commands, config: bool) -> None:
     parser = _command(commands, "calibrate", "Fit one router per checkpoint on text and save them.", SPEC_HELP)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="router file to write (.safetensors)")
@@ -153,22 +139,26 @@ def _add_calibrate(commands) -> None:
         "--cache", metavar="FOLDER", help="keep hidden states on disk: a run that is killed goes on from there"
     )
     parser.add_argument("--device-map", choices=["auto"], help="spread a model larger than one device over several")
-    _add_config(parser)
+    if config:
+        _add_config(parser)
 
 
-def _add_export(commands) -> None:
+def _add_export(commands, config: bool) -> None:
     parser = _command(commands, "export", "Make a bundle; calibrates first unless --routers is given.", SPEC_HELP)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to write")
     parser.add_argument("--routers", metavar="FILE", help="routers from `calibrate`, or TIDE's router.pt")
     parser.add_argument(
         "--target",
+        dest="targets",
         action="append",
-        choices=["onnxruntime", "tensorrt", "tensorrt-rtx"],
+        choices=TARGETS,
         help="engine, may be repeated; every bundle runs on onnxruntime (onnxruntime)",
     )
     parser.add_argument(
-        "--weights", default="fp32", help="onnxruntime: fp32, int8, int4; tensorrt(-rtx): fp32, fp16, bf16 (fp32)"
+        "--weights",
+        choices=tuple(dict.fromkeys((*NETWORK_PRECISIONS, *WEIGHTS))),
+        help="onnxruntime: fp32, int8 or int4; tensorrt and tensorrt-rtx: fp32, fp16 or bf16 (fp32)",
     )
     parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")
     parser.add_argument(
@@ -178,10 +168,12 @@ def _add_export(commands) -> None:
         "--accuracy-level",
         type=int,
         metavar="N",
-        help="int8, int4: products in 0 any, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, much the fastest)",
+        help="int8, int4: matmuls in 0 any type, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, much the fastest)",
     )
     parser.add_argument("--symmetric", type=_yes_or_no, metavar="X", help="int8, int4: no zero points, yes or no (yes)")
-    parser.add_argument("--no-engines", action="store_true", help="leave the engines to `build` on another machine")
+    parser.add_argument(
+        "--no-engines", dest="engines", action="store_false", help="build no engines: `build` does, on another machine"
+    )
     _add_plugins(parser)
     parser.add_argument(
         "--device-map", choices=["auto"], help="spread a model larger than the memory over devices and disk"
@@ -192,11 +184,12 @@ def _add_export(commands) -> None:
     parser.add_argument(
         "--no-validate",
         "--no-check",
-        dest="no_check",
-        action="store_true",
+        dest="validate",
+        action="store_false",
         help="skip the short comparison with the model at the end",
     )
-    _add_config(parser)
+    if config:
+        _add_config(parser)
 
 
 def _add_build(commands) -> None:
@@ -204,7 +197,7 @@ def _add_build(commands) -> None:
         commands, "build", "Build a bundle's TensorRT engines anew, for the GPU and the versions of this machine."
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="exported for tensorrt or tensorrt-rtx")
-    parser.add_argument("--target", choices=["tensorrt", "tensorrt-rtx"], help="(what the bundle was exported for)")
+    parser.add_argument("--target", choices=FLAVOURS, help="(what the bundle was exported for)")
     _add_batch_size(parser, "as before")
     _add_plugins(parser)
 
@@ -217,17 +210,23 @@ def _add_validate(commands) -> None:
         SPEC_HELP,
     )
     parser.add_argument("bundle", metavar="BUNDLE")
-    parser.add_argument("--model", required=True, metavar="MODEL", help="the model the bundle was made from")
-    parser.add_argument("--dataset", metavar="SPEC", help="text for the prompts (what the routers were calibrated on)")
-    parser.add_argument("--prompts", type=int, default=16, metavar="N", help="how many prompts (16)")
-    parser.add_argument("--longest-prompt", type=int, default=128, metavar="N", help="in tokens (128)")
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="generated after each prompt (32)")
     parser.add_argument(
-        "--threshold", type=_threshold_list, metavar="T,T", help="thresholds to try (0.3,0.5,0.7,0.85,0.95)"
+        "--model", dest="model_name", required=True, metavar="MODEL", help="the model the bundle was made from"
+    )
+    parser.add_argument("--dataset", metavar="SPEC", help="text for the prompts (what the routers were calibrated on)")
+    parser.add_argument("--prompts", type=int, metavar="N", help="how many prompts (16)")
+    parser.add_argument("--longest-prompt", type=int, metavar="N", help="in tokens (128)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="generated after each prompt (32)")
+    parser.add_argument(
+        "--threshold",
+        dest="thresholds",
+        type=_threshold_list,
+        metavar="T,T",
+        help="thresholds to try (0.3,0.5,0.7,0.85,0.95)",
     )
     parser.add_argument("--max-pending", type=int, metavar="N", help="(the bundle's)")
     parser.add_argument("--threads", type=int, metavar="N")
-    parser.add_argument("--provider", help="check this engine alone (the graph and the segment networks, on the CPU)")
+    parser.add_argument("--provider", help="check only this engine (the graph and the segment networks, on the CPU)")
     _add_plugins(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -242,9 +241,7 @@ def _add_tune(commands) -> None:
     )
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--dataset", required=True, metavar="SPEC", help="text the routers have not seen")
-    parser.add_argument(
-        "--mode", choices=["exit", "lossless"], default="exit", help="exit: a guarantee; lossless: speed alone (exit)"
-    )
+    parser.add_argument("--mode", choices=["exit", "lossless"], help="exit: a guarantee; lossless: only speed (exit)")
     parser.add_argument("--epsilon", type=float, metavar="X", help="share of tokens that may differ; exit needs it")
     parser.add_argument("--delta", type=float, metavar="X", help="risk that the guarantee is wrong; exit needs it")
     parser.add_argument("--model", metavar="MODEL", help="check that the bundle was made from this model's weights")
@@ -260,10 +257,10 @@ def _add_tune(commands) -> None:
     parser.add_argument(
         "--prompt-length", type=int, metavar="N", help="tokens before a scored or generated one (32; lossless 48)"
     )
-    parser.add_argument("--positions", type=int, metavar="N", help="tokens scored per prompt; exit alone (32)")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens generated per prompt; lossless alone (64)")
+    parser.add_argument("--positions", type=int, metavar="N", help="tokens scored per prompt; only exit (32)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens generated per prompt; only lossless (64)")
     parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer never exit (the bundle's)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw of prompts (0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draw of prompts (0)")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--dry-run", action="store_true", help="leave the bundle as it is")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -273,28 +270,35 @@ def _add_generate(commands) -> None:
     parser = _command(commands, "generate", "Continue a prompt; text to stdout as it comes, statistics to stderr.")
     parser.add_argument("bundle", metavar="BUNDLE")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated: decoded together")
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated: decoded as a batch")
     prompts.add_argument(
-        "--prompts", metavar="FILE", help="prompts decoded together: one a line, or .jsonl with a field prompt"
+        "--prompts", metavar="FILE", help="prompts to decode as a batch: one a line, or .jsonl with a field prompt"
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(64)")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(64)")
     _add_exit_options(parser)
     parser.add_argument(
         "--mode",
         choices=MODES,
-        default="exit",
-        help="full: every layer for every token; exit: as the routers say; lossless: exits are drafts, "
-        "verified, and so is what followed in earlier text",
+        help="full: every layer for every token; exit: tokens exit where a router's score is above its threshold; "
+        "lossless: exits and n-grams of earlier text are drafts, which the full model verifies (exit)",
     )
     parser.add_argument(
         "--prompt-lookup", type=int, metavar="N", help="--mode lossless: draft up to N tokens from earlier text"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (0)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N likeliest; 0: all (0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest X of 1 (1)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (0)")
+    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens; 0: all (0)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="X", help="sample from the most likely tokens of this total probability (1)"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the sampling; the same seed gives the same text")
-    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at an end-of-sequence token")
+    parser.add_argument(
+        "--ignore-eos",
+        dest="stop_token_ids",
+        action="store_const",
+        const=(),
+        help="do not stop at an end-of-sequence token",
+    )
     parser.add_argument(
         "--compaction-threshold",
         type=float,
@@ -311,9 +315,9 @@ def _add_bench(commands) -> None:
     )
     parser.add_argument("bundle", metavar="BUNDLE")
     parser.add_argument("--prompt", metavar="TEXT", help="the text to continue (a built-in one)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="the prompt is cut to this (64)")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="decoded in each run (64)")
-    parser.add_argument("--repeat", type=int, default=9, metavar="N", help="interleaved runs of each mode (9)")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="the prompt is cut to this (64)")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="decoded in each run (64)")
+    parser.add_argument("--repeat", type=int, metavar="N", help="interleaved runs of each mode (9)")
     _add_exit_options(parser)
     _add_engine_options(parser)
 
@@ -321,7 +325,7 @@ def _add_bench(commands) -> None:
 def _add_inspect(commands) -> None:
     parser = _command(commands, "inspect", "Print what is in a bundle.")
     parser.add_argument("bundle", metavar="BUNDLE")
-    parser.add_argument("--no-verify", action="store_true", help="do not hash the files")
+    _add_no_verify(parser)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -330,15 +334,21 @@ def _add_exit_options(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=_thresholds, metavar="T[,T]", help="exit above this score, one value or one per checkpoint"
     )
     parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer layers never exit")
-    parser.add_argument("--max-pending", type=int, metavar="N", help="tokens that may wait before a segment runs")
+    parser.add_argument("--max-pending", type=int, metavar="N", help="tokens that may be pending before a segment runs")
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--provider", default="auto", help="engine to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx")
+    parser.add_argument("--provider", help="engine to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx (auto)")
     _add_plugins(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
-    parser.add_argument("--no-verify", action="store_true", help="do not hash the bundle's files before running it")
+    parser.add_argument(
+        "--no-verify", dest="verify", action="store_false", help="do not hash the bundle's files before running it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _add_no_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not hash the bundle's files")
 
 
 def _add_batch_size(parser: argparse.ArgumentParser, default: str) -> None:
@@ -346,7 +356,7 @@ def _add_batch_size(parser: argparse.ArgumentParser, default: str) -> None:
         "--batch-size",
         type=int,
         metavar="N",
-        help=f"tensorrt(-rtx): prompts decoded together, at most ({default})",
+        help=f"tensorrt and tensorrt-rtx: prompts in a batch, at most ({default})",
     )
 
 
