@@ -1,7 +1,7 @@
 """One exception class per stage of the pipeline, raised with a single sentence a user can act on.
 
-Every stage (load, calibrate, trace, cut/compose/lower, tune, bundle, run) raises its own subclass of `TideError`. The
-command line prints the sentence and exits with code 2; library users catch `TideError` or the stage they care about.
+Every stage (load, calibrate, trace, cut/compose/lower, tune, bundle, run) raises its subclass of `TideError`. The
+command line prints the sentence and exits with code 2; library users catch `TideError` or one stage's class.
 """
 
 
@@ -25,7 +25,7 @@ class ModelError(TideError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture lacks something the export rests on; the message names it."""
+    """The architecture lacks something that the export needs; the message names it."""
 
 
 class DatasetError(TideError):
@@ -49,7 +49,7 @@ class GraphError(TideError):
 
 
 class TuneError(TideError):
-    """Thresholds cannot be certified from the prompts there are: too few, or none the routers have not seen."""
+    """Thresholds cannot be certified from the prompts: too few, or all from documents the routers were fitted on."""
 
 
 class BundleError(TideError):

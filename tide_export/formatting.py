@@ -1,10 +1,10 @@
-"""Plain-text tables for `validate`, `bench` and `inspect`: no dependency, the same in a pipe and on a screen."""
+"""Formats tables, sizes and percentages as plain text, for reports and `inspect`."""
 
 from collections.abc import Sequence
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1, indent: str = "  ") -> str:
-    """A table with a rule under its headers; the first `left` columns are left-aligned, the others right-aligned."""
+    """Returns a table with a rule under its headers; the first `left` columns are left-aligned, the others right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [list(headers), *cells]) for i in range(len(headers))]
 
@@ -17,7 +17,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], left: int = 
 
 
 def size(count: int) -> str:
-    """A number of bytes as people read it: `5.8 MB` (powers of ten, as file managers and disks count)."""
+    """Returns a number of bytes as `5.8 MB` (powers of ten)."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000 or unit == "GB":
@@ -27,5 +27,5 @@ def size(count: int) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """`part / whole` as a percentage, `-` where there is nothing to divide by."""
+    """Returns `part / whole` as a percentage, `-` for a `whole` of 0."""
     return f"{100.0 * part / whole:.1f} %" if whole else "-"

@@ -1,7 +1,7 @@
 """The fixed names every stage shares: operator domain, graph inputs and outputs, files of a bundle.
 
 `compose` writes graphs with these names, the runtimes (Python, C++) bind them, `inspect` prints them. Shapes use B for
-the batch, S for the new tokens of a step, n_k for the tokens waiting before segment k, D for the hidden size, C for the
+the batch, S for the new tokens of a step, n_k for the tokens pending before segment k, D for the hidden size, C for the
 capacity of the K/V buffers.
 """
 
@@ -9,37 +9,37 @@ capacity of the K/V buffers.
 DOMAIN = "tide"
 OP_CHECKPOINT = "TideCheckpoint"  # identity marker in the trace, attribute `layer` = layers run so far
 OP_ATTENTION = "TideAttention"  # symbolic causal attention in the trace, attribute `layer`
-OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under a mask of the model's own, gone after the trace
-OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's own expert
+OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under the model's mask, replaced after the trace
+OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's expert
 OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
 OP_ROUTE = "TideRoute"  # norm + router MLP + threshold; model-local function and TensorRT plugin
-WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters its quantized rows are of, one a line
+WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters that hold its quantized rows, one a line
 PLUGIN_NAMESPACE = "tide"
 PLUGIN_VERSION = "1"
 
 # Graph inputs.
 INPUT_IDS = "input_ids"  # int64 [1, S]
 TOTAL_LENGTH = "total_sequence_length"  # int32 [], tokens of the sequence including the S new ones
-# int64 [m, 2], tokens that get logits where the last segment runs, as [0, place from the end]: [[0, -1]] is the last.
+# int64 [m, 2], tokens that get logits if the last segment runs, as [0, position from the end]: [[0, -1]] is the last.
 LOGITS_POSITIONS = "logits_positions"
 THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
 
 # Graph outputs.
-LOGITS = "logits"  # float32 [m, V], of the kept tokens, or of the last one alone where it left early
+LOGITS = "logits"  # float32 [m, V], at LOGITS_POSITIONS, or of the last token if it exited
 SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reached
-# float32 [1, n, D], what waits before the first segment that did not run; empty where every segment ran.
+# float32 [1, n, D], states pending before the first segment that did not run; empty if every segment ran.
 NEW_PENDING = "new_pending_states"
 
 
 def skip_threshold(k: int) -> str:
     """Input: segment k >= 1 is skipped where the score before it is above this, float32 [1]: the exit threshold, or 2.0
-    where the segment must run because more tokens than max pending would wait."""
+    if the segment must run because more tokens than max pending would be pending."""
     return f"skip_threshold.{k}"
 
 
 def pending(k: int) -> str:
-    """Input: hidden states waiting before segment k >= 1, float32 [1, n_k, D]; n_k may be 0."""
+    """Input: hidden states pending before segment k >= 1, float32 [1, n_k, D]; n_k may be 0."""
     return f"pending_states.{k}"
 
 
@@ -54,30 +54,29 @@ def present(layer: int, kind: str) -> str:
 
 
 # The networks of one segment each, and of the head (see `lower.tensorrt.lower`). T is float32, float16 or bfloat16;
-# rows of a batch may be padded on the right.
-HIDDEN_STATES = "hidden_states"  # input: T [B, S, D], of segments behind the first, which takes INPUT_IDS [B, S]
+# sequences of a batch may be padded on the right.
+HIDDEN_STATES = "hidden_states"  # input: T [B, S, D], of segments after the first, which takes INPUT_IDS [B, S]
 PAST_LENGTHS = "past_lengths"  # input: int64 [B], tokens in the segment's K/V cache before the run
-LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each row's last real token, 0 .. S-1
+LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each sequence's last real token, 0 .. S-1
 EXIT_THRESHOLD = "exit_threshold"  # input: float32 [1], of all but the last segment
 NEW_HIDDEN_STATES = "new_hidden_states"  # output: T [B, S, D], of all but the last segment
-EXIT_STATES = "exit_states"  # output: T [B, 1, D'], what the head takes should the last token leave here
-FINAL_STATES = "final_states"  # output: T [B, S, D'], of the last segment alone: the same of all its tokens
+EXIT_STATES = "exit_states"  # output: T [B, 1, D'], the head's input if the last token exits here
+FINAL_STATES = "final_states"  # output: T [B, S, D'], only of the last segment: the same of all its tokens
 ROUTER_SCORE = "router_score"  # output: float32 [B, 1, 1], of all but the last segment
 EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
 # The head takes EXIT_STATES, T [B, S, D'], and gives LOGITS, float32 [B, S, V].
 
 
-# The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of all rows behind one another, R
-# rows at most, m rows asked about. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D], LAST_TOKENS [m] (places among
-# the N) and the K/V buffers `row(past(..), r)` of each row; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m,
-# D'], ROUTER_SCORE [m, 1, 1] and `row(present(..), r)`. The head takes EXIT_STATES and gives LOGITS [1, m, V]. All
-# float32. Where K/V are propagated, each segment behind the first has one more network, `skipped(k)`, from the
-# HIDDEN_STATES [1, m, D] that m tokens left with before it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
-POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's place in its own sequence
-SLOT_TOKENS = "slot_tokens"  # input: int64 [R], how many of the N are each row's; 0: the row is left alone
-SLOT_LENGTHS = (
-    "slot_lengths"  # input: int32 [R], tokens in each row's K/V cache after the run; 1 where it is left alone
-)
+# The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of all sequences, one sequence
+# after another, in R slots at most; m tokens get scores. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D],
+# LAST_TOKENS [m] (indices into the N) and the K/V buffers `slot(past(..), r)` of each slot; they give
+# NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m, D'], ROUTER_SCORE [m, 1, 1] and `slot(present(..), r)`. The head takes
+# EXIT_STATES and gives LOGITS [1, m, V]. All float32. Where K/V are propagated, each segment after the first has one
+# more network, `skipped(k)`, from the HIDDEN_STATES [1, m, D] of m tokens that exited before it, and their POSITION_IDS
+# [1, m], to `new(..)` of its layers.
+POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's position in its sequence
+SLOT_TOKENS = "slot_tokens"  # input: int64 [R], how many of the N are each slot's; 0: the slot is not changed
+SLOT_LENGTHS = "slot_lengths"  # input: int32 [R], tokens in each slot's K/V cache after the run; 1 if not changed
 BATCH_SIZES = (4, 8, 16, 32)  # R; there is a set of networks for each
 
 
@@ -87,7 +86,7 @@ def slot(name: str, number: int) -> str:
 
 
 def new(layer: int, kind: str) -> str:
-    """Output: keys or values of m tokens that skip the layer, float32 [1, kv_heads, m, head_dim], for the host to put
+    """Output: keys or values of m tokens that skip the layer, float32 [1, kv_heads, m, head_dim], which the host writes
     into their K/V buffers."""
     return f"new.{layer}.{kind}"
 
@@ -97,7 +96,7 @@ MANIFEST_FILE = "tide.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 ROUTERS_FILE = "routers.safetensors"
-REPORT_FILE = "report.html"  # with a picture of the same name beside it; where the bundle calibrated its own routers
+REPORT_FILE = "report.html"  # with a picture of the same name beside it; if `export` calibrated the routers
 TOKENIZER_FILE = "tokenizer.json"
 BATCH_FOLDER = "batch"
 SEGMENTS_FOLDER = "segments"

@@ -1,4 +1,4 @@
-"""Shows how far a long stage is and how much time is left (a bar on a terminal, one log line anywhere else), and
+"""Shows how far a long stage is and how much time is left (a bar on a terminal, one log line elsewhere), and
 silences the progress bars and logs of other libraries.
 
 Every stage of making a bundle wraps its slow loop in `stage`. Bars go to stderr, so that stdout stays clean for results
@@ -21,9 +21,9 @@ def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], 
 
     Args:
         title: what is being done, in the progressive form: "collecting hidden states".
-        total: the amounts that `advance` will sum up to; None where the end is not known (no time left is shown).
+        total: the sum of the amounts given to `advance`; None if unknown (no time left is shown).
 
-    A stage that ends in an exception draws and logs nothing more: the exception says what happened.
+    A stage that ends in an exception logs nothing more.
     """
     started = time.perf_counter()
     if sys.stderr.isatty() and logger.level <= logging.INFO:  # not where the user asked for quiet

@@ -101,7 +101,7 @@ def test_how_many_may_wait_is_no_question(capsys, propagating_bundle: Path, demo
 
 def test_inspect_says_so(capsys, propagating_bundle: Path) -> None:
     assert main(["inspect", str(propagating_bundle)]) == 0
-    assert "K/V of skipped layers are made from the exit state (propagate)" in capsys.readouterr().out
+    assert "K/V of skipped layers are computed from the exit state (propagate)" in capsys.readouterr().out
     assert open_bundle(propagating_bundle).manifest.kv_cache_strategy == "propagate"
 
 

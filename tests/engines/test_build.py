@@ -10,7 +10,7 @@ import pytest
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest, NetworksInfo
-from tide_export.bundle.profiles import profiles_for, run_sizes, with_rows
+from tide_export.bundle.profiles import profiles_for, run_sizes, with_batch_size
 from tide_export.bundle.store import open_bundle, write_manifest
 from tide_export.cli.main import main
 from tide_export.engines import build
@@ -283,15 +283,15 @@ def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
 def test_more_sequences_are_asked_for_when_engines_are_built(demo_bundle: Path, tmp_path: Path, monkeypatch) -> None:
     info = open_bundle(demo_bundle, verify=False).manifest.networks
     assert info is not None
-    assert with_rows(info, 8) == info
-    assert (with_rows(info, 64).max_batch_size, with_rows(info, 64).max_slot_tokens) == (64, 16)
-    assert with_rows(info, 1).max_batch_size == 1
+    assert with_batch_size(info, 8) == info
+    assert (with_batch_size(info, 64).max_batch_size, with_batch_size(info, 64).max_slot_tokens) == (64, 16)
+    assert with_batch_size(info, 1).max_batch_size == 1
     bundle = tmp_path / "bundle"
     shutil.copytree(demo_bundle, bundle)
     with pytest.raises(ConfigError, match="batch_size must be a whole number from 1 to 256, not 0"):
         rebuild(bundle, "tensorrt-rtx", batch_size=0)
     manifest = open_bundle(bundle, verify=False).manifest
-    write_manifest(bundle, replace(manifest, networks=with_rows(info, 1)))
+    write_manifest(bundle, replace(manifest, networks=with_batch_size(info, 1)))
     with pytest.raises(BuildError, match=r"take one sequence at a time .* export it again with --batch-size"):
         rebuild(bundle, "tensorrt-rtx", batch_size=4)
 

@@ -1,7 +1,6 @@
-"""`tide-export inspect`: says what is in a bundle, as a dictionary and as text.
+"""`tide-export inspect`: describes a bundle, as a dictionary and as text.
 
-Reads the manifest alone (and checks the files against it), so it needs neither an engine nor PyTorch, and it shows what
-a bundle promises before anything runs it.
+Reads only the manifest, and checks the files against it, so it needs neither an engine nor PyTorch.
 """
 
 import os
@@ -20,7 +19,7 @@ TUNING_COLUMNS = ("path_risk", "risk", "p_value", "layers", "passed")
 
 
 def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any]:
-    """Everything `inspect` prints, ready for JSON.
+    """Returns everything `inspect` prints, ready for JSON.
 
     Raises:
         BundleError: not a bundle, or a file of it is missing, truncated or (with `verify`) corrupt.
@@ -57,22 +56,22 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
         "outputs": [asdict(tensor) for tensor in manifest.outputs],
         "calibration": manifest.calibration,
         "tuning": manifest.tuning,
-        "tuning_in_force": _in_force(manifest),
+        "tuning_in_force": _tuning_in_force(manifest),
         "versions": manifest.versions,
         "files": {name: asdict(info) for name, info in manifest.files.items()},
         "files_verified": verify,
     }
 
 
-def _in_force(manifest: Manifest) -> bool:
-    """Whether the thresholds are those that were certified: a manifest edited by hand promises nothing."""
+def _tuning_in_force(manifest: Manifest) -> bool:
+    """Whether the thresholds are those that were certified, as they are unless the manifest was edited by hand."""
     record = manifest.tuning or {}
     stored = (record.get("thresholds"), record.get("min_layers"))
     return bool(record.get("certified")) and stored == (list(manifest.thresholds), manifest.min_layers)
 
 
 def _segments(bundle: Bundle) -> list[dict[str, Any]]:
-    """One entry per segment: its layers (first, last; both included) and the checkpoint that ends it, if one does."""
+    """One entry per segment: its first and last layer, and the checkpoint that ends it, if any."""
     manifest = bundle.manifest
     active = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
     segments, first = [], 0
@@ -90,17 +89,16 @@ def _segments(bundle: Bundle) -> list[dict[str, Any]]:
 
 
 def _quantization(described: dict[str, Any]) -> str:
-    how = described["quantization"]
-    if how is None:
+    used = described["quantization"]
+    if used is None:
         return ""
-    points = "" if how["symmetric"] else ", with zero points"
-    return (
-        f", {how['bits']} bits by {how['method']}, blocks of {how['block_size']}{points}, level {how['accuracy_level']}"
-    )
+    points = "" if used["symmetric"] else ", with zero points"
+    blocks = f"blocks of {used['block_size']}{points}"
+    return f", {used['bits']} bits by {used['method']}, {blocks}, level {used['accuracy_level']}"
 
 
 def render(described: dict[str, Any]) -> str:
-    """The text `inspect` prints."""
+    """Returns the text `inspect` prints."""
     model, files = described["model"], described["files"]
     total = sum(info["size"] for info in files.values())
     checked = "sizes and sha256 match" if described["files_verified"] else "sizes match, sha256 not checked"
@@ -114,7 +112,7 @@ def render(described: dict[str, Any]) -> str:
         f"context    {model['context_length'] or 'unlimited'} tokens, "
         f"{size(described['kv_bytes_per_token'])} of K/V per token",
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
-        f"exits      from {described['min_layers']} layers on; " + _waiting(described),
+        f"exits      from {described['min_layers']} layers on; " + _pending(described),
         "",
         "segments",
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
@@ -136,16 +134,16 @@ def render(described: dict[str, Any]) -> str:
 
 
 def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | None) -> list[str]:
-    """What the bundle has for TensorRT, if anything."""
+    """The networks and engines for TensorRT, if any."""
     if networks is None:
         return []
     lines = [
         "",
         f"networks   {networks['weights']}, K/V buffers of {networks['capacity']} tokens, runs over at most "
-        f"{networks['max_tokens']}, {networks['max_batch_size']} sequences together",
+        f"{networks['max_tokens']}, {networks['max_batch_size']} sequences in a batch",
     ]
     if engines is None:
-        return [*lines, "engines    none: tide-export build makes them"]
+        return [*lines, "engines    none: tide-export build builds them"]
     gpus = ", ".join(engines["compute_capabilities"]) or "8.0 and later"
     profiles = ", ".join(
         f"{p['name']} {p['batch_size']} x {p['min_tokens']}-{p['max_tokens']}" for p in engines["profiles"]
@@ -159,10 +157,10 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
     ]
 
 
-def _waiting(described: dict[str, Any]) -> str:
+def _pending(described: dict[str, Any]) -> str:
     if described["kv_cache_strategy"] == PROPAGATE:
-        return "K/V of skipped layers are made from the exit state (propagate)"
-    return f"at most {described['max_pending']} tokens wait before a segment runs"
+        return "K/V of skipped layers are computed from the exit state (propagate)"
+    return f"at most {described['max_pending']} tokens are pending before a segment runs"
 
 
 def _plugins(plugins: dict[str, Any] | None) -> str:
@@ -181,7 +179,7 @@ def _segment_row(segment: dict[str, Any]) -> list[object]:
 
 
 def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
-    """The calibration record: its plain fields in a line each, its report per checkpoint as a table."""
+    """The calibration record: a line per plain field, its report per checkpoint as a table."""
     if not record:
         return ["calibration  none recorded (routers from elsewhere)"]
     lines = ["calibration"]
@@ -197,14 +195,14 @@ def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
 
 
 def _tuning_lines(record: dict[str, Any] | None, in_force: bool) -> list[str]:
-    """What `tune` promises of the thresholds, its numbers in a line each, and the candidates it tested as a table."""
+    """The guarantee of `tune`: a line per number, and the candidates it tested as a table."""
     if not record:
         return ["thresholds  without a guarantee (see `tune`)"]
     lines = ["thresholds  certified by `tune`"]
     if not record.get("certified"):
         lines = ["thresholds  `tune` found none that passed: nothing exits"]
     elif not in_force:
-        lines = ["thresholds  are NOT those that `tune` certified: the record below is not about them"]
+        lines = ["thresholds  are NOT those that `tune` certified, which the record below is about"]
     for key, value in record.items():
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             shown = value[:12] if key.endswith("sha256") and isinstance(value, str) else value
@@ -232,8 +230,8 @@ def _grouped(tensors: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         key = (pattern, tensor["dtype"], "[" + ", ".join(map(str, tensor["shape"])) + "]")
         groups.setdefault(key, []).append(int(parts[number]) if number is not None else None)
     rows = []
-    for (pattern, dtype, shape), found in groups.items():
-        numbers = [n for n in found if n is not None]
+    for (pattern, dtype, shape), members in groups.items():
+        numbers = [n for n in members if n is not None]
         span = f"{{{min(numbers)}..{max(numbers)}}}" if len(numbers) > 1 else "".join(map(str, numbers))
         rows.append((".".join(span if part == "#" else part for part in pattern), dtype, shape))
     return rows

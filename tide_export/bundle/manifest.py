@@ -1,8 +1,8 @@
-"""What `tide.json` says of a bundle: the fields, and a parser that takes nothing on trust.
+"""The fields of `tide.json`, which describes a bundle, and a parser that checks every one.
 
-`pipeline.flow` fills a `Manifest`, `tune` puts other thresholds into it, `bundle` writes and reads it, the runtimes
-take shapes, checkpoints and defaults from it. A manifest comes from a disk or a download: every field is there, of its
-type and in range, or it is refused by name.
+`pipeline.flow` fills a `Manifest`, `tuning` replaces its thresholds, `bundle.store` writes and reads it, the runtimes
+take shapes, checkpoints and defaults from it. A manifest comes from a disk or a download: a field that is missing, of
+another type or out of range is refused by name.
 """
 
 import json
@@ -26,22 +26,22 @@ EXACT, PROPAGATE = "exact", "propagate"
 KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
-OMITTED = ("quantization",)  # fields of the manifest that are not written when None, lest older bundles be refused
+OMITTED = ("quantization",)  # fields of the manifest that are not written when None
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The source model, as far as a runtime needs it."""
+    """What a runtime needs to know of the source model."""
 
-    name: str  # what the user called it: a Hub id or a folder
+    name: str  # as given to `export`: a hub id or a folder
     architecture: str  # e.g. "LlamaForCausalLM"
     weights_sha256: str
     num_layers: int
     hidden_size: int
     vocab_size: int
-    context_length: int | None  # tokens; None: the model has no limit of its own
+    context_length: int | None  # tokens; None: the model sets no limit
     eos_token_ids: tuple[int, ...]
     kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim)
 
@@ -57,31 +57,31 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the graph's matrices were made small integers (see `quantize`)."""
+    """How the graph's matrices were quantized (see `quantize`)."""
 
     method: str  # rtn or gptq
     bits: int  # 4 or 8
     block_size: int  # weights of one scale
     symmetric: bool  # without zero points
-    accuracy_level: int  # MatMulNBits's: 0 the engine's choice, 1 float32, 2 float16, 3 bfloat16, 4 int8 products
+    accuracy_level: int  # MatMulNBits's: 0 the engine's choice, 1 float32, 2 float16, 3 bfloat16, 4 int8 matmuls
 
 
 @dataclass(frozen=True)
 class NetworksInfo:
-    """The networks of one segment each, and of the head, that the bundle holds beside its graph."""
+    """The segment networks, and the head's, that the bundle holds beside its graph."""
 
     weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
     capacity: int  # tokens their K/V buffers hold
     max_tokens: int  # tokens one run may take; longer prompts are run in parts
     max_logits: int  # tokens one run of the head may take
     exit_size: int  # width of the states the head takes
-    max_batch_size: int  # sequences one run may take, and a batch may have; 1: no batches
+    max_batch_size: int  # sequences of one run, and of a batch; 1: no batches
     max_slot_tokens: int  # tokens of each sequence in a run over several
 
 
 @dataclass(frozen=True)
 class Profile:
-    """An optimization profile: fewest, most usual and most tokens of each sequence in a run, and most sequences."""
+    """An optimization profile: tokens of each sequence in a run, and the most sequences."""
 
     name: str
     min_tokens: int
@@ -109,7 +109,7 @@ class EnginesInfo:
     weights_sha256: str  # of the source model, as `model.weights_sha256`
     profiles: tuple[Profile, ...]
     seconds: float  # that building took
-    plugins: PluginsInfo | None = None  # None: the networks' functions were built instead
+    plugins: PluginsInfo | None = None  # None: the networks' functions were built
 
 
 @dataclass(frozen=True)
@@ -125,22 +125,22 @@ class Drafting:
     """How `lossless` mode drafts; chosen for speed by `tune --mode lossless`, never a matter of quality."""
 
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: early exits do not pay
-    max_drafts: int  # drafts by early exits that may wait for one verification
-    prompt_lookup: int  # tokens drafted at most from earlier text; 0: that does not pay
-    min_match: int  # tokens that must have stood there before
+    max_drafts: int  # drafts by early exits before one verification
+    prompt_lookup: int  # tokens of an n-gram (prompt-lookup) draft at most; 0: they do not pay
+    min_match: int  # tokens before it that must match
     tuning: dict[str, Any]  # what was measured where (see `tuning.report`)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `tide.json` says. `write_manifest` fills `files`; everything else is the exporter's to give."""
+    """The contents of `tide.json`. `write_manifest` fills `files`, the exporter everything else."""
 
     model: ModelInfo
     checkpoints: tuple[int, ...]  # layers run at each, ascending, never the last layer; empty: a full-depth graph
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]
-    min_layers: int  # checkpoints with fewer layers behind them never exit
+    min_layers: int  # checkpoints after fewer layers never exit
     max_pending: int  # default of the runtime input
-    kv_cache_strategy: str  # one of KV_CACHE_STRATEGIES: what becomes of the K/V of skipped layers
+    kv_cache_strategy: str  # one of KV_CACHE_STRATEGIES: how the K/V of skipped layers are computed
     weights: str  # precision of the graph's weights
     targets: tuple[str, ...]
     opset: int
@@ -149,10 +149,10 @@ class Manifest:
     calibration: dict[str, Any] | None  # provenance of the routers
     versions: dict[str, str]  # of the tools that made the bundle
     created: str  # ISO 8601
-    # Of several sequences in one step, in [0, 1]: where a smaller share than this needs a segment, only those run it.
+    # In [0, 1]: when a smaller share of a batch than this needs a segment, only those sequences run it.
     compaction_threshold: float = 1.0
-    tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tuning.report`); None: they were not
-    drafting: Drafting | None = None  # of lossless mode; None: it was not tuned
+    tuning: dict[str, Any] | None = None  # how `thresholds` were certified (see `tuning.report`); None: not at all
+    drafting: Drafting | None = None  # of lossless mode; None: not tuned
     networks: NetworksInfo | None = None
     engines: EnginesInfo | None = None
     quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
@@ -165,7 +165,7 @@ class Manifest:
         return tuple(end - start for start, end in pairwise(edges))
 
     def to_json(self) -> str:
-        """The text of `tide.json`."""
+        """Returns the text of `tide.json`."""
         written = {name: value for name, value in asdict(self).items() if name not in OMITTED or value is not None}
         return json.dumps({"schema": SCHEMA, **written}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -197,7 +197,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
-    """`value` (from JSON) as the type `kind`; `where` is the dotted field name for the message."""
+    """Returns `value` (from JSON) as the type `kind`; `where` is the dotted field name for the message."""
 
     def wrong(expected: str) -> BundleError:
         shown = json.dumps(value, ensure_ascii=False)
@@ -257,7 +257,7 @@ def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str)
 
 
 def _check(manifest: Manifest, source: str) -> None:
-    """What the types do not say: ranges, and fields that must agree with each other."""
+    """Checks ranges, and fields that must agree with each other."""
 
     def require(condition: bool, name: str, rule: str) -> None:
         if not condition:
@@ -317,9 +317,9 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         )
         for name in ("capacity", "max_tokens", "max_logits", "exit_size", "max_batch_size", "max_slot_tokens"):
             require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
-        together = networks.max_batch_size * networks.max_slot_tokens if networks.max_batch_size > 1 else 1
+        batched = networks.max_batch_size * networks.max_slot_tokens if networks.max_batch_size > 1 else 1
         require(
-            together <= networks.max_tokens, "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens"
+            batched <= networks.max_tokens, "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens"
         )
         for file in map(network_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")

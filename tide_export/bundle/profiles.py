@@ -1,7 +1,7 @@
-"""How much a run of the networks takes, and the optimization profiles engines are built with for it.
+"""The largest run of the segment networks, and the optimization profiles that engines are built with.
 
-`lower.tensorrt.lower` records the sizes with the networks, `build` builds by these profiles, and the runtime never runs
-more.
+`lower.tensorrt.lower` records the sizes with the networks, `engines.build` builds by these profiles, and the runtime
+never runs more.
 """
 
 from dataclasses import replace
@@ -10,19 +10,19 @@ from typing import NamedTuple
 from tide_export.bundle.manifest import NetworksInfo, Profile
 from tide_export.errors import ConfigError
 
-PREFILL_TOKENS = 1024  # most tokens of one run: longer prompts are run in parts
-BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # most sequences of one run: unless told otherwise, and at all
+PREFILL_TOKENS = 1024  # of one run at most: longer prompts are run in parts
+BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # sequences of one run at most: by default, and the limit
 
 
-def check_batch_size(rows: int) -> int:
-    """`rows`, if so many sequences can be asked for.
+def check_batch_size(batch_size: int) -> int:
+    """Returns `batch_size`.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: it is no whole number or out of range.
     """
-    if isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= MAX_BATCH_SIZE:
-        raise ConfigError(f"batch_size must be a whole number from 1 to {MAX_BATCH_SIZE}, not {rows!r}")
-    return rows
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= MAX_BATCH_SIZE:
+        raise ConfigError(f"batch_size must be a whole number from 1 to {MAX_BATCH_SIZE}, not {batch_size!r}")
+    return batch_size
 
 
 class RunSizes(NamedTuple):
@@ -34,39 +34,39 @@ class RunSizes(NamedTuple):
     max_slot_tokens: int
 
 
-def run_sizes(capacity: int, max_pending: int, rows: int = 1, bound: int | None = None) -> RunSizes:
-    """What the networks of a bundle are meant to take in one run.
+def run_sizes(capacity: int, max_pending: int, batch_size: int = 1, bound: int | None = None) -> RunSizes:
+    """Returns what the networks of a bundle take in one run.
 
     Args:
         capacity: tokens the K/V buffers hold.
-        max_pending: tokens that may wait. Catching up, and so the head in verifying, ends at the power of two that the
-            run over them and the new one is padded to (see `runtime.segmented.sequence_memory`).
-        rows: sequences that may be run together.
-        bound: tokens of one run, of all its sequences, where that is fewer than PREFILL_TOKENS.
+        max_pending: tokens that may be pending. A run that catches up, and so the head in verifying, takes the power of
+            two that the pending tokens and the new one are padded to (see `runtime.segmented`).
+        batch_size: sequences of a run.
+        bound: tokens of one run, of all its sequences, if fewer than PREFILL_TOKENS.
     """
-    most = min(PREFILL_TOKENS, capacity, bound or PREFILL_TOKENS)
-    rows = min(rows, most)
-    logits = min(max(1 << max_pending.bit_length(), 1 << (rows - 1).bit_length()), most)
-    return RunSizes(most, logits, rows, max(1, min(logits, most // rows)))
+    max_tokens = min(PREFILL_TOKENS, capacity, bound or PREFILL_TOKENS)
+    batch_size = min(batch_size, max_tokens)
+    max_logits = min(max(1 << max_pending.bit_length(), 1 << (batch_size - 1).bit_length()), max_tokens)
+    return RunSizes(max_tokens, max_logits, batch_size, max(1, min(max_logits, max_tokens // batch_size)))
 
 
-def with_rows(info: NetworksInfo, rows: int) -> NetworksInfo:
-    """The same networks, meant for so many sequences together."""
-    rows = min(rows, info.max_tokens)
-    return replace(info, max_batch_size=rows, max_slot_tokens=max(1, min(info.max_logits, info.max_tokens // rows)))
+def with_batch_size(info: NetworksInfo, batch_size: int) -> NetworksInfo:
+    """Returns `info` for runs over `batch_size` sequences."""
+    size = min(batch_size, info.max_tokens)
+    return replace(info, max_batch_size=size, max_slot_tokens=max(1, min(info.max_logits, info.max_tokens // size)))
 
 
 def profiles_for(info: NetworksInfo) -> tuple[Profile, ...]:
-    """The optimization profiles of a segment.
+    """Returns the optimization profiles of a segment.
 
-    Of one sequence: one new token, catching up, a prompt; together they take any number of tokens up to the last one's
-    most. Of several: one new token each, and up to `max_slot_tokens` each. One sequence keeps profiles of its own, so
-    that TensorRT chooses its kernels for it alone; longer runs of a batch go sequence by sequence through those.
+    For one sequence: one new token, catching up, a prompt. For several: one new token each, and up to
+    `max_slot_tokens` each; longer runs of a batch go through the first three, sequence by sequence. The profiles are
+    separate so that TensorRT chooses kernels for one sequence.
     """
-    catch_up, most, rows = info.max_logits, info.max_tokens, info.max_batch_size
-    found = [Profile("decode", 1, 1, 1, 1), Profile("catch-up", 1, max(1, catch_up // 2), catch_up, 1)]
-    found.append(Profile("prefill", 1, max(1, most // 2), most, 1))
-    if rows > 1:
-        found.append(Profile("batch-decode", 1, 1, 1, rows))
-        found.append(Profile("batch-catch-up", 1, max(1, info.max_slot_tokens // 2), info.max_slot_tokens, rows))
-    return tuple(found)
+    catch_up, prompt, size, slot = info.max_logits, info.max_tokens, info.max_batch_size, info.max_slot_tokens
+    profiles = [Profile("decode", 1, 1, 1, 1), Profile("catch-up", 1, max(1, catch_up // 2), catch_up, 1)]
+    profiles.append(Profile("prefill", 1, max(1, prompt // 2), prompt, 1))
+    if size > 1:
+        profiles.append(Profile("batch-decode", 1, 1, 1, size))
+        profiles.append(Profile("batch-catch-up", 1, max(1, slot // 2), slot, size))
+    return tuple(profiles)

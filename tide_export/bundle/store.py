@@ -1,9 +1,9 @@
-"""The bundle on disk: writing one so that a crash never leaves half of it, opening one with every file checked.
+"""Writes a bundle so that a crash never leaves half of it, and opens one with every file checked.
 
-`pipeline.flow` writes a bundle at the very end, inside `writing_bundle`: files go into a hidden sibling folder that is
-renamed into place at the end, under a lock. `runtime.engine.load` opens one with `open_bundle`, which checks every file
-against the size and sha256 in `tide.json` before an engine sees it. `tune` swaps the manifest alone, with
-`replace_manifest`. Needs the standard library alone.
+`pipeline.flow` writes inside `writing_bundle`: files go into a hidden sibling folder that is renamed into place at the
+end, under a lock. `runtime.engine.load` opens with `open_bundle`, which checks every file against the size and sha256
+in `tide.json` before an engine reads it. `tuning` replaces only the manifest, with `replace_manifest`. Needs only the
+standard library.
 """
 
 import contextlib
@@ -17,24 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tide_export.bundle.manifest import FileInfo, Manifest, ModelInfo, TensorInfo
+from tide_export.bundle.manifest import FileInfo, Manifest
 from tide_export.errors import BundleError
 from tide_export.names import MANIFEST_FILE
 
-__all__ = [
-    "Bundle",
-    "FileInfo",
-    "Manifest",
-    "ModelInfo",
-    "TensorInfo",
-    "open_bundle",
-    "replace_manifest",
-    "write_manifest",
-    "writing_bundle",
-]
-
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # what numpy's tofile says when the disk is full
+SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's tofile, when the disk is full
 
 
 @dataclass(frozen=True)
@@ -45,7 +33,7 @@ class Bundle:
     manifest: Manifest
 
     def file(self, name: str) -> Path:
-        """Path of one of the bundle's files.
+        """Returns the path of one of the bundle's files.
 
         Raises:
             BundleError: the manifest lists no such file.
@@ -90,15 +78,15 @@ def open_bundle(path: str | os.PathLike[str], verify: bool = True) -> Bundle:
 
 @contextlib.contextmanager
 def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
-    """A temporary sibling folder to write a bundle into; a clean exit renames it to `path`.
+    """Yields a temporary sibling folder to write a bundle into; a clean exit renames it to `path`.
 
     The body writes its files and last calls `write_manifest`. On any exception the temporary folder is removed and
     what was at `path` stays as it was. A process killed in the middle leaves hidden siblings that the next export to
     the same path removes.
 
     Args:
-        path: where the bundle shall be; missing parent folders are made.
-        overwrite: replace an existing bundle at `path`; anything else that is there is never replaced.
+        path: the bundle's folder; missing parent folders are made.
+        overwrite: replace an existing bundle at `path`; anything else there is never replaced.
 
     Raises:
         BundleError: `path` exists, another export to it is running, the folder cannot be made, or no space is left.
@@ -116,7 +104,7 @@ def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Ite
             raise BundleError(f"cannot make folder '{target.parent}': {error.strerror}") from None
         with _lock(target):
             _clean_up_after_killed_export(target, temporary, parked)
-            _refuse_existing(target, overwrite)  # again: the export we may have waited out could have finished
+            _refuse_existing(target, overwrite)  # again: another export may have finished before the lock was free
             try:
                 temporary.mkdir()
             except OSError as error:
@@ -145,7 +133,7 @@ def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Ite
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Writes `tide.json` over everything else in `folder`, with sizes and hashes, and flushes all of it to the disk.
+    """Writes `tide.json` with the size and hash of every file in `folder`, and flushes all of it to the disk.
 
     Returns:
         The manifest as it will be read back, `files` filled.
@@ -153,17 +141,17 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     Raises:
         BundleError: the manifest is one that `Manifest.from_json` would refuse.
     """
-    found = {}
+    files = {}
     for file in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
         name = file.relative_to(folder).as_posix()
         if name != MANIFEST_FILE:
-            found[name] = FileInfo(file.stat().st_size, _sha256(file))
+            files[name] = FileInfo(file.stat().st_size, _sha256(file))
             _fsync(file)
-    text = replace(manifest, files=found).to_json()
+    text = replace(manifest, files=files).to_json()
     written = Manifest.from_json(text)
     (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
     _fsync(folder / MANIFEST_FILE)
-    for name in found:  # some writers (safetensors) shut other users out; a bundle has one mode, the user's umask's
+    for name in files:  # some writers (safetensors) make files private; all of a bundle's have one mode, by the umask
         (folder / name).chmod((folder / MANIFEST_FILE).stat().st_mode)
     for subfolder in [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
         _fsync(subfolder)
@@ -171,13 +159,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
-    """Puts another `tide.json` into a bundle, in one step; the files it lists, and their hashes, stay what they are.
+    """Replaces the `tide.json` of a bundle in one step; the files it lists, and their hashes, stay the same.
 
-    A reader sees the old manifest or the new one. Whatever goes wrong, the old one stays.
+    A reader sees the old manifest or the new one; after any failure, the old one.
 
     Args:
-        bundle: as it was opened; a bundle that was exported or tuned anew since then is left alone.
-        manifest: its `files` must be the bundle's own.
+        bundle: as it was opened; one that was exported or tuned again since then is not changed.
+        manifest: its `files` are replaced by the bundle's.
 
     Raises:
         BundleError: the bundle has changed since it was opened, an export to it is running, it cannot be written to,
@@ -239,7 +227,7 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# --- taking and keeping the place on disk ----------------------------------------------------------------------------
+# --- the output folder and its lock -----------------------------------------------------------------------------------
 
 
 def _refuse_existing(target: Path, overwrite: bool) -> None:
@@ -252,7 +240,7 @@ def _refuse_existing(target: Path, overwrite: bool) -> None:
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Makes `folder` and its parents; returns those that were not there, outermost first."""
+    """Makes `folder` and its parents; returns those that were missing, outermost first."""
     missing = [entry for entry in [folder, *folder.parents] if not entry.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
@@ -260,8 +248,8 @@ def _make_parents(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _lock(target: Path) -> Iterator[None]:
-    """Holds the one lock of writers to `target`; the kernel drops it when the process dies, however it dies."""
-    import fcntl  # not at the top: running a bundle must work where there is no flock
+    """Holds the lock of writers to `target`; the kernel releases it when the process dies."""
+    import fcntl  # here, as running a bundle must work without flock
 
     file = target.parent / f".{target.name}.tide-lock"
     while True:
@@ -277,7 +265,7 @@ def _lock(target: Path) -> Iterator[None]:
         except OSError as error:
             os.close(descriptor)
             raise BundleError(f"cannot lock '{file}': {error.strerror}") from None
-        # Between our open and our flock the last holder may have removed the file: then we hold a lock nobody sees.
+        # The last holder may have removed the file between our open and our flock: then nobody else sees our lock.
         if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
             break
         os.close(descriptor)
@@ -289,7 +277,7 @@ def _lock(target: Path) -> Iterator[None]:
 
 
 def _clean_up_after_killed_export(target: Path, temporary: Path, parked: Path) -> None:
-    """Only with the lock held: then no living export owns these folders."""
+    """Removes the folders of a killed export; with the lock held, no running export has them."""
     if parked.exists() and not target.exists():
         parked.rename(target)  # killed between the two renames of `_put_in_place`
     for folder in (temporary, parked):
@@ -299,7 +287,7 @@ def _clean_up_after_killed_export(target: Path, temporary: Path, parked: Path) -
 
 def _put_in_place(temporary: Path, target: Path, parked: Path) -> None:
     if not target.exists():
-        temporary.rename(target)  # fails, harmlessly, should someone make a folder there this very moment
+        temporary.rename(target)  # fails if someone makes a folder there at this moment
     elif not _exchange(temporary, target):
         target.rename(parked)
         try:
@@ -322,11 +310,11 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _is_no_space(error: BaseException | None) -> bool:
-    """Whether a full disk, quota or file-size limit lies behind `error`, also when a library wrapped it."""
+    """Whether a full disk, quota or file-size limit caused `error`, also when a library wrapped it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             return True
-        # Writers in Rust (safetensors, tokenizers) keep the text alone, numpy not even that.
+        # Writers in Rust (safetensors, tokenizers) keep only the text, numpy not even that.
         if any(os.strerror(code) in str(error) for code in NO_SPACE) or SHORT_WRITE.fullmatch(str(error)):
             return True
         error = error.__cause__ or error.__context__

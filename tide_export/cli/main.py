@@ -133,13 +133,8 @@ def _generate(options: Namespace) -> int:
     prompts = options.prompt if options.prompts is None else read_prompts(Path(options.prompts))
     if len(prompts) == 1 and options.compaction_threshold is not None:
         raise ConfigError("--compaction-threshold is for several prompts")
-    given = _arguments(options)
-    config = GenerationConfig(
-        **{field.name: given[field.name] for field in fields(GenerationConfig) if field.name in given}
-    )
-    engine = load(
-        **{name: given[name] for name in ("bundle", "provider", "threads", "verify", "plugins") if name in given}
-    )
+    config = GenerationConfig(**_arguments(options, GenerationConfig))
+    engine = load(**_arguments(options, load))
     tokenizer = BundleTokenizer(Path(options.bundle))
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     if len(prompts) > 1:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tide_export import names
-from tide_export.bundle.profiles import check_batch_size, with_rows
+from tide_export.bundle.profiles import check_batch_size, with_batch_size
 from tide_export.bundle.store import Bundle, open_bundle, write_manifest, writing_bundle
 from tide_export.engines.build import build_engines, require_builder
 from tide_export.errors import BuildError
@@ -52,7 +52,7 @@ def rebuild(
                 f"the networks of bundle '{opened.path}' take one sequence at a time (exported with --batch-size 1, or "
                 "the export said why): export it again with --batch-size"
             )
-        manifest = replace(manifest, networks=with_rows(manifest.networks, check_batch_size(batch_size)))
+        manifest = replace(manifest, networks=with_batch_size(manifest.networks, check_batch_size(batch_size)))
     name = target or next(entry for entry in manifest.targets if entry in FLAVOURS)
     if name not in FLAVOURS:
         raise BuildError(f"target must be one of {', '.join(FLAVOURS)}, not {name!r}")
