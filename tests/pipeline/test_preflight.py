@@ -141,7 +141,9 @@ def test_several_processes(tmp_path: Path, demo_model: Path, monkeypatch: pytest
 def test_a_disk_without_space(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1_000_000))
-    with pytest.raises(BundleError, match=r"no space for bundle '.*out'.* take 9\.\d MB and the disk has 1\.0 MB free"):
+    with pytest.raises(
+        BundleError, match=r"no space left on the disk for bundle '.*out'.* take 9\.\d MB and 1\.0 MB are free"
+    ):
         export(str(demo_model), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
     try:
         options = build_parser(config=command in ("calibrate", "export")).parse_args(words)
-    except ModuleNotFoundError as error:
+    except ModuleNotFoundError as error:  # pydantic
         return _fail(f"error: {_sentence(error)}", TideError.exit_code)
     prepare()  # before PyTorch is loaded
     with _log_to_stderr(options.verbose - options.quiet):

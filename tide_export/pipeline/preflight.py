@@ -94,6 +94,6 @@ def _check_space(source: SourceModel, request: ExportRequest, folder: Path) -> N
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise BundleError(
-            f"no space for bundle '{request.output}': the weights of its layers take {size(needed)} and the disk has "
-            f"{size(free)} free"
+            f"no space left on the disk for bundle '{request.output}': the weights of its layers take {size(needed)} "
+            f"and {size(free)} are free"
         )
