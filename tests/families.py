@@ -1,8 +1,8 @@
-"""Tiny seeded models, one row per family, with the family's own features on and every parameter randomised.
+"""Tiny seeded models, one row per family, with the family's features on and every parameter randomised.
 
 The one list behind the parity tests and `tools/checks/model_families.py`, which runs every row and writes
-docs/reference/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that says
-why. To add a family, add a row.
+docs/reference/models.md. A row that cannot be exported stays, with `refused` holding a part of the sentence that names
+the reason. To add a family, add a row.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class Family:
 
     Attributes:
         config: of a tiny model.
-        features: what the row has beyond causal attention and a norm, in words; tests ask for them by these.
+        features: what the row has beyond causal attention and a norm, in words; tests select rows by these.
         refused: part of the sentence with which `trace` refuses the model; empty where it is exported.
         note: a sentence for the last column.
     """
@@ -113,7 +113,7 @@ FAMILIES: dict[str, Family] = {
             attn_scale=0.5,
         ),
         ("experts", "q/k norms", "attention in blocks", "layers without rotary", "query scaling by position"),
-        note="up to attention_chunk_size tokens; every token runs all experts, as in transformers' own code",
+        note="up to attention_chunk_size tokens; every token runs all experts, as in transformers",
     ),
     "llama4": Family(
         lambda: tf.Llama4Config(
@@ -257,7 +257,7 @@ FAMILIES: dict[str, Family] = {
             word_embed_proj_dim=32,
             do_layer_norm_before=False,
         ),
-        ("learned positions", "biases", "project_in and project_out", "norms behind", "no final norm"),
+        ("learned positions", "biases", "project_in and project_out", "norms after", "no final norm"),
     ),
     "stablelm": Family(
         lambda: tf.StableLmConfig(
@@ -268,7 +268,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(
         lambda: tf.Starcoder2Config(**GROUPED, sliding_window=WINDOW), ("sliding window", "biases", "tied embeddings")
     ),
-    "olmo2": Family(lambda: tf.Olmo2Config(**GROUPED), ("q/k norms", "norms behind")),
+    "olmo2": Family(lambda: tf.Olmo2Config(**GROUPED), ("q/k norms", "norms after")),
     "cohere": Family(
         lambda: tf.CohereConfig(**GROUPED, logit_scale=0.25, use_qk_norm=True),
         ("logit scaling", "q/k norms", "interleaved rotary", "parallel residual", "tied embeddings"),
@@ -288,7 +288,7 @@ FAMILIES: dict[str, Family] = {
         lambda: tf.GptOssConfig(**HEADS, **EXPERTS, sliding_window=WINDOW, layer_types=TWO_SLIDING, **YARN),
         ("attention sinks", "experts", "biases", "sliding window", "per-layer types", "yarn rotary scaling"),
     ),
-    # Attention of their own instead of the interface. Three heads: no power of two, as ALiBi likes them.
+    # These bypass the attention interface. Three heads: not a power of two, for which ALiBi has another formula.
     "gpt_neo": Family(
         lambda: tf.GPTNeoConfig(
             **TINY,
@@ -369,7 +369,7 @@ REFUSED = [name for name, family in FAMILIES.items() if family.refused]
 
 
 def build(name: str) -> SourceModel:
-    """The family's model; norms, biases, buffers and all are random, so that one left out changes the result."""
+    """The family's model; norms, biases, buffers and all are random, so that an omitted one changes the result."""
     config = FAMILIES[name].config()
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, attn_implementation=reference_attention(config), dtype=torch.float32)

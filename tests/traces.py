@@ -1,7 +1,7 @@
-"""Traces kept for all workers of a run: tracing takes most of the suite's time, and gives the same every time.
+"""Traces shared by all workers of a run: tracing takes most of the suite's time and is deterministic.
 
-For tests of what stands behind `trace`. Each trace is made by the real function the first time it is asked for, with
-exactly these arguments on exactly these weights. What is handed out is always read from a file: a graph of one's own.
+For tests of the stages after `trace`. A trace is computed when these arguments are first given for these weights. It
+is always read from a file, so that no two tests share a graph.
 """
 
 import fcntl
@@ -25,14 +25,13 @@ class Traces:
     def __call__(
         self, source: SourceModel, checkpoints: Sequence[int], max_length: int | None = None, every_layer: bool = False
     ) -> TracedModel:
-        assert source.quantized is None, "quantized blocks are traced differently, and the key says nothing of them"
+        assert source.quantized is None, "quantized blocks are traced differently and are not in the key"
         length = max_length or source.context_length
-        asked = (source.weights_sha256, source.model.config.to_json_string(), tuple(checkpoints), length, every_layer)
-        file = self.folder / f"{hashlib.sha256(repr(asked).encode()).hexdigest()}.onnx"
+        key = (source.weights_sha256, source.model.config.to_json_string(), tuple(checkpoints), length, every_layer)
+        file = self.folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.onnx"
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                made = trace(source, checkpoints, length, every_layer).model
-                ir.save(made, file.with_suffix(".partial"))
+                ir.save(trace(source, checkpoints, length, every_layer).model, file.with_suffix(".partial"))
                 file.with_suffix(".partial").rename(file)
         return TracedModel(ir.load(file), (0, *checkpoints, source.num_layers), every_layer)

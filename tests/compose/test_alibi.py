@@ -1,4 +1,4 @@
-"""The bias a step adds: the table's columns up to the sequence's length, relative to the last, a row per new token."""
+"""The bias of a step: the table's columns up to the sequence's length, relative to the last, a row per new token."""
 
 import numpy as np
 import onnx_ir as ir
@@ -56,10 +56,10 @@ def test_a_step_adds_the_bias_of_its_keys_to_each_of_its_rows_and_a_shared_table
     )
     evaluator = ReferenceEvaluator(ir.serde.serialize_model(ir.Model(graph, ir_version=10)))
     for length, tokens in ((1, 1), (17, 1), (20, 6)):
-        found = evaluator.run(
+        results = evaluator.run(
             None, {"total": np.array(length, np.int32), "x": np.zeros((1, tokens, 8), dtype=np.float32)}
         )
-        for table, bias in zip((first, second), found, strict=True):
+        for table, bias in zip((first, second), results, strict=True):
             expected = table[:, :length] - table[:, length - 1 : length]
             np.testing.assert_array_equal(bias, np.repeat(expected[None, :, None], tokens, axis=2))
 

@@ -1,4 +1,4 @@
-"""`x[mask] = number` in a trace: a Where of the same result, and what only looks like it left alone."""
+"""`x[mask] = number` in a trace becomes a Where of the same result; similar patterns stay."""
 
 import numpy as np
 import onnx_ir as ir
@@ -21,8 +21,8 @@ class Fill(torch.nn.Module):
 def proto():
     dims = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     module, ids = Fill().eval(), torch.arange(6).reshape(2, 3)
-    found = torch.onnx.export(module, (ids,), dynamo=True, opset_version=23, dynamic_shapes=(dims,), verbose=False)
-    return ir.to_proto(found.model)
+    program = torch.onnx.export(module, (ids,), dynamo=True, opset_version=23, dynamic_shapes=(dims,), verbose=False)
+    return ir.to_proto(program.model)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_masked_fill_becomes_a_where(model: ir.Model) -> None:
 
 
 @pytest.mark.parametrize("change", ["reduction", "another mask"])
-def test_what_is_another_thing_stays(change: str, model: ir.Model) -> None:
+def test_similar_patterns_stay(change: str, model: ir.Model) -> None:
     StaticReshapesPass()(model)
     scatter = next(node for node in model.graph if node.op_type == "ScatterND")
     listing = next(node for node in model.graph if node.op_type == "NonZero")

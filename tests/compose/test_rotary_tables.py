@@ -1,4 +1,4 @@
-"""Rotary tables: angles of a position alone become a table, angles that know the length of the sequence are refused."""
+"""Rotary angles of a position become a table; angles that depend on the length of the sequence are refused."""
 
 import numpy as np
 import onnx_ir as ir
@@ -22,13 +22,13 @@ def rotation(of_length: bool) -> ir.Model:
         longest = tape.op("ReduceMax", [angle, _axis(tape, 1)], {"keepdims": 1})
         one = tape.op("Constant", [], {"value": ir.tensor(np.array(1, dtype=np.float32))})
         angle = tape.op("Div", [angle, tape.op("Add", [longest, one])])
-    turned = tape.op("RotaryEmbedding", [x, tape.op("Cos", [angle]), tape.op("Sin", [angle])])
-    turned.name, turned.type = "turned", ir.TensorType(FLOAT)
+    rotated = tape.op("RotaryEmbedding", [x, tape.op("Cos", [angle]), tape.op("Sin", [angle])])
+    rotated.name, rotated.type = "rotated", ir.TensorType(FLOAT)
     for number, node in enumerate(tape.nodes):
         node.name = f"n{number}"
         for value in node.outputs:
             value.name, value.type = value.name or f"v{number}", value.type or ir.TensorType(FLOAT)
-    return ir.Model(ir.Graph([x, positions], [turned], nodes=tape.nodes, opset_imports={"": 23}), ir_version=10)
+    return ir.Model(ir.Graph([x, positions], [rotated], nodes=tape.nodes, opset_imports={"": 23}), ir_version=10)
 
 
 def _axis(tape: ir.tape.Tape, axis: int) -> ir.Value:
@@ -42,6 +42,6 @@ def test_angles_of_positions_become_a_table() -> None:
     np.testing.assert_allclose(cos.const_value.numpy(), np.cos(np.arange(9, dtype=np.float32))[:, None], rtol=1e-6)
 
 
-def test_angles_that_know_the_length_are_refused() -> None:
+def test_angles_that_depend_on_the_length_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"depend on how long the sequence is"):
         cut(TracedModel(rotation(of_length=True), (0, 1)), 9)

@@ -63,7 +63,7 @@ def composed(pieces, routers):
 
 @pytest.fixture(scope="module")
 def model(pieces, routers):
-    return lower_for_onnxruntime(compose(pieces, routers))  # lowering changes its graph: one of its own
+    return lower_for_onnxruntime(compose(pieces, routers))  # lowering changes its graph
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_bundle_graph_passes_the_checker_with_shape_inference(demo_bundle: P
     onnx.checker.check_model(str(demo_bundle / names.GRAPH_FILE), full_check=True)
 
 
-def test_one_if_per_segment_behind_the_first(model) -> None:
+def test_one_if_per_segment_after_the_first(model) -> None:
     ifs = [node for node in model.graph if node.op_type == "If"]
     assert len(ifs) == 3
     for k, node in enumerate(ifs, start=1):
@@ -88,7 +88,7 @@ def test_one_if_per_segment_behind_the_first(model) -> None:
         assert sum(n.op_type == "GroupQueryAttention" for n in run) == 3
 
 
-def test_routers_are_functions_that_a_plugin_can_take(model) -> None:
+def test_routers_are_functions_that_a_plugin_can_replace(model) -> None:
     (function,) = model.functions.values()
     assert (function.domain, function.name) == ("tide", "TideRoute")
     calls = [node for node in model.graph.all_nodes() if node.op_type == "TideRoute"]
@@ -96,7 +96,7 @@ def test_routers_are_functions_that_a_plugin_can_take(model) -> None:
     for call in calls:
         assert call.attributes["plugin_namespace"].as_string() == "tide"
         assert call.attributes["plugin_version"].as_string() == "1"
-        assert call.attributes["norm"].as_string() == "none"  # the candidate it reads has been through the norm
+        assert call.attributes["norm"].as_string() == "none"  # the candidate it reads is normalized
 
 
 def test_our_operator_names_collide_with_no_onnx_operator() -> None:
@@ -111,8 +111,8 @@ def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model
     assert count["MatMul"] == 12 * 5
     assert count["Transpose"] == count["RotaryEmbedding"] == 0
     assert count["Gemm"] == 1
-    # All norms of the layers but the first of each segment, whose addition is on the other side of the door; and the
-    # final norm behind each segment.
+    # All norms of the layers but the first of each segment, whose addition is in the segment before; and the final
+    # norm after each segment.
     assert count["SkipSimplifiedLayerNormalization"] == 24 - 4 + 4
     for node in model.graph.all_nodes():
         if node.op_type == "GroupQueryAttention":
@@ -131,7 +131,7 @@ def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, d
                 assert not attribute.as_graph().initializers
 
 
-def test_the_head_sees_as_many_last_positions_as_are_asked_for(demo_source, demo_bundle: Path) -> None:
+def test_the_head_reads_as_many_last_positions_as_are_requested(demo_source, demo_bundle: Path) -> None:
     engine, ids = load(demo_bundle), (np.arange(20) * 37 % demo_source.vocab_size).tolist()
     full = engine.start([NEVER_EXIT] * len(CHECKPOINTS))
     assert full.step(ids).position_logits.shape == (1, demo_source.vocab_size)
@@ -140,8 +140,8 @@ def test_the_head_sees_as_many_last_positions_as_are_asked_for(demo_source, demo
     with torch.no_grad():
         expected = demo_source.model(torch.tensor([ids])).logits[0, -7:].numpy()
     np.testing.assert_allclose(rows, expected, atol=2e-4)
-    leaving = engine.start([-1.0] * len(CHECKPOINTS), max_pending=100)
-    assert leaving.step(ids, logits_to_keep=7).position_logits.shape == (1, demo_source.vocab_size)
+    exiting = engine.start([-1.0] * len(CHECKPOINTS), max_pending=100)
+    assert exiting.step(ids, logits_to_keep=7).position_logits.shape == (1, demo_source.vocab_size)
 
 
 def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> None:
@@ -157,7 +157,7 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> Non
 
 
 @pytest.mark.parametrize(("form", "parameters"), [("composed", 5), ("full_form", 7)])
-def test_every_router_call_gives_the_function_what_it_takes(request, form: str, parameters: int) -> None:
+def test_every_router_call_has_the_function_s_inputs(request, form: str, parameters: int) -> None:
     """Candidate, threshold, down, up, bias; with a shortlist its rows too, and confidence."""
     model = request.getfixturevalue(form)
     (function,) = model.functions.values()
@@ -168,11 +168,11 @@ def test_every_router_call_gives_the_function_what_it_takes(request, form: str, 
     assert count["TopK"] == count["LogSoftmax"] == (form == "full_form")
 
 
-def test_a_lens_stands_at_every_checkpoint_and_not_behind_the_last_segment(full_form, composed) -> None:
+def test_every_checkpoint_has_a_lens_and_the_last_segment_has_none(full_form, composed) -> None:
     stored = {name for name in full_form.graph.initializers if name.startswith("lenses.")}
     assert stored == {f"lenses.{c}.{part}" for c in CHECKPOINTS for part in ("down", "up", "bias")}
-    products = [sum(node.op_type == "MatMul" for node in model.graph.all_nodes()) for model in (full_form, composed)]
-    assert products[0] - products[1] == 2 * len(CHECKPOINTS)
+    matmuls = [sum(node.op_type == "MatMul" for node in model.graph.all_nodes()) for model in (full_form, composed)]
+    assert matmuls[0] - matmuls[1] == 2 * len(CHECKPOINTS)
 
 
 def test_a_missing_router_or_one_of_another_width_is_refused(pieces, routers) -> None:

@@ -74,7 +74,7 @@ def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
 
 
 def test_an_engine_has_a_header_the_library_knows(built: Path) -> None:
-    """It asks for a GPU then; of a header that is damaged it says so without."""
+    """It requires a GPU; a damaged header is reported without one."""
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     runtime = _Runtime(TENSORRT_RTX, trt)
     for part in PARTS:
@@ -182,7 +182,7 @@ def test_a_builder_s_crash_is_one_sentence_with_its_last_log_lines(death: str, s
     assert "\n" not in str(error.value)
 
 
-def test_a_builder_that_dies_before_it_reads_is_told_too() -> None:
+def test_a_builder_that_crashes_before_it_reads_is_reported_too() -> None:
     big = {**JOB, "timing_cache": "x" * 1_000_000}
     with pytest.raises(BuildError, match="crashed before it built anything"):
         run_worker(big, TENSORRT_RTX, "1.7", lambda amount: None, ("-c", "import os; os.abort()"))
@@ -195,7 +195,7 @@ def test_a_builder_that_dies_before_it_reads_is_told_too() -> None:
 def test_what_goes_wrong_in_the_builder_is_its_sentence(raised: str, says: str) -> None:
     script = (
         "from tide_export.engines import worker; from tide_export.errors import ProviderError\n"
-        f"def fail(*given): raise {raised}\n"
+        f"def fail(*args): raise {raised}\n"
         "worker.build = fail; raise SystemExit(worker.main())"
     )
     with pytest.raises(BuildError, match=f"TensorRT for RTX 1.7 cannot build segment_00: {says}"):
@@ -217,7 +217,7 @@ def test_a_network_tensorrt_refuses_leaves_the_bundle_as_it_was(built: Path, tmp
 
 
 def spoil(bundle: Path) -> None:
-    """Segment 2 with an operator nobody knows, in a bundle whose hashes fit."""
+    """Gives segment 2 an unknown operator, in a bundle whose hashes fit."""
     path = bundle / names.network_file("segment_02")
     model = onnx.load(str(path), load_external_data=False)
     model.graph.node[0].op_type = "Abacus"
@@ -280,7 +280,7 @@ def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
         assert all(1 <= p.min_tokens <= p.opt_tokens <= p.max_tokens for p in profiles)
 
 
-def test_more_sequences_are_asked_for_when_engines_are_built(demo_bundle: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_batch_size_can_change_when_engines_are_built(demo_bundle: Path, tmp_path: Path, monkeypatch) -> None:
     info = open_bundle(demo_bundle, verify=False).manifest.networks
     assert info is not None
     assert with_batch_size(info, 8) == info
@@ -297,7 +297,7 @@ def test_more_sequences_are_asked_for_when_engines_are_built(demo_bundle: Path, 
 
 
 class FoundEngine:
-    """What the runtime asks an engine it has loaded, from a bundle's own manifest."""
+    """A loaded engine as the runtime inspects it, from a bundle's manifest."""
 
     def __init__(self, spec, profiles) -> None:
         self.spec, self.profiles = spec, profiles
@@ -327,7 +327,7 @@ class FoundEngine:
         return [tuple(self._of(name).dims(self.profiles[profile].max_tokens, self.profiles[profile].batch_size))] * 3
 
 
-def test_an_engine_for_fewer_sequences_than_its_manifest_says_is_refused(demo_bundle: Path) -> None:
+def test_an_engine_for_fewer_sequences_than_in_its_manifest_is_refused(demo_bundle: Path) -> None:
     manifest = open_bundle(demo_bundle, verify=False).manifest
     assert manifest.networks is not None
     for name, spec in specs(manifest, manifest.networks).items():
@@ -343,10 +343,10 @@ def test_an_engine_for_fewer_sequences_than_its_manifest_says_is_refused(demo_bu
                 _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
 
 
-def test_the_library_knows_the_questions_an_engine_is_asked() -> None:
+def test_the_library_has_what_the_runtime_reads_of_an_engine() -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
-    asked = [name for name in vars(FoundEngine) if name.startswith("get_")]
-    assert [name for name in [*asked, "num_optimization_profiles"] if not hasattr(trt.ICudaEngine, name)] == []
+    getters = [name for name in vars(FoundEngine) if name.startswith("get_")]
+    assert [name for name in [*getters, "num_optimization_profiles"] if not hasattr(trt.ICudaEngine, name)] == []
 
 
 def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch: pytest.MonkeyPatch) -> None:

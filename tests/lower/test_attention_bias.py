@@ -1,4 +1,4 @@
-"""Attention with a bias on ONNX Runtime: several new tokens behind a past, K/V written in place, as in plain numpy."""
+"""Attention with a bias on ONNX Runtime: several new tokens after a past, K/V written in place, equal to numpy."""
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +17,7 @@ def value(name: str, shape: list, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.
 
 
 def session(kv_heads: int, window: int | None) -> ort.InferenceSession:
-    """TideAttention as `compose` leaves it, lowered."""
+    """TideAttention as `compose` gives it, lowered."""
     inputs = [value("query", [1, HEADS, "s", WIDTH])]
     inputs += [value(name, [1, kv_heads, "s", WIDTH]) for name in ("key", "value")]
     inputs += [value(name, [1, kv_heads, "c", WIDTH]) for name in ("past_key", "past_value")]
@@ -56,7 +56,7 @@ def test_scores_get_the_bias_of_their_head_and_key(chunks: list[int], kv_heads: 
     bias = 2 * RNG.normal(size=(HEADS, TOTAL)).astype(np.float32)
     step = session(kv_heads, window)
     past = [ort.OrtValue.ortvalue_from_numpy(np.zeros((1, kv_heads, CAPACITY, WIDTH), np.float32)) for _ in range(2)]
-    found, start = [], 0
+    results, start = [], 0
     for count in chunks:
         stop = start + count
         feeds = {
@@ -74,7 +74,7 @@ def test_scores_get_the_bias_of_their_head_and_key(chunks: list[int], kv_heads: 
             binding.bind_ortvalue_input(f"past_{kind}", buffer)
             binding.bind_ortvalue_output(f"present_{kind}", buffer)
         step.run_with_iobinding(binding)
-        found.append(binding.get_outputs()[0].numpy()[0])
+        results.append(binding.get_outputs()[0].numpy()[0])
         start = stop
     np.testing.assert_array_equal(past[0].numpy()[0, :, :TOTAL], key)
     repeats = HEADS // kv_heads
@@ -84,4 +84,4 @@ def test_scores_get_the_bias_of_their_head_and_key(chunks: list[int], kv_heads: 
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     expected = (weights @ np.repeat(values, repeats, axis=0)).transpose(1, 0, 2)
-    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(results), expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Expert products for TensorRT on their own: every row times its own expert, and how many rows a run may have."""
+"""Expert matmuls for TensorRT: every row times its expert, and the number of rows a run may have."""
 
 import numpy as np
 import onnx_ir as ir
@@ -50,7 +50,7 @@ def product(transposed: bool, chosen: int | None = None) -> tuple[ir.Model, np.n
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_row_is_multiplied_by_its_own_expert(transposed: bool) -> None:
+def test_every_row_is_multiplied_by_its_expert(transposed: bool) -> None:
     model, weights = product(transposed)
     ExpertGatherPass()(model)
     assert all(not node.domain for node in model.graph)
@@ -58,8 +58,8 @@ def test_every_row_is_multiplied_by_its_own_expert(transposed: bool) -> None:
     for experts in ([2, 0, 1, 1, 2, 2, 0], [1] * ROWS, [2]):
         rows = np.random.default_rng(1).standard_normal((len(experts), K)).astype(np.float32)
         (found,) = session.run(None, {"rows": rows, "choice": np.array(experts)[:, None]})
-        own = weights[experts] if transposed else weights[experts].transpose(0, 2, 1)
-        np.testing.assert_allclose(found, np.einsum("rk,rkn->rn", rows, own), atol=1e-6)
+        matrices = weights[experts] if transposed else weights[experts].transpose(0, 2, 1)
+        np.testing.assert_allclose(found, np.einsum("rk,rkn->rn", rows, matrices), atol=1e-6)
 
 
 def test_a_run_has_no_more_tokens_than_may_be_gathered_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The networks of a batch hold no weights of their own: they point into those of the graph, or are refused."""
+"""The networks of a batch refer to the weights of the step graph, or are refused."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from tide_export.lower.onnxruntime.packed import INLINE_BYTES, _point_to
     ("kind", "more"),
     [("demo_bundle", [names.HEAD]), ("propagating_bundle", [names.HEAD, *(names.skipped(k) for k in (1, 2, 3))])],
 )
-def test_every_network_reads_the_weights_of_the_graph(
+def test_every_network_refers_to_the_weights_of_the_graph(
     kind: str, more: list[str], request: pytest.FixtureRequest
 ) -> None:
     bundle: Path = request.getfixturevalue(kind)
     parts = [names.segment(k) for k in range(4)]
-    files = [names.batch_file(name, rows) for name in parts for rows in names.BATCH_SIZES]
+    files = [names.batch_file(name, slots) for name in parts for slots in names.BATCH_SIZES]
     files += map(names.batch_file, more)
     assert {file.relative_to(bundle).as_posix() for file in bundle.glob("batch/*")} == set(files)
     for file in files:

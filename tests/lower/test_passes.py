@@ -1,4 +1,4 @@
-"""Each rewrite alone: it fires on what it is for, leaves alone what only looks like it, and changes no number."""
+"""Each pass alone: it rewrites its pattern, leaves similar ones, and changes no number."""
 
 import numpy as np
 import onnx_ir as ir
@@ -65,7 +65,7 @@ def run(model: ir.Model) -> list[np.ndarray]:
 
 
 def apply(rewrite: ir.passes.InPlacePass, model: ir.Model) -> tuple[bool, list[str]]:
-    """Runs the pass, requires unchanged numbers, and gives whether it changed anything and the op types left."""
+    """Runs the pass, requires unchanged numbers, and returns whether it changed anything and the remaining op types."""
     before = run(model)
     modified = rewrite(model).modified
     for old, new in zip(before, run(model), strict=True):
@@ -79,8 +79,8 @@ def test_an_addition_of_states_and_its_norm_become_one(norm: str) -> None:
     a, b = sketch.input("a", [1, "s", 16]), sketch.input("b", [1, "s", 16])
     total = sketch.op("Add", [a, b], shape=[1, "s", 16])
     weights = [sketch.weight("scale", 16)] + ([sketch.weight("bias", 16)] if norm == "LayerNormalization" else [])
-    normed = sketch.op(norm, [total, *weights], {"axis": -1, "epsilon": 1e-5}, shape=[1, "s", 16])
-    modified, ops = apply(SkipNormsPass(), sketch.model(normed, total))
+    normalized = sketch.op(norm, [total, *weights], {"axis": -1, "epsilon": 1e-5}, shape=[1, "s", 16])
+    modified, ops = apply(SkipNormsPass(), sketch.model(normalized, total))
     assert modified
     assert len(ops) == 1
     assert ops[0].startswith("Skip")
@@ -90,23 +90,23 @@ def test_an_addition_of_a_bias_is_no_residual() -> None:
     sketch = Sketch()
     a = sketch.input("a", [1, "s", 16])
     total = sketch.op("Add", [a, sketch.weight("bias", 16)], shape=[1, "s", 16])
-    normed = sketch.op("RMSNormalization", [total, sketch.weight("scale", 16)], {"axis": -1}, shape=[1, "s", 16])
-    assert apply(SkipNormsPass(), sketch.model(normed)) == (False, ["Add", "RMSNormalization"])
+    normalized = sketch.op("RMSNormalization", [total, sketch.weight("scale", 16)], {"axis": -1}, shape=[1, "s", 16])
+    assert apply(SkipNormsPass(), sketch.model(normalized)) == (False, ["Add", "RMSNormalization"])
 
 
-def test_a_norm_over_two_axes_is_left_alone() -> None:
+def test_a_norm_over_two_axes_stays() -> None:
     sketch = Sketch()
     a, b = sketch.input("a", [1, 5, 16]), sketch.input("b", [1, 5, 16])
     total = sketch.op("Add", [a, b], shape=[1, 5, 16])
-    normed = sketch.op("RMSNormalization", [total, sketch.weight("scale", 5, 16)], {"axis": 1}, shape=[1, 5, 16])
-    assert apply(SkipNormsPass(), sketch.model(normed)) == (False, ["Add", "RMSNormalization"])
+    normalized = sketch.op("RMSNormalization", [total, sketch.weight("scale", 5, 16)], {"axis": 1}, shape=[1, 5, 16])
+    assert apply(SkipNormsPass(), sketch.model(normalized)) == (False, ["Add", "RMSNormalization"])
 
 
-def test_a_transposed_weight_is_stored_transposed_and_made_only_when_written() -> None:
+def test_a_transposed_weight_is_stored_transposed_and_computed_only_when_written() -> None:
     sketch = Sketch()
     weight = sketch.weight("w", 24, 16)
-    turned = sketch.op("Transpose", [weight], {"perm": [1, 0]}, shape=[16, 24])
-    product = sketch.op("MatMul", [sketch.input("x", [1, "s", 16]), turned], shape=[1, "s", 24])
+    transposed = sketch.op("Transpose", [weight], {"perm": [1, 0]}, shape=[16, 24])
+    product = sketch.op("MatMul", [sketch.input("x", [1, "s", 16]), transposed], shape=[1, "s", 24])
     model = sketch.model(product)
     assert apply(TransposedWeightsPass(), model) == (True, ["MatMul"])
     assert isinstance(model.graph.initializers["w.T"].const_value, ir.LazyTensor)
@@ -123,8 +123,8 @@ def test_a_head_tied_to_the_embedding_multiplies_by_the_stored_embedding() -> No
     )
     sketch.weights.append(ids)
     rows = sketch.op("Gather", [table, ids], {"axis": 0}, shape=[2, 16])
-    turned = sketch.op("Transpose", [table], {"perm": [1, 0]}, shape=[16, 24])
-    product = sketch.op("MatMul", [sketch.input("x", [1, "s", 16]), turned], shape=[1, "s", 24])
+    transposed = sketch.op("Transpose", [table], {"perm": [1, 0]}, shape=[16, 24])
+    product = sketch.op("MatMul", [sketch.input("x", [1, "s", 16]), transposed], shape=[1, "s", 24])
     model = sketch.model(product, rows)
     modified, ops = apply(TransposedWeightsPass(), model)
     assert modified
@@ -146,8 +146,10 @@ def axis(sketch: Sketch, number: int) -> ir.Value:
     return value
 
 
-@pytest.mark.parametrize(("scaled", "left"), [(False, ["MatMul"]), (True, ["MatMul", "Mul", "Squeeze", "Unsqueeze"])])
-def test_a_product_alone_between_two_changes_of_shape_needs_neither(scaled: bool, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("scaled", "remaining"), [(False, ["MatMul"]), (True, ["MatMul", "Mul", "Squeeze", "Unsqueeze"])]
+)
+def test_a_matmul_alone_between_two_reshapes_needs_neither(scaled: bool, remaining: list[str]) -> None:
     sketch = Sketch()
     first, weight = axis(sketch, 0), sketch.weight("w", 16, 24)
     tokens = sketch.op("Unsqueeze", [sketch.input("x", ["m", 16]), first], shape=[1, "m", 16])
@@ -156,16 +158,16 @@ def test_a_product_alone_between_two_changes_of_shape_needs_neither(scaled: bool
         product = sketch.op("Mul", [product, product], shape=[1, "m", 24])
     logits = sketch.op("Squeeze", [product, first], shape=["m", 24])
     modified, ops = apply(FlatMatMulsPass(), sketch.model(logits))
-    assert (modified, ops) == (not scaled, left)
+    assert (modified, ops) == (not scaled, remaining)
 
 
-def test_a_tied_head_on_a_matrix_is_one_product() -> None:
+def test_a_tied_head_on_a_matrix_is_one_matmul() -> None:
     sketch = Sketch()
     first, table = axis(sketch, 0), sketch.weight("embedding", 24, 16)
     rows = sketch.op("Gather", [table, first], {"axis": 0}, shape=[1, 16])
     tokens = sketch.op("Unsqueeze", [sketch.input("x", ["m", 16]), first], shape=[1, "m", 16])
-    turned = sketch.op("Transpose", [table], {"perm": [1, 0]}, shape=[16, 24])
-    product = sketch.op("MatMul", [tokens, turned], shape=[1, "m", 24])
+    transposed = sketch.op("Transpose", [table], {"perm": [1, 0]}, shape=[16, 24])
+    product = sketch.op("MatMul", [tokens, transposed], shape=[1, "m", 24])
     model = sketch.model(sketch.op("Squeeze", [product, first], shape=["m", 24]), rows)
     assert apply(FlatMatMulsPass(), model)[0]
     assert apply(TransposedWeightsPass(), model) == (True, ["Gather", "Gemm"])
@@ -204,14 +206,14 @@ def attention(sketch: Sketch, biased: int, shared: bool = True) -> ir.Model:
 
 
 @pytest.mark.parametrize(
-    ("biased", "left"), [(0, ["GroupQueryAttention", "MatMul"]), (3, ["Add", "GroupQueryAttention", "MatMul"])]
+    ("biased", "remaining"), [(0, ["GroupQueryAttention", "MatMul"]), (3, ["Add", "GroupQueryAttention", "MatMul"])]
 )
-def test_projections_of_one_input_are_packed(biased: int, left: list[str]) -> None:
-    assert apply(PackedProjectionsPass(), attention(Sketch(), biased)) == (True, left)
+def test_projections_of_one_input_are_packed(biased: int, remaining: list[str]) -> None:
+    assert apply(PackedProjectionsPass(), attention(Sketch(), biased)) == (True, remaining)
 
 
 @pytest.mark.parametrize(("biased", "shared"), [(1, True), (0, False)])
-def test_projections_that_do_not_match_are_left_alone(biased: int, shared: bool) -> None:
+def test_projections_that_do_not_match_stay(biased: int, shared: bool) -> None:
     modified, ops = apply(PackedProjectionsPass(), attention(Sketch(), biased, shared))
     assert not modified
     assert ops.count("MatMul") == 3
@@ -219,8 +221,8 @@ def test_projections_that_do_not_match_are_left_alone(biased: int, shared: bool)
 
 @pytest.mark.parametrize("transposed", [0, 1])
 @pytest.mark.parametrize("experts", [1, 4])
-def test_rows_are_multiplied_by_their_own_expert(experts: int, transposed: int) -> None:
-    """Two products of one choice share its sorting; experts that nobody chose, and one that all chose, included."""
+def test_rows_are_multiplied_by_their_expert(experts: int, transposed: int) -> None:
+    """Two matmuls of one choice share its sorting; with experts that no row chose, and one that all rows chose."""
     sketch = Sketch()
     rows = sketch.input("rows", ["r", 6])
     expert = ir.Value(name="expert", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["r"]))

@@ -1,4 +1,4 @@
-"""Attention for TensorRT on its own: buffers, masks, softcaps, sinks and biases against float64, row by row."""
+"""Attention for TensorRT: buffers, masks, softcaps, sinks and biases against float64, row by row."""
 
 from itertools import product
 
@@ -34,14 +34,14 @@ def arrays() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     shapes = {"query": (B, H, S, D), "key": (B, KV, S, D), "value": (B, KV, S, D)}
     shapes |= {"past_key": (B, KV, C, D), "past_value": (B, KV, C, D)}
-    found = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    found["lengths"] = np.array(LENGTHS)
-    found["positions"] = np.array([[length + i for i in range(S)] for length in LENGTHS])
-    return found
+    feeds = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    feeds["lengths"] = np.array(LENGTHS)
+    feeds["positions"] = np.array([[length + i for i in range(S)] for length in LENGTHS])
+    return feeds
 
 
 SINKS = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
-# As steep and far out as in a long context: lost in float32 unless taken relative to the tokens at hand.
+# As steep and large as in a long context: lost in float32 unless relative to the new tokens.
 BIAS = (np.array([[0.5], [0.1], [2.0], [1.0]]) * (np.arange(TABLE_LENGTH) + 1e5)).astype(np.float32)
 
 
@@ -113,7 +113,7 @@ def test_attention_equals_float64(sinks: bool, bias: bool, softcap: bool, window
         assert np.array_equal(keys[row, :, length : length + S], feeds["key"][row])
         assert np.array_equal(keys[row, :, :length], feeds["past_key"][row, :, :length])
     fused = any(node.op_type == "Attention" for node in model.graph)
-    assert fused == (not (sinks or bias or softcap)), "written out only where TensorRT's own cannot do it"
+    assert fused == (not (sinks or bias or softcap)), "spelled out only where TensorRT's operator cannot compute it"
 
 
 def test_what_is_added_to_scores_stays_float32_in_half_precision() -> None:

@@ -1,4 +1,4 @@
-"""The segment networks alone: batches, padding, windows and softcaps, precisions, what they are made of."""
+"""The segment networks alone: batches, padding, windows and softcaps, precisions, operators."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def source():
-    """Windows of 8 and softcaps: the most attention can be asked for."""
+    """Windows of 8 and softcaps: the most complex attention."""
     return build("gemma2")
 
 
@@ -57,7 +57,7 @@ def saved(make, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Runner:
-    """Rows of a batch over the two segments, each row with a cache of its own length."""
+    """Rows of a batch over the two segments, each row with a K/V cache of another length."""
 
     def __init__(self, folder: Path, rows: int, dtype: type = np.float32) -> None:
         parts = [names.segment(0), names.segment(1), names.HEAD]
@@ -73,10 +73,10 @@ class Runner:
         feeds |= {names.PAST_LENGTHS: np.array(lengths), names.LAST_TOKENS: np.array(last)}
         if k == 0:
             feeds[names.EXIT_THRESHOLD] = np.array([0.5], np.float32)
-        found = dict(zip([entry.name for entry in session.get_outputs()], session.run(None, feeds), strict=True))
+        outputs = dict(zip([entry.name for entry in session.get_outputs()], session.run(None, feeds), strict=True))
         for name in self.caches[k]:
-            self.caches[k][name] = found[name.replace("past_key_values.", "present.")]
-        return found
+            self.caches[k][name] = outputs[name.replace("past_key_values.", "present.")]
+        return outputs
 
     def full(self, ids: np.ndarray, lengths: list[int], last: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Logits at full depth, scores and exit flags of each row's last token."""
@@ -88,11 +88,11 @@ class Runner:
 
 def reference(source, routers, ids: list[int]) -> tuple[np.ndarray, float]:
     states = source.run(torch.tensor([ids]), [CHECKPOINT])
-    normed = routers.exit_state(source, CHECKPOINT, states.raw[CHECKPOINT])
-    return states.logits[0, -1].numpy(), float(routers.routers[CHECKPOINT](normed)[0, -1])
+    state = routers.exit_state(source, CHECKPOINT, states.raw[CHECKPOINT])
+    return states.logits[0, -1].numpy(), float(routers.routers[CHECKPOINT](state)[0, -1])
 
 
-def test_rows_of_any_length_and_any_number_of_tokens_run_together(source, routers, saved: Path) -> None:
+def test_rows_of_any_length_and_any_number_of_tokens_are_batched(source, routers, saved: Path) -> None:
     """Three sequences, padded on the right, in steps of different sizes, against each alone in PyTorch."""
     sequences = [[int(token) for token in RNG.integers(3, 500, 40)] for _ in range(3)]
     runner, lengths = Runner(saved, rows=3), [0, 0, 0]
@@ -111,7 +111,7 @@ def test_rows_of_any_length_and_any_number_of_tokens_run_together(source, router
     assert lengths == [24, 14, 11]
 
 
-def test_the_last_places_of_the_buffers_are_used(source, routers, saved: Path) -> None:
+def test_the_last_positions_of_the_buffers_are_used(source, routers, saved: Path) -> None:
     ids = [int(token) for token in RNG.integers(3, 500, CAPACITY)]
     runner = Runner(saved, rows=1)
     runner.full(np.array([ids[:-1]]), [0], [CAPACITY - 2])
@@ -120,16 +120,16 @@ def test_the_last_places_of_the_buffers_are_used(source, routers, saved: Path) -
 
 
 @pytest.mark.parametrize("weights", ["fp32", "fp16", "bf16"])
-def test_networks_pass_the_checker_and_hold_nothing_foreign(make, weights: str, tmp_path: Path) -> None:
-    made = make(weights)
-    made.save(tmp_path)
-    for name, model in made.models.items():
+def test_networks_pass_the_checker_and_hold_standard_operators(make, weights: str, tmp_path: Path) -> None:
+    networks = make(weights)
+    networks.save(tmp_path)
+    for name, model in networks.models.items():
         onnx.checker.check_model(str(tmp_path / names.network_file(name)), full_check=True)
         assert {node.domain for node in model.graph.all_nodes()} <= {"", names.DOMAIN}
-    types = {value.dtype for value in made.models[names.segment(1)].graph.inputs if value.dtype.is_floating_point()}
+    types = {value.dtype for value in networks.models[names.segment(1)].graph.inputs if value.dtype.is_floating_point()}
     assert types == {HalfPrecisionPass(weights).dtype if weights != "fp32" else ir.DataType.FLOAT}
-    assert made.models[names.HEAD].graph.outputs[0].dtype == ir.DataType.FLOAT
-    routed = [node for node in made.models[names.segment(0)].graph if node.op_type == names.OP_ROUTE]
+    assert networks.models[names.HEAD].graph.outputs[0].dtype == ir.DataType.FLOAT
+    routed = [node for node in networks.models[names.segment(0)].graph if node.op_type == names.OP_ROUTE]
     assert all(value.dtype == ir.DataType.FLOAT for node in routed for value in node.inputs)
 
 
@@ -205,7 +205,7 @@ def test_sinks_and_a_bias_at_once_are_refused(pieces) -> None:
         check_operators(replace(pieces, segments=(pieces.segments[0], copy)))
 
 
-def test_the_parser_is_asked_what_it_takes(make) -> None:
+def test_the_parser_takes_all_operators_but_those_listed(make) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
     logger = trt.Logger(trt.Logger.ERROR)
     network = trt.Builder(logger).create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -225,7 +225,7 @@ def test_a_run_takes_as_many_tokens_as_experts_can_be_gathered_for(make, demo_bu
     assert (few.max_tokens, few.max_logits, few.max_batch_size, few.max_slot_tokens) == (5, 5, 5, 1)
 
 
-def test_sequences_that_cannot_run_together_run_alone_and_a_warning_says_why(
+def test_sequences_that_cannot_be_batched_run_alone_and_a_warning_names_the_reason(
     make, pieces, demo_bundle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     networks, manifest = make(), open_bundle(demo_bundle, verify=False).manifest
@@ -239,7 +239,7 @@ def test_sequences_that_cannot_run_together_run_alone_and_a_warning_says_why(
     assert replace(networks, capacity=52).info(manifest).max_batch_size == 8
     caplog.clear()
     assert unaligned.info(manifest, 1).max_batch_size == 1
-    assert not caplog.records, "nothing else was asked for"
+    assert not caplog.records, "no batch was requested"
 
     def refuse(pieces) -> None:
         raise UnsupportedModelError("it counts on")

@@ -1,7 +1,7 @@
-"""The oracle is the judge, family by family: exported, `full` equals HuggingFace and `exit` equals TIDE's rule.
+"""Family by family against the oracle: exported, `full` equals Hugging Face and `exit` equals TIDE's rule.
 
-One trace a family, which is what takes the time. That the features of the rows matter to these prompts is shown by
-`test_features.py`.
+There is one trace per family, which takes most of the time. `test_features.py` shows that the features of the rows
+matter to these prompts.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from tide_export.verify.parity import check_exit, check_full, check_lossless
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]  # none, one and five windows long
 NEW_TOKENS = 24
 
-# What stands at the checkpoints: ours in full for every family, the parts by themselves for a few.
+# The forms of routers: lens and shortlist for every family, the parts alone for a few.
 LENS_AND_SHORTLIST = {"lens_rank": 8, "shortlist": 16}
 SHORTLIST_ALONE = {"lens_rank": 0, "shortlist": 16}
 AS_IN_TIDE = {"lens_rank": 0, "shortlist": 0}
@@ -33,7 +33,7 @@ MORE_FORMS = {
 
 
 @pytest.mark.parametrize("family", EXPORTED)
-def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path) -> None:
+def test_full_is_hugging_face_and_exit_is_the_oracle(family: str, tmp_path: Path) -> None:
     source = build(family)
     pieces = pieces_of(source, CHECKPOINTS)
     for number, form in enumerate((LENS_AND_SHORTLIST, *MORE_FORMS.get(family, ()))):
@@ -59,41 +59,41 @@ def test_full_is_huggingface_and_exit_is_the_oracle(family: str, tmp_path: Path)
         if batched:
             check_batch(family, engine, middle)
         if number == 0:
-            check_drafts(engine, source, undone=family in UNDONE)
+            check_drafts(engine, source, rejecting=family in REJECTING)
             check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
 
 
-# Windows and softcaps, learned positions, ALiBi, sinks, experts: what several sequences in one step could mix up.
+# Windows and softcaps, learned positions, ALiBi, sinks, experts: what a batch could mix up.
 BATCHED = ("gemma2", "gpt2", "mpt", "gpt_oss", "mixtral")
 
 
 def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) -> None:
-    """Prompts of different lengths together give what each gives alone, which the oracle has judged."""
+    """Batched prompts of different lengths give what each gives alone, which was compared with the oracle."""
     for options in ({"threshold": thresholds, "max_pending": 4, "min_layers": 0}, {"mode": "full"})[:modes]:
         alone = [engine.generate(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=[], **options) for prompt in PROMPTS]
-        together = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_token_ids=[], **options)
-        for one, other in zip(together, alone, strict=True):
+        batched = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_token_ids=[], **options)
+        for one, other in zip(batched, alone, strict=True):
             assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
-        exits = {layers for one in together for layers in one.stats.exit_layer}
+        exits = {layers for one in batched for layers in one.stats.exit_layer}
         if "threshold" not in options:
             assert exits == {LAYERS}
-        elif family in BATCHED:  # of the others greedy text may leave at one checkpoint alone
+        elif family in BATCHED:  # greedy text of the others may exit at one checkpoint only
             assert len(exits) > 1
 
 
-# Models that take one token's position and count on from there: their segment networks run one sequence at a time.
+# Models that count positions on from one token's: their segment networks run one sequence at a time.
 COUNTING = ("llama4 (text)", "llama4")
 
-# Windows and softcaps, experts, ALiBi: what winding back could disturb, and models of which drafts do fall.
-UNDONE = ("gemma2", "mixtral", "mpt")
+# Windows and softcaps, experts, ALiBi: what a rewind could break; some drafts of these models are rejected.
+REJECTING = ("gemma2", "mixtral", "mpt")
 
 
-def check_drafts(engine, source, undone: bool) -> None:
-    """Every token of lossless mode is HuggingFace's own choice after the same tokens, where all is drafted first."""
+def check_drafts(engine, source, rejecting: bool) -> None:
+    """Every token of lossless mode is Hugging Face's choice after the same tokens, with every token drafted."""
     check = check_lossless(engine, source, PROMPTS, NEW_TOKENS, threshold=0.0, max_pending=3)
     assert check.holds, check.differences
     assert check.drafted > 0
-    assert check.drafted > check.accepted or not undone, "nothing was undone, so winding back was not tested"
+    assert check.drafted > check.accepted or not rejecting, "no draft was rejected, so rewinding was not tested"
 
 
 def check_segments(family: str, source, routers, folder: Path, pieces, thresholds: list[float]) -> None:
@@ -102,8 +102,8 @@ def check_segments(family: str, source, routers, folder: Path, pieces, threshold
     assert (family in COUNTING) == (engine.manifest.networks.max_batch_size == 1)
     if family not in COUNTING:
         check_batch(family, engine, thresholds, modes=1)
-    if family in UNDONE:
-        check_drafts(engine, source, undone=True)
+    if family in REJECTING:
+        check_drafts(engine, source, rejecting=True)
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences
     for max_pending in (1, 16):

@@ -1,7 +1,7 @@
-"""What each family's row says it has really matters to the prompts of the parity test.
+"""The features of each family's row matter to the prompts of the parity test.
 
 For each feature one family is taken, the feature is switched off in the *HuggingFace* model, and its logits must move
-by far more than parity forgives: an export that lost the feature could not pass. What depends on the length of the
+by far more than parity tolerates: an export that lost the feature could not pass. What depends on the length of the
 sequence beyond what an export can hold is refused with a sentence.
 """
 
@@ -43,15 +43,15 @@ def set_rope(**values: Any) -> Callable[[SourceModel], None]:
 
 def set_weights(part: str, value: float) -> Callable[[SourceModel], None]:
     def change(source: SourceModel) -> None:
-        found = [p for name, p in source.model.named_parameters() if part in name]
-        assert found, part
-        for parameter in found:
+        parameters = [p for name, p in source.model.named_parameters() if part in name]
+        assert parameters, part
+        for parameter in parameters:
             parameter.data.fill_(value)
 
     return change
 
 
-# Feature -> a family that has it and how to take it away. `rebuilt` features are read when a model is made.
+# Feature -> a family that has it and how to turn it off.
 OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
     "sliding window": ("mistral", set_config(sliding_window=CONTEXT)),
     "per-layer types": ("gemma2", set_config(layer_types=["full_attention", "sliding_attention", "full_attention"])),
@@ -75,9 +75,9 @@ OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
     "learned positions": ("gpt2", set_weights("wpe", 0.0)),
     "project_in and project_out": ("opt (350m)", set_weights("project_out", 0.0)),
     "ALiBi": ("falcon (ALiBi)", set_config(alibi=False)),
-    "norms behind": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
+    "norms after": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
 }
-# Those whose shape alone says that they are there: without them the model would have other parameters.
+# Without these the model would have other parameters, so their presence shows.
 IN_THE_SHAPES = {
     "grouped queries",
     "tied embeddings",
@@ -117,7 +117,7 @@ def test_every_feature_of_the_list_is_shown_to_matter() -> None:
         ("llama4 (text)", [Mask("chunk", 192), Mask("causal"), Mask("chunk", 192)]),
     ],
 )
-def test_masks_are_read_off_the_model(family: str, expected: list[Mask]) -> None:
+def test_masks_are_read_from_the_model(family: str, expected: list[Mask]) -> None:
     source = build(family)
     assert list(layer_masks(source.model, source.num_layers)) == expected
     assert source.model.config._attn_implementation == "eager"
@@ -127,7 +127,7 @@ def test_masks_are_read_off_the_model(family: str, expected: list[Mask]) -> None
 def test_a_mask_is_known_by_its_rule(size: int) -> None:
     rule = masking_utils.sliding_window_causal_mask_function(size)
     assert classify(rule, size, 131072) == Mask("window", size)
-    assert classify(rule, size + 1, 131072) is None  # a model that says one thing and masks another
+    assert classify(rule, size + 1, 131072) is None  # a config that differs from the mask
     assert classify(rule, None, 131072) is None
     assert classify(masking_utils.causal_mask_function, size, 131072) == Mask("causal")
     assert classify(lambda b, h, q, k: k <= q + 1, size, 131072) is None
@@ -157,16 +157,16 @@ def test_lengths_an_export_is_not_exact_for_are_refused(
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama (dynamic)"])
-def test_behind_that_length_the_source_model_itself_changes_its_mind_about_earlier_tokens(family: str) -> None:
+def test_beyond_that_length_the_source_model_changes_its_logits_of_earlier_tokens(family: str) -> None:
     """Otherwise the limit would be too strict."""
     source = build(family)
     limit = context_length(source, None)
     ids = torch.arange(limit + 1)[None] % 500
     with torch.no_grad():
-        within, behind = source.model(ids[:, :limit]).logits, source.model(ids).logits[:, :limit]
+        within, beyond = source.model(ids[:, :limit]).logits, source.model(ids).logits[:, :limit]
         again = source.model(ids[:, : limit - 1]).logits
     assert (within[:, : limit - 1] - again).abs().max() < 1e-4
-    assert (within - behind).abs().max() > 1e-2
+    assert (within - beyond).abs().max() > 1e-2
 
 
 def test_tied_embeddings_are_one_tensor() -> None:

@@ -1,5 +1,5 @@
 """`kv_cache_strategy = "propagate"` against its own oracle, family by family: skipped layers get keys and values from
-the state a token left with, and every later token sees them."""
+the exit state, and every later token sees them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +20,10 @@ from tide_export.verify.oracle import oracle
 from tide_export.verify.parity import UNDECIDED_GAP, check_exit, check_full
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(20)]]
-TOGETHER = [PROMPTS[2], PROMPTS[0], [(i * 53) % 400 + 9 for i in range(33)], PROMPTS[1], [11, 4, 8]]
+BATCH = [PROMPTS[2], PROMPTS[0], [(i * 53) % 400 + 9 for i in range(33)], PROMPTS[1], [11, 4, 8]]
 NEW_TOKENS = 24
-JOINS = (0, 0, 2, 5, 9)  # the step in which each of TOGETHER begins
-MOST = (NEW_TOKENS, 8, NEW_TOKENS, NEW_TOKENS, NEW_TOKENS)  # and how many tokens it writes
+JOINS = (0, 0, 2, 5, 9)  # the step in which each of BATCH begins
+LIMITS = (NEW_TOKENS, 8, NEW_TOKENS, NEW_TOKENS, NEW_TOKENS)  # and how many tokens it writes
 
 # Rotary, packed projections and learned positions, windows with softcaps, partial rotary with biases, latent attention
 # with experts, ALiBi.
@@ -31,7 +31,7 @@ FAMILIES = ("llama", "gpt2", "gemma2", "phi", "deepseek_v3", "mpt")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path: Path) -> None:
+def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, tmp_path: Path) -> None:
     source = build(family)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
     engine = engine_of(source, routers, tmp_path / "bundle", strategy=PROPAGATE, batch=True)
@@ -49,54 +49,54 @@ def test_exits_equal_the_rule_in_which_states_stand_still(family: str, tmp_path:
     assert exits == {*CHECKPOINTS, LAYERS}, "every checkpoint must take part, and full depth too"
 
     for thresholds in ([0.3] * 2, [0.5] * 2, [0.85] * 2, middle):
-        check_together(engine, source, routers, thresholds)
+        check_batch(engine, source, routers, thresholds)
 
-    # The judge must tell the two rules apart, or the above says nothing about the cache.
+    # The oracle's two rules must differ, or the above would not test the cache.
     ids = [*PROMPTS[2], *range(40, 60)]
     exact = oracle(source, routers, ids, middle)
-    still = oracle(source, routers, ids, middle, propagate_from=len(PROMPTS[2]))
-    assert (exact.logits - still.logits)[len(PROMPTS[2]) :].abs().max() > 1e-3
+    frozen = oracle(source, routers, ids, middle, propagate_from=len(PROMPTS[2]))
+    assert (exact.logits - frozen.logits)[len(PROMPTS[2]) :].abs().max() > 1e-3
 
 
-def check_together(engine, source, routers, thresholds: Sequence[float]) -> None:
-    """Five sequences in four places, some joining beside others that are under way: each is what the judge says."""
+def check_batch(engine, source, routers, thresholds: Sequence[float]) -> None:
+    """Five sequences in four slots, some joining while others are decoded: each equals the oracle."""
     batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest, thresholds)
-    written = [list[StepResult]() for _ in TOGETHER]
-    texts, places = [list(prompt) for prompt in TOGETHER], dict[int, int]()
+    written = [list[StepResult]() for _ in BATCH]
+    texts, slots = [list(prompt) for prompt in BATCH], dict[int, int]()
     for step in range(max(JOINS) + NEW_TOKENS):
-        for number, (joins, most) in enumerate(zip(JOINS, MOST, strict=True)):
+        for number, (joins, limit) in enumerate(zip(JOINS, LIMITS, strict=True)):
             if joins == step:
-                places[number] = batch.join()
-            elif joins + most == step:
-                batch.leave(places.pop(number))
-        results = batch.step({place: texts[n] if not written[n] else texts[n][-1:] for n, place in places.items()})
-        for number, place in places.items():
-            result = results[place]
+                slots[number] = batch.join()
+            elif joins + limit == step:
+                batch.leave(slots.pop(number))
+        results = batch.step({slot: texts[n] if not written[n] else texts[n][-1:] for n, slot in slots.items()})
+        for number, slot in slots.items():
+            result = results[slot]
             written[number].append(result._replace(logits=result.logits.copy()))
             texts[number].append(int(result.logits.argmax()))
-    for prompt, text, said, most in zip(TOGETHER, texts, written, MOST, strict=True):
-        assert len(said) == most
+    for prompt, text, steps, limit in zip(BATCH, texts, written, LIMITS, strict=True):
+        assert len(steps) == limit
         first = len(prompt) - 1
-        judged = oracle(source, routers, text[:-1], thresholds, propagate_from=len(prompt))
-        undecided = ((judged.scores - torch.tensor(thresholds)).abs() < UNDECIDED_GAP).any(-1)[first:]
-        left = torch.tensor([result.exit_layer for result in said])
-        assert ((left == judged.exit_layers[first:]) | undecided).all(), (thresholds, prompt)
-        same = left == judged.exit_layers[first:]
-        logits, expected = torch.tensor(np.stack([result.logits for result in said])), judged.logits[first:]
+        expected_run = oracle(source, routers, text[:-1], thresholds, propagate_from=len(prompt))
+        undecided = ((expected_run.scores - torch.tensor(thresholds)).abs() < UNDECIDED_GAP).any(-1)[first:]
+        exits = torch.tensor([result.exit_layer for result in steps])
+        assert ((exits == expected_run.exit_layers[first:]) | undecided).all(), (thresholds, prompt)
+        same = exits == expected_run.exit_layers[first:]
+        logits, expected = torch.tensor(np.stack([result.logits for result in steps])), expected_run.logits[first:]
         assert (logits - expected)[same].abs().max() < 1e-3 * expected.abs().max()
         chosen = expected.gather(-1, logits.argmax(-1, keepdim=True))[:, 0]
         assert (expected.max(-1).values - chosen)[same].max() < UNDECIDED_GAP
 
 
-def test_the_judge_by_hand(demo_source) -> None:
-    """Token by token with a cache of Hugging Face's own, the layers behind an exit fed with the state it left with."""
+def test_the_oracle_by_hand(demo_source) -> None:
+    """Token by token with Hugging Face's cache, the layers after an exit fed with the exit state."""
     from transformers import DynamicCache
 
     source = demo_source
     prompt, rest = [573, 1003, 391, 1266, 382], [1339, 83, 14, 538, 898, 199, 199, 605, 2721]
     routers = random_routers(source, (3, 6, 9), [*prompt, *rest], bottleneck=16)
     thresholds = [0.6, 0.5, 0.5]
-    judged = oracle(source, routers, [*prompt, *rest], thresholds, propagate_from=len(prompt))
+    expected_run = oracle(source, routers, [*prompt, *rest], thresholds, propagate_from=len(prompt))
 
     backbone, cache = source.model.model, DynamicCache()
     rows, exits = [], []
@@ -110,7 +110,7 @@ def test_the_judge_by_hand(demo_source) -> None:
             for number, layer in enumerate(backbone.layers, start=1):
                 y = layer(x, position_embeddings=rotary, past_key_values=cache, use_cache=True)
                 if answer is not None:
-                    continue  # its key and value are written; its result goes nowhere
+                    continue  # its key and value are written, its result is unused
                 x = y
                 router = routers.routers.get(number)
                 if router is not None and router(source.normalize(x)) > thresholds[number // 3 - 1]:
@@ -118,6 +118,6 @@ def test_the_judge_by_hand(demo_source) -> None:
             rows.append(source.head(source.normalize(x) if answer is None else answer)[0, 0])
             exits.append(left)
     assert len(set(exits)) > 2
-    assert judged.exit_layers[len(prompt) :].tolist() == exits
-    assert (judged.logits[len(prompt) :] - torch.stack(rows)).abs().max() < 1e-4
-    assert set(judged.exit_layers[: len(prompt)].tolist()) == {source.num_layers}
+    assert expected_run.exit_layers[len(prompt) :].tolist() == exits
+    assert (expected_run.logits[len(prompt) :] - torch.stack(rows)).abs().max() < 1e-4
+    assert set(expected_run.exit_layers[: len(prompt)].tolist()) == {source.num_layers}

@@ -1,9 +1,9 @@
-"""Attention in the open becomes the symbolic op with the right scale, window and bias; else the reason is said."""
+"""Attention that is spelled out in a trace becomes the symbolic op with its scale, window and bias, or is refused."""
 
 import numpy as np
 import onnx_ir as ir
 import pytest
-from written_attention import written
+from written_attention import spelled_out
 
 from tide_export.compose.cut import cut
 from tide_export.errors import GraphError, UnsupportedModelError
@@ -54,10 +54,8 @@ def attention_of(model: ir.Model, length: int = LENGTH) -> list[ir.Node]:
     ],
     ids=["where", "codegen and xglm", "window", "alibi by place", "alibi by distance", "alibi in the mask"],
 )
-def test_scale_window_and_bias_are_read_off(
-    chain: str, scale: float, window: int | None, bias: list[float] | None
-) -> None:
-    model = written(chain)
+def test_scale_window_and_bias_are_read(chain: str, scale: float, window: int | None, bias: list[float] | None) -> None:
+    model = spelled_out(chain)
     (node,) = attention_of(model)
     assert node.attributes["scale"].as_float() == scale
     assert node.attributes.get_int("window", 0) == (window or 0)
@@ -97,32 +95,32 @@ def test_scale_window_and_bias_are_read_off(
 )
 def test_anything_else_is_refused_with_the_reason(chain: str, reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
-        attention_of(written(chain))
+        attention_of(spelled_out(chain))
     assert str(caught.value).startswith("Toy ")
     assert "\n" not in str(caught.value)
 
 
 def test_a_window_is_not_one_at_a_length_it_covers() -> None:
     near = "near = Add (distance, three) inside = Greater (near, zero) both = And (causal, inside)"
-    (node,) = attention_of(written(f"{near} logits = Where (both, scores, least)"), length=3)
+    (node,) = attention_of(spelled_out(f"{near} logits = Where (both, scores, least)"), length=3)
     assert "window" not in node.attributes
 
 
 def test_a_model_without_a_softmax_over_keys_is_refused() -> None:
-    model = written("logits = Where (causal, scores, least)")
+    model = spelled_out("logits = Where (causal, scores, least)")
     softmax = next(node for node in model.graph if node.op_type == "Softmax")
     softmax.outputs[0].replace_all_uses_with(softmax.inputs[0])
     with pytest.raises(UnsupportedModelError, match="nor by a softmax over keys"):
         attention_of(model)
 
 
-def test_more_tokens_than_a_mask_can_be_looked_at_for_are_refused() -> None:
+def test_more_tokens_than_a_mask_can_be_evaluated_for_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=f"at most {MAX_LENGTH}"):
-        attention_of(written("logits = Where (causal, scores, least)"), length=MAX_LENGTH + 1)
+        attention_of(spelled_out("logits = Where (causal, scores, least)"), length=MAX_LENGTH + 1)
 
 
 def test_a_trace_made_for_shorter_sequences_is_not_cut_for_longer_ones() -> None:
-    model = written(f"alibi = Mul (slopes, place) biased = Add (scores, alibi) {HIDE}")
+    model = spelled_out(f"alibi = Mul (slopes, place) biased = Add (scores, alibi) {HIDE}")
     attention_of(model)
     with pytest.raises(GraphError, match="for 24 tokens, not 25"):
         cut(TracedModel(model, (0, 1)), LENGTH + 1)

@@ -1,4 +1,4 @@
-"""What needs no decomposition is not run through torch's again, and comes out the same."""
+"""Graphs that need no decomposition skip torch's, with the same result."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from tide_export.trace.exporter.decompositions import minimal_decompositions
 def decompositions(monkeypatch: pytest.MonkeyPatch) -> list:
     """The programs that torch decomposes from now on."""
     calls, real = [], _fx_passes.decompose_with_registry
-    monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *given: calls.append(given) or real(*given))
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *args: calls.append(args) or real(*args))
     return calls
 
 
@@ -41,12 +41,12 @@ def structure(model: ir.Model) -> list:
     return [*nodes, [known(output) for output in model.graph.outputs]]
 
 
-def test_the_graph_is_the_one_torch_would_have_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_is_the_one_torch_would_make(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = decompositions(monkeypatch)
-    spared = tracer.trace(build("gpt2"), (1,)).model
+    minimal = tracer.trace(build("gpt2"), (1,)).model
     assert not calls, "nothing of it needs decomposing"
     monkeypatch.setattr(tracer, "minimal_decompositions", nullcontext)
-    assert structure(spared) == structure(tracer.trace(build("gpt2"), (1,)).model)
+    assert structure(minimal) == structure(tracer.trace(build("gpt2"), (1,)).model)
     assert len(calls) == 1
 
 
@@ -63,11 +63,11 @@ def differences(states: torch.Tensor) -> torch.Tensor:
     return torch.diff(states, n=2, dim=0, prepend=states[:1] * 2, append=states[1:2])
 
 
-def turned_and_joined(states: torch.Tensor) -> torch.Tensor:
+def transposed_and_joined(states: torch.Tensor) -> torch.Tensor:
     return torch.where((states.T > 2) & (states.T < 9), states.T, 0.5)
 
 
-def written_into_its_own(states: torch.Tensor) -> torch.Tensor:
+def written_in_place(states: torch.Tensor) -> torch.Tensor:
     doubled = states * 2
     before = doubled + 1
     doubled += before
@@ -117,8 +117,8 @@ def without_promotion(states: torch.Tensor) -> torch.Tensor:
     return doubled
 
 
-SPARED = (cast_and_reshaped, flattened, differences, turned_and_joined, written_into_its_own)
-LONG = (
+TRANSLATED = (cast_and_reshaped, flattened, differences, transposed_and_joined, written_in_place)
+DECOMPOSED = (
     written_through_a_view,
     seen_through_a_view,
     a_view_written_into,
@@ -128,14 +128,14 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize(("given", "long"), [*((one, 0) for one in SPARED), *((one, 1) for one in LONG)])
-def test_what_is_decomposed(given: Callable, long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("function", "decomposed"), [*((f, 0) for f in TRANSLATED), *((f, 1) for f in DECOMPOSED)])
+def test_what_is_decomposed(function: Callable, decomposed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = decompositions(monkeypatch)
     states = torch.arange(12, dtype=torch.float16).reshape(4, 3)
 
     class Model(torch.nn.Module):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
-            return given(states)
+            return function(states)
 
     def exported():
         dynamic = {0: torch.export.Dim.DYNAMIC}
@@ -143,8 +143,8 @@ def test_what_is_decomposed(given: Callable, long: int, monkeypatch: pytest.Monk
 
     with minimal_decompositions():
         program = exported()
-    assert len(calls) == long
-    if given not in (flattened, differences):  # where sizes are asked of other tensors
+    assert len(calls) == decomposed
+    if function not in (flattened, differences):  # whose sizes are read off other tensors
         assert structure(program.model) == structure(exported().model)
     model = ReferenceEvaluator(ir.to_proto(program.model))
-    np.testing.assert_array_equal(model.run(None, {model.input_names[0]: states.numpy()})[0], given(states).numpy())
+    np.testing.assert_array_equal(model.run(None, {model.input_names[0]: states.numpy()})[0], function(states).numpy())

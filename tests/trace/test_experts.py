@@ -14,7 +14,7 @@ def fail_in_a_trace(model) -> None:
         raise RuntimeError("in the trace")
 
 
-def test_the_function_is_there_while_the_trace_is_open_and_the_model_is_left_as_it_was() -> None:
+def test_the_function_is_there_while_the_trace_is_open_and_the_model_is_unchanged() -> None:
     model = build("mixtral").model
     before = model.get_experts_implementation()
     with pytest.raises(RuntimeError, match="in the trace"):
@@ -23,6 +23,6 @@ def test_the_function_is_there_while_the_trace_is_open_and_the_model_is_left_as_
     assert IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS
 
 
-def test_a_model_without_experts_is_left_alone() -> None:
+def test_a_model_without_experts_is_unchanged() -> None:
     with symbolic_experts(build("llama").model):
         assert IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS

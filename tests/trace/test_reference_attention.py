@@ -1,4 +1,4 @@
-"""What a model is held to: eager attention, or an architecture's own default where it has attention of its own."""
+"""The reference is eager attention, or the default of an architecture that computes attention itself."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_falcon_with_alibi_is_loaded_as_its_users_run_it(tmp_path: Path) -> None
         for attention in (None, "eager")
     }
     assert torch.equal(found, logits[None])
-    # Should this fail, transformers has mended its eager Falcon, which added ALiBi twice.
+    # If this fails, transformers has fixed its eager Falcon, which added ALiBi twice.
     assert not torch.allclose(found, logits["eager"], atol=1e-3)
 
 

@@ -10,7 +10,7 @@ from tide_export.trace import tracer
 from tide_export.trace.tracer import trace
 
 
-def test_markers_and_attention_are_traced_in_order_and_the_model_is_left_as_it_was() -> None:
+def test_markers_and_attention_are_traced_in_order_and_the_model_is_unchanged() -> None:
     source, ids = build("llama"), torch.arange(5, 25)[None]
     before = source.model(ids).logits
     traced = trace(source, (2,))

@@ -1,4 +1,4 @@
-"""Attention written out in a few lines of ONNX, as the trace of a model of its own making holds it."""
+"""Attention spelled out in a few lines of ONNX, as in the trace of a model that computes it itself."""
 
 import onnx.parser
 import onnx_ir as ir
@@ -6,15 +6,15 @@ import onnx_ir as ir
 TEMPLATE = """
 <ir_version: 10, opset_import: ["" : 23, "tide" : 1]>
 attention (int64[B,S] input_ids, int64[B,S] position_ids) => (float[B,S,2,8] out)
-<float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,8,S] k_turned, float[B,2,S,S] scores,
+<float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,8,S] k_transposed, float[B,2,S,S] scores,
  float[B,2,S,S] logits, float[B,2,S,S] weights, float[B,2,S,8] context, int64[1] size, float[B,S] by_token,
  float nought = {{0.0}}, float least = {{-3.4e38}}, float half = {{0.5}}, float two = {{2.0}}, int64 zero = {{0}},
  int64 one = {{1}}, int64 three = {{3}}, float[2,1,1] slopes = {{0.5, 0.25}}, float[3] table = {{1.0, 2.0, 3.0}},
  bool[2,1,1] first_head = {{1, 0}}, int64[1] at_0 = {{0}}, int64[1] at_1 = {{1}}>
 {{
   q, k, v = tide.Project (input_ids)
-  k_turned = Transpose <perm = [0, 1, 3, 2]> (k)
-  scores = MatMul (q, k_turned)
+  k_transposed = Transpose <perm = [0, 1, 3, 2]> (k)
+  scores = MatMul (q, k_transposed)
   size = Shape <start = 1, end = 2> (input_ids)
   length = Squeeze (size)
   places = Range (zero, length, one)
@@ -32,10 +32,10 @@ attention (int64[B,S] input_ids, int64[B,S] position_ids) => (float[B,S,2,8] out
 """
 
 
-def written(chain: str) -> ir.Model:
+def spelled_out(chain: str) -> ir.Model:
     """A model whose attention makes `logits` of `scores` [B, 2, S, S] by `chain`.
 
-    At hand: `causal` [S, S]; `place`, `apart` (float: key position, key minus query); constants of the template.
+    Available: `causal` [S, S]; `place`, `apart` (float: key position, key minus query); constants of the template.
     """
     model = ir.from_proto(onnx.parser.parse_model(TEMPLATE.format(chain=chain)))
     for node in model.graph:
