@@ -128,7 +128,7 @@ def half_precision():
         (lambda found: found["inputs"].update(hidden_states=["HALF", [-1, -1, 128]]), "hidden_states is float16"),
         (
             lambda found: found["inputs"].update(hidden_states=["FLOAT", [-1, -1, 64]]),
-            r"float32 \['rows', 'tokens', 64",
+            r"float32 \['batch', 'tokens', 64",
         ),
         (lambda found: found["inputs"].update(hidden_states=["FLOAT", [1, -1, 128]]), r"hidden_states is float32 \[1,"),
         (lambda found: found.update(profiles=3), "took 3 of the 5 optimization profiles of segment_01"),
