@@ -3,29 +3,20 @@
 #include <algorithm>
 #include <chrono>
 
-#include "backend.h"
 #include "decoding/continuous_batching.h"
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
 #include "formatting.h"
 #include "packed/networks.h"
 #include "request.h"
+#include "sequence.h"
 #include "tide/runtime.h"
 
 namespace tide {
 
 std::string_view name_of(FinishReason reason) {
-  switch (reason) {
-    case FinishReason::stop:
-      return "stop";
-    case FinishReason::length:
-      return "length";
-    case FinishReason::context:
-      return "context";
-    case FinishReason::cancelled:
-      break;
-  }
-  return "cancelled";
+  constexpr std::string_view names[] = {"stop", "length", "context", "cancelled"};
+  return names[static_cast<std::size_t>(reason)];
 }
 
 Engine::Engine(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
@@ -79,7 +70,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
                           backend_->bundle().path.string() + "': give one prompt at a time, or use provider 'cpu'");
   }
   Request request(backend_->bundle(), config, prompts.size());
-  std::unique_ptr<Batch> const batch = empty_batch(networks->sessions(prompts.size()), manifest(), request);
+  std::unique_ptr<PackedBatch> const batch = empty_batch(networks->sessions(prompts.size()), manifest(), request);
   std::vector<Progress> progress;
   progress.reserve(prompts.size());
   std::vector<std::unique_ptr<Decoder>> decoders;

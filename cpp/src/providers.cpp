@@ -3,7 +3,7 @@
 #include <iostream>
 #include <limits>
 
-#include "branched/graph_backend.h"
+#include "branched/backend.h"
 #include "tensorrt/engines.h"
 #include "formatting.h"
 #include "tide/errors.h"
@@ -55,7 +55,7 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
       log("running " + path + " with ONNX Runtime on the CPU, not with " + flavour + ": " + error.what());
     }
   }
-  return std::make_shared<GraphBackend>(std::move(bundle), options.threads);
+  return std::make_shared<BranchedBackend>(std::move(bundle), options.threads);
 }
 
 }  // namespace tide

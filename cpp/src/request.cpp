@@ -95,10 +95,8 @@ std::optional<std::int64_t> single_seed(GenerationConfig const& config) {
 
 // One seed per prompt of a list.
 std::vector<std::optional<std::int64_t>> seeds_of(GenerationConfig const& config, std::size_t prompts) {
-  if (!config.seed || config.seed->for_all()) {
-    return std::vector<std::optional<std::int64_t>>(prompts, single_seed(config));
-  }
-  std::vector<std::int64_t> const& seeds = config.seed->values();
+  if (!config.seed) return std::vector<std::optional<std::int64_t>>(prompts);
+  std::vector<std::int64_t> const seeds = config.seed->values(prompts);
   if (seeds.size() == prompts) return {seeds.begin(), seeds.end()};
   throw GenerationError("there are " + std::to_string(seeds.size()) + " seeds for " + std::to_string(prompts) +
                         " prompts: give one for each, or one for all");

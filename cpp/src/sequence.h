@@ -1,11 +1,14 @@
-// The interface of one sequence on a backend, behind `State`. In the branched graph the graph decides how deep a token
-// goes (branched/sequence.cpp); with a network per segment the sequence decides (segmented/sequence.cpp).
+// The interfaces of a backend, which runs an opened bundle, and of one sequence on it, behind `State`. In the branched
+// graph the graph decides how deep a token goes (branched/sequence.cpp); with a network per segment the sequence does
+// (segmented/sequence.cpp).
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
-#include "tide/state.h"
+#include "bundle/store.h"
+#include "tide/runtime.h"
 
 namespace tide {
 
@@ -25,5 +28,33 @@ class Sequence {
   virtual std::int64_t limit() const = 0;                                          // tokens it may have, at most
   virtual std::int64_t capacity() const = 0;  // tokens that the K/V buffers hold before they grow
 };
+
+class BatchNetworks;
+
+// An opened bundle: what all sequences of an engine share. May be used by several threads at once.
+class Backend {
+ public:
+  explicit Backend(Bundle bundle) : bundle_(std::move(bundle)) {}
+  virtual ~Backend() = default;
+
+  Bundle const& bundle() const { return bundle_; }
+  Manifest const& manifest() const { return bundle_.manifest; }
+
+  // Starts an empty sequence, which must not outlive the backend. The arguments are those of `Engine::start`, checked;
+  // `room` is ignored where K/V buffers do not grow.
+  virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
+                                          std::int64_t room) = 0;
+
+  // The networks for batches; nullptr: this backend decodes one sequence at a time.
+  virtual BatchNetworks* batch_networks() { return nullptr; }
+
+ private:
+  Bundle bundle_;
+};
+
+// Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this
+// bundle here, or plugins or threads are set where they have no effect. ConfigError: threads below 1. BundleError: the
+// bundle is damaged.
+std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options);
 
 }  // namespace tide

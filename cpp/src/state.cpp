@@ -1,7 +1,6 @@
 // Checks the arguments of a state's methods, whatever backend runs the sequence.
 #include "tide/state.h"
 
-#include "backend.h"
 #include "request.h"
 #include "sequence.h"
 #include "tide/errors.h"

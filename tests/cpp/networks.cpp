@@ -1,7 +1,7 @@
 #include "networks.h"
 
 #include "onnxruntime/segments.h"
-#include "segmented/segment_backend.h"
+#include "segmented/backend.h"
 #include "tensorrt/engines.h"
 #include "tensorrt/plugins.h"
 #ifdef TIDE_FAKE_GPU

@@ -7,34 +7,29 @@
 namespace tide {
 
 // Base of every error a user can cause or fix; the text is one sentence that names the file or option.
-class TideError : public std::runtime_error {
- public:
+struct TideError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // An option of `Engine::load` is out of range.
-class ConfigError : public TideError {
- public:
+struct ConfigError : TideError {
   using TideError::TideError;
 };
 
 // A bundle is missing, damaged or of another release.
-class BundleError : public TideError {
- public:
+struct BundleError : TideError {
   using TideError::TideError;
 };
 
 // A generation request is unusable (empty prompt, prompt longer than the context, option out of range), or a step
 // failed (not enough memory, an error in the engine, logits that are not finite).
-class GenerationError : public TideError {
- public:
+struct GenerationError : TideError {
   using TideError::TideError;
 };
 
 // The provider cannot run the bundle here: ONNX Runtime or TensorRT is missing or of the wrong version, the bundle has
 // no engines for it, or there is no GPU of the kind that they were built for.
-class ProviderError : public TideError {
- public:
+struct ProviderError : TideError {
   using TideError::TideError;
 };
 

@@ -46,35 +46,26 @@ enum class Mode {
 // The mode of this name. Throws GenerationError.
 Mode mode_of(std::string_view name);
 
-// One exit threshold for all checkpoints, or one per checkpoint; each in [0, 1].
-class Threshold {
+// One value for all of something, or one for each.
+template <typename T>
+class OneOrEach {
  public:
-  Threshold(double value) : values_{value}, for_all_(true) {}
-  Threshold(std::vector<double> per_checkpoint) : values_(std::move(per_checkpoint)), for_all_(false) {}
-
-  // One per checkpoint; a single threshold is repeated.
-  std::vector<double> values(std::size_t checkpoints) const {
-    return for_all_ ? std::vector<double>(checkpoints, values_[0]) : values_;
-  }
-
- private:
-  std::vector<double> values_;
-  bool for_all_;
-};
-
-// Seed of the random numbers, 0 or more: one that every sequence starts from, or one for each prompt of a list.
-class Seed {
- public:
-  Seed(std::int64_t value) : values_{value}, for_all_(true) {}
-  Seed(std::vector<std::int64_t> per_prompt) : values_(std::move(per_prompt)), for_all_(false) {}
+  OneOrEach(T value) : values_{value}, for_all_(true) {}
+  OneOrEach(std::vector<T> values) : values_(std::move(values)), for_all_(false) {}
 
   bool for_all() const { return for_all_; }
-  std::vector<std::int64_t> const& values() const { return values_; }
+  std::vector<T> const& values() const { return values_; }
+
+  // As one for each of `count`; a single value is repeated.
+  std::vector<T> values(std::size_t count) const { return for_all_ ? std::vector<T>(count, values_[0]) : values_; }
 
  private:
-  std::vector<std::int64_t> values_;
+  std::vector<T> values_;
   bool for_all_;
 };
+
+using Threshold = OneOrEach<double>;   // exit threshold of all checkpoints, or of each; in [0, 1]
+using Seed = OneOrEach<std::int64_t>;  // of the random numbers, for all prompts or for each of a list; 0 or more
 
 // Options of a generation, with the names and defaults of Python's `GenerationConfig`. An option without a value takes
 // the bundle's.

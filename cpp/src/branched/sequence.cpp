@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 
-#include "branched/graph_backend.h"
+#include "branched/backend.h"
 #include "onnxruntime/kv_buffer.h"
 #include "names.h"
 #include "request.h"
@@ -25,9 +25,9 @@ std::size_t first_above(std::vector<float> const& scores, std::vector<float> con
   return number;
 }
 
-class GraphSequence final : public Sequence {
+class BranchedSequence final : public Sequence {
  public:
-  GraphSequence(GraphBackend& backend, std::vector<float> const& thresholds, std::int64_t max_pending,
+  BranchedSequence(BranchedBackend& backend, std::vector<float> const& thresholds, std::int64_t max_pending,
                 std::int64_t room)
       : backend_(backend),
         manifest_(backend.manifest()),
@@ -235,7 +235,7 @@ class GraphSequence final : public Sequence {
     return copy;
   }
 
-  GraphBackend& backend_;
+  BranchedBackend& backend_;
   Manifest const& manifest_;
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
   Ort::RunOptions const run_options_;
@@ -272,9 +272,9 @@ class GraphSequence final : public Sequence {
 
 }  // namespace
 
-std::unique_ptr<Sequence> GraphBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending,
+std::unique_ptr<Sequence> BranchedBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                               std::int64_t room) {
-  return std::make_unique<GraphSequence>(*this, thresholds, max_pending, room);
+  return std::make_unique<BranchedSequence>(*this, thresholds, max_pending, room);
 }
 
 }  // namespace tide

@@ -21,27 +21,28 @@ struct Active {
 
 }  // namespace
 
-std::unique_ptr<Batch> empty_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
-                                   Request const& request) {
+std::unique_ptr<PackedBatch> empty_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
+                                         Request const& request) {
   try {
     if (manifest.propagates()) {
       return std::make_unique<PropagatingBatch>(std::move(sessions), manifest, request.thresholds);
     }
-    return std::make_unique<Batch>(std::move(sessions), manifest, request.thresholds, request.max_pending,
-                                   request.compaction_threshold);
+    return std::make_unique<PackedBatch>(std::move(sessions), manifest, request.thresholds, request.max_pending,
+                                         request.compaction_threshold);
   } catch (std::exception const& error) {  // of ONNX Runtime, or std::bad_alloc
     throw GenerationError("cannot start a batch: " + first_line(error));
   }
 }
 
-void generate_batch(Batch& batch, std::vector<Progress>& progress, std::vector<std::unique_ptr<Decoder>>& decoders,
+void generate_batch(PackedBatch& batch, std::vector<Progress>& progress,
+                    std::vector<std::unique_ptr<Decoder>>& decoders,
                     std::function<bool(std::size_t, Token const&)> const& on_token) {
   std::map<std::size_t, Active> active;  // by slot
   std::size_t next = 0;
   while (next < progress.size() || !active.empty()) {
     std::size_t tokens = 0;
     for (auto const& [slot, one] : active) tokens += decoders[one.number]->request().ids.size();
-    while (next < progress.size() && batch.free() > 0) {
+    while (next < progress.size() && batch.free_slots() > 0) {
       std::size_t const prompt = progress[next].next_ids().size();
       if (tokens > 0 && tokens + prompt > kMaxStepTokens) break;
       tokens += prompt;

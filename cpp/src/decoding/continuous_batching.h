@@ -10,15 +10,16 @@
 namespace tide {
 
 // An empty batch for the bundle's kind of K/V cache. Throws GenerationError: not enough memory.
-std::unique_ptr<Batch> empty_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
-                                   Request const& request);
+std::unique_ptr<PackedBatch> empty_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
+                                         Request const& request);
 
 // Decodes sequences that have not begun to their ends.
 //
 // batch: an empty one; holds as many sequences at once as it has slots.
 // progress, decoders: one per prompt; a decoder is destroyed when its sequence ends.
 // on_token: as in `Engine::stream`, or nullptr.
-void generate_batch(Batch& batch, std::vector<Progress>& progress, std::vector<std::unique_ptr<Decoder>>& decoders,
+void generate_batch(PackedBatch& batch, std::vector<Progress>& progress,
+                    std::vector<std::unique_ptr<Decoder>>& decoders,
                     std::function<bool(std::size_t, Token const&)> const& on_token);
 
 }  // namespace tide

@@ -30,7 +30,7 @@ class OneByOne final : public Decoder {
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number) {
   Sampler sampler = std::move(request.samplers[number]);
   if (!request.drafts) return std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
-  return std::make_unique<LosslessDecoder>(manifest, std::move(sampler), *request.drafts, request.stop_token_ids);
+  return make_lossless_decoder(manifest, std::move(sampler), *request.drafts, request.stop_token_ids);
 }
 
 std::vector<Token> run_block(Decoder& decoder, State& state) {

@@ -42,7 +42,7 @@ std::vector<std::int64_t> PromptLookup::draft(std::vector<std::int64_t> const& d
   return {};
 }
 
-void PromptLookup::adapt(std::int64_t drafted, std::int64_t accepted) {
+void PromptLookup::update(std::int64_t drafted, std::int64_t accepted) {
   length_ = std::min(max_tokens_, accepted == drafted ? 2 * length_ : accepted + 1);  // rejected drafts cost time
 }
 

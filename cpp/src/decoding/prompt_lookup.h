@@ -22,7 +22,7 @@ class PromptLookup {
   std::vector<std::int64_t> draft(std::vector<std::int64_t> const& drafts, std::int64_t max_tokens) const;
 
   // Adapts the length of the next draft: `accepted` of the last draft's `drafted` tokens were.
-  void adapt(std::int64_t drafted, std::int64_t accepted);
+  void update(std::int64_t drafted, std::int64_t accepted);
 
  private:
   static constexpr std::size_t kMaxMatch = 4;  // length of the longest n-gram to match; longer ones predict no better

@@ -4,7 +4,7 @@
 
 #include "names.h"
 #include "onnxruntime/session.h"
-#include "segmented/segment_backend.h"
+#include "segmented/backend.h"
 #include "formatting.h"
 #include "tide/errors.h"
 
@@ -47,15 +47,11 @@ class OrtNetwork final : public Network {
 
 // The inputs and outputs of a network, for `NetworkSpec::check`.
 std::vector<Tensor> tensors_of(Ort::Session& session) {
-  Ort::AllocatorWithDefaultOptions allocator;
   std::vector<Tensor> tensors;
   for (bool const inputs : {true, false}) {
-    for (std::size_t i = 0; i < (inputs ? session.GetInputCount() : session.GetOutputCount()); ++i) {
-      auto const name =
-          inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
-      Ort::TypeInfo const type = inputs ? session.GetInputTypeInfo(i) : session.GetOutputTypeInfo(i);
+    for_each_tensor(session, inputs, [&](std::string const& name, Ort::TypeInfo const& type) {
       auto const described = type.GetTensorTypeAndShapeInfo();
-      Tensor tensor{name.get(), inputs, "another type", described.GetShape()};
+      Tensor tensor{name, inputs, "another type", described.GetShape()};
       for (auto const& [dtype, element] : kTypes) {
         if (element == described.GetElementType()) tensor.dtype = dtype;
       }
@@ -65,7 +61,7 @@ std::vector<Tensor> tensors_of(Ort::Session& session) {
         if (tensor.shape[d] < 0) tensor.shape[d] = symbols[d] == std::string("batch") ? kSequences : kTokens;
       }
       tensors.push_back(std::move(tensor));
-    }
+    });
   }
   return tensors;
 }

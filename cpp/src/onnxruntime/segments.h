@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "backend.h"
+#include "sequence.h"
 #include "segmented/network_spec.h"
 
 namespace tide {

@@ -11,16 +11,11 @@ namespace {
 constexpr char const* kSpinMicroseconds = "20";
 
 TensorTypes tensors_of(Ort::Session const& session, bool inputs) {
-  Ort::AllocatorWithDefaultOptions allocator;
   TensorTypes tensors;
-  std::size_t const count = inputs ? session.GetInputCount() : session.GetOutputCount();
-  for (std::size_t i = 0; i < count; ++i) {
-    auto const name =
-        inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
-    Ort::TypeInfo const type = inputs ? session.GetInputTypeInfo(i) : session.GetOutputTypeInfo(i);
-    tensors[name.get()] = type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetElementType()
-                                                                 : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  }
+  for_each_tensor(session, inputs, [&](std::string const& name, Ort::TypeInfo const& type) {
+    tensors[name] = type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetElementType()
+                                                           : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  });
   return tensors;
 }
 

@@ -20,6 +20,17 @@ void check_onnxruntime();
 // threads: of one run, 1 or more; none: one per physical core.
 Ort::SessionOptions session_options(std::optional<std::int64_t> threads);
 
+// Calls `visit(name, type)` with every input or every output of a network.
+template <typename Visit>
+void for_each_tensor(Ort::Session const& session, bool inputs, Visit const& visit) {
+  Ort::AllocatorWithDefaultOptions allocator;
+  for (std::size_t i = 0; i < (inputs ? session.GetInputCount() : session.GetOutputCount()); ++i) {
+    auto const name =
+        inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
+    visit(name.get(), inputs ? session.GetInputTypeInfo(i) : session.GetOutputTypeInfo(i));
+  }
+}
+
 // Loads a network and checks that it has exactly these inputs and outputs: buffers are bound by name, type and shape
 // without a check. Throws BundleError.
 Ort::Session open_network(Ort::Env const& env, std::filesystem::path const& file, Ort::SessionOptions const& options,

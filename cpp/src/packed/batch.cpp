@@ -8,8 +8,8 @@
 
 namespace tide {
 
-Batch::Batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, std::vector<double> const& thresholds,
-             std::int64_t max_pending, double compaction_threshold)
+PackedBatch::PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
+                         std::vector<double> const& thresholds, std::int64_t max_pending, double compaction_threshold)
     : sessions_(std::move(sessions)),
       manifest_(manifest),
       depths_(manifest.depths()),
@@ -26,20 +26,20 @@ Batch::Batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, 
   }
 }
 
-std::size_t Batch::join() {
+std::size_t PackedBatch::join() {
   std::size_t const slot = free_.back();
   sequences_[slot] = std::make_unique<PackedSequence>(manifest_);
   free_.pop_back();
   return slot;
 }
 
-void Batch::leave(std::size_t slot) {
+void PackedBatch::leave(std::size_t slot) {
   bind(slot, padding_);
   sequences_[slot].reset();
   free_.push_back(slot);
 }
 
-std::vector<StepResult> Batch::step(std::vector<SlotRequest> const& requests) {
+std::vector<StepResult> PackedBatch::step(std::vector<SlotRequest> const& requests) {
   std::vector<SlotStep> all = begin(requests);
   Steps everyone;
   for (SlotStep& one : all) everyone.push_back(&one);
@@ -64,7 +64,7 @@ std::vector<StepResult> Batch::step(std::vector<SlotRequest> const& requests) {
   return step_results;
 }
 
-std::vector<Batch::SlotStep> Batch::begin(std::vector<SlotRequest> const& requests) {
+std::vector<PackedBatch::SlotStep> PackedBatch::begin(std::vector<SlotRequest> const& requests) {
   std::vector<SlotStep> all;
   ids_.clear();
   for (SlotRequest const& request : requests) {
@@ -80,7 +80,7 @@ std::vector<Batch::SlotStep> Batch::begin(std::vector<SlotRequest> const& reques
 }
 
 // Of the sequences that needed the previous segment, those that need segment k.
-Batch::Steps Batch::still_active(Steps const& active, std::size_t k) const {
+PackedBatch::Steps PackedBatch::still_active(Steps const& active, std::size_t k) const {
   Steps still;
   for (SlotStep* const one : active) {
     if (!one->exit || one->total - one->sequence->lengths[k] > max_pending_) still.push_back(one);
@@ -89,7 +89,7 @@ Batch::Steps Batch::still_active(Steps const& active, std::size_t k) const {
 }
 
 // Segment k's input: the pending and the new hidden states of the scheduled sequences.
-float* Batch::gather(std::size_t k, Steps const& scheduled, bool all_of_previous) {
+float* PackedBatch::gather(std::size_t k, Steps const& scheduled, bool all_of_previous) {
   bool const none_pending = std::all_of(scheduled.begin(), scheduled.end(),
                                         [&](SlotStep const* one) { return one->sequence->pending[k].empty(); });
   if (all_of_previous && none_pending) return segments_[k - 1]->hidden.data();
@@ -104,7 +104,7 @@ float* Batch::gather(std::size_t k, Steps const& scheduled, bool all_of_previous
   return input_.data();
 }
 
-void Batch::run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input) {
+void PackedBatch::run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input) {
   std::vector<Part> parts;
   std::int64_t start = 0;
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
@@ -119,7 +119,7 @@ void Batch::run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t>
 }
 
 // Notes which sequences exit after segment k, and their states.
-void Batch::note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits) {
+void PackedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits) {
   SegmentRun const& segment = *segments_[k];
   bool const deepest = k + 1 == segments_.size();
   float const* states = segment.exit_states.data();
@@ -135,7 +135,7 @@ void Batch::note_exits(std::size_t k, Steps const& scheduled, std::vector<std::i
   }
 }
 
-std::vector<StepResult> Batch::results(std::vector<SlotStep> const& all) {
+std::vector<StepResult> PackedBatch::results(std::vector<SlotStep> const& all) {
   exit_states_.clear();
   for (SlotStep const& one : all) {
     exit_states_.insert(exit_states_.end(), one.exit_states.begin(), one.exit_states.end());
@@ -166,7 +166,7 @@ std::vector<StepResult> Batch::results(std::vector<SlotStep> const& all) {
 }
 
 // Updates the sequences' lengths and pending states; copies first, so that an exception leaves all as before.
-void Batch::commit(std::vector<SlotStep>& all) {
+void PackedBatch::commit(std::vector<SlotStep>& all) {
   for (SlotStep& one : all) {
     if (one.segments_run == segments_.size()) continue;
     float const* const states = new_states(one.segments_run - 1, one);
@@ -182,7 +182,7 @@ void Batch::commit(std::vector<SlotStep>& all) {
   }
 }
 
-void Batch::bind(std::size_t slot, PackedSequence& sequence) {
+void PackedBatch::bind(std::size_t slot, PackedSequence& sequence) {
   try {
     for (auto const& segment : segments_) segment->bind(slot, sequence);
   } catch (Ort::Exception const& error) {

@@ -22,19 +22,19 @@ struct SlotRequest {
 };
 
 // Sequences in `sessions->slots` slots, and the buffers of their steps. May be used by one thread at a time.
-class Batch {
+class PackedBatch {
  public:
   // thresholds: one per checkpoint, as returned by `resolve_thresholds`.
   // max_pending: pending tokens of a sequence before a segment must run over it.
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
   //     pending tokens run it.
-  Batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, std::vector<double> const& thresholds,
-        std::int64_t max_pending, double compaction_threshold);
-  virtual ~Batch() = default;
+  PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, std::vector<double> const& thresholds,
+              std::int64_t max_pending, double compaction_threshold);
+  virtual ~PackedBatch() = default;
 
-  std::size_t free() const { return free_.size(); }  // slots without a sequence
-  std::size_t join();                                // adds an empty sequence and returns its slot
-  void leave(std::size_t slot);                      // frees the slot and the buffers of its sequence
+  std::size_t free_slots() const { return free_.size(); }
+  std::size_t join();            // adds an empty sequence and returns its slot
+  void leave(std::size_t slot);  // frees the slot and the buffers of its sequence
   PackedSequence& sequence(std::size_t slot) { return *sequences_[slot]; }
 
   // Runs the new tokens of some sequences, by ascending slots. The results are in the same order, without scores, and

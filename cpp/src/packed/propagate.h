@@ -2,22 +2,22 @@
 //
 // A sequence that exits has a frozen hidden state: deeper segments run without it, and it gets the keys and values that
 // their layers make of that state, which a small network computes for all that skip a segment at once. No tokens are
-// ever pending, so that there is no choice to make as in `Batch`.
+// ever pending, so that there is no choice to make as in `PackedBatch`.
 #pragma once
 
 #include "packed/batch.h"
 
 namespace tide {
 
-// As `Batch`; every segment's K/V buffers hold all tokens of a sequence.
-class PropagatingBatch final : public Batch {
+// As `PackedBatch`; every segment's K/V buffers hold all tokens of a sequence.
+class PropagatingBatch final : public PackedBatch {
  public:
   PropagatingBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
                    std::vector<double> const& thresholds)
-      : Batch(std::move(sessions), manifest, thresholds, 0, 1.0) {}
+      : PackedBatch(std::move(sessions), manifest, thresholds, 0, 1.0) {}
 
-  // As `Batch::step`, but returns one row of logits for each sequence: there is no lossless mode. A sequence's first
-  // step and every step of several tokens run every segment.
+  // As `PackedBatch::step`, but returns one row of logits for each sequence: there is no lossless mode. A sequence's
+  // first step and every step of several tokens run every segment.
   std::vector<StepResult> step(std::vector<SlotRequest> const& requests) override;
 
  private:

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "segmented/segment_backend.h"
+#include "segmented/backend.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -46,7 +46,7 @@ class SegmentedSequence final : public Sequence {
     }
     bool const several = exit + 1 == lengths_.size() && keep > 1;
     StepResult result;
-    result.logits = several ? buffers_->rows() : buffers_->logits(exit);
+    result.logits = several ? buffers_->position_logits() : buffers_->logits(exit);
     result.rows = several ? static_cast<std::size_t>(keep) : 1;
     result.vocabulary = static_cast<std::size_t>(backend_.manifest().model.vocab_size);
     result.exit_layer = depths_[exit];

@@ -108,7 +108,7 @@ void SequenceBuffers::set_threshold(std::size_t k, float threshold) {
 void SequenceBuffers::run(std::size_t k, std::int64_t const* ids, std::int64_t count, std::int64_t length,
                           std::int64_t target, std::int64_t keep) {
   std::int64_t const max_tokens = info_.max_tokens;
-  if (k + 1 == segments_.size()) {  // keeps the rows from the chunk on that holds the first token of `rows`
+  if (k + 1 == segments_.size()) {  // keeps the rows from the chunk on that holds the first token of `position_logits`
     std::int64_t const start = (count - keep) / max_tokens * max_tokens;
     num_logits_ = keep;
     first_logits_row_ = count - keep - start;
@@ -171,7 +171,7 @@ Decision SequenceBuffers::decision(std::size_t k) {
 
 float const* SequenceBuffers::logits(std::size_t k) { return head(segments_[k].exit_states, 1); }
 
-float const* SequenceBuffers::rows() {
+float const* SequenceBuffers::position_logits() {
   rows_.resize(static_cast<std::size_t>(num_logits_) * vocabulary_);
   for (std::int64_t first = 0; first < num_logits_; first += info_.max_logits) {
     std::int64_t const count = std::min(num_logits_ - first, info_.max_logits);

@@ -54,7 +54,7 @@ class SequenceBuffers {
   // ids: the `count` new tokens, for segment 0.
   // count: tokens to run over; length: tokens in the segment's K/V cache.
   // target: row of the next segment's pending buffer for the first new hidden state.
-  // keep: last segment: number of last tokens whose logits `rows` returns.
+  // keep: last segment: number of last tokens whose logits `position_logits` returns.
   //
   // Throws GenerationError: the device has not enough memory, or failed.
   void run(std::size_t k, std::int64_t const* ids, std::int64_t count, std::int64_t length, std::int64_t target,
@@ -67,7 +67,7 @@ class SequenceBuffers {
   float const* logits(std::size_t k);
 
   // Logits of the last `keep` tokens of the last segment's last run: float32 [keep, V], valid until the next call.
-  float const* rows();
+  float const* position_logits();
 
  private:
   struct Segment {
@@ -100,7 +100,7 @@ class SequenceBuffers {
   Buffer scratch_, chunk_;        // rows between a run and their pending buffer, after it and before it
   Buffer ids_, ids_host_, logits_, logits_host_;
   std::vector<float> rows_;
-  std::int64_t num_logits_ = 0, first_logits_row_ = 0;  // the head's pending rows that `rows` returns logits of
+  std::int64_t num_logits_ = 0, first_logits_row_ = 0;  // the head's pending rows for `position_logits`
   std::set<std::size_t> queued_;  // segments whose staging memory the queue may still read or write
 };
 

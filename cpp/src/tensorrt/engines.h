@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "backend.h"
+#include "sequence.h"
 
 namespace tide {
 

@@ -2,8 +2,8 @@
 //
 // An engine runs on one version of one flavour, on the GPUs it was built for. All of that is compared before the
 // library reads an engine, because its own messages do not help users. The library is opened when engines are, so that
-// this one loads where there is none. Each device has one execution context per network and optimization profile, all with the
-// same working memory: a device runs one network at a time.
+// this one loads where there is none. Each device has one execution context per network and optimization profile, all
+// with the same working memory: a device runs one network at a time.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "tensorrt/engines.h"
 #include "tensorrt/flavours.h"
 #include "tensorrt/plugins.h"
-#include "segmented/segment_backend.h"
+#include "segmented/backend.h"
 #include "formatting.h"
 #include "tide/errors.h"
 

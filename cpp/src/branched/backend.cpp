@@ -1,4 +1,4 @@
-#include "branched/graph_backend.h"
+#include "branched/backend.h"
 
 #include "names.h"
 #include "onnxruntime/session.h"
@@ -39,7 +39,7 @@ TensorTypes graph_outputs(Manifest const& manifest) {
 
 }  // namespace
 
-GraphBackend::GraphBackend(Bundle opened, std::optional<std::int64_t> threads)
+BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> threads)
     : Backend(std::move(opened)), batch_networks_(bundle(), threads) {
   check_onnxruntime();
   env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");

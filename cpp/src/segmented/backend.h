@@ -5,7 +5,7 @@
 #include <functional>
 #include <mutex>
 
-#include "backend.h"
+#include "sequence.h"
 #include "segmented/sequence_memory.h"
 
 namespace tide {

@@ -3,16 +3,16 @@
 
 #include <onnxruntime_cxx_api.h>
 
-#include "backend.h"
+#include "sequence.h"
 #include "packed/networks.h"
 
 namespace tide {
 
-class GraphBackend final : public Backend {
+class BranchedBackend final : public Backend {
  public:
   // Loads the graph; `threads` are checked. Throws BundleError: the graph does not load, or its inputs and outputs do
   // not match the manifest. ProviderError: ONNX Runtime is too old.
-  GraphBackend(Bundle bundle, std::optional<std::int64_t> threads);
+  BranchedBackend(Bundle bundle, std::optional<std::int64_t> threads);
 
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                   std::int64_t room) override;
