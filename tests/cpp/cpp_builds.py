@@ -95,11 +95,12 @@ class CppBuild:
         build, driver, prefix = folder / "build", folder / "driver", folder / "prefix"
         with (self._folder / "tensorrt.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self._build(self._folder, build, f"-DTENSORRT_ROOT={root}", "-DTIDE_WITH_TENSORRT=ON")
-            run(["cmake", "--install", str(build), "--prefix", str(prefix)])
-            (folder / "tensorrt_stubs.h").write_text(stubs(Path(root) / "include"))
-            options = [headers(self._folder / "headers")[0], f"-DTENSORRT_HEADERS={root}/include", f"-DSTUBS={folder}"]
-            self._build_driver(driver, prefix, *options, f"-DTENSORRT_MAJOR={version[0]}")
+            if not (driver / "tide_driver").is_file():
+                self._build(self._folder, build, f"-DTENSORRT_ROOT={root}", "-DTIDE_WITH_TENSORRT=ON")
+                run(["cmake", "--install", str(build), "--prefix", str(prefix)])
+                (folder / "tensorrt_stubs.h").write_text(stubs(Path(root) / "include"))
+                options = [headers(self._folder / "headers")[0], f"-DTENSORRT_HEADERS={root}/include"]
+                self._build_driver(driver, prefix, *options, f"-DSTUBS={folder}", f"-DTENSORRT_MAJOR={version[0]}")
         program = build / self.program.relative_to(self._folder / "build")
         return TensorrtBuild(program, driver / "tide_driver", driver, ".".join(version))
 

@@ -119,7 +119,7 @@ def test_auto_takes_engines_and_says_so(opens, bundle: Path) -> None:
     engine.close()
 
 
-def test_many_threads_have_a_lane_each(engine: CppEngine, python: Engine, demo_text_ids) -> None:
+def test_each_thread_has_its_own_buffers(engine: CppEngine, python: Engine, demo_text_ids) -> None:
     ids = demo_text_ids[100:120]
     answers = engine.call("at_once", "4", *engine.request(ids, 12, threshold=0.6, stop_token_ids=[]))
     for omitted, answer in enumerate(answers):

@@ -1,4 +1,4 @@
-"""What the tests on a GPU need: one, and the kernels, from TIDE_KERNELS_LIBRARY or built here with nvcc."""
+"""A GPU and the kernels, from TIDE_KERNELS_LIBRARY or built here with nvcc, for the tests on a GPU."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Engines on a GPU: every one against ONNX Runtime, the whole against the branched graph, token for token."""
+"""Engines on a GPU: each against ONNX Runtime, generation against the branched graph, token for token."""
 
 import runpy
 import shutil

@@ -10,9 +10,7 @@ from native_builds import KERNELS_EMULATED, Builds, cuda_headers, need, tensorrt
 
 @pytest.fixture(scope="session")
 def builds(shared: Path) -> Builds:
-    shared_builds = os.environ.get(
-        "TIDE_NATIVE_BUILDS"
-    )  # a folder that outlives the run, for whoever runs the tests often
+    shared_builds = os.environ.get("TIDE_NATIVE_BUILDS")  # a folder that outlives the run, to reuse builds
     folder = Path(shared_builds) if shared_builds else shared / "native"
     folder.mkdir(parents=True, exist_ok=True)
     return Builds(folder)

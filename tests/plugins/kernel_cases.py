@@ -50,7 +50,7 @@ def tolerance(case: RouteCase | ScatterCase) -> float:
 
 
 def run_all(runner: Runner) -> int:
-    """Runs every case; gives how many."""
+    """Runs every case; returns their number."""
     for route in ROUTE:
         check_route(runner, route, tolerance(route))
     for scatter in SCATTER:

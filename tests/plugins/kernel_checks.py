@@ -1,4 +1,4 @@
-"""What each kernel must compute, in float64 NumPy, and checks of a case each, for the tests on the CPU and on a GPU."""
+"""The kernels' references in float64 NumPy, and a check of each kernel, for the tests on the CPU and on a GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -115,7 +115,7 @@ def check_route(runner: Runner, case: RouteCase, tolerance: float) -> None:
 
 
 def check_route_rows_alone(runner: Runner, case: RouteCase, smaller: list[int]) -> None:
-    """A row's score has the same bits whatever stands beside it."""
+    """A row's score is bitwise the same whatever the other rows."""
     data = route_data(case)
     scores, _ = run_route(runner, case, data)
     for rows in smaller:
@@ -126,7 +126,7 @@ def check_route_rows_alone(runner: Runner, case: RouteCase, smaller: list[int]) 
 
 
 def check_route_nan(runner: Runner, case: RouteCase) -> None:
-    """A row that holds a NaN gets a NaN and stays; an infinite one does not disturb its neighbours either."""
+    """A row that holds a NaN gets a NaN and stays; neither it nor an infinite row changes other rows."""
     data = route_data(case)
     scores, _ = run_route(runner, case, data)
     bad = case.rows // 2
@@ -156,7 +156,7 @@ class ScatterCase:
 
 
 def check_scatter(runner: Runner, case: ScatterCase, tolerance: float) -> None:
-    """Values, exit layers and counts; rows that do not leave, left before or have nowhere to go change nothing."""
+    """Values, exit layers and counts; rows that stay, exited before or have no destination change nothing."""
     rng = np.random.default_rng(case.seed)
     output_rows = case.output_rows or case.rows
     states = encode(rng.normal(0.2, 1.5, (case.rows, case.hidden + case.padding)), case.states)
@@ -206,7 +206,7 @@ def check_scatter(runner: Runner, case: ScatterCase, tolerance: float) -> None:
 
 
 def check_compact(runner: Runner, rows: int, row_bytes: int, share: float, seed: int = 0, padding: int = 0) -> None:
-    """Stable split; what lies behind the written rows stays poisoned."""
+    """Stable split; memory after the written rows stays poisoned."""
     rng = np.random.default_rng(seed)
     states = rng.integers(0, 255, (rows, row_bytes + padding)).astype(np.uint8)
     exits = (rng.random(rows) < share).astype(np.int32) * 3
@@ -226,7 +226,7 @@ def check_compact(runner: Runner, rows: int, row_bytes: int, share: float, seed:
 
 
 def check_gather(runner: Runner, batch: int, tokens: int, capacity: int, token_bytes: int, seed: int = 0) -> None:
-    """Appended in place where they fit; positions of all that wait; a count above the capacity where they do not."""
+    """Appended in place where they fit; positions of all pending states; else a count above the capacity."""
     rng = np.random.default_rng(seed)
     states = rng.integers(0, 255, (batch, tokens, token_bytes)).astype(np.uint8)
     take = rng.integers(0, 2, batch).astype(np.int32)

@@ -32,14 +32,14 @@ def encode(values: np.ndarray, kind: int) -> np.ndarray:
 
 
 def decode(array: np.ndarray) -> np.ndarray:
-    """The float64 values of what `encode` gives."""
+    """The float64 values of an array from `encode`."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return array.astype(np.float64)
 
 
 def rounded(values: np.ndarray, kind: int) -> np.ndarray:
-    """float64 values after a trip through a TideType."""
+    """float64 values rounded to a TideType."""
     return decode(encode(values, kind))
 
 

@@ -1,4 +1,4 @@
-"""Builds of the native parts, and what it takes to have them; what cannot be built here skips with a reason."""
+"""Builds the native parts for the tests; what cannot be built here skips with a reason."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # in CI nothing is skipped for want of a compiler
+REQUIRED = os.environ.get("TIDE_REQUIRE_NVCC") == "1"  # CI: a missing compiler fails instead of skipping
 KERNELS_EMULATED = "tide_kernels_emulated"
 
 
@@ -38,7 +38,7 @@ class Builds:
         self.folder = folder
 
     def make(self, preset: str, target: str, *options: str) -> Path:
-        """The folder in which `target` of `preset` was built; a second time costs a second."""
+        """Builds `target` of `preset`, incrementally; returns the build folder."""
         build = self.folder / preset
         with (self.folder / f"{preset}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,7 +49,7 @@ class Builds:
         return build
 
     def kernels(self) -> Path:
-        """What nvcc compiles, and the plugins where there are TensorRT headers.
+        """Builds the kernels with nvcc, and the plugins where there are TensorRT headers.
 
         Optimized less than for users, unless a GPU will run it: that halves the minute and a half of two cores.
         """

@@ -1,7 +1,7 @@
-"""What the four kernels are there for together: steps of a batch, every row at a depth of its own, in the C interface.
+"""The four kernels in the steps of a batch, with every row at its own depth, through the C interface.
 
-A model of three segments stands behind them, whose segments remember (as K/V caches do), so that a token that is run
-out of order or twice shows. The reference runs every row alone through every segment and takes the earliest checkpoint
+The model has three segments with state (like a K/V cache), so that a token that runs out of order or twice changes the
+result. The reference runs every row alone through every segment and takes the earliest checkpoint
 whose router is above its threshold.
 """
 
@@ -12,7 +12,7 @@ import pytest
 from kernel_runner import Runner, poison, tk
 
 B, D, R, SEGMENTS, STEPS, CAPACITY = 5, 16, 4, 3, 12, 8
-LAYERS = (2, 4, 6)  # run at each checkpoint, and in all
+LAYERS = (2, 4, 6)  # run at each checkpoint, and at full depth
 
 
 class Model:
@@ -37,7 +37,7 @@ class Model:
 
 
 def reference(model: Model) -> tuple[np.ndarray, np.ndarray]:
-    """What every row hands out in every step, [STEPS, B, D], and after how many layers, [STEPS, B]."""
+    """The exit state of every row in every step, [STEPS, B, D], and its layers, [STEPS, B]."""
     states, layers = np.zeros((STEPS, B, D), np.float32), np.zeros((STEPS, B), int)
     for row in range(B):
         memory = np.zeros((SEGMENTS, D), np.float32)
@@ -52,58 +52,58 @@ def reference(model: Model) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Batch:
-    """The same rows side by side: what waits before each segment stays where the segment reads it."""
+    """The same rows as a batch; pending states are in each segment's input."""
 
     def __init__(self, model: Model, runner: Runner, max_pending: int) -> None:
         self.model, self.runner, self.max_pending = model, runner, max_pending
         self.memory = np.zeros((SEGMENTS, B, D), np.float32)
-        self.pending = [poison((B, CAPACITY, D), np.float32) for _ in range(SEGMENTS)]
-        self.waiting = [np.zeros(B, np.int32) for _ in range(SEGMENTS)]
+        self.pending_states = [poison((B, CAPACITY, D), np.float32) for _ in range(SEGMENTS)]
+        self.pending_counts = [np.zeros(B, np.int32) for _ in range(SEGMENTS)]
         self.lengths = [np.zeros(B, np.int32) for _ in range(SEGMENTS)]
         self.counts = np.zeros(SEGMENTS, np.int64)
         self.tokens_run = np.zeros(SEGMENTS, int)
 
     def step(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [B, D] -> what the head would take [B, D], and after how many layers [B]."""
+        """Tokens [B, D] -> exit states [B, D] and their layers [B]."""
         output, exit_layers = poison((B, D), np.float32), np.zeros(B, np.int32)
-        going, left = np.ones(B, np.int32), np.zeros(B, np.int32)
-        y, new = x, [x]  # each row's last token, and all its new ones, place by place
+        running, exited = np.ones(B, np.int32), np.zeros(B, np.int32)
+        y, new = x, [x]  # each row's last token, and all its new ones by position
         counts = np.ones(B, np.int32)
         for k in range(SEGMENTS):
-            for place, states in enumerate(new):
-                self.gather(k, states, (counts > place).astype(np.int32))
-            forced = (self.waiting[k] > self.max_pending).astype(np.int32)
-            runs = going & ((1 - left) | forced)
+            for position, states in enumerate(new):
+                self.gather(k, states, (counts > position).astype(np.int32))
+            forced = (self.pending_counts[k] > self.max_pending).astype(np.int32)
+            runs = running & ((1 - exited) | forced)
             staying = self.compact(y, 1 - runs)
-            counts = np.where(np.isin(np.arange(B), staying), self.waiting[k], 0)
+            counts = np.where(np.isin(np.arange(B), staying), self.pending_counts[k], 0)
             y, new = poison((B, D), np.float32), [poison((B, D), np.float32) for _ in range(counts.max(initial=0))]
             for row in staying:
-                for place, state in enumerate(self.run(k, row)):
-                    y[row] = new[place][row] = state
-            going = (counts > 0).astype(np.int32)
+                for position, state in enumerate(self.run(k, row)):
+                    y[row] = new[position][row] = state
+            running = (counts > 0).astype(np.int32)
             rows = staying.astype(np.int32)
             exits = np.ones(len(rows), np.int32) if k == SEGMENTS - 1 else self.route(k, y[rows])
             self.scatter(k, y[rows], exits, rows, output, exit_layers)
-            left = (exit_layers > 0).astype(np.int32)
+            exited = (exit_layers > 0).astype(np.int32)
         return output, exit_layers
 
     def run(self, k: int, row: int) -> list[np.ndarray]:
-        """Segment k over all that waits in a row, in order."""
-        waiting = self.pending[k][row, : self.waiting[k][row]]
-        states = [self.model.segment(k, x, self.memory[k, row]) for x in waiting]
+        """Segment k over all pending tokens of a row, in order."""
+        pending = self.pending_states[k][row, : self.pending_counts[k][row]]
+        states = [self.model.segment(k, x, self.memory[k, row]) for x in pending]
         self.tokens_run[k] += len(states)
         self.lengths[k][row] += len(states)
-        self.waiting[k][row] = 0
+        self.pending_counts[k][row] = 0
         return states
 
     def gather(self, k: int, y: np.ndarray, take: np.ndarray) -> None:
         args = tk.GatherPendingArgs()
         args.batch, args.tokens, args.capacity, args.token_bytes = B, 1, CAPACITY, 4 * D
         positions = poison((B, CAPACITY), np.int32)
-        outputs = {"pending": self.pending[k], "counts": self.waiting[k], "positions": positions}
+        outputs = {"pending": self.pending_states[k], "counts": self.pending_counts[k], "positions": positions}
         self.runner.run("tide_gather_pending", args, {"states": y, "take": take, "lengths": self.lengths[k]}, outputs)
-        assert (self.waiting[k] <= CAPACITY).all()
-        assert ((positions >= 0).sum(axis=1) == self.waiting[k]).all()
+        assert (self.pending_counts[k] <= CAPACITY).all()
+        assert ((positions >= 0).sum(axis=1) == self.pending_counts[k]).all()
 
     def compact(self, y: np.ndarray, exits: np.ndarray) -> np.ndarray:
         args = tk.CompactArgs()
@@ -141,7 +141,7 @@ def test_every_row_of_a_batch_equals_the_row_alone(emulated_library: Path, max_p
         np.testing.assert_allclose(output, states[step], atol=1e-6)
     assert batch.counts.tolist() == [(layers == count).sum() for count in LAYERS]
     assert batch.tokens_run[0] == B * STEPS
-    assert batch.tokens_run[2] < B * STEPS, "deep segments were not run where nobody needed them"
-    waiting = sum(count.sum() for count in batch.waiting)
-    assert waiting > 0
-    assert all((count <= max_pending).all() for count in batch.waiting)
+    assert batch.tokens_run[2] < B * STEPS, "deep segments ran only where needed"
+    pending = sum(count.sum() for count in batch.pending_counts)
+    assert pending > 0
+    assert all((count <= max_pending).all() for count in batch.pending_counts)

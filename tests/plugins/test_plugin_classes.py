@@ -134,7 +134,7 @@ def test_route_equals_the_function_s_body(driver, batch, shortlist):
     ("norm", "kind", "shift"),
     [("rms", tk.NORM_RMS, False), ("layer", tk.NORM_LAYER, False), ("layer", tk.NORM_LAYER, True)],
 )
-def test_route_finds_its_norm_s_weights_behind_the_shortlist(driver, norm, kind, shift, shortlist):
+def test_route_finds_its_norm_s_weights_after_the_shortlist(driver, norm, kind, shift, shortlist):
     rng = np.random.default_rng(shortlist)
     arrays = router(rng, 96, 24, shortlist)
     states = rng.normal(1, 2, (3, 1, 96)).astype(np.float32)
@@ -178,7 +178,7 @@ def test_route_takes_16_bit_states(driver, kind, weights_kind):
         ({}, {0: (2, 1, 90)}, "down is not"),
     ],
 )
-def test_route_says_what_is_wrong(driver, attributes, change, message):
+def test_route_reports_errors(driver, attributes, change, message):
     if change == {2: (96, 23)}:
         message = "up is not"  # 23 is taken for the bottleneck
     inputs = [np.zeros((2, 1, 96), np.float32), *route_inputs(router(np.random.default_rng(0), 96, 24, 9), 0.5)]
@@ -215,7 +215,7 @@ def test_exit_scatter(driver, in_place, lens):
     if lens:
         x = x + x @ lens_weights[0] @ lens_weights[1] + lens_weights[2]
     x = normed(x, tk.NORM_LAYER, 1e-5, {"scale": scale, "shift": shift}, 0.0)
-    expected[2], expected[0] = x[0], x[2]  # row 3's place is taken, row 4 has none
+    expected[2], expected[0] = x[0], x[2]  # row 3's destination is taken, row 4 has none
 
     attributes = {"norm": "layer", "epsilon": 1e-5, "layer": 6, "checkpoint": 1}
     inputs = [states, exits, destination, output, layers, counts, *lens_weights, scale, shift]
@@ -254,7 +254,7 @@ def test_gather_pending(driver, in_place):
     assert positions.tolist() == [[10, 11, 12, -1], [20, 21, -1, -1]]
 
 
-def test_no_plugin_is_called_like_an_onnx_operator():
-    """TensorRT picks by the bare name, whatever the domain."""
+def test_no_plugin_has_the_name_of_an_onnx_operator():
+    """TensorRT ignores the domain."""
     operators = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
     assert not operators & {"TideRoute", "TideExitScatter", "TideCompact", "TideGatherPending"}

@@ -94,7 +94,7 @@ def test_a_field_takes_the_type_that_our_attribute_has(library):
             assert fields[key] == kinds[type(value)], key
 
 
-def test_the_library_says_whose_it_is(library):
+def test_the_library_s_versions(library):
     found = find_plugins(library)
     assert found.version == __version__
     assert re.fullmatch(r"11\.\d+", found.tensorrt)
@@ -104,14 +104,14 @@ def test_the_library_says_whose_it_is(library):
 
 
 def test_opening_the_library_registers_by_itself(library):
-    """As in Triton; and `load_library` afterwards does not find the names taken."""
+    """As in Triton; and a later `load_library` succeeds."""
     found = listing(library, "dlopen", "load", registry="libtensorrt_rtx.so.1")
     assert found["dlopen"] == PLUGINS
     assert found["load"] == PLUGINS
     assert found["created"]
 
 
-def test_tensorrt_rtx_is_left_alone(library):
+def test_nothing_is_registered_with_tensorrt_rtx(library):
     """It would prefer the plugins to the functions' bodies and abort."""
     assert listing(library, "dlopen")["dlopen"] == []
 
