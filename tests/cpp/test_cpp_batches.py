@@ -266,26 +266,26 @@ def test_missing_or_different_networks(demo_bundle: Path, tmp_path: Path, open_c
     assert len(old.generate([5], max_new_tokens=2).tokens) == 2
     with pytest.raises(GenerationError, match=r"holds no networks for batches .*: give one prompt at a time"):
         old.generate_batch([[5], [6]], max_new_tokens=2)
-    folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_04_")
-    for file in demo_bundle.glob("batch/slots_08_*"):
-        shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_08_", "_04_"))
-    (folder / names.BATCH_FOLDER / "slots_08_segment_02.onnx").write_bytes(b"no network")
+    folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_08_")
+    for file in demo_bundle.glob("batch/slots_16_*"):
+        shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_16_", "_08_"))
+    (folder / names.BATCH_FOLDER / "slots_16_segment_02.onnx").write_bytes(b"no network")
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
     mixed = open_cpp(folder)
     assert mixed.max_batch_size == 32
     with pytest.raises(
-        BundleError, match=r"slots_04_segment_00\.onnx' has the input .*\.slot_4, which its manifest does"
+        BundleError, match=r"slots_08_segment_00\.onnx' has the input .*\.slot_8, which its manifest does"
     ):
         mixed.generate_batch([[5], [6]], max_new_tokens=2)
-    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*slots_08_segment_02\.onnx': "):
-        mixed.generate_batch([[5]] * 5, max_new_tokens=2)
-    assert len(mixed.generate_batch([[5]] * 9, max_new_tokens=2)) == 9  # uses the next larger networks
+    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*slots_16_segment_02\.onnx': "):
+        mixed.generate_batch([[5]] * 9, max_new_tokens=2)
+    assert len(mixed.generate_batch([[5]] * 17, max_new_tokens=2)) == 17  # uses the next larger networks
     assert len(mixed.generate_batch([[5]] * 5, max_new_tokens=2)) == 5  # they serve smaller batches from then on
 
 
 def test_logits_that_are_not_finite(demo_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine]) -> None:
     """Several lists fail at their first token."""
-    folder = without(demo_bundle, tmp_path / "broken", "batch/slots_08_")
+    folder = without(demo_bundle, tmp_path / "broken", "batch/slots_16_")
     head = onnx.load(folder / names.batch_file(names.HEAD), load_external_data=False)
     tensors = [{entry.key: entry.value for entry in one.external_data} for one in head.graph.initializer]
     largest = max((entry for entry in tensors if entry), key=lambda entry: int(entry["length"]))

@@ -8,7 +8,7 @@
 namespace tide {
 namespace {
 
-constexpr std::size_t kBatchSizes[] = {4, 8, 16, 32};  // a bundle has a set of networks for each
+constexpr std::size_t kBatchSizes[] = {8, 16, 32};  // a bundle has a set of networks for each
 constexpr std::size_t kMaxBatchSize = 32;
 
 constexpr ONNXTensorElementDataType kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;

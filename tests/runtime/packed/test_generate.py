@@ -203,11 +203,11 @@ def test_a_bundle_without_networks_for_batches(demo_bundle: Path, tmp_path: Path
 
 
 def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
-    folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_04_")
-    for file in demo_bundle.glob("batch/slots_08_*"):
-        shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_08_", "_04_"))
+    folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_08_")
+    for file in demo_bundle.glob("batch/slots_16_*"):
+        shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_16_", "_08_"))
     write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
-    with pytest.raises(BundleError, match="slots_04_segment_00"):
+    with pytest.raises(BundleError, match="slots_08_segment_00"):
         load(folder, threads=1).generate([[5], [6]], max_new_tokens=2)
 
 
