@@ -34,26 +34,26 @@ INLINE_BYTES = 1024  # weights up to this size are in the graph's own file
 
 
 def context_length(source: SourceModel, max_length: int | None) -> int:
-    """Tokens a sequence of the bundle may have: `max_length`, at most what the graph is exact for.
+    """Returns the most tokens of a sequence: `max_length`, at most what the graph is exact for.
 
     Raises:
         ConfigError: `max_length` is out of range, or the model sets no bound and none is given.
         UnsupportedModelError: the model attends in a way that cannot be exported.
     """
-    own, why = source.context_length, "the model's context"
-    if own is not None and own == source.longrope_length:
+    limit, why = source.context_length, "the model's context"
+    if limit is not None and limit == source.longrope_length:
         why = "longer ones would change the rotary angles of tokens already cached (longrope)"
     blocks = [mask.size for mask in layer_masks(source.model, source.num_layers) if mask and mask.kind == "chunk"]
-    if blocks and (own is None or min(blocks) < own):
-        own, why = min(blocks), "layers attend in blocks of that many tokens"
+    if blocks and (limit is None or min(blocks) < limit):
+        limit, why = min(blocks), "layers attend in blocks of that many tokens"
     if max_length is None:
-        if own is None:
+        if limit is None:
             raise ConfigError(f"{source.name} sets no context length of its own: give --max-length")
-        if own != getattr(source.text_config, "max_position_embeddings", None):
-            logger.warning("the bundle holds sequences of at most %d tokens: %s", own, why)
-        return own
-    if max_length < 2 or (own is not None and max_length > own):
-        raise ConfigError(f"max_length must lie in 2..{own or 'any'} ({why}), not {max_length}")
+        if limit != getattr(source.text_config, "max_position_embeddings", None):
+            logger.warning("the bundle holds sequences of at most %d tokens: %s", limit, why)
+        return limit
+    if max_length < 2 or (limit is not None and max_length > limit):
+        raise ConfigError(f"max_length must lie in 2..{limit or 'any'} ({why}), not {max_length}")
     return max_length
 
 
@@ -89,40 +89,40 @@ def write_networks(
 
 
 def save_graph(graph: ir.Model, folder: Path) -> None:
-    """Writes model.onnx and, beside it, every weight of more than a few bytes in model.onnx.data.
+    """Writes model.onnx, and every weight of more than INLINE_BYTES to model.onnx.data.
 
-    Two weights that are one array under two shapes (a quantized head tied to the embedding) are written once.
+    Two weights that share an array under two shapes (a quantized head tied to the embedding) are written once.
     """
     shared = _shared_weights(graph)
     if not shared:
         ir.save(graph, folder / names.GRAPH_FILE, external_data=names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
         return
     weights = graph.graph.initializers
-    held = {name: value.const_value for name, value in weights.items()}
+    tensors = {name: value.const_value for name, value in weights.items()}
     try:
         for name in shared:
-            weights[name].const_value = ir.tensor(np.zeros(0, np.uint8), name=name)  # until its owner has a place
+            weights[name].const_value = ir.tensor(np.zeros(0, np.uint8), name=name)  # until its owner is stored
         ir.external_data.unload_from_model(graph, folder, names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)
         for name, owner in shared.items():
-            place, tensor = weights[owner].const_value, held[name]
-            assert isinstance(place, ir.ExternalTensor)
+            stored, tensor = weights[owner].const_value, tensors[name]
+            assert isinstance(stored, ir.ExternalTensor)
             assert tensor is not None
             weights[name].const_value = ir.ExternalTensor(
-                place.location,
-                place.offset,
-                place.length,
+                stored.location,
+                stored.offset,
+                stored.length,
                 tensor.dtype,
                 shape=ir.Shape(tensor.shape.numpy()),
                 name=name,
             )
         ir.save(graph, folder / names.GRAPH_FILE)
-    finally:  # as `ir.save` does: the caller's graph stays as it was
-        for name, tensor in held.items():
+    finally:  # as `ir.save` does: the caller's graph is not changed
+        for name, tensor in tensors.items():
             weights[name].const_value = tensor
 
 
 def _shared_weights(graph: ir.Model) -> dict[str, str]:
-    """Weights that are an array which another one is too, under another shape, each with the other's name."""
+    """Weights that share another weight's array under another shape, by name, each with the other's name."""
     first: dict[tuple[int, int], str] = {}
     shared: dict[str, str] = {}
     for name, value in graph.graph.initializers.items():
@@ -135,18 +135,18 @@ def _shared_weights(graph: ir.Model) -> dict[str, str]:
 
 
 def save_tokenizer(model: str, folder: Path) -> None:
-    """Copies the model's tokenizer; a model that has none still exports, for callers that bring token ids."""
+    """Copies the model's tokenizer; without one the bundle is for callers that bring token ids."""
     try:
         load_tokenizer(model).save_pretrained(folder)
     except ModelError as error:
-        # As text: a handler that keeps records would keep the traceback with it, and by that the model.
+        # As text: a handler that keeps records would keep the traceback with it, and so the model.
         logger.warning("the bundle has no tokenizer, only token ids can be given to it: %s", str(error))
 
 
 def make_manifest(
     source: SourceModel, routers: RouterSet, config: TideConfig, graph: ir.Model, length: int
 ) -> Manifest:
-    """The manifest of a bundle, but for its files."""
+    """Returns the manifest of a bundle, without its files."""
     past = [value for value in graph.graph.inputs if (value.name or "").startswith("past_key_values.")]
     keys = [value.shape for value in past if (value.name or "").endswith(".key")]
     return Manifest(
@@ -191,10 +191,10 @@ def _tensor_info(value: ir.Value) -> TensorInfo:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
