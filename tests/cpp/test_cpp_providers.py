@@ -211,7 +211,7 @@ def test_networks_unlike_their_manifest_are_refused(cpp, changed, tiny_bundle: P
     bundle = changed()
     edit(bundle, "networks", "exit_size", value=64)
     sentence = (
-        r"segment_00.onnx': output exit_states is float32 \['rows', 1, 128\], but its manifest calls for float32 \["
+        r"segment_00.onnx': output exit_states is float32 \['batch', 1, 128\], but its manifest calls for float32 \["
     )
     refused(cpp, bundle, BundleError, sentence, networks="host")
     edit(bundle, "networks", "weights", value="bf16")

@@ -18,7 +18,7 @@ std::string shown(Tensor const& tensor) {
   std::string dims;
   for (std::int64_t const size : tensor.shape) {
     dims += dims.empty() ? "" : ", ";
-    dims += size == kTokens ? "'tokens'" : size == kSequences ? "'rows'" : std::to_string(size);
+    dims += size == kTokens ? "'tokens'" : size == kSequences ? "'batch'" : std::to_string(size);
   }
   return tensor.dtype + " [" + dims + "]";
 }
