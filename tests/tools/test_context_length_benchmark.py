@@ -16,26 +16,26 @@ def test_every_length_and_case_gets_a_row(
     monkeypatch.setattr(benchmark_length, "genai_installed", lambda: False)
     options = ["--decode", "8,24", "--prefill", "8,24", "--loads", "1", "--rounds", "2", "--threads", "1", "--check"]
     files = ["--graphs", str(demo_graphs), "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    monkeypatch.setattr(sys, "argv", ["benchmark_length", str(demo_model), *options, *files])
+    monkeypatch.setattr(sys, "argv", ["context_length", str(demo_model), *options, *files])
     assert benchmark_length.main() == 1
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["median_ms"]) == 2 * 3 + 2 * 4
     assert [goal["ratio"] for goal in result["goals"]] == [None] * 5
     said = capsys.readouterr().out
     assert said.count("exits, all wait") == 2
-    assert "NOT MEASURED decode step behind 24 tokens over one behind 8" in said
-    assert "LEFT OUT ORT-GenAI's graph" in said
+    assert "NOT MEASURED decode step after 24 tokens over one after 8" in said
+    assert "OMITTED ORT-GenAI's graph" in said
     assert (tmp_path / "r.png").stat().st_size > 5_000
 
 
 def test_cases_do_what_they_say(demo_bundle: Path) -> None:
-    from harness.engine_case import UNLIMITED, Stepper, tokens
+    from harness.engine_case import UNLIMITED, DecodeSteps, tokens
 
     from tide_export.runtime.engine import load
 
     engine = load(demo_bundle, "cpu", 1)
     context = tokens(20, engine.manifest.model.vocab_size)
-    stepper = Stepper(engine, context)
+    stepper = DecodeSteps(engine, context)
     for _ in range(3 * stepper.room):
         stepper.first_exit()
         assert stepper.state.length <= len(context) + stepper.room + 1
@@ -65,26 +65,26 @@ def test_growth_is_held_against_the_peers() -> None:
 def test_turns_are_summed_up_and_judged() -> None:
     import random
 
-    from harness.interleave import UNTIMED, Goal, rendered, summary, take_turns
+    from harness.interleave import UNTIMED, Goal, interleave, render_table, summary
 
     order, seconds, took = random.Random(0), {}, {"a": 0.001, "b": 0.002}
     turns = dict.fromkeys(took, 0)
 
     def case(name: str):
-        def turn() -> float:
+        def case() -> float:
             turns[name] += 1
             return took[name]
 
-        return turn
+        return case
 
-    take_turns({name: case(name) for name in took}, 4, order, seconds)
+    interleave({name: case(name) for name in took}, 4, order, seconds)
     assert turns == {"a": 4 + UNTIMED, "b": 4 + UNTIMED}
     goals = [Goal("half", "a", "b", 0.5), Goal("less", "b", "a", 1.9), Goal("of none", "a", "c", 1.0)]
     result = summary(seconds, ["b", "c", "a"], "a", goals)
     assert result["median_ms"] == {"b": 2.0, "a": 1.0}
     assert result["relative"] == {"b": 2.0, "a": 1.0}
     assert [goal["met"] for goal in result["goals"]] == [True, False, False]
-    assert "NOT MEASURED of none" in rendered(result, "a")
+    assert "NOT MEASURED of none" in render_table(result, "a")
 
 
 def test_a_kept_folder_refuses_another_recipe(tmp_path: Path) -> None:
@@ -107,9 +107,9 @@ def test_a_stretched_model_is_the_same_but_for_its_context(demo_model: Path, tmp
 
 
 def test_a_context_without_room_is_refused() -> None:
-    from harness.engine_case import room_behind
+    from harness.engine_case import steps_after
 
-    assert room_behind(128, None) == room_behind(128, 1024) == 48
-    assert room_behind(1000, 1024) == 8
+    assert steps_after(128, None) == steps_after(128, 1024) == 48
+    assert steps_after(1000, 1024) == 8
     with pytest.raises(SystemExit, match="--stretch"):
-        room_behind(1020, 1024)
+        steps_after(1020, 1024)

@@ -11,19 +11,19 @@ TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
 
 
 @pytest.fixture(scope="module")
-def benchmark_modes():
+def modes():
     sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
     try:
-        import modes as benchmark_modes
+        import modes
     finally:
         sys.path.pop(0)
-    return benchmark_modes
+    return modes
 
 
-def test_rows_and_files(benchmark_modes, demo_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_rows_and_files(modes, demo_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     options = ["--prompts", "4", "--new-tokens", "12", "--threads", "1", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["benchmark_modes", str(demo_bundle), "--dataset", str(TEXT), *options])
-    assert benchmark_modes.main() == 0
+    monkeypatch.setattr(sys, "argv", ["modes", str(demo_bundle), "--dataset", str(TEXT), *options])
+    assert modes.main() == 0
     rows = json.loads((tmp_path / "modes.json").read_text())
     assert [row["mode"] for row in rows] == ["full", *["exit"] * 6, *["static"] * 3, "lossless"]
     full, *exits = [row for row in rows if row["mode"] in ("full", "exit")]
@@ -37,16 +37,14 @@ def test_rows_and_files(benchmark_modes, demo_bundle: Path, tmp_path: Path, monk
     assert "4 prompts of 48 tokens" in capsys.readouterr().out
 
 
-def test_several_together(
-    benchmark_modes, demo_bundle: Path, propagating_bundle: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_several_together(modes, demo_bundle: Path, propagating_bundle: Path, tmp_path: Path, monkeypatch) -> None:
     """Together the tokens and passes are those of one by one, of both kinds of K/V cache."""
     options = ["--prompts", "2", "--new-tokens", "8", "--threads", "1", "--thresholds", "0.5", "--out", str(tmp_path)]
-    line = ["benchmark_modes", str(demo_bundle), str(propagating_bundle), "--dataset", str(TEXT), *options]
+    line = ["modes", str(demo_bundle), str(propagating_bundle), "--dataset", str(TEXT), *options]
     tables = []
     for more in ([], ["--together", "2"]):
         monkeypatch.setattr(sys, "argv", [*line, *more])
-        assert benchmark_modes.main() == 0
+        assert modes.main() == 0
         rows = json.loads((tmp_path / "modes.json").read_text())
         tables.append({(r["bundle"], r["mode"], r["setting"], r["together"]): r for r in rows})
     alone, together = tables
@@ -62,9 +60,9 @@ def test_several_together(
             assert (row["agreement"], row["layers"]) == pytest.approx((one["agreement"], one["layers"]), abs=1e-9)
 
 
-def test_another_token_in_lossless_mode_is_a_failure(benchmark_modes, demo_bundle: Path, tmp_path, monkeypatch) -> None:
-    seen = benchmark_modes.Seen(0.9, 1.0, 1.0)
-    monkeypatch.setattr(benchmark_modes, "generate", lambda engine, mode, prompt, said: iter([seen]))
+def test_another_token_in_lossless_mode_is_a_failure(modes, demo_bundle: Path, tmp_path, monkeypatch) -> None:
+    seen = modes.Seen(0.9, 1.0, 1.0)
+    monkeypatch.setattr(modes, "generate", lambda engine, mode, prompt, said: iter([seen]))
     options = ["--prompts", "2", "--new-tokens", "3", "--threads", "1", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["benchmark_modes", str(demo_bundle), "--dataset", str(TEXT), *options])
-    assert benchmark_modes.main() == 1
+    monkeypatch.setattr(sys, "argv", ["modes", str(demo_bundle), "--dataset", str(TEXT), *options])
+    assert modes.main() == 1

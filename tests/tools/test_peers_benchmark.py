@@ -147,11 +147,11 @@ def test_peers_are_timed_or_left_out_with_the_reason(
     monkeypatch.setattr(benchmark_peers, "genai_installed", lambda: False)
     options = ["--context", str(CONTEXT), "--loads", "2", "--rounds", "2", "--threads", "1", "--check"]
     files = ["--graphs", str(demo_graphs), "--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    monkeypatch.setattr(sys, "argv", ["benchmark_peers", str(demo_model), *options, *files])
+    monkeypatch.setattr(sys, "argv", ["peers", str(demo_model), *options, *files])
     assert benchmark_peers.main() == 1
     result = json.loads((tmp_path / "r.json").read_text())
-    assert list(result["median_ms"]) == [benchmark_peers.OURS, benchmark_peers.MAY_EXIT, "HuggingFace eager"]
-    assert result["median_ms"]["HuggingFace eager"] == 500
+    assert list(result["median_ms"]) == [benchmark_peers.OURS, benchmark_peers.MAY_EXIT, "Hugging Face eager"]
+    assert result["median_ms"]["Hugging Face eager"] == 500
     assert set(result["left_out"]) == {
         "TIDE 0.2.1",
         "Optimum-ONNX",
@@ -160,11 +160,11 @@ def test_peers_are_timed_or_left_out_with_the_reason(
     }
     said, loud = capsys.readouterr()
     assert "NOT MEASURED at least 2x as fast as Optimum-ONNX" in said
-    assert "met     at least 3x as fast as HuggingFace eager" in said
+    assert "met     at least 3x as fast as Hugging Face eager" in said
     for out in (said, loud):
-        assert "LEFT OUT TIDE 0.2.1: its logits are not ours" in out
+        assert "OMITTED TIDE 0.2.1: its logits are not ours" in out
         assert "--peer optimum=ENVIRONMENT/bin/python" in out
-        assert "LEFT OUT transformers.exporters, fused: it has ended: last words" in out
+        assert "OMITTED transformers.exporters, fused: it has ended: last words" in out
     assert (tmp_path / "r.png").stat().st_size > 5_000
 
 

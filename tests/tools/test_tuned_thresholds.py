@@ -88,7 +88,7 @@ def test_documents_tune_saw_are_left_out_and_the_rest_is_measured(bundle: Path, 
     for words in (
         f"{found['n']} prompts of 4 documents",
         "left out: 6",
-        "left after layer 12",
+        "exited after layer 12",
         "certified epsilon 0.4",
     ):
         assert words in text

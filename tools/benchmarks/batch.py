@@ -1,11 +1,11 @@
-"""Tokens a second over the number of sequences decoded together: full depth, exits, lossless, in one interleaved run.
+"""Times batches: tokens a second over the batch size at full depth, with exits and lossless, in one interleaved run.
 
     python tools/benchmarks/batch.py BUNDLE --dataset SPEC [--sizes 1,2,4,8,16,32] [--lossless 0,1] [--plot FILE.png]
 
 Prompts are cut from documents of SPEC at lengths from half to one and a half times `--prompt-tokens`. A round gives
-every case its turn, in an order drawn anew: B sequences, `--new-tokens` behind their prompts, of which the first is not
+every case once, in a new random order: B sequences, `--new-tokens` after their prompts, of which the first is not
 counted; the next round takes the next B prompts, of as many as the largest B. B = 1 is the one-sequence graph, so that
-what a batch gains is against the best there is for one. Of each case the median over the rounds is told, the ratio to
+what a batch gains is against the best there is for one. Of each case the median over the rounds is shown, the ratio to
 one sequence at full depth and the ratio to as many at full depth; only ratios within one run mean anything. Tokens of
 every batch are compared with those one by one, in lossless mode with those at full depth (a difference is rounding:
 they are counted, and how far apart the two best logits were is not known here).
@@ -67,19 +67,19 @@ def main() -> None:
     engines = _engines(options, sizes)
     prompts = _prompts(options, max(sizes))
     cases = _cases(options)
-    turns = [(case, size) for case in cases for size in sizes if size > 1 or _is_first_compaction(case, cases)]
+    measured = [(case, size) for case in cases for size in sizes if size > 1 or _is_first_compaction(case, cases)]
     alone: dict[float | None, list[Generation]] = {}
     for case in cases:
         if case.threshold not in alone:  # None: full depth, whose tokens are those of lossless mode
             alone[case.threshold], _ = _run(engines[sizes[0]], case, prompts, options.new_tokens, together=False)
-    seconds: dict[tuple[Case, int], list[float]] = {turn: [] for turn in turns}
-    outcome: dict[tuple[Case, int], list[tuple[Generation, Generation]]] = {turn: [] for turn in turns}
+    seconds: dict[tuple[Case, int], list[float]] = {entry: [] for entry in measured}
+    outcome: dict[tuple[Case, int], list[tuple[Generation, Generation]]] = {entry: [] for entry in measured}
     for size, engine in engines.items():
         engine.generate(prompts[:size], max_new_tokens=2)  # opens the networks
     order = random.Random(0)
     for number in range(options.rounds):
-        order.shuffle(turns)
-        for case, size in turns:
+        order.shuffle(measured)
+        for case, size in measured:
             places = [(number * size + place) % len(prompts) for place in range(size)]
             chosen = [prompts[place] for place in places]
             done, spent = _run(engines[size], case, chosen, options.new_tokens, together=size > 1)
@@ -88,7 +88,7 @@ def main() -> None:
     rows = []
     full = {size: size * (options.new_tokens - 1) / median(seconds[cases[0], size]) for size in sizes}
     base = full.get(1, float("nan"))
-    for case, size in sorted(turns, key=lambda turn: (cases.index(turn[0]), turn[1])):
+    for case, size in sorted(measured, key=lambda entry: (cases.index(entry[0]), entry[1])):
         speed = size * (options.new_tokens - 1) / median(seconds[case, size])
         pairs = [pair for one, other in outcome[case, size] for pair in zip(one.tokens, other.tokens, strict=True)]
         layers = float(np.mean([one.stats.layers_run_per_token for one, _ in outcome[case, size]]))

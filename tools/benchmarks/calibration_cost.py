@@ -2,10 +2,10 @@
 
     python tools/benchmarks/calibration_cost.py MODEL --dataset SPEC [--text SPEC] [--json FILE] [--plot FILE.png]
 
-Time: `collect` and Hugging Face's own forward pass (logits and all) over the same tokens in the same batches, in turns
-in one process; the ratio is that of the medians. Fitting is no part of it. Memory: reading and collecting with a fixed
-number of kept tokens from 10 thousand, 100 thousand and 1 million tokens, each in a process of its own; the largest
-resident set as Linux counted it (VmHWM). `--text` is for the latter, where the dataset is too short.
+Time: `collect` and Hugging Face's own forward pass (logits and all) over the same tokens in the same batches,
+interleaved in one process; the ratio is that of the medians. Fitting is not included. Memory: reading and collecting
+with a fixed number of kept tokens from 10 thousand, 100 thousand and 1 million tokens, each in a new process; the
+largest resident set as Linux counts it (VmHWM). `--text` is for the latter, where the dataset is too short.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def plain_pass(source: SourceModel, plan: Plan) -> None:
 
 
 def measure_time(model: str, spec: str, tokens: int, length: int, capacity: int, rounds: int, device: str) -> dict:
-    """Seconds of `collect` in memory, `collect` into a folder, and the plain pass, in turns."""
+    """Seconds of `collect` in memory, `collect` into a folder, and the plain pass, interleaved."""
     source = load_model(model, device)
     sequences = read(model, spec, tokens, length)
     config = TideConfig()
@@ -94,11 +94,11 @@ def measure_time(model: str, spec: str, tokens: int, length: int, capacity: int,
         "collect_into_folder": into_folder,
     }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first warms up
         for name, case in cases.items():
             started = time.perf_counter()
             case()
-            if turn:
+            if number:
                 seconds[name].append(time.perf_counter() - started)
     plain = statistics.median(seconds["plain"])
     ratios = {f"{name}_ratio": statistics.median(values) / plain for name, values in seconds.items() if name != "plain"}

@@ -1,4 +1,4 @@
-"""A decode step behind N tokens and the time to the first token of a prompt, ours and ONNX Runtime GenAI's.
+"""A decode step after N tokens and the time to the first token of a prompt, ours and ONNX Runtime GenAI's.
 
     python tools/benchmarks/context_length.py MODEL --decode 128,2048,4096 --stretch 8192 [--graphs FOLDER] [--plot
     FILE.png]
@@ -7,10 +7,10 @@
 Decode steps: our graph without branches, with branches of which none is taken, with every token leaving at the first
 checkpoint, and GenAI's graph. Each is related to GenAI's at the same length, and each length to the first one.
 Prompts: a new sequence up to its first logits, memory for K/V included; ours at full depth without and with branches;
-where all may leave at once and the bundle's `max_pending` says how many may wait (`exits, max_pending`), and where any
-number may (`exits, all wait`: what a prompt costs that is answered by its first layers, with the rest left for later);
+where all exit at the first checkpoint and the bundle's `max_pending` limits the pending tokens (`exits, max_pending`),
+or nothing does (`exits, all wait`: a prompt that is answered by its first layers, with the rest pending);
 GenAI's graph with a head that reads the last token alone, as ours does. `--stretch` gives the model a context it was
-not trained for: what it says there means nothing, but it takes the time it takes. All cases take turns in one run; all
+not trained for: its tokens there are meaningless, their time is not. All cases are interleaved in one run; all
 sessions are loaded again, in another order, `--loads` times. Without ONNX Runtime GenAI its goals are not measured,
 which `--check` counts as missed.
 """
@@ -28,7 +28,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 import numpy as np
 import onnxruntime
 from harness import genai_case as genai
-from harness.engine_case import UNLIMITED, Stepper, logits_after, prefill_turn, room_behind, tokens
+from harness.engine_case import UNLIMITED, DecodeSteps, logits_after, prefill_case, steps_after, tokens
 from harness.graphs import (
     BRANCHED,
     GENAI,
@@ -39,7 +39,7 @@ from harness.graphs import (
     genai_installed,
     recipe_of,
 )
-from harness.interleave import Goal, Seconds, Turn, goal_lines, summary, take_turns, write_json
+from harness.interleave import Case, Goal, Seconds, goal_lines, interleave, summary, write_json
 from harness.peer_case import check_logits
 
 from tide_export.formatting import table
@@ -63,39 +63,39 @@ def named(case: str, stage: str, length: int) -> str:
 
 def load_cases(
     graphs: Graphs, decode: list[int], prefill: list[int], threads: int, order: random.Random
-) -> dict[str, Turn]:
+) -> dict[str, Case]:
     """Fresh sessions, loaded in random order, and the cases that run on them."""
     model = graphs.manifest.model
     prompts = {length: tokens(length, model.vocab_size) for length in {*decode, *prefill}}
-    cases: dict[str, Turn] = {}
+    cases: dict[str, Case] = {}
 
     def plain() -> None:
         engine = load(graphs.folder / PLAIN, "cpu", threads, verify=False)
         for n in decode:
-            cases[named(FULL, "decode", n)] = Stepper(engine, prompts[n]).full
+            cases[named(FULL, "decode", n)] = DecodeSteps(engine, prompts[n]).full
         for n in prefill:
-            cases[named(FULL, "prefill", n)] = prefill_turn(engine, prompts[n])
+            cases[named(FULL, "prefill", n)] = prefill_case(engine, prompts[n])
 
     def branched() -> None:
         engine = load(graphs.folder / BRANCHED, "cpu", threads, verify=False)
         for n in decode:
-            cases[named(MAY_EXIT, "decode", n)] = Stepper(engine, prompts[n]).full
-            cases[named(ALL_EXIT, "decode", n)] = Stepper(engine, prompts[n]).first_exit
+            cases[named(MAY_EXIT, "decode", n)] = DecodeSteps(engine, prompts[n]).full
+            cases[named(ALL_EXIT, "decode", n)] = DecodeSteps(engine, prompts[n]).first_exit
         for n in prefill:
-            cases[named(MAY_EXIT, "prefill", n)] = prefill_turn(engine, prompts[n])
-            cases[named(LIMITED, "prefill", n)] = prefill_turn(engine, prompts[n], exits=True)
-            cases[named(WAITING, "prefill", n)] = prefill_turn(engine, prompts[n], exits=True, max_pending=UNLIMITED)
+            cases[named(MAY_EXIT, "prefill", n)] = prefill_case(engine, prompts[n])
+            cases[named(LIMITED, "prefill", n)] = prefill_case(engine, prompts[n], exits=True)
+            cases[named(WAITING, "prefill", n)] = prefill_case(engine, prompts[n], exits=True, max_pending=UNLIMITED)
 
     def genai_decode() -> None:
         graph = genai.GenaiGraph(graphs.folder / GENAI, threads)
         for n in decode:
-            room = room_behind(n, model.context_length)
-            cases[named(PEER, "decode", n)] = genai.decode_turn(graph, prompts[n], room)
+            room = steps_after(n, model.context_length)
+            cases[named(PEER, "decode", n)] = genai.decode_case(graph, prompts[n], room)
 
     def genai_prefill() -> None:
         graph = genai.GenaiGraph(graphs.folder / GENAI_LAST, threads)
         for n in prefill:
-            cases[named(PEER, "prefill", n)] = genai.prefill_turn(graph, prompts[n], ROOM)
+            cases[named(PEER, "prefill", n)] = genai.prefill_case(graph, prompts[n], ROOM)
 
     loaders = [plain, branched]
     if genai_installed():
@@ -106,7 +106,7 @@ def load_cases(
 
 
 def check_genai(graphs: Graphs, length: int, threads: int) -> float:
-    """How far GenAI's logits behind `length` tokens are from ours, in shares of the largest one."""
+    """How far GenAI's logits after `length` tokens are from ours, in shares of the largest one."""
     ids = tokens(length, graphs.manifest.model.vocab_size)
     sequence = genai.GenaiSequence(genai.GenaiGraph(graphs.folder / GENAI, threads), length)
     sequence.read(ids[:-1])
@@ -117,7 +117,7 @@ def check_genai(graphs: Graphs, length: int, threads: int) -> float:
 def goals_of(decode: list[int], prefill: list[int]) -> list[Goal]:
     goals = []
     for n in decode:
-        what = f"decode step behind {n} tokens at least 1.05x as fast as ORT-GenAI's graph"
+        what = f"decode step after {n} tokens at least 1.05x as fast as ORT-GenAI's graph"
         goals.append(Goal(what, named(FULL, "decode", n), named(PEER, "decode", n), 1 / 1.05))
     for n in prefill:
         what = f"first token of {n} no later than ORT-GenAI's graph"
@@ -126,7 +126,7 @@ def goals_of(decode: list[int], prefill: list[int]) -> list[Goal]:
 
 
 def growth(medians: dict[str, float], decode: list[int]) -> list[dict]:
-    """The goal that a step behind more tokens costs no more, related to one behind the fewest, than GenAI's does."""
+    """The goal that a step after more tokens costs no more, related to one after the fewest, than GenAI's does."""
     found = []
     for n in decode[1:]:
         ratio, limit = (
@@ -136,7 +136,7 @@ def growth(medians: dict[str, float], decode: list[int]) -> list[dict]:
             for case in (FULL, PEER)
         )
         met = ratio is not None and limit is not None and ratio <= limit
-        what = f"decode step behind {n} tokens over one behind {decode[0]}, against ORT-GenAI's ratio"
+        what = f"decode step after {n} tokens over one after {decode[0]}, against ORT-GenAI's ratio"
         found.append({"goal": what, "ratio": ratio if limit else None, "limit": limit, "met": met})
     return found
 
@@ -152,13 +152,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     graphs.forget_source()
     model = graphs.manifest.model
     for n in [*decode, *prefill]:
-        room_behind(n, model.context_length)
+        steps_after(n, model.context_length)
     apart = check_genai(graphs, max(decode + prefill), arguments.threads) if peer else None
     seconds: Seconds = {}
     order = random.Random(0)
     for _ in range(arguments.loads):
         cases = load_cases(graphs, decode, prefill, arguments.threads, order)
-        take_turns(cases, arguments.rounds, order, seconds)
+        interleave(cases, arguments.rounds, order, seconds)
         del cases
     names = [named(case, "decode", n) for n in decode for case in DECODE]
     names += [named(case, "prefill", n) for n in prefill for case in PREFILL]
@@ -207,15 +207,15 @@ def render(result: dict) -> str:
     lines = [
         f"{result['model']}: fp32, {result['layers']} layers, checkpoints {result['checkpoints']}, context "
         f"{result['context_length']}, {result['threads']} threads, medians of {result['loads']} loads x "
-        f"{result['rounds']} interleaved turns, max_pending {result['max_pending']}"
+        f"{result['rounds']} interleaved rounds, max_pending {result['max_pending']}"
     ]
-    for stage, title in (("decode", "decode step behind"), ("prefill", "first token of")):
+    for stage, title in (("decode", "decode step after"), ("prefill", "first token of")):
         if result[stage]:
             headers = [title, "case", "median ms", "p10 ms", f"x {PEER}", f"x of {result[stage][0]}"]
             lines.append(table(headers, rows(result, stage), left=2))
     lines += goal_lines(result["goals"])
     if result["genai_logits_apart"] is None:
-        lines.append("LEFT OUT ORT-GenAI's graph: onnxruntime-genai is not installed: pip install 'tide_export[bench]'")
+        lines.append("OMITTED ORT-GenAI's graph: onnxruntime-genai is not installed: pip install 'tide_export[bench]'")
     else:
         lines.append(f"ORT-GenAI's logits within {result['genai_logits_apart']:.0e} of ours")
     return "\n".join(lines)
@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--decode", default="", metavar="N,...", help="tokens in the cache before a decode step")
     parser.add_argument("--prefill", default="", metavar="N,...", help="tokens of a prompt")
     parser.add_argument("--loads", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each case per load")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of each case per load")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="write a plot (PNG) here")

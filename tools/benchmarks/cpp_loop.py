@@ -1,12 +1,12 @@
-"""What a token costs in the Python loop and in the C++ loop, on one bundle, in turns.
+"""Times a token in the Python loop and in the C++ loop, on one bundle, interleaved.
 
     python tools/benchmarks/cpp_loop.py BUNDLE PROGRAM [--sequences 1,8] [--rounds 9] [--new-tokens 96] [--json FILE]
 
 PROGRAM is `tide_generate` of `cmake --preset runtime` (docs/guide/cpp.md). Each round decodes the same tokens with
 both, one thread, at full depth and with exits, in random order; both drive the same graph in the same library. With
---sequences some prompts are decoded together, on the networks for batches; what is told is the time of a token then, a
-step's time divided by their number. Of Python's time, what passes outside its calls to ONNX Runtime is
-shown too. The tokens of both must be equal, or there is nothing to compare.
+--sequences prompts are decoded in batches, on the networks for batches; the time of a token is then a step's time
+divided by their number. The part of Python's time outside its calls to ONNX Runtime is shown too. The tokens of both
+must be equal.
 """
 
 import argparse
@@ -39,8 +39,8 @@ class Clock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def behind_the_first(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step` that begins to count anew behind its first call, which runs over the prompts."""
+    def after_the_first(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step` that begins to count anew after its first call, which runs over the prompts."""
         calls = 0
 
         def counted(*arguments: Any, **options: Any) -> Any:
@@ -74,25 +74,25 @@ class Timed:
 
 
 class TimedEngine(Engine):
-    """An engine whose lists are timed behind the step over their prompts."""
+    """An engine whose batches are timed after the step over their prompts."""
 
     clock: Clock
 
     def start_batch(self, *arguments: Any) -> Batch:
         batch = super().start_batch(*arguments)
-        setattr(batch, "step", self.clock.behind_the_first(batch.step))  # noqa: B010  mypy refuses methods
+        setattr(batch, "step", self.clock.after_the_first(batch.step))  # noqa: B010  mypy refuses methods
         return batch
 
 
-def timed_engine(bundle: str, clock: Clock, most: int) -> Engine:
-    """An engine of one thread, with its networks for `most` sequences open where that is more than one."""
+def timed_engine(bundle: str, clock: Clock, max_batch_size: int) -> Engine:
+    """An engine of one thread, with its networks for `max_batch_size` sequences open where that is more than one."""
     loaded = load(bundle, "cpu", threads=1, verify=False)
     assert isinstance(loaded.backend, BranchedBackend)
     backend = BranchedBackend(loaded.bundle, Timed(loaded.backend.session, clock), threads=1)
     engine = TimedEngine(loaded.bundle, backend)
     engine.clock = clock
-    if most > 1:
-        opened = backend.batch_networks.sessions(most)
+    if max_batch_size > 1:
+        opened = backend.batch_networks.sessions(max_batch_size)
         segments, skipped = (tuple(Timed(one, clock) for one in some) for some in (opened.segments, opened.skipped))
         timed = replace(opened, segments=segments, head=Timed(opened.head, clock), skipped=skipped)
         backend.batch_networks._opened = timed
@@ -102,10 +102,8 @@ def timed_engine(bundle: str, clock: Clock, most: int) -> Engine:
 Tokens = list[list[int]]
 
 
-def python_turn(
-    engine: Engine, clock: Clock, prompts: Tokens, count: int, case: str
-) -> tuple[Tokens, dict[str, float]]:
-    """The tokens, and milliseconds per token behind the first ones, with those inside ONNX Runtime."""
+def run_python(engine: Engine, clock: Clock, prompts: Tokens, count: int, case: str) -> tuple[Tokens, dict[str, float]]:
+    """The tokens, and milliseconds per token after the first ones, with those inside ONNX Runtime."""
     per_token = 1000 / (count - 1) / len(prompts)
     if len(prompts) == 1:
         stream = engine.stream(prompts[0], max_new_tokens=count, stop_token_ids=[], **CASES[case])
@@ -118,7 +116,7 @@ def python_turn(
     return [one.tokens for one in made], {PYTHON: decoding, INSIDE: clock.seconds * per_token}
 
 
-def cpp_turn(program: str, bundle: str, prompts: Tokens, count: int, case: str) -> tuple[Tokens, dict[str, float]]:
+def run_cpp(program: str, bundle: str, prompts: Tokens, count: int, case: str) -> tuple[Tokens, dict[str, float]]:
     options = [word for name, value in CASES[case].items() for word in (f"--{name}", str(value))]
     given = [word for prompt in prompts for word in ("--ids", ",".join(map(str, prompt)))]
     line = [program, bundle, *given, "--max-new-tokens", str(count), *options]
@@ -133,7 +131,7 @@ def cpp_turn(program: str, bundle: str, prompts: Tokens, count: int, case: str) 
 
 
 def title(case: str, sequences: int) -> str:
-    return case if sequences == 1 else f"{case}, {sequences} together"
+    return case if sequences == 1 else f"{case}, {sequences} in a batch"
 
 
 def measure(
@@ -142,23 +140,23 @@ def measure(
     """By case and number of sequences: median milliseconds per token of each loop, and inside ONNX Runtime."""
     taken: dict[str, dict[str, list[float]]] = {}
     clocks = {size: Clock() for size in sizes}
-    engines = {size: timed_engine(bundle, clock, size) for size, clock in clocks.items()}  # idle places are not free
+    engines = {size: timed_engine(bundle, clock, size) for size, clock in clocks.items()}  # idle slots are not free
     vocabulary = engines[sizes[0]].manifest.model.vocab_size
     prompts = [[((i + 64 * number) * 7919) % vocabulary for i in range(1, 65)] for number in range(max(sizes))]
-    turns = [(case, size) for case in CASES for size in sizes]
+    pairs = [(case, size) for case in CASES for size in sizes]
     for _ in range(rounds):
-        for case, size in random.sample(turns, len(turns)):
+        for case, size in random.sample(pairs, len(pairs)):
             both: list[Callable[[], tuple[Tokens, dict[str, float]]]] = [
-                partial(python_turn, engines[size], clocks[size], prompts[:size], count, case),
-                partial(cpp_turn, program, bundle, prompts[:size], count, case),
+                partial(run_python, engines[size], clocks[size], prompts[:size], count, case),
+                partial(run_cpp, program, bundle, prompts[:size], count, case),
             ]
-            made = [turn() for turn in random.sample(both, 2)]
+            made = [run() for run in random.sample(both, 2)]
             if made[0][0] != made[1][0]:
                 raise SystemExit(f"the two runtimes disagree about the tokens of '{title(case, size)}'")
             for _, times in made:
                 for name, milliseconds in times.items():
                     taken.setdefault(title(case, size), {}).setdefault(name, []).append(milliseconds)
-    order = [title(case, size) for case, size in turns]
+    order = [title(case, size) for case, size in pairs]
     return {name: {by: median(times) for by, times in taken[name].items()} for name in order}
 
 

@@ -3,10 +3,10 @@
     python tools/benchmarks/decode.py MODEL [--checkpoints 4,8,12] [--threads 2] [--spin 0] [--graphs FOLDER] [--plot
     FILE.png]
 
-Cases take turns in a new random order each round, one decode step each, so that a busy moment of the machine, and the
-caches the case before left behind, hit all of them alike. Where a session's weights happen to lie in memory moves it by
-some percent, so all sessions are loaded again, in another order, `--loads` times. Only ratios within one run mean
-anything. Threads wait as they do in the product, GenAI's too; with `--spin 0` they sleep at
+Cases are interleaved in a new random order each round, one decode step each, so that a busy moment of the machine, and
+the caches that the previous case filled, affect all of them alike. The place of a session's weights in memory
+changes its time by a few percent, so sessions are loaded again, in another order, `--loads` times. Only ratios within
+one run mean anything. Threads wait as they do in the product, GenAI's too; with `--spin 0` they sleep at
 once, as the goals are set (PyTorch's wait some 20 microseconds either way).
 MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned) and without
 any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager PyTorch
@@ -27,26 +27,26 @@ from tide_export.cli.torch_environment import SPIN_ROUNDS
 
 os.environ.setdefault(
     "GOMP_SPINCOUNT", str(SPIN_ROUNDS)
-)  # some 20 us; by default threads spin into the next case's turn
+)  # some 20 us; by default threads spin into the next case's measurement
 
 import onnxruntime
 import torch
 from harness import genai_case as genai_graph
-from harness.engine_case import RESTART_AFTER, Stepper, room_behind, tokens
+from harness.engine_case import RESTART_AFTER, DecodeSteps, steps_after, tokens
 from harness.graphs import BRANCHED, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
-from harness.interleave import Goal, Seconds, Turn, plot, rendered, summary, take_turns, write_json
+from harness.interleave import Case, Goal, Seconds, interleave, plot, render_table, summary, write_json
 
 from tide_export.model.source import SourceModel
 from tide_export.runtime.engine import load
 from tide_export.runtime.onnxruntime import library
 
 
-def eager_turn(source: SourceModel, context: Sequence[int]) -> Turn:
-    """One decode step of the HuggingFace model in eager PyTorch with its own growing cache."""
+def eager_case(source: SourceModel, context: Sequence[int]) -> Case:
+    """One decode step of the Hugging Face model in eager PyTorch with its own growing cache."""
     cache: list = [None, 0]
 
     @torch.no_grad()
-    def turn() -> float:
+    def case() -> float:
         if cache[0] is None or cache[1] > RESTART_AFTER:
             output = source.model(input_ids=torch.tensor([list(context)]), use_cache=True)
             cache[:] = [output.past_key_values, 0]
@@ -56,43 +56,50 @@ def eager_turn(source: SourceModel, context: Sequence[int]) -> Turn:
         source.model(input_ids=ids, past_key_values=cache[0], use_cache=True)
         return time.perf_counter() - started
 
-    return turn
+    return case
 
 
 def load_cases(
     graphs: Graphs, context: list[int], threads: int, order: random.Random, with_eager: bool
-) -> dict[str, Turn]:
+) -> dict[str, Case]:
     """Fresh sessions of every exported graph, loaded in random order, and the cases that run on them."""
-    room = room_behind(len(context), graphs.manifest.model.context_length)
+    room = steps_after(len(context), graphs.manifest.model.context_length)
 
-    def plain() -> dict[str, Turn]:
-        return {"no branches": Stepper(load(graphs.folder / PLAIN, "cpu", threads, verify=False), context).full}
+    def plain() -> dict[str, Case]:
+        return {"no branches": DecodeSteps(load(graphs.folder / PLAIN, "cpu", threads, verify=False), context).full}
 
-    def branched() -> dict[str, Turn]:
+    def branched() -> dict[str, Case]:
         engine = load(graphs.folder / BRANCHED, "cpu", threads, verify=False)
         return {
-            "branched, nothing exits": Stepper(engine, context).full,
-            "all exit at first": Stepper(engine, context).first_exit,
-            "deep run over 8": Stepper(engine, context).deep_over(8),
+            "branched, nothing exits": DecodeSteps(engine, context).full,
+            "all exit at first": DecodeSteps(engine, context).first_exit,
+            "deep run over 8": DecodeSteps(engine, context).deep_over(8),
         }
 
-    def genai() -> dict[str, Turn]:
+    def genai() -> dict[str, Case]:
         folder = graphs.folder / GENAI
         if not folder.exists():
             return {}
-        return {"genai": genai_graph.decode_turn(genai_graph.GenaiGraph(folder, threads), context, room)}
+        return {"genai": genai_graph.decode_case(genai_graph.GenaiGraph(folder, threads), context, room)}
 
-    def eager() -> dict[str, Turn]:
-        return {"HuggingFace eager": eager_turn(graphs.source, context)} if with_eager else {}
+    def eager() -> dict[str, Case]:
+        return {"Hugging Face eager": eager_case(graphs.source, context)} if with_eager else {}
 
     loaders = [plain, branched, genai, eager]
-    cases: dict[str, Turn] = {}
+    cases: dict[str, Case] = {}
     for loader in order.sample(loaders, len(loaders)):
         cases |= loader()
     return cases
 
 
-CASES = ("no branches", "branched, nothing exits", "all exit at first", "deep run over 8", "genai", "HuggingFace eager")
+CASES = (
+    "no branches",
+    "branched, nothing exits",
+    "all exit at first",
+    "deep run over 8",
+    "genai",
+    "Hugging Face eager",
+)
 
 GOALS = [
     Goal("full depth no slower than 0.9x ONNX Runtime GenAI", "no branches", "genai", 1 / 0.9),
@@ -122,7 +129,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     order = random.Random(0)
     for _ in range(arguments.loads):
         cases = load_cases(graphs, context, arguments.threads, order, arguments.eager)
-        take_turns(cases, arguments.rounds, order, seconds)
+        interleave(cases, arguments.rounds, order, seconds)
         del cases
     return {
         "model": recipe.model,
@@ -145,7 +152,8 @@ def render(result: dict) -> str:
         f"{result['model']}: {result['weights']}, {result['layers']} layers, checkpoints {result['checkpoints']}, "
         f"{result['shortlist']} shortlist rows a router, {result['threads']} threads that "
         f"spin {result['spin_microseconds']} us, one decode step after {result['context']} tokens, "
-        f"medians of {result['loads']} loads x {result['rounds']} interleaved turns\n" + rendered(result, "no branches")
+        f"medians of {result['loads']} loads x {result['rounds']} interleaved rounds\n"
+        + render_table(result, "no branches")
     )
 
 
@@ -161,7 +169,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the PyTorch model out")
     parser.add_argument("--loads", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=80, help="turns of each case per load")
+    parser.add_argument("--rounds", type=int, default=80, help="rounds of each case per load")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="write a bar chart (PNG) here")

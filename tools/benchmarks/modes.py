@@ -3,14 +3,14 @@
     python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--together B] [--out FOLDER]
 
 The first bundle's full depth continues prompts cut from the text, greedily. Along these continuations, token by token,
-each bundle is asked with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, and with
-every token leaving at one checkpoint whatever the router says (`static`, the naive baseline). Agreement is the share
+each bundle runs with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, and with
+every token exiting at one checkpoint whatever its score (`static`, the naive baseline). Agreement is the share
 of positions at which the greedy token is full depth's; speed is full depth's time over that of the same steps, medians
-over prompts. Every case takes one step in turn, in an order drawn anew, so that a machine that slows down slows all.
+over prompts. Every case takes one step per round, in a new random order, so that a machine that slows down slows all.
 Lossless mode generates the continuation by itself, in one go, and must give the same.
 With `--together B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
 too is against full depth of one prompt after the other, and medians are over groups of B prompts.
-Bundles of one model with different `kv_cache_strategy`, weights or routers can be given side by side. Writes
+Bundles of one model with different `kv_cache_strategy`, weights or routers can be compared. Writes
 `modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token.
 """
 
@@ -108,7 +108,7 @@ def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], said: l
         yield Seen(int(result.logits.argmax()) == following, sizes[result.segments_run - 1], seconds)
 
 
-def read_together(
+def read_batch(
     engine: Engine,
     networks: BatchNetworks,
     thresholds: Sequence[float],
@@ -120,19 +120,19 @@ def read_together(
     sizes = np.cumsum(manifest.segment_sizes)
     sessions = networks.sessions(len(prompts))
     batch = empty_batch(sessions, manifest, thresholds, manifest.max_pending, manifest.compaction_threshold)
-    places = [batch.join() for _ in prompts]
-    batch.step(dict(zip(places, prompts, strict=True)))
+    slots = [batch.join() for _ in prompts]
+    batch.step(dict(zip(slots, prompts, strict=True)))
     for tokens, following in pairwise(zip(*said, strict=True)):
-        new = {place: [token] for place, token in zip(places, tokens, strict=True)}
+        new = {slot: [token] for slot, token in zip(slots, tokens, strict=True)}
         started = time.perf_counter()
         results = batch.step(new)
         seconds = time.perf_counter() - started
-        agrees = [int(results[p].logits.argmax()) == token for p, token in zip(places, following, strict=True)]
+        agrees = [int(results[p].logits.argmax()) == token for p, token in zip(slots, following, strict=True)]
         yield Seen(fmean(agrees), fmean(sizes[result.segments_run - 1] for result in results.values()), seconds)
 
 
 def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> Iterator[Seen]:
-    """The same continuation by a generation of its own."""
+    """The same continuation by `Engine.generate`."""
     out = engine.generate(prompt, max_new_tokens=len(said), mode=mode, stop_token_ids=[])
     same = np.equal(out.tokens[1:], said[1:])
     yield Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
@@ -142,27 +142,27 @@ def cases_of(name: str, engine: Engine, thresholds: Sequence[float], together: i
     """Of one prompt at a time all but full depth, or those of several `verify.batch_parity`."""
     manifest = engine.manifest
     count = len(manifest.checkpoints)
-    own = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
-    settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": own}
+    default = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
+    settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": default}
     if together > 1:
         networks = BatchNetworks(engine.bundle, threads)
         wanted = [("full", "", [NEVER_EXIT] * count), *(("exit", *one) for one in settings.items())]
         return [
-            Case(name, mode, setting, partial(read_together, engine, networks, values), together)
+            Case(name, mode, setting, partial(read_batch, engine, networks, values), together)
             for mode, setting, values in wanted
         ]
-    found = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
+    cases = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
     for c, layers in enumerate(manifest.checkpoints):
         always = [ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)]
-        found.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
+        cases.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
     if manifest.kv_cache_strategy == EXACT:
-        found.append(
+        cases.append(
             Case(name, "lossless", "tuned" if manifest.drafting else "", partial(generate, engine, "lossless"))
         )
-    return found
+    return cases
 
 
-def in_turns(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[list[Seen]]:
+def interleaved(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[list[Seen]]:
     """All that `runs` give, one step of each after one of every other."""
     seen: list[list[Seen]] = [[] for _ in runs]
     going = list(range(len(runs)))
@@ -196,7 +196,7 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
                 first.generate(p, max_new_tokens=options.new_tokens, mode="full", stop_token_ids=[]).tokens
                 for p in group
             ]
-            for case, seen in zip(cases, in_turns([case.on(group, said) for case in cases], order), strict=True):
+            for case, seen in zip(cases, interleaved([case.on(group, said) for case in cases], order), strict=True):
                 case.seen.append(joined(seen))
             advance(1)
     rows = []
@@ -204,7 +204,7 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
         if case is generated:
             continue
         against = generated if case.mode == "lossless" else stepped
-        ratios = [full.seconds / own.seconds for full, own in zip(against.seen, case.seen, strict=True)]
+        ratios = [full.seconds / one.seconds for full, one in zip(against.seen, case.seen, strict=True)]
         agreement, layers = fmean(s.agrees for s in case.seen), fmean(s.layers for s in case.seen)
         rows.append(Row(case.bundle, case.mode, case.setting, case.together, agreement, layers, median(ratios)))
     return rows
@@ -217,15 +217,15 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     groups = groupby(rows, key=lambda row: (row.bundle, row.mode, row.together))
     for number, ((bundle, mode, together), group) in enumerate(groups):
         label = f"{bundle}: {mode}" if several else mode
-        own = sorted((row for row in group), key=lambda row: row.speedup)
+        ordered = sorted((row for row in group), key=lambda row: row.speedup)
         axes.plot(
-            [100 * row.agreement for row in own],
-            [row.speedup for row in own],
+            [100 * row.agreement for row in ordered],
+            [row.speedup for row in ordered],
             "o--" if mode == "static" else "o-",
             label=f"{label}, {together} together" if most > 1 else label,
             color=f"C{number}",
         )
-        for row in own:
+        for row in ordered:
             axes.annotate(
                 row.setting, (100 * row.agreement, row.speedup), fontsize=7, xytext=(3, 3), textcoords="offset points"
             )

@@ -1,14 +1,14 @@
-"""One decode step at full depth against everything a user would pick instead, in one interleaved run: a table, a plot.
+"""Times one decode step at full depth against other ways to run the model, in one interleaved run: a table, a plot.
 
     python tools/benchmarks/peers.py MODEL [--peer optimum=PYTHON --peer tide=PYTHON] [--graphs FOLDER] [--plot
     FILE.png]
 
 The peers: Hugging Face in eager PyTorch, TIDE 0.2.1, Optimum-ONNX, transformers.exporters with its fusions for ONNX
-Runtime, and ONNX Runtime GenAI's graph. Each of the first four runs as its users run it, in a process of its own, which
+Runtime, and ONNX Runtime GenAI's graph. Each of the first four runs as its users run it, in a separate process, which
 `--peer NAME=PYTHON` starts with the interpreter of an environment that has its packages (NAME: eager, tide, optimum,
-exporters; this interpreter where none is given), and is asked for one step at a time over a pipe. Before a peer is
-timed, its logits are held against ours: same likeliest token, same values. One that cannot be started or says something
-else is left out, and the table says so and why; its goal is then not measured, which `--check` counts as a miss. All
+exporters; this interpreter where none is given), and runs one step per request over a pipe. Before a peer is
+timed, its logits are compared with ours: same likeliest token, same values. One that cannot be started or differs is
+omitted, and the table has the reason; its goal is then not measured, which `--check` counts as a miss. All
 sessions and processes start again, in another order, `--loads` times. Exporting takes minutes: `--graphs` keeps what
 was exported, theirs and ours.
 """
@@ -29,15 +29,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_ROUNDS))
 import numpy as np
 import onnxruntime
 from harness import genai_case as genai
-from harness.engine_case import Stepper, logits_after, room_behind, tokens
+from harness.engine_case import DecodeSteps, logits_after, steps_after, tokens
 from harness.graphs import BRANCHED, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
-from harness.interleave import Goal, Seconds, Turn, plot, rendered, summary, take_turns, write_json
+from harness.interleave import Case, Goal, Seconds, interleave, plot, render_table, summary, write_json
 from harness.peer_case import PEERS, PeerError, PeerProcess, PeerSpec, check_logits
 
 from tide_export.progress import stage
 from tide_export.runtime.engine import Engine, load
 
-Said = tuple[list[int], np.ndarray]  # tokens, and the logits [V] that follow the last
+LastStep = tuple[list[int], np.ndarray]  # tokens, and the logits [V] that follow the last
 
 OURS, MAY_EXIT, GENAI_TITLE = "tide-export, full depth", "tide-export, may exit but does not", "ORT-GenAI's graph"
 TITLES = {spec.name: spec.title for spec in PEERS}
@@ -55,46 +55,48 @@ GOALS = [
 
 
 class Run:
-    """The cases of one load, and what is left out of them from here on."""
+    """The cases of one load, and those omitted from here on."""
 
     def __init__(self, graphs: Graphs, pythons: dict[str, str], context: list[int], threads: int) -> None:
         self.graphs, self.pythons, self.context, self.threads = graphs, pythons, context, threads
-        self.left_out: dict[str, str] = {}
+        self.omitted: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         self.apart: dict[str, float] = {}
 
-    def load(self, order: random.Random, open_peers: ExitStack) -> dict[str, Turn]:
+    def load(self, order: random.Random, open_peers: ExitStack) -> dict[str, Case]:
         """Fresh sessions and processes, started in random order; then all that are not ours are checked."""
         engine: Engine | None = None
-        cases: dict[str, Turn] = {}
-        said: dict[str, Callable[[], Said]] = {}
+        cases: dict[str, Case] = {}
+        last_step: dict[str, Callable[[], LastStep]] = {}
         for title in order.sample(CASES, len(CASES)):
             if title == OURS:
                 engine = load(self.graphs.folder / PLAIN, "cpu", self.threads, verify=False)
-                cases[title] = Stepper(engine, self.context).full
+                cases[title] = DecodeSteps(engine, self.context).full
             elif title == MAY_EXIT:
                 branched = load(self.graphs.folder / BRANCHED, "cpu", self.threads, verify=False)
-                cases[title] = Stepper(branched, self.context).full
-            elif title not in self.left_out:
+                cases[title] = DecodeSteps(branched, self.context).full
+            elif title not in self.omitted:
                 try:
-                    cases[title], said[title] = self._genai() if title == GENAI_TITLE else self._peer(title, open_peers)
+                    cases[title], last_step[title] = (
+                        self._genai() if title == GENAI_TITLE else self._peer(title, open_peers)
+                    )
                 except PeerError as error:
-                    self._leave_out(title, str(error))
+                    self._omit(title, str(error))
         assert engine is not None
-        for title, last in said.items():
+        for title, last in last_step.items():
             try:
                 ids, logits = last()
                 self.apart[title] = check_logits(logits, logits_after(engine, ids))
             except PeerError as error:
                 del cases[title]
-                self._leave_out(title, str(error))
+                self._omit(title, str(error))
         return cases
 
-    def _leave_out(self, title: str, why: str) -> None:
-        self.left_out[title] = why
-        print(f"LEFT OUT {title}: {why}", file=sys.stderr, flush=True)
+    def _omit(self, title: str, why: str) -> None:
+        self.omitted[title] = why
+        print(f"OMITTED {title}: {why}", file=sys.stderr, flush=True)
 
-    def _peer(self, title: str, open_peers: ExitStack) -> tuple[Turn, Callable[[], Said]]:
+    def _peer(self, title: str, open_peers: ExitStack) -> tuple[Case, Callable[[], LastStep]]:
         spec = next(spec for spec in PEERS if spec.title == title)
         peer = self._start(spec)
         open_peers.callback(peer.close)
@@ -115,21 +117,21 @@ class Run:
                 f"--peer {spec.name}=ENVIRONMENT/bin/python"
             ) from error
 
-    def _genai(self) -> tuple[Turn, Callable[[], Said]]:
+    def _genai(self) -> tuple[Case, Callable[[], LastStep]]:
         folder = self.graphs.folder / GENAI
         if not folder.exists():
             raise PeerError("onnxruntime-genai is not installed: pip install 'tide_export[bench]'")
         self.versions[GENAI_TITLE] = f"onnxruntime {onnxruntime.__version__}"
         graph = genai.GenaiGraph(folder, self.threads)
-        room = room_behind(len(self.context), self.graphs.manifest.model.context_length)
+        room = steps_after(len(self.context), self.graphs.manifest.model.context_length)
 
-        def said() -> Said:
+        def last_step() -> LastStep:
             sequence = genai.GenaiSequence(graph, len(self.context) + 1)
             sequence.read(self.context)
             sequence.run(self.context[-1:])
             return [*self.context, self.context[-1]], sequence.logits()
 
-        return genai.decode_turn(graph, self.context, room), said
+        return genai.decode_case(graph, self.context, room), last_step
 
 
 def measure(arguments: argparse.Namespace, folder: Path, pythons: dict[str, str]) -> dict:
@@ -145,11 +147,11 @@ def measure(arguments: argparse.Namespace, folder: Path, pythons: dict[str, str]
         with ExitStack() as open_peers:
             cases = run.load(order, open_peers)
             try:
-                take_turns(cases, arguments.rounds, order, seconds)
+                interleave(cases, arguments.rounds, order, seconds)
             except PeerError as error:
                 raise SystemExit(f"a peer failed while it was timed: {error}") from error
             del cases
-    for title in run.left_out:
+    for title in run.omitted:
         seconds.pop(title, None)
     return {
         "model": recipe.model,
@@ -160,7 +162,7 @@ def measure(arguments: argparse.Namespace, folder: Path, pythons: dict[str, str]
         "rounds": arguments.rounds,
         "versions": run.versions,
         "logits_apart": run.apart,
-        "left_out": run.left_out,
+        "left_out": run.omitted,
         **summary(seconds, CASES, OURS, GOALS),
     }
 
@@ -168,12 +170,12 @@ def measure(arguments: argparse.Namespace, folder: Path, pythons: dict[str, str]
 def render(result: dict) -> str:
     lines = [
         f"{result['model']}: fp32, {result['layers']} layers, {result['threads']} threads, one decode step after "
-        f"{result['context']} tokens, medians of {result['loads']} loads x {result['rounds']} interleaved turns",
-        rendered(result, OURS),
+        f"{result['context']} tokens, medians of {result['loads']} loads x {result['rounds']} interleaved rounds",
+        render_table(result, OURS),
     ]
     for title, apart in result["logits_apart"].items():
         lines.append(f"{title}: {result['versions'][title]}; logits within {apart:.0e} of ours")
-    lines += [f"LEFT OUT {title}: {why}" for title, why in result["left_out"].items()]
+    lines += [f"OMITTED {title}: {why}" for title, why in result["left_out"].items()]
     return "\n".join(lines)
 
 
@@ -183,13 +185,13 @@ def interpreters(options: list[str]) -> dict[str, str]:
     Raises:
         SystemExit: a name that no peer has.
     """
-    found = {}
+    pythons = {}
     for option in options:
         name, _, python = option.partition("=")
         if name not in TITLES or not python:
             raise SystemExit(f"--peer {option}: NAME=PYTHON, NAME one of {', '.join(TITLES)}")
-        found[name] = python
-    return found
+        pythons[name] = python
+    return pythons
 
 
 def main() -> int:
@@ -198,7 +200,7 @@ def main() -> int:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="which Python runs a peer")
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
     parser.add_argument("--loads", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=60, help="turns of each case per load")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of each case per load")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="write a bar chart (PNG) here")

@@ -1,4 +1,4 @@
-"""How the threads of a step should wait for work: tokens per second for three ways, alone and beside others.
+"""Compares three ways in which ONNX Runtime's threads wait for work: tokens per second, alone and beside others.
 
     python tools/benchmarks/threads.py BUNDLE [--threads 2] [--rounds 5] [--seconds 2] [--json FILE] [--plot FILE.png]
 
@@ -6,9 +6,9 @@ A worker thread of ONNX Runtime with nothing to do sleeps at once, spins for som
 has it: `runtime.onnxruntime.library.SPIN_MICROSECONDS`), or spins for milliseconds (ONNX Runtime's own default).
 Sleeping costs a wake-up for every operator, spinning takes cores from whoever else needs them; so each way is measured
 where nothing else runs, with several sequences on one engine, beside a program that keeps one core busy, and beside a
-second engine. Every figure is a process of its own, decoding at full depth; ways take turns in a new random order each
-round. With `--check` the exit code is 1 unless the package's own way is a tenth faster than sleeping where nothing else
-runs, and nowhere more than a tenth slower.
+second engine. Every figure is from a separate process, decoding at full depth; the ways are interleaved in a
+new random order each round. With `--check` the exit code is 1 unless the package's way is a tenth faster than
+sleeping where nothing else runs, and nowhere more than a tenth slower.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tide_export.formatting import table
 from tide_export.runtime.onnxruntime.library import SPIN_MICROSECONDS
 
 ASLEEP, ALONE = "sleep at once", "alone"
-LEAST_GAIN, LEAST_ELSEWHERE = 1.1, 0.9  # times as fast as sleeping
+MIN_GAIN, MIN_ELSEWHERE = 1.1, 0.9  # times as fast as sleeping
 # What `session.intra_op.spin_duration_us` is set to; -1 is ONNX Runtime's own default.
 WAYS = {ASLEEP: 0, f"spin {SPIN_MICROSECONDS} us": SPIN_MICROSECONDS, "ONNX Runtime's default": -1}
 OURS = f"spin {SPIN_MICROSECONDS} us"
@@ -54,7 +54,7 @@ before, started = sum(done), time.perf_counter()
 time.sleep(seconds)
 rate = (sum(done) - before) / (time.perf_counter() - started)
 print(rate, flush=True)
-sys.stdin.readline()  # decodes on beside those that still measure
+sys.stdin.readline()  # keeps decoding beside those that still measure
 os._exit(0)
 """
 
@@ -69,7 +69,7 @@ class Decoder:
         )
 
     def read(self) -> str:
-        """The next line it says.
+        """The next line of its output.
 
         Raises:
             SystemExit: it has ended.
@@ -80,7 +80,7 @@ class Decoder:
             raise SystemExit("a decoding process ended early: does `tide-export generate` run on this bundle?")
         return line
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -92,7 +92,7 @@ class Decoder:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """A program that never waits."""
+    """Runs a program that keeps one core busy."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -102,13 +102,13 @@ def busy_core() -> Iterator[None]:
 
 
 def rates(arguments: argparse.Namespace, spin: int, processes: int = 1, sequences: int = 1) -> float:
-    """Tokens per second of all together, while all of them run."""
+    """Sum of the tokens per second of all sequences, while all of them run."""
     with ExitStack() as stack:
         decoders = []
         for _ in range(processes):
             decoders.append(Decoder(arguments, spin, sequences))
             stack.callback(decoders[-1].close)
-        for step in (Decoder.read, Decoder.go_on):
+        for step in (Decoder.read, Decoder.resume):
             for decoder in decoders:
                 step(decoder)
         return sum(float(decoder.read()) for decoder in decoders)
@@ -144,9 +144,9 @@ def measure(arguments: argparse.Namespace) -> dict:
 
 
 def held(result: dict) -> bool:
-    """Whether the package's own way gains where nothing else runs, and loses little anywhere."""
+    """Whether the package's way gains where nothing else runs, and loses little anywhere."""
     return all(
-        by[OURS] >= (LEAST_GAIN if scene == ALONE else LEAST_ELSEWHERE) * by[ASLEEP]
+        by[OURS] >= (MIN_GAIN if scene == ALONE else MIN_ELSEWHERE) * by[ASLEEP]
         for scene, by in result["tokens_per_second"].items()
     )
 
@@ -157,12 +157,12 @@ def plot(result: dict, path: Path) -> None:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    for place, way in enumerate(WAYS):
+    for offset, way in enumerate(WAYS):
         values = [by[way] for by in result["tokens_per_second"].values()]
-        bars = axes.bar([index + 0.27 * (place - 1) for index in range(len(values))], values, 0.26, label=way)
+        bars = axes.bar([index + 0.27 * (offset - 1) for index in range(len(values))], values, 0.26, label=way)
         axes.bar_label(bars, fmt="%.0f", fontsize=8)
     axes.set_xticks(range(len(SCENES)), [scene.replace(", ", ",\n") for scene in SCENES])
-    axes.set_ylabel("tokens per second, all together")
+    axes.set_ylabel("tokens per second, all sequences")
     axes.set_title(f"how {result['threads']} threads wait for work")
     axes.margins(y=0.2)
     axes.legend(loc="upper left", ncols=3)
@@ -181,7 +181,7 @@ def main() -> int:
     arguments = parser.parse_args()
     result = measure(arguments)
     rows = [[scene, *(f"{by[way]:.1f}" for way in WAYS)] for scene, by in result["tokens_per_second"].items()]
-    print(f"{arguments.bundle}, {arguments.threads} threads, tokens/s, medians of {arguments.rounds} turns")
+    print(f"{arguments.bundle}, {arguments.threads} threads, tokens/s, medians of {arguments.rounds} rounds")
     print(table(["", *WAYS], rows))
     if arguments.json:
         write_json(result, arguments.json)

@@ -27,7 +27,7 @@ SECONDS = ("prefill_seconds", "decode_seconds", "tokens_per_second")
 
 
 def prompt_of(engine: Engine, length: int) -> list[int]:
-    """Ids that are the same everywhere and repeat after half, so that something can be looked up."""
+    """Ids that are the same everywhere and repeat after half, so that prompt lookup finds drafts."""
     vocabulary = engine.manifest.model.vocab_size
     half = [(i * 7919) % vocabulary for i in range(1, (length + 1) // 2 + 1)]
     return (half + half)[:length]
@@ -54,19 +54,19 @@ def compare(bundle: str, program: str, provider: str, plugins: str | None, token
     for length in (1, 40, 200):
         prompt = prompt_of(engine, length)
         for case, options in CASES.items():
-            made = engine.generate(prompt, max_new_tokens=tokens, stop_token_ids=[], **options)
+            generation = engine.generate(prompt, max_new_tokens=tokens, stop_token_ids=[], **options)
             other = in_cpp(program, bundle, run, prompt, options | {"max_new_tokens": tokens})
-            stats, own = other["stats"], json.loads(json.dumps(made.stats.as_dict()))
-            found = facts(other["tokens"], other["finish_reason"], stats)
+            cpp_stats, stats = other["stats"], json.loads(json.dumps(generation.stats.as_dict()))
+            cpp_facts = facts(other["tokens"], other["finish_reason"], cpp_stats)
             wrong = [
                 name
-                for name, value in facts(made.tokens, made.finish_reason, own).items()
-                if found[name] != value and not _close(found[name], value)
+                for name, value in facts(generation.tokens, generation.finish_reason, stats).items()
+                if cpp_facts[name] != value and not _close(cpp_facts[name], value)
             ]
             differ += bool(wrong)
-            times = [1000 * one["decode_seconds"] / (tokens - 1) for one in (own, stats)]
-            said = f"differs in {', '.join(wrong)}" if wrong else "same"
-            print(f"{length:4} tokens, {case:18} {said}; milliseconds per token {times[0]:.2f}, C++ {times[1]:.2f}")
+            times = [1000 * one["decode_seconds"] / (tokens - 1) for one in (stats, cpp_stats)]
+            verdict = f"differs in {', '.join(wrong)}" if wrong else "same"
+            print(f"{length:4} tokens, {case:18} {verdict}; milliseconds per token {times[0]:.2f}, C++ {times[1]:.2f}")
     return differ
 
 

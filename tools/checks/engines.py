@@ -25,26 +25,26 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2}  # of the largest value of an output
 
 
 def feeds(spec: NetworkSpec, profile: Profile, info: NetworksInfo) -> Iterator[dict[str, np.ndarray]]:
-    """Random inputs for the fewest, usual and most tokens of a profile and as many sequences as it takes, behind caches
+    """Random inputs for the fewest, usual and most tokens of a profile and as many sequences as it takes, after caches
     of several lengths."""
     random, rows = np.random.default_rng(0), profile.batch_size
     for tokens in sorted({profile.min_tokens, profile.opt_tokens, profile.max_tokens}):
         lengths = {0, (info.capacity - tokens) // 2, info.capacity - tokens} if spec.name != names.HEAD else {0}
         for length in sorted(lengths):
-            found = {}
+            inputs = {}
             for name, tensor in spec.inputs.items():
                 shape = tensor.dims(tokens, rows)
                 if name == names.PAST_LENGTHS:
-                    found[name] = np.maximum(length - 3 * np.arange(rows), 0)
+                    inputs[name] = np.maximum(length - 3 * np.arange(rows), 0)
                 elif name == names.LAST_TOKENS:
-                    found[name] = (tokens - 1) * (1 + np.arange(rows)) // rows
+                    inputs[name] = (tokens - 1) * (1 + np.arange(rows)) // rows
                 elif name == names.INPUT_IDS:
-                    found[name] = random.integers(0, 100, shape)
+                    inputs[name] = random.integers(0, 100, shape)
                 elif name == names.EXIT_THRESHOLD:
-                    found[name] = np.array([0.5], np.float32)
+                    inputs[name] = np.array([0.5], np.float32)
                 else:
-                    found[name] = random.standard_normal(shape).astype(tensor.dtype)
-            yield found
+                    inputs[name] = random.standard_normal(shape).astype(tensor.dtype)
+            yield inputs
 
 
 def differences(engine: Path, network: Path, profile: int, inputs: list[dict[str, np.ndarray]]) -> Mapping[str, float]:

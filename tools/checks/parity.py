@@ -1,4 +1,4 @@
-"""Token-for-token proof on a model and text of yours: full depth against HuggingFace, exits against the oracle.
+"""Compares a bundle token for token on a model and a text: full depth with Hugging Face, exits with the oracle.
 
     python tools/checks/parity.py MODEL --dataset SPEC --checkpoints 4,8,12 [--routers FILE] [--markdown FILE]
 
@@ -68,7 +68,7 @@ def compare(
 def rows(kind: str, checks: list[Check], depth: int) -> list[str]:
     lines = []
     for check in checks:
-        exits = " ".join(f"{layers or 'looked up'}:{count}" for layers, count in sorted(check.exits.items()))
+        exits = " ".join(f"{layers or 'lookup'}:{count}" for layers, count in sorted(check.exits.items()))
         error = f"{check.max_error:.1e}" if check.largest_logit else "-"
         same = 100 * check.same_as_full / max(check.tokens, 1)
         lines.append(

@@ -1,4 +1,4 @@
-"""Whether the thresholds that `tune` stored keep their promise on text that neither the routers nor `tune` have seen.
+"""Checks the guarantee of thresholds stored by `tune` on text that neither the routers nor `tune` have seen.
 
     python tools/checks/tuned_thresholds.py BUNDLE --dataset SPEC [--prompts N] [--prompts-per-document N] [--positions
     N]
@@ -6,7 +6,7 @@
 
 The deployed graph is run as `tune` ran it, over prompts of another dataset, and the bundle's own thresholds are
 applied: share of positions whose greedy token is not that of full depth (the mean over prompts is the risk), layers per
-token, where tokens left. Documents that the routers were fitted on or that `tune` drew prompts from are left out, by
+token, where tokens exited. Documents that the routers were fitted on or that `tune` drew prompts from are omitted, by
 the hashes that both records keep. Exit code 0 when the measured risk is at most the certified epsilon, 1 when it is
 above, 2 when the bundle or the text cannot be used.
 
@@ -44,7 +44,7 @@ from tide_export.tuning.prompts import draw_prompts
 
 @dataclass(frozen=True)
 class Document:
-    """What one document's prompts showed."""
+    """The result for one document's prompts."""
 
     document_hash: str
     prompts: int
@@ -65,7 +65,7 @@ class Check:
         error_prompts, error_documents: standard errors of `risk`, prompts or documents taken for independent; the
             latter is None with a single document.
         p_value: of "the true risk is above epsilon", prompts taken for independent.
-        exits: share of tokens that left after so many layers, by layers; the depth included.
+        exits: share of tokens that exited, by layers; the depth included.
         holds: risk <= epsilon.
         seconds: of running the graph.
     """
@@ -118,7 +118,7 @@ def check(
     Raises:
         BundleError: not tuned, the thresholds are not those certified, or the records do not say which documents were
             seen.
-        TuneError: fewer than two documents are left that nobody has seen.
+        TuneError: fewer than two documents remain unseen.
         DatasetError: as `Documents`.
     """
     engine = load(bundle, provider="cpu", threads=threads)
@@ -215,35 +215,35 @@ def _exits(measured: Measurement, layers: np.ndarray) -> dict[int, float]:
     return {at: float((layers == at).mean()) for at in (*measured.layers, measured.depth)}
 
 
-def render(found: Check) -> str:
+def render(result: Check) -> str:
     """The text the tool prints."""
-    between = "-" if found.error_documents is None else f"{found.error_documents:.4f}"
+    between = "-" if result.error_documents is None else f"{result.error_documents:.4f}"
     rows: list[list[object]] = [
-        ["prompts", found.certified_n, found.n],
-        ["risk", f"{found.certified_risk:.4f}", f"{found.risk:.4f}"],
-        ["  standard error, prompts independent", "", f"{found.error_prompts:.4f}"],
+        ["prompts", result.certified_n, result.n],
+        ["risk", f"{result.certified_risk:.4f}", f"{result.risk:.4f}"],
+        ["  standard error, prompts independent", "", f"{result.error_prompts:.4f}"],
         ["  standard error, documents independent", "", between],
-        ["p-value", _p(found.certified_p_value), _p(found.p_value)],
-        ["layers/token", f"{found.certified_layers_per_token:.2f}", f"{found.layers_per_token:.2f}"],
+        ["p-value", _p(result.certified_p_value), _p(result.p_value)],
+        ["layers/token", f"{result.certified_layers_per_token:.2f}", f"{result.layers_per_token:.2f}"],
     ]
-    for at, share in found.exits.items():
-        rows.append([f"left after layer {at}", "", f"{100 * share:.1f} %"])
-    documents = [[d.document_hash, d.prompts, f"{d.risk:.4f}", f"{d.layers_per_token:.2f}"] for d in found.documents]
-    verdict = "HOLDS" if found.holds else "DOES NOT HOLD"
+    for at, share in result.exits.items():
+        rows.append([f"exited after layer {at}", "", f"{100 * share:.1f} %"])
+    documents = [[d.document_hash, d.prompts, f"{d.risk:.4f}", f"{d.layers_per_token:.2f}"] for d in result.documents]
+    verdict = "HOLDS" if result.holds else "DOES NOT HOLD"
     return "\n".join(
         [
-            f"{found.bundle} on {found.dataset}",
-            f"{found.n} prompts of {len(found.documents)} documents, {found.positions} positions after "
-            f"{found.prompt_length} tokens each; left out: {found.left_out} documents the routers or `tune` saw",
-            f"thresholds {','.join(f'{value:.6g}' for value in found.thresholds)}"
-            + ("" if found.certified else " (nothing was certified: no token exits)"),
+            f"{result.bundle} on {result.dataset}",
+            f"{result.n} prompts of {len(result.documents)} documents, {result.positions} positions after "
+            f"{result.prompt_length} tokens each; left out: {result.left_out} documents the routers or `tune` saw",
+            f"thresholds {','.join(f'{value:.6g}' for value in result.thresholds)}"
+            + ("" if result.certified else " (nothing was certified: no token exits)"),
             "",
             table(["", "certified", "here"], rows),
             "",
             table(["document", "prompts", "risk", "layers/token"], documents),
             "",
-            f"{verdict}: risk {found.risk:.4f}, certified epsilon {found.epsilon:g} (delta {found.delta:g}); "
-            f"{found.layers_per_token:.2f} of {found.num_layers} layers per token; {found.seconds:.0f} s",
+            f"{verdict}: risk {result.risk:.4f}, certified epsilon {result.epsilon:g} (delta {result.delta:g}); "
+            f"{result.layers_per_token:.2f} of {result.num_layers} layers per token; {result.seconds:.0f} s",
         ]
     )
 
@@ -266,14 +266,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     bundle, dataset, file = options.pop("bundle"), options.pop("dataset"), options.pop("json")
     try:
-        found = check(bundle, dataset, **options)
+        result = check(bundle, dataset, **options)
     except TideError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(render(found))
+    print(render(result))
     if file:
-        file.write_text(json.dumps(asdict(found), indent=2) + "\n")
-    return 0 if found.holds else 1
+        file.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    return 0 if result.holds else 1
 
 
 def _positive(word: str) -> int:

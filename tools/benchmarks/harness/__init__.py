@@ -1,1 +1,1 @@
-"""What the speed tools share: graphs to compare (`graphs`), turns and tables (`turns`), peers (`genai`, `peers`)."""
+"""Shared by the benchmarks: graphs to compare, interleaved timing, and the cases of each engine."""

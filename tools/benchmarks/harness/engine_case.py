@@ -1,26 +1,26 @@
-"""Turns of our own engine: one decode step of a sequence, or a prompt read from nothing."""
+"""Cases of tide_export's engine: one decode step of a sequence, or the prefill of a prompt."""
 
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from harness.interleave import Turn
+from harness.interleave import Case
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
 
-RESTART_AFTER = 48  # steps before a case starts again at the context asked for
+RESTART_AFTER = 48  # steps before a case returns to its context
 CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
-UNLIMITED = 1 << 20  # tokens that may wait
+UNLIMITED = 1 << 20  # pending tokens
 
 
 def tokens(count: int, vocab_size: int) -> list[int]:
-    """So many ids that a model may be asked with; what they are does not matter to its speed."""
+    """`count` token ids; their values do not matter to the speed."""
     return (np.arange(1, count + 1) * 7919 % vocab_size).tolist()
 
 
-def room_behind(context: int, limit: int | None) -> int:
-    """Steps that a case may take behind `context` tokens before it starts again, where the model holds `limit`.
+def steps_after(context: int, limit: int | None) -> int:
+    """Steps that a case may take after `context` tokens in a model of `limit` before it returns to the context.
 
     Raises:
         SystemExit: there is no room for any.
@@ -31,14 +31,14 @@ def room_behind(context: int, limit: int | None) -> int:
     return room
 
 
-class Stepper:
-    """Steps one sequence of an engine, going back to its context when it has grown by `room` tokens or more."""
+class DecodeSteps:
+    """Steps one sequence of an engine; rewinds it to its context when it has grown by more than `room` tokens."""
 
     def __init__(self, engine: Engine, context: Sequence[int]):
         self.engine, self.context = engine, list(context)
         self.off = [NEVER_EXIT] * len(engine.manifest.checkpoints)
         self.all_exit = [ALWAYS_EXIT] * len(engine.manifest.checkpoints)
-        self.room = room_behind(len(self.context), engine.manifest.model.context_length)
+        self.room = steps_after(len(self.context), engine.manifest.model.context_length)
         self.state = engine.start(self.off, UNLIMITED, room=len(self.context) + 2 * self.room + 8)
         for start in range(0, len(self.context), CHUNK):
             self.state.step(self.context[start : start + CHUNK])
@@ -57,30 +57,30 @@ class Stepper:
         self._restart()
         return self.step(self.all_exit)
 
-    def deep_over(self, tokens: int) -> Turn:
-        def turn() -> float:
+    def deep_over(self, tokens: int) -> Case:
+        def case() -> float:
             self._restart()
             for _ in range(tokens - 1):
                 self.step(self.all_exit)
             return self.step(self.off)
 
-        return turn
+        return case
 
     def _restart(self) -> None:
         if self.state.length > len(self.context) + self.room:
             self.state.rewind(len(self.context))
 
 
-def prefill_turn(engine: Engine, prompt: Sequence[int], exits: bool = False, max_pending: int | None = None) -> Turn:
-    """A new sequence up to its first logits, memory for K/V included; with `exits` every token may leave at once."""
+def prefill_case(engine: Engine, prompt: Sequence[int], exits: bool = False, max_pending: int | None = None) -> Case:
+    """A new sequence up to its first logits, memory for K/V included; with `exits` all exit at the first checkpoint."""
     thresholds = [ALWAYS_EXIT if exits else NEVER_EXIT] * len(engine.manifest.checkpoints)
 
-    def turn() -> float:
+    def case() -> float:
         started = time.perf_counter()
         engine.start(thresholds, max_pending).step(prompt)
         return time.perf_counter() - started
 
-    return turn
+    return case
 
 
 def logits_after(engine: Engine, ids: Sequence[int]) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""ONNX Runtime GenAI's graph in ONNX Runtime, its K/V shared in place as its own runtime does on the CPU.
+"""Cases of ONNX Runtime GenAI's graph, run in ONNX Runtime with K/V shared in place as GenAI does on the CPU.
 
-Only the run of the graph is timed: what its runtime's own code costs is not held against it.
+Only the run of the graph is timed, without GenAI's own code.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from harness.interleave import Turn
+from harness.interleave import Case
 from tide_export.runtime.onnxruntime.library import SPIN_MICROSECONDS
 
 CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
@@ -49,7 +49,7 @@ class GenaiSequence:
         self._shared_logits = onnxruntime.OrtValue.ortvalue_from_numpy(self._logits)
 
     def run(self, ids: Sequence[int]) -> float:
-        """Seconds of the graph's run over `ids`, behind what the sequence holds."""
+        """Seconds of the graph's run over `ids`, after what the sequence holds."""
         self.length += len(ids)
         self._binding.bind_cpu_input("input_ids", np.array([ids], np.int64))
         self._binding.bind_cpu_input("attention_mask", np.ones((1, self.length), np.int64))
@@ -73,25 +73,25 @@ class GenaiSequence:
         self.length = length
 
 
-def decode_turn(graph: GenaiGraph, context: Sequence[int], room: int) -> Turn:
-    """One decode step behind `context` and at most `room` tokens more."""
+def decode_case(graph: GenaiGraph, context: Sequence[int], room: int) -> Case:
+    """One decode step after `context` and at most `room` tokens more."""
     sequence = GenaiSequence(graph, len(context) + 2 * room)
     sequence.read(context)
 
-    def turn() -> float:
+    def case() -> float:
         if sequence.length > len(context) + room:
             sequence.rewind(len(context))
         return sequence.run([context[-1]])
 
-    return turn
+    return case
 
 
-def prefill_turn(graph: GenaiGraph, prompt: Sequence[int], room: int) -> Turn:
+def prefill_case(graph: GenaiGraph, prompt: Sequence[int], room: int) -> Case:
     """A new sequence up to its first logits, memory for K/V included."""
 
-    def turn() -> float:
+    def case() -> float:
         started = time.perf_counter()
         GenaiSequence(graph, len(prompt) + room).run(prompt)
         return time.perf_counter() - started
 
-    return turn
+    return case

@@ -1,9 +1,9 @@
-"""The graphs that the speed tools compare, made of one model by one recipe, and kept where a folder is given.
+"""Exports the graphs that the benchmarks compare from one model by one recipe, and keeps them in a folder.
 
 `plain` is a bundle without any branch, `branched` one with routers (seeded random ones: speed does not depend on what
 they have learned), `genai` the graph of ONNX Runtime GenAI's builder, `genai-last` the same with a head that reads the
-last token alone, which is what a prompt needs. A kept folder says what it was made of and refuses another recipe; it
-does not know of changes to the exporter, so it is to be deleted after one.
+last token alone, which is what a prompt needs. A kept folder records its recipe and refuses another;
+it does not notice changes to the exporter, so delete it after one.
 """
 
 import argparse
@@ -39,8 +39,8 @@ RECIPE = "recipe.json"
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what the graphs of a model are. `stretch`: another context length than the model's, None: its
-    own; what a model says beyond its own means nothing, but it takes the time it takes."""
+    """All that decides what the graphs of a model are. `stretch`: another context length than the
+    model's; the tokens beyond the model's are meaningless, but their time is not."""
 
     model: str
     weights: str = "fp32"
@@ -93,15 +93,15 @@ class Graphs:
     @cached_property
     def model(self) -> Path:
         """The folder of the model; of a stretched one, a copy with links to all its files but the configuration."""
-        own = Path(self.recipe.model)
+        model = Path(self.recipe.model)
         if self.recipe.stretch is None:
-            return own
+            return model
         copy = self.folder / "model"
         if not copy.exists():
             copy.mkdir()
-            for file in own.iterdir():
+            for file in model.iterdir():
                 (copy / file.name).symlink_to(file.resolve())
-            settings = json.loads((own / "config.json").read_text())
+            settings = json.loads((model / "config.json").read_text())
             (copy / "config.json").unlink()
             settings["max_position_embeddings"] = self.recipe.stretch
             (copy / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -117,12 +117,12 @@ class Graphs:
         return source
 
     def forget_source(self) -> None:
-        """Lets go of the memory of `source`; asked for again, it is loaded again."""
+        """Frees the memory of `source`; the next use loads it again."""
         self.__dict__.pop("source", None)
 
     @property
     def manifest(self) -> Manifest:
-        """Of the graph with branches, or of the other one where only that was made."""
+        """Of the graph with branches, or of the plain one where only that was exported."""
         name = BRANCHED if (self.folder / BRANCHED).exists() else PLAIN
         return open_bundle(self.folder / name, verify=False).manifest
 

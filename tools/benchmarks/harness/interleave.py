@@ -1,8 +1,8 @@
-"""Cases that take turns: how the speed tools time, sum up, judge and draw.
+"""Times interleaved cases, summarizes the times, compares them with goals and plots them.
 
-A case is a function that does whatever must come first untimed and returns the seconds of one turn. Cases take turns in
-a new random order each round, so that a busy moment of the machine, and the caches the case before left behind, hit all
-of them alike. Only ratios within one run mean anything.
+A case is a function that prepares untimed and returns the seconds of one measurement. Each round measures every case
+once, in a new random order, so that a busy moment of the machine, and the caches that the previous case filled, affect
+all of them alike. Only ratios within one run mean anything.
 """
 
 import json
@@ -16,13 +16,13 @@ import numpy as np
 
 from tide_export.formatting import table
 
-Turn = Callable[[], float]
+Case = Callable[[], float]
 Seconds = dict[str, list[float]]
 UNTIMED = 3  # rounds after loading that pay for memory and caches
 
 
 class Goal(NamedTuple):
-    """The median of `case` is to be at most `limit` times that of `against`."""
+    """The median of `case` should be at most `limit` times that of `against`."""
 
     what: str
     case: str
@@ -30,8 +30,8 @@ class Goal(NamedTuple):
     limit: float
 
 
-def take_turns(cases: Mapping[str, Turn], rounds: int, order: random.Random, seconds: Seconds) -> None:
-    """Adds `rounds` turns of every case to `seconds`, after some that are not counted."""
+def interleave(cases: Mapping[str, Case], rounds: int, order: random.Random, seconds: Seconds) -> None:
+    """Adds `rounds` measurements of every case to `seconds`, after some that are not counted."""
     for number in range(rounds + UNTIMED):
         for name in order.sample(list(cases), len(cases)):
             elapsed = cases[name]()
@@ -40,7 +40,7 @@ def take_turns(cases: Mapping[str, Turn], rounds: int, order: random.Random, sec
 
 
 def summary(seconds: Seconds, names: Sequence[str], base: str, goals: Sequence[Goal]) -> dict:
-    """Medians and fastest tenths in milliseconds, ratios to `base`, and what became of the goals.
+    """Medians and fastest tenths in milliseconds, ratios to `base`, and whether the goals are met.
 
     Of `names`, in their order, those that were measured. A goal that lacks one of its cases is not met and says so.
     """
@@ -59,7 +59,7 @@ def summary(seconds: Seconds, names: Sequence[str], base: str, goals: Sequence[G
     }
 
 
-def rendered(result: dict, base: str) -> str:
+def render_table(result: dict, base: str) -> str:
     rows = [
         [name, f"{value:.3f}", f"{result['p10_ms'][name]:.3f}", f"{result['relative'][name]:.3f}"]
         for name, value in result["median_ms"].items()

@@ -1,9 +1,9 @@
-"""Peers that run beside us in processes of their own, and the check that they say what we say before they are timed.
+"""Cases of peers in processes of their own, and the check that their logits equal ours before they are timed.
 
 `PeerProcess` starts `peer_process.py` in the Python environment that has the peer's packages, which may be of other
 versions than ours. A peer answers one request at a time over a pipe, and times its step itself, so that neither the
-pipe nor the child's start is in its figure. All wait alike, some 20 microseconds spinning: nobody does so into
-another case's turn.
+pipe nor the child's start is in its figure. All wait alike, some 20 microseconds spinning: none spins into
+another case's measurement.
 """
 
 import json
@@ -26,7 +26,7 @@ TOLERANCE = 2e-3  # of the largest logit
 
 
 class PeerError(Exception):
-    """A peer cannot be started, has failed, or says something else than we do."""
+    """A peer cannot be started, has failed, or its logits differ from ours."""
 
 
 class PeerSpec(NamedTuple):
@@ -36,7 +36,7 @@ class PeerSpec(NamedTuple):
 
 
 PEERS = (
-    PeerSpec("eager", "HuggingFace eager", "transformers"),
+    PeerSpec("eager", "Hugging Face eager", "transformers"),
     PeerSpec("tide", "TIDE 0.2.1", "tide-inference==0.2.1"),
     PeerSpec("optimum", "Optimum-ONNX", "optimum-onnx[onnxruntime]==0.1.0"),
     PeerSpec("exporters", "transformers.exporters, fused", "transformers==5.23.0 onnxscript onnxruntime"),
@@ -44,10 +44,10 @@ PEERS = (
 
 
 class PeerProcess:
-    """A peer that has read `context` and waits to be asked for steps.
+    """A peer that has read `context` and waits for requests of steps.
 
     Raises:
-        PeerError: it cannot be started; the message ends with its own last words.
+        PeerError: it cannot be started; the message ends with its last output.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PeerProcess:
         job = {"peer": spec.name, "model": str(model), "context": list(context), "threads": threads}
         job["spin"] = SPIN_MICROSECONDS
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
-        environment.pop("PYTHONPATH", None)  # ours may hold modules that the peer's environment has of its own
+        environment.pop("PYTHONPATH", None)  # ours may hold modules of the peer's environment
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by `close`
         try:
             self._process = subprocess.Popen(
@@ -82,7 +82,7 @@ class PeerProcess:
         return self._ask({"do": "step"})["seconds"]
 
     def logits(self) -> tuple[list[int], np.ndarray]:
-        """All tokens up to the one that the last step was given, and the logits [V] it gave."""
+        """All tokens up to the input of the last step, and its logits [V]."""
         reply = self._ask({"do": "logits"})
         return reply["ids"], np.array(reply["logits"])
 
@@ -97,7 +97,7 @@ class PeerProcess:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise PeerError(f"it has ended{self._last_words()}") from None
+            raise PeerError(f"it has ended{self._last_output()}") from None
         return self._read(STEP_LIMIT)
 
     def _read(self, limit: float) -> dict:
@@ -108,13 +108,13 @@ class PeerProcess:
         late = not timer.is_alive()
         timer.cancel()
         if not line:
-            raise PeerError(f"no answer within {limit:g} s" if late else f"it has ended{self._last_words()}")
+            raise PeerError(f"no answer within {limit:g} s" if late else f"it has ended{self._last_output()}")
         reply = json.loads(line)
         if "error" in reply:
             raise PeerError(reply["error"])
         return reply
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()

@@ -3,7 +3,7 @@
     python -P peer_process.py '{"peer": "optimum", "model": ..., "context": [ids], "threads": 2, "spin": 20, ...}'
 
 It reads requests, one JSON object a line, and answers each with one line: first, unasked, `{"version": ...}` when it is
-ready; then to `{"do": "step"}` the `{"seconds": ...}` of one greedy decode step behind the context, and to `{"do":
+ready; then to `{"do": "step"}` the `{"seconds": ...}` of one greedy decode step after the context, and to `{"do":
 "logits"}` the `ids` that the last step's `logits` follow. A failure is answered `{"error": ...}`. What libraries print
 goes to standard error. Each peer is used as its documentation says, with what it exports kept in `folder`.
 """
