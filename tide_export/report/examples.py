@@ -1,6 +1,6 @@
-"""Passages of held-out text, each token on the colour of the layer its successor was predicted from.
+"""Renders passages of held-out text, each token on the colour of the layer its successor was predicted from.
 
-Part of `page`. Everything in a passage is somebody's text: it is escaped, and its blanks and newlines are kept.
+Part of `page`. The text of a passage is escaped; its blanks and newlines are kept.
 """
 
 from collections.abc import Sequence

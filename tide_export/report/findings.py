@@ -1,6 +1,6 @@
-"""The numbers of the report: what thresholds do to tokens they were not chosen on, and what bounds them.
+"""Computes the numbers of the report: the result of thresholds on tokens they were not chosen on, and its bounds.
 
-First step of `write_report`; `sentence`, `plots` and `page` only say and draw what is found here. Thresholds are chosen
+First step of `write_report`; `sentence`, `plots` and `page` present these numbers. Thresholds are chosen
 on one half of the held-out documents and measured on the other, because the best of many measured on the tokens it was
 picked on looks better than it is. NumPy alone; the model is not run again.
 """
@@ -38,16 +38,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class RouterFinding:
-    """One router on all held-out tokens, those that would have left before included.
+    """One router on all held-out tokens, those that would have exited before included.
 
     Attributes:
         checkpoint: layers run.
-        threshold: the bundle's default; 1 lets nothing leave.
+        threshold: the bundle's default; at 1 nothing exits.
         agreement: share of tokens for which this exit gives the full model's.
-        positive_rate: share that may leave by the label.
+        positive_rate: share that may exit by the label.
         mean_score: mean of the scores.
-        recall_curve, precision_curve: at every threshold that differs, from the highest; empty where none may leave.
-        precision, recall: at `threshold`; NaN where nothing exceeds it, or none may leave.
+        recall_curve, precision_curve: at every threshold that differs, from the highest; empty where none may exit.
+        precision, recall: at `threshold`; NaN where nothing exceeds it, or none may exit.
         reliability: scores against labels.
     """
 
@@ -65,19 +65,19 @@ class RouterFinding:
 
 @dataclass(frozen=True)
 class Findings:
-    """What there is to say about a model.
+    """All numbers of the report.
 
     Attributes:
-        unit: what was halved, `documents`, or `tokens` where there are too few documents.
+        unit: the unit of the halves, `documents`, or `tokens` where there are too few documents.
         documents: how many there are.
         chosen_on, measured_on: tokens of the two halves.
         full_flops: of a token that runs all layers, without any router.
         choices: one per target, from the most careful.
         curve: the best thresholds from careful to bold, chosen on one half, measured on the other.
         sweep: one and the same threshold for all checkpoints, measured on that other half too.
-        fixed: every token leaves at this one checkpoint, no router: the naive way to save as much.
-        perfect: every token leaves at the first checkpoint that agrees, no other.
-        default: what the bundle's own thresholds do, on all held-out tokens.
+        fixed: every token exits at this checkpoint, without a router: the naive baseline.
+        perfect: every token exits at the first checkpoint that agrees.
+        default: the bundle's thresholds on all held-out tokens.
         default_measured: the same on the measured half alone, to compare with the curves.
         routers: one per checkpoint.
     """
@@ -175,13 +175,13 @@ def candidates(evaluation: Evaluation) -> list[Point]:
 
 
 def perfect_outcome(evaluation: Evaluation) -> Outcome:
-    """Every token leaves at the first checkpoint whose top-1 is the full model's, and runs all layers where none is."""
+    """Every token exits at the first checkpoint whose top-1 is the full model's, and runs all layers where none is."""
     knowing = replace(evaluation, scores=evaluation.agrees.astype(np.float32))
     return knowing.outcome([0.5] * len(evaluation.checkpoints))
 
 
 def fixed_outcome(evaluation: Evaluation, k: int) -> Outcome:
-    """Every token leaves at checkpoint number `k`."""
+    """Every token exits at checkpoint number `k`."""
     columns = len(evaluation.checkpoints)
     always = np.zeros_like(evaluation.scores)
     always[:, k] = 1.0
@@ -189,7 +189,7 @@ def fixed_outcome(evaluation: Evaluation, k: int) -> Outcome:
 
 
 def fixed_flops(costs: Costs, outcome: Outcome) -> float:
-    """Of a token that leaves where it was decided beforehand: no router is asked, one lens at most is used."""
+    """Of a token that exits at a fixed checkpoint: without routers, with one lens at most."""
     return costs.layer * outcome.layers + costs.head + costs.lens
 
 

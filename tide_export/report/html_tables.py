@@ -1,4 +1,4 @@
-"""The report's tables as HTML: equal quality, the routers, and how it was made.
+"""Renders the report's tables as HTML: equal quality, the routers, and how they were calibrated.
 
 Part of `page`; numbers come from `findings`.
 """

@@ -1,7 +1,7 @@
-"""The report as one HTML page: the answer on top, then what it rests on, with every picture inside the file.
+"""Writes the report as one HTML page: the answer on top, then its evidence, with every picture inside the file.
 
-Last step of `write_report`. No script and nothing from elsewhere; a policy in the page forbids both, so that no text of
-a model or data set can ever bring one in.
+Last step of `write_report`. No script and no external resource; a policy in the page forbids both, so that no text of a
+model or data set can add one.
 """
 
 import base64

@@ -1,7 +1,7 @@
-"""The report's pictures: each panel a function that draws on one axes, and what puts panels into PNGs.
+"""Draws the report's pictures: each panel is a function that draws on one axes, and panels are put into PNGs.
 
 Third step of `write_report`, from `findings` and the assessment. Figures are made by matplotlib's objects on its Agg
-canvas, never through pyplot, so a program that plots itself, with whatever backend, is left alone.
+canvas, never through pyplot, so a program that uses pyplot is not affected.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""The report's answer in a sentence or two: what this model gains from leaving early, and if nothing, why.
+"""Sums up the report in a sentence or two: what this model gains from early exits, and if nothing, why.
 
 Second step of `write_report`, from `findings` alone; the command line may print the same.
 """

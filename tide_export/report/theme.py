@@ -1,4 +1,4 @@
-"""Colours of the report, on paper-white and on a dark screen, told apart with any kind of colour vision.
+"""Colours of the report for light and dark screens, distinguishable with any kind of colour vision.
 
 Used by `plots` (lines, bars) and by `page` (the examples' backgrounds), so that a checkpoint has one colour throughout.
 Lines that are not checkpoints are of Okabe and Ito's palette; checkpoints are steps of viridis, early ones light.

@@ -1,4 +1,4 @@
-"""How the report writes numbers, and text of others into HTML."""
+"""Formats numbers for the report, and escapes text for HTML."""
 
 import html
 import math

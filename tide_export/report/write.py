@@ -1,6 +1,6 @@
-"""The suitability report: whether a model gains from leaving early, as an HTML page and a PNG, for people to decide by.
+"""Writes the suitability report: whether a model gains from early exits, as an HTML page and a PNG.
 
-Stands at the end of calibration: `Assessment` -> findings (numbers) -> verdict (a sentence) -> plots and page -> files.
+Last step of calibration: `Assessment` -> findings (numbers) -> verdict (a sentence) -> plots and page -> files.
 Call `check_report_path` before the hours of calibration and `write_report` after them. Needs matplotlib, which is part
 of the `export` extra.
 """
@@ -21,7 +21,7 @@ __all__ = ["check_report_path", "headline", "write_report"]
 
 
 def check_report_path(path: str | os.PathLike[str]) -> None:
-    """Refuses a path that `write_report` could not write, and leaves nothing behind.
+    """Refuses a path that `write_report` could not write, and leaves no file.
 
     Raises:
         ConfigError: the suffix is not .html, a folder is in the way, or the folder is missing or not writable.

@@ -1,1 +1,1 @@
-"""From a user's wishes and from measurements to exit thresholds; NumPy alone."""
+"""Resolves exit thresholds from options, and chooses them from measurements; NumPy alone."""

@@ -1,8 +1,7 @@
-"""Which thresholds to use: the best trade of layers saved against tokens changed, found on measured exits.
+"""Chooses thresholds: the best trade of layers saved against tokens changed, on measured exits.
 
 Used by the calibration report (its quality-versus-cost curve), by `tune` (its path of candidates) and by
-`tools/benchmarks/calibration_quality.py`. Knows nothing of models: it works on what every exit would have done for n
-tokens. NumPy alone.
+`tools/benchmarks/calibration_quality.py`. Its input is the result of every exit for n tokens. NumPy alone.
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ SWEEPS = 6
 
 @dataclass(frozen=True)
 class Point:
-    """One setting and what it does to the tokens it was found on.
+    """One setting and its result on the tokens it was chosen on.
 
     Attributes:
-        thresholds: one per checkpoint, in [0, 1]; 1.0 lets nothing leave.
+        thresholds: one per checkpoint, in [0, 1]; at 1.0 nothing exits.
         agreement: share of tokens that are the full model's own top-1.
         layers: mean layers per token.
     """
@@ -31,7 +30,7 @@ class Point:
 
 
 def exits(scores: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
-    """Number of the checkpoint each token leaves at, int64 [n]; C where it does not.
+    """Index of the checkpoint each token exits at, int64 [n]; C where it does not.
 
     Args:
         scores: float [n, C], one column per checkpoint.
@@ -44,7 +43,7 @@ def exits(scores: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
 def measure(
     scores: np.ndarray, agrees: np.ndarray, checkpoints: Sequence[int], depth: int, thresholds: Sequence[float]
 ) -> Point:
-    """What `thresholds` do to n tokens.
+    """The result of `thresholds` on n tokens.
 
     Args:
         scores: float [n, C].
@@ -104,16 +103,16 @@ def _best(
     order: np.ndarray,
     ranked: np.ndarray,
 ) -> float:
-    """The threshold of checkpoint k that gains most at this price, the others being what they are."""
+    """The threshold of checkpoint k that gains most at this price, with the others fixed."""
     layers = np.array([*checkpoints, depth])
     wrong = np.concatenate([~agrees, np.zeros((len(agrees), 1), bool)], axis=1)
     without = [*thresholds]
     without[k] = MAX_THRESHOLD
     otherwise = exits(scores, without)
     gain = layers[otherwise] - layers[k] - price * (wrong[:, k].astype(float) - wrong[np.arange(len(wrong)), otherwise])
-    gain[otherwise < k] = 0.0  # it has left before; this threshold is none of its business
+    gain[otherwise < k] = 0.0  # it exits before checkpoint k
     total = np.cumsum(gain[order[:, k]])
-    # A threshold lets everything above it go: only between two different scores can one be put.
+    # Everything above a threshold exits: it can only lie between two different scores.
     last_of_its_score = np.append(ranked[1:, k] < ranked[:-1, k], True)
     total = np.where(last_of_its_score, total, -np.inf)
     best = int(total.argmax())
@@ -126,7 +125,7 @@ def _best(
 
 
 def _undominated(found: Sequence[Point]) -> list[Point]:
-    """Without those that another beats, from most to fewest layers."""
+    """The points that no other beats, from most to fewest layers."""
     kept: list[Point] = []
     for point in sorted(found, key=lambda p: (p.layers, -p.agreement)):
         if not kept or point.agreement > kept[-1].agreement:

@@ -1,4 +1,4 @@
-"""Turns what a user says about exits (mode, threshold, min_layers) into the one float per checkpoint the graph reads.
+"""Resolves mode, threshold and min_layers into one float per checkpoint, as the graph reads it.
 
 Used by the runtime for every generation, by the oracle and by `validate`; plain Python, so that the runtime needs
 nothing but numpy and its engine.
@@ -27,7 +27,7 @@ def resolve_thresholds(
     Args:
         checkpoints: layers run at each checkpoint, ascending, e.g. `[4, 8, 12]`.
         threshold: one value in [0, 1] for all, or one per checkpoint.
-        min_layers: a count of layers; checkpoints with fewer layers behind them never exit.
+        min_layers: a count of layers; checkpoints with fewer layers never exit.
         mode: `"full"` turns every checkpoint off; `"exit"` and `"lossless"` use the thresholds.
 
     Raises:
