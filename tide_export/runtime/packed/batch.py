@@ -111,22 +111,19 @@ class PackedBatch:
             positions = [1] * len(running)
             if deepest:
                 positions = [min(keep.get(slot, 1), n) for slot, n in zip(scheduled, counts, strict=True)]
-            entry = self._entry(k, running, whole=scheduled == previous)
+            entry = self._entry(k, running, counts, whole=scheduled == previous)
             segment.run(scheduled, counts, [one.total for one in running], positions, entry)
-            token_stops, position_stops = accumulate(counts), accumulate(positions)
-            for index, (slot, one) in enumerate(zip(scheduled, running, strict=True)):
-                stop, last = next(token_stops), next(position_stops)
+            flags = [True] * len(running) if deepest else (segment.scores > self._thresholds[k]).tolist()
+            excluded = exited - keep.keys() if deepest else exited.union(full)
+            states, stop = segment.states[0], 0
+            for slot, one, count, flag in zip(scheduled, running, positions, flags, strict=True):
+                stop += count
                 one.segments_run += 1
-                exits = deepest or (segment.scores[index] > self._thresholds[k] and slot not in full)
-                if exits and (slot not in exited or (deepest and slot in keep)):
+                if flag and slot not in excluded:
                     exited.add(slot)
-                    one.exit_segment = k
-                    one.exit_states = segment.states[0, last - positions[index] : last].copy()
-                if not deepest:  # where nothing was pending, a view of the segment's output
-                    one.states = segment.hidden[0, stop - counts[index] : stop]
-                    pending_states = one.sequence.pending_states[k + 1]
-                    if len(pending_states):
-                        one.states = np.concatenate([pending_states, one.states])
+                    one.exit_segment, one.exit_states = k, states[stop - count : stop].copy()
+            if not deepest:
+                _advance(running, counts, segment.hidden[0], k + 1)
             previous = scheduled
         results = self._results(steps)
         for one in steps.values():
@@ -141,11 +138,11 @@ class PackedBatch:
                 self._bind(slot, one.sequence)
         return steps
 
-    def _entry(self, k: int, running: Sequence[SlotStep], whole: bool) -> np.ndarray:
+    def _entry(self, k: int, running: Sequence[SlotStep], counts: Sequence[int], whole: bool) -> np.ndarray:
         """The concatenated inputs of segment k, [1, N] or [1, N, D]; `whole`: of all that ran the segment before."""
         if whole and k > 0:
             hidden = self._segments[k - 1].hidden
-            if sum(len(one.states) for one in running) == len(hidden[0]):  # nothing was pending
+            if sum(counts) == len(hidden[0]):  # nothing was pending
                 return hidden
         return np.concatenate([one.states for one in running])[None]
 
@@ -171,6 +168,16 @@ class PackedBatch:
     def _bind(self, slot: int, sequence: PackedSequence) -> None:
         for segment in self._segments:
             segment.bind(slot, sequence)
+
+
+def _advance(running: Sequence[SlotStep], counts: Sequence[int], hidden: np.ndarray, k: int) -> None:
+    """Sets the inputs of segment k: views of the output `hidden` [N, D] of the last, after any pending states."""
+    stop = 0
+    for one, count in zip(running, counts, strict=True):
+        stop += count
+        one.states, pending = hidden[stop - count : stop], one.sequence.pending_states[k]
+        if len(pending):
+            one.states = np.concatenate([pending, one.states])
 
 
 def _commit(step: SlotStep) -> None:

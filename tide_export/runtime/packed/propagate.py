@@ -40,7 +40,7 @@ class PropagatingBatch(PackedBatch):
         assert not full
         steps = self._begin(new)
         running, counts = list(steps), [len(one.states) for one in steps.values()]
-        entry = self._entry(0, list(steps.values()), whole=True)
+        entry = self._entry(0, list(steps.values()), counts, whole=True)
         decoding = {slot for slot, one in steps.items() if len(one.states) == 1 < one.total}
         frozen: dict[int, np.ndarray] = {}  # the hidden state [D] of each that exited
         for k, segment in enumerate(self._segments):
