@@ -27,7 +27,7 @@ from tide_export.compose.step_graph import LensWeights, RouterWeights, check_rou
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.rewriting import FLOAT, INT32, INT64, dims, typed_value
 
-TOKENS, CANDIDATES = "tokens", "asked"  # N, all tokens of a run; m, those that may exit
+TOKENS, CANDIDATES = "tokens", "candidates"  # N, all tokens of a run; m, those that may exit
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class _Propagating(Composer):
 
         No operator but attention writes into a K/V buffer in place. Its query is zero, with as many heads as the keys.
         """
-        tokens = f"waiting_{k}"
+        tokens = f"pending_{k}"
         piece = self.pieces.keys_values[layer]
         positions = self._positions_of(block, pending, tokens)
         key, value = block.inline(piece, [pending, positions], 1, tokens)

@@ -48,7 +48,7 @@ from tide_export.errors import GraphError
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, present, typed_value
 
-POSITIONS = "kept"  # the symbolic dimension of `logits_positions`
+POSITIONS = "positions"  # the symbolic dimension of `logits_positions`
 END = np.iinfo(np.int64).max
 
 INTERNAL = ("candidate", "pending", "score", "skip")  # outputs of an `If` for the next one, not for the caller
@@ -195,7 +195,7 @@ class Composer:
         }
         types: dict[str, OutputType] = {name: (FLOAT, value.shape) for name, value in run_values.items()} | {
             "candidate": (FLOAT, [POSITIONS if k == self.segments - 1 else 1, self.pieces.normalized_size]),
-            "pending": (FLOAT, [1, f"waiting_{k + 1}", self.pieces.hidden_size]),
+            "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.hidden_size]),
             "score": (FLOAT, [1, 1]),
             "skip": (BOOL, [1, 1]),
         }
@@ -207,12 +207,12 @@ class Composer:
 
     def _pending(self, block: Block, k: int, y: ir.Value) -> ir.Value:
         """The pending states before segment k once the segment before it gave y."""
-        shape = [1, f"waiting_{k}", self.pieces.hidden_size]
+        shape = [1, f"pending_{k}", self.pieces.hidden_size]
         return block.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
 
     def _segment(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
         """The branch that runs segment k over all pending states, and the router after it."""
-        block, pending, tokens = Block(f"segment_{k}", self.weights), present(step.pending), f"waiting_{k}"
+        block, pending, tokens = Block(f"segment_{k}", self.weights), present(step.pending), f"pending_{k}"
         y, presents = self._run(block, k, pending, tokens, self._positions_of(block, pending, tokens))
         values = {"candidate": self._candidate(block, k, y)}
         if k < self.segments - 1:

@@ -57,7 +57,7 @@ def test_sequences_join_as_others_end(
 ) -> None:
     monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 60)
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # and their buffers grow
-    batch = empty_batch(engine.backend.batch_networks._open(4), engine.manifest, mixed, 16, 1.0)
+    batch = empty_batch(engine.backend.batch_networks._open(8), engine.manifest, mixed, 16, 1.0)
     assert isinstance(batch, PropagatingBatch)
     wanted = prompts + prompts[::-1]
     stop = alone(engine, prompts[:1], threshold=mixed, min_layers=0, stop_token_ids=[])[0].tokens[3:5]
