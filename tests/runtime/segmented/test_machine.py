@@ -12,8 +12,8 @@ from fake_cudart import FakeCudart
 from tide_export import names
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.segmented.buffers import grown
 from tide_export.runtime.segmented.network_spec import kv_buffers
-from tide_export.runtime.segmented.sequence_memory import grown
 
 LENGTH = 200
 

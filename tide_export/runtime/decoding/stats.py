@@ -6,10 +6,12 @@ passes of each step (a pass over one pending token or eight costs about the same
 positions times layers that were ever computed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 LOOKUP_DRAFT = 0  # the exit layer of a token from a prompt-lookup draft
+RATES = ("exit_rate", "layers_run_per_token", "layers_skipped_per_token", "acceptance_rate", "tokens_per_second")
+DERIVED = ("total_tokens", "remaining_tokens", "total_exited", *RATES)  # properties that `as_dict` gives
 
 
 @dataclass
@@ -111,26 +113,6 @@ class ExitStats:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON types (checkpoints become string keys)."""
-        return {
-            "total_tokens": self.total_tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "exits_per_layer": {str(layers): count for layers, count in self.exits_per_layer.items()},
-            "remaining_tokens": self.remaining_tokens,
-            "total_exited": self.total_exited,
-            "exit_rate": self.exit_rate,
-            "num_layers": self.num_layers,
-            "layers_run_per_token": self.layers_run_per_token,
-            "layers_skipped_per_token": self.layers_skipped_per_token,
-            "layer_tokens_run": self.layer_tokens_run,
-            "layer_tokens_total": self.layer_tokens_total,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "lookup_drafted": self.lookup_drafted,
-            "lookup_accepted": self.lookup_accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "exit_layer": list(self.exit_layer),
-            "layers_run": list(self.layers_run),
-        }
+        values = asdict(self) | {name: getattr(self, name) for name in DERIVED}
+        del values["checkpoints"]
+        return values | {"exits_per_layer": {str(layers): count for layers, count in self.exits_per_layer.items()}}

@@ -18,10 +18,10 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.manifest import NetworksInfo
-from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
+from tide_export.runtime.segmented.buffers import Block, NetworkBuffers, aligned, grown
+from tide_export.runtime.segmented.device import Buffer, Device
 from tide_export.runtime.segmented.network_spec import KvBuffer, Network, NetworkSpec, kv_buffers
 from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
-from tide_export.runtime.segmented.sequence_memory import grown
 
 SCORES, FLAGS = 0, 1  # parts of a verdict
 LENGTHS, LAST, THRESHOLD, IDS = range(4)  # parts of a run's small inputs
@@ -29,40 +29,12 @@ LENGTHS, LAST, THRESHOLD, IDS = range(4)  # parts of a run's small inputs
 Copy = tuple[int, int, int]  # target, source, bytes
 
 
-def aligned(size: int) -> int:
-    """`size` rounded up to a multiple of `ALIGNMENT`."""
-    return size + -size % ALIGNMENT
-
-
-class _Block:
-    """Parts at aligned offsets of one buffer, and the same on the host, so that all cross in one copy."""
-
-    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
-        self._starts = [sum(map(aligned, sizes[:part])) for part in range(len(sizes) + 1)]
-        self._buffer = device.allocate(self._starts[-1])
-        self._device, self._host = device, device.staging(self._starts[-1])
-
-    def address(self, part: int) -> int:
-        return self._buffer.address + self._starts[part]
-
-    def host(self, part: int, dtype: type) -> np.ndarray:
-        return self._host[self._starts[part] : self._starts[part + 1]].view(dtype)
-
-    def upload(self, part: int, size: int) -> None:
-        """All up to the first `size` bytes of a part."""
-        self._device.upload(self._buffer.address, self._host[: self._starts[part] + size])
-
-    def download(self, part: int, size: int) -> None:
-        start = self._starts[part]
-        self._device.download(self._host[start : start + size], self._buffer.address + start)
-
-
 @dataclass
 class _RunBuffers:
     """The small inputs and outputs of one run."""
 
-    inputs: _Block
-    verdict: _Block
+    inputs: Block
+    verdict: Block
     exits: Buffer  # exit states of the slots' last tokens
     queued: bool = False  # `inputs` may not have been read yet
 
@@ -75,7 +47,7 @@ class _SlotOutput:
         self.states = list[tuple[int, int]]()  # new hidden states: address and tokens, in order
 
 
-class BatchBuffers:
+class BatchBuffers(NetworkBuffers):
     """The buffers of up to `slots` sequences. Serves one thread at a time."""
 
     def __init__(
@@ -93,15 +65,14 @@ class BatchBuffers:
         Raises:
             GenerationError: the device has not enough memory.
         """
-        self.slots, self._info, self._networks, self._device = slots, info, networks, device
-        self._specs, self._count = specs, len(specs) - 1
-        entries = [specs[names.segment(k)].inputs[names.HIDDEN_STATES] for k in range(1, self._count)]
-        head = specs[names.HEAD]
+        super().__init__(specs, networks, device, info)
+        self.slots = slots
+        entries = [specs[names.segment(k)].inputs[names.HIDDEN_STATES] for k in range(1, self._segments)]
         # Bytes of a token in each segment's input; of the first it is an id.
         self._state_size = [8, *(entry.size() for entry in entries)]
-        self._exit_size = head.inputs[names.EXIT_STATES].size()
-        self._final_size = specs[names.segment(self._count - 1)].outputs[names.FINAL_STATES].size()
-        self._past = [self._allocate_past(specs[names.segment(k)]) for k in range(self._count)]
+        self._exit_size = specs[names.HEAD].inputs[names.EXIT_STATES].size()
+        self._final_size = specs[names.segment(self._segments - 1)].outputs[names.FINAL_STATES].size()
+        self._past = [self._allocate_past(specs[names.segment(k)]) for k in range(self._segments)]
         self._written = [0] * slots  # tokens of each slot's K/V buffers that may not be zero
         self._pending = [self._allocate(slots * pending_capacity * size) for size in self._state_size[1:]]
         self._pending_capacity = pending_capacity
@@ -112,12 +83,6 @@ class BatchBuffers:
         self._outputs = dict[int, _SlotOutput]()  # of the segment that ran last, by slot
         self._exits = dict[int, list[int]]()  # addresses of each slot's exit states in this step
         self._head_entry = self._allocate(info.max_logits * self._exit_size)
-        self._vocabulary = head.outputs[names.LOGITS].dims(1)[-1]
-        self._logits = self._allocate(head.outputs[names.LOGITS].size(info.max_logits))
-        self._logits_host = device.staging(self._logits.size).view(np.float32)
-
-    def _allocate(self, size: int) -> Buffer:
-        return self._device.allocate(max(size, ALIGNMENT))
 
     def _allocate_past(self, spec: NetworkSpec) -> list[tuple[KvBuffer, Buffer]]:
         """Memory of every K/V buffer of a segment, of all slots."""
@@ -155,7 +120,7 @@ class BatchBuffers:
         if k == 0:
             self._exits.clear()
         plan = runs_over(counts, lengths, self._info)
-        size = self._state_size[k + 1] if k + 1 < self._count else self._final_size
+        size = self._state_size[k + 1] if k + 1 < self._segments else self._final_size
         result = self._reserve_out(k, sum(aligned(run.slots * run.tokens * size) for run in plan))
         outputs, last_runs, index = dict[int, _SlotOutput](), dict[tuple[int, int, int], int](), -1
         for run in plan:
@@ -229,8 +194,8 @@ class BatchBuffers:
         buffers = self._run_buffers.get((k, index))
         if buffers is None:
             counts, ids = [8 * self.slots, 8 * self.slots, 4], 8 * max(self._info.max_tokens, self.slots)
-            inputs = _Block(self._device, counts if k else [*counts, ids])
-            verdict = _Block(self._device, [4 * self.slots, self.slots])
+            inputs = Block(self._device, counts if k else [*counts, ids])
+            verdict = Block(self._device, [4 * self.slots, self.slots])
             buffers = _RunBuffers(inputs, verdict, self._allocate(self.slots * self._exit_size))
             self._run_buffers[k, index] = buffers
         if buffers.queued:
@@ -271,7 +236,7 @@ class BatchBuffers:
         return self._entry.address
 
     def _launch(self, k: int, run: Run, buffers: _RunBuffers, source: int, result: int) -> None:
-        slots, last = run.slots, k + 1 == self._count
+        slots, last = run.slots, k + 1 == self._segments
         addresses = {
             names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: source,
             names.FINAL_STATES if last else names.NEW_HIDDEN_STATES: result,
@@ -291,22 +256,10 @@ class BatchBuffers:
             buffers.inputs.upload(*((IDS, 8 * slots * run.tokens) if k == 0 else (THRESHOLD, 4)))
             self._networks[names.segment(k)].run(addresses, run.tokens, slots)
             if not last:
-                buffers.verdict.download(FLAGS, slots)
+                buffers.verdict.download(FLAGS, FLAGS, slots)
 
         self._device.launch((k, run.start, slots, run.tokens, source, result, buffers.exits.address), work)
         buffers.queued = True
-
-    def _head(self, states: int, tokens: int) -> np.ndarray:
-        host = self._logits_host[: tokens * self._vocabulary]
-        addresses = {names.EXIT_STATES: states, names.LOGITS: self._logits.address}
-
-        def work() -> None:
-            self._networks[names.HEAD].run(addresses, tokens)
-            self._device.download(host, self._logits.address)
-
-        self._device.launch((names.HEAD, states, tokens), work)
-        self._synchronize()
-        return host.reshape(tokens, self._vocabulary)
 
     def _pending_address(self, k: int, slot: int) -> int:
         """Where a slot's part of the pending buffer of segment k begins."""

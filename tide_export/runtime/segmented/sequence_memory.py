@@ -15,21 +15,16 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.manifest import NetworksInfo
-from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
+from tide_export.runtime.segmented.buffers import Block, NetworkBuffers, grown
+from tide_export.runtime.segmented.device import Buffer, Device
 from tide_export.runtime.segmented.network_spec import Network, NetworkSpec, kv_aliases, kv_buffers
 from tide_export.runtime.segmented.run_plan import padded
 
-# A segment's small inputs, and its verdict, each at an aligned offset of one block that crosses in one copy.
-LENGTH, LAST, THRESHOLD = (index * ALIGNMENT for index in range(3))
-SCORE, FLAG = (index * ALIGNMENT for index in range(2))
+LENGTH, LAST, THRESHOLD = range(3)  # parts of a segment's small inputs
+SCORE, FLAG = 0, 1  # parts of a verdict
 
 
-def grown(capacity: int, needed: int) -> int:
-    """The new capacity of a buffer that must hold `needed`: at least doubled where it grows, so that copies are few."""
-    return capacity if needed <= capacity else max(needed, 2 * capacity)
-
-
-class SequenceBuffers:
+class SequenceBuffers(NetworkBuffers):
     """The buffers of one sequence. Serves one thread at a time."""
 
     def __init__(
@@ -45,10 +40,8 @@ class SequenceBuffers:
         Raises:
             GenerationError: the device has not enough memory.
         """
+        super().__init__(specs, networks, device, info)
         max_tokens = info.max_tokens
-        self._max_tokens, self._max_logits, self._capacity = max_tokens, info.max_logits, info.capacity
-        self._specs, self._networks, self._device = specs, networks, device
-        self._segments = len(specs) - 1
         self._fixed: list[dict[str, int]] = []  # per segment, the addresses that never change
         self._owned: list[Buffer] = []
         self._pending: list[Buffer] = []
@@ -62,47 +55,36 @@ class SequenceBuffers:
         self._chunk = self._allocate(max(max_tokens, info.max_logits) * max(self._state_size))
         self._ids = self._allocate(max_tokens * 8)
         self._ids_host = device.staging(max_tokens * 8).view(np.int64)
-        self._control: list[Buffer] = []
-        self._control_host: list[np.ndarray] = []
-        self._verdict: list[Buffer] = []
-        self._verdict_host: list[np.ndarray] = []
+        self._inputs = [Block(device, (8, 8, 4)) for _ in range(self._segments)]
+        self._verdicts = [Block(device, (4, 1)) for _ in range(self._segments)]
         for k in range(self._segments):
             self._add_segment(k, pending_capacity)
-        self._pending.append(device.allocate(max(pending_capacity * self._state_size[-1], ALIGNMENT)))
-        logits = specs[names.HEAD].outputs[names.LOGITS]
-        self._vocabulary = logits.dims(1)[-1]
-        self._logits = self._allocate(logits.size(info.max_logits))
-        self._logits_host = device.staging(self._logits.size).view(np.float32)
+        self._pending.append(self._allocate(pending_capacity * self._state_size[-1]))
         self._positions = 0  # last tokens of the last segment's last run whose logits can be computed ...
         self._first_position = 0  # ... and the index of the first of them in the buffer before the head
         self._written = [0] * self._segments  # tokens of each segment's K/V buffers that may not be zero
         self._queued: set[int] = set()  # segments whose control block may not have been read yet
 
     def _add_segment(self, k: int, pending_capacity: int) -> None:
-        spec, device = self._specs[names.segment(k)], self._device
-        control, verdict = self._allocate(3 * ALIGNMENT), self._allocate(2 * ALIGNMENT)
-        self._control.append(control)
-        self._verdict.append(verdict)
-        self._control_host.append(device.staging(control.size))
-        self._verdict_host.append(device.staging(verdict.size))
-        self._pending.append(device.allocate(max(pending_capacity * self._state_size[k], ALIGNMENT)))
+        spec, inputs, verdict = self._specs[names.segment(k)], self._inputs[k], self._verdicts[k]
+        self._pending.append(self._allocate(pending_capacity * self._state_size[k]))
         fixed = {
-            names.PAST_LENGTHS: control.address + LENGTH,
-            names.LAST_TOKENS: control.address + LAST,
-            names.EXIT_STATES: self._allocate(spec.outputs[names.EXIT_STATES].size()).address,
+            names.PAST_LENGTHS: inputs.address(LENGTH),
+            names.LAST_TOKENS: inputs.address(LAST),
+            names.EXIT_STATES: self._own(spec.outputs[names.EXIT_STATES].size()),
         }
         if names.EXIT_THRESHOLD in spec.inputs:
-            fixed[names.EXIT_THRESHOLD] = control.address + THRESHOLD
-            fixed[names.ROUTER_SCORE] = verdict.address + SCORE
-            fixed[names.EXIT_FLAG] = verdict.address + FLAG
+            fixed[names.EXIT_THRESHOLD] = inputs.address(THRESHOLD)
+            fixed[names.ROUTER_SCORE] = verdict.address(SCORE)
+            fixed[names.EXIT_FLAG] = verdict.address(FLAG)
         for output, name in kv_aliases(spec).items():
-            fixed[name] = fixed[output] = self._allocate(spec.inputs[name].size()).address
+            fixed[name] = fixed[output] = self._own(spec.inputs[name].size())
         self._fixed.append(fixed)
 
-    def _allocate(self, size: int) -> Buffer:
-        buffer = self._device.allocate(max(size, ALIGNMENT))
-        self._owned.append(buffer)
-        return buffer
+    def _own(self, size: int) -> int:
+        """The address of memory that lives as long as the buffers."""
+        self._owned.append(self._allocate(size))
+        return self._owned[-1].address
 
     def clear(self) -> None:
         """Zeroes what a sequence wrote, for the next one.
@@ -120,7 +102,7 @@ class SequenceBuffers:
     def set_threshold(self, k: int, threshold: float) -> None:
         """Segment k's router exits above this from its next run on."""
         self._wait_for(k)
-        self._control_host[k][THRESHOLD : THRESHOLD + 4].view(np.float32)[0] = threshold
+        self._inputs[k].host(THRESHOLD, np.float32)[0] = threshold
 
     def run(
         self, k: int, ids: Sequence[int] | np.ndarray, count: int, length: int, target: int = 0, keep: int = 1
@@ -138,16 +120,15 @@ class SequenceBuffers:
             GenerationError: the device has not enough memory, or failed.
         """
         if k + 1 == self._segments:  # its states are kept from the run on that has the first of these positions
-            start = (count - keep) // self._max_tokens * self._max_tokens
+            start = (count - keep) // self._info.max_tokens * self._info.max_tokens
             self._positions, self._first_position, target = keep, count - keep - start, -start
-        for first in range(0, count, self._max_tokens):
-            chunk = min(count - first, self._max_tokens)
-            tokens = padded(chunk, length + first, self._max_tokens, self._capacity)
+        for first in range(0, count, self._info.max_tokens):
+            chunk = min(count - first, self._info.max_tokens)
+            tokens = padded(chunk, length + first, self._info.max_tokens, self._info.capacity)
             self._written[k] = max(self._written[k], length + first + tokens)
             self._wait_for(k)
-            control = self._control_host[k]
-            control[LENGTH : LENGTH + 8].view(np.int64)[0] = length + first
-            control[LAST : LAST + 8].view(np.int64)[0] = chunk - 1
+            self._inputs[k].host(LENGTH, np.int64)[0] = length + first
+            self._inputs[k].host(LAST, np.int64)[0] = chunk - 1
             if k == 0:
                 self._ids_host[:chunk] = ids[first : first + chunk]
                 self._ids_host[chunk:tokens] = 0
@@ -181,10 +162,10 @@ class SequenceBuffers:
         def work() -> None:
             if k == 0:
                 device.upload(self._ids.address, self._ids_host[:tokens])
-            device.upload(self._control[k].address, self._control_host[k])
+            self._inputs[k].upload(THRESHOLD, 4)
             self._networks[spec.name].run(addresses, tokens)
             if not deepest:
-                device.download(self._verdict_host[k], self._verdict[k].address)
+                self._verdicts[k].download(SCORE, FLAG, 1)
 
         device.launch((k, tokens, source, result), work)
         self._queued.add(k)
@@ -194,8 +175,8 @@ class SequenceBuffers:
     def verdict(self, k: int) -> tuple[float, bool]:
         """Score and exit flag of the last token of segment k's last run; waits for it."""
         self._wait_for(k)
-        host = self._verdict_host[k]
-        return float(host[SCORE : SCORE + 4].view(np.float32)[0]), bool(host[FLAG])
+        verdict = self._verdicts[k]
+        return float(verdict.host(SCORE, np.float32)[0]), bool(verdict.host(FLAG, np.bool_)[0])
 
     def logits(self, k: int) -> np.ndarray:
         """The head on the exit state of the last token after segment k: float32 [V], a view of a buffer."""
@@ -204,33 +185,21 @@ class SequenceBuffers:
     def position_logits(self) -> np.ndarray:
         """The head on the last `keep` tokens of the last segment's run: float32 [m, V]."""
         parts = []
-        for first in range(0, self._positions, self._max_logits):
-            count = min(self._positions - first, self._max_logits)
-            tokens = padded(count, 0, self._max_logits, self._max_logits)
+        for first in range(0, self._positions, self._info.max_logits):
+            count = min(self._positions - first, self._info.max_logits)
+            tokens = padded(count, 0, self._info.max_logits, self._info.max_logits)
             states = self._states_at(self._segments, self._first_position + first, tokens)
             parts.append(self._head(states, tokens)[:count].copy())
         return np.concatenate(parts)
 
-    def _head(self, states: int, tokens: int) -> np.ndarray:
-        """Logits [tokens, V] of the states at an address."""
-        device, head = self._device, self._networks[names.HEAD]
-        host = self._logits_host[: tokens * self._vocabulary]
-        addresses = {names.EXIT_STATES: states, names.LOGITS: self._logits.address}
-
-        def work() -> None:
-            head.run(addresses, tokens)
-            device.download(host, self._logits.address)
-
-        device.launch((names.HEAD, states, tokens), work)
-        device.synchronize()
-        self._queued.clear()
-        return host.reshape(tokens, self._vocabulary)
-
     def _wait_for(self, k: int) -> None:
         """Waits for segment k's last run, if it may not have finished."""
         if k in self._queued:
-            self._device.synchronize()
-            self._queued.clear()
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        self._device.synchronize()
+        self._queued.clear()
 
     def _reserve(self, k: int, tokens: int) -> None:
         """Grows the pending buffer of segment k to `tokens` hidden states, with its contents."""
@@ -241,6 +210,5 @@ class SequenceBuffers:
             return
         buffer = self._device.allocate(capacity * size)
         self._device.copy(buffer.address, self._pending[k].address, old * size)
-        self._device.synchronize()  # the old buffer is freed now
-        self._queued.clear()
+        self._synchronize()  # the old buffer is freed now
         self._pending[k] = buffer
