@@ -16,6 +16,11 @@ def one_line(error: BaseException, limit: int = 200) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a library's message, without the stack it may append; its type's name if empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class ConfigError(TideError):
     """An option or config value is out of range or contradicts another."""
 

@@ -1,6 +1,12 @@
 """Formats tables, sizes and percentages as plain text, for reports and `inspect`."""
 
 from collections.abc import Sequence
+from typing import Any
+
+
+def attributes(instance: object, *names: str) -> dict[str, Any]:
+    """Attributes by their names, for JSON."""
+    return {name: getattr(instance, name) for name in names}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1, indent: str = "  ") -> str:

@@ -81,10 +81,7 @@ def fit_checkpoints(
 
 def _shortlist(source: SourceModel, config: TideConfig, full_top1: torch.Tensor) -> torch.Tensor | None:
     """Selects the head's rows [N, D'] for the N most frequent of `full_top1`; None for routers of TIDE's form.
-
-    Args:
-        full_top1: the full model's top-1 tokens on training text, int64 [n].
-    """
+    `full_top1`: the full model's top-1 tokens on training text, int64 [n]."""
     if config.router_shortlist == 0:
         return None
     rows = source.head_rows()

@@ -271,11 +271,8 @@ def _recipes_near(path: Path) -> str:
 
 
 def _refuse_calibration_options(options: Namespace, because: str, used: Collection[str] = EXPORT_FIELDS) -> None:
-    """With fitted routers nothing is calibrated: an option for that is a mistake.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """With fitted routers nothing is calibrated: an option for that is a mistake. Raises ConfigError: naming the
+    option."""
     for name in _recipe(options.recipe) | _config_options(options):
         if name not in used:
             raise ConfigError(f"{config_flag(name)} does nothing with {because}: the routers are fitted already")

@@ -102,11 +102,8 @@ def build_engines(
 def _plugins_used(
     plugins: PluginLibrary, expected: Mapping[str, NetworkSpec], built: Mapping[str, Mapping[str, Any]]
 ) -> PluginsInfo | None:
-    """The engines that hold plugins: all that have a router; None if the model has no router.
-
-    Raises:
-        BuildError: TensorRT built a function's body although it had the plugin.
-    """
+    """The engines that hold plugins: all that have a router; None if the model has no router. Raises BuildError:
+    TensorRT built a function's body although it had the plugin."""
     routed = tuple(name for name, spec in expected.items() if names.ROUTER_SCORE in spec.outputs)
     for name in routed:
         if not built[name]["plugins"]:
@@ -206,10 +203,7 @@ def run_worker(
 
 def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any], profiles: int) -> None:
     """Checks that a built network has the inputs, outputs, in-place K/V updates and profiles that the runtime binds.
-
-    Raises:
-        BuildError: naming what differs.
-    """
+    Raises BuildError: naming what differs."""
     spec.check(from_tensorrt(spec, built["inputs"]), from_tensorrt(spec, built["outputs"]), name)
     if kv_aliases(spec) != built["aliases"]:
         raise BuildError(f"TensorRT does not update the K/V cache of {name} in place: it aliases {built['aliases']}")

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tide_export.errors import ConfigError, ModelError, UnsupportedModelError
+from tide_export.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from tide_export.model.attention import reference_attention
 from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
 from tide_export.model.quantized_weights import QuantizedWeights
@@ -226,7 +226,7 @@ def load_model(
             )
         model, info = loaded
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
-        reason = loading_problem() or _first_line(error)
+        reason = loading_problem() or first_line(error)
         raise ModelError(f"cannot load the weights of model {name!r}: {reason}") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         problem = sorted(
@@ -278,10 +278,10 @@ def _check_source(name: str) -> PretrainedConfig:
     except OSError as error:
         raise ModelError(
             f"no model {name!r}: no such folder, and the hub does not have it or cannot be reached "
-            f"({_first_line(error)})"
+            f"({first_line(error)})"
         ) from error
     except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"model {name!r} cannot be read: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"model {name!r} cannot be read: {first_line(error)}") from error
 
 
 def _hash_weights(model: nn.Module, name: str) -> str:
@@ -310,8 +310,3 @@ def _offloaded(model: nn.Module, name: str, key: str) -> torch.Tensor:
 
 def _refuse_released(*_: object) -> None:
     raise ModelError("the source model was released: load it again")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -19,7 +19,7 @@ import numpy as np
 
 from tide_export.bundle.manifest import EXACT, PROPAGATE, Drafting, Manifest
 from tide_export.errors import ConfigError
-from tide_export.formatting import percent, table
+from tide_export.formatting import attributes, percent, table
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.decoding.lossless import DraftLimits
@@ -72,12 +72,7 @@ class BenchReport:
     runs: dict[str, list[Timing]]
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "bundle": self.bundle,
-            "prompt": self.prompt,
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "threads": self.threads,
+        return attributes(self, "bundle", "prompt", "prompt_tokens", "new_tokens", "threads") | {
             "repeat": len(self.runs[self.modes[0].name]),
             "modes": [self._mode(mode) for mode in self.modes],
         }

@@ -30,13 +30,7 @@ def open_provider(
     threads: int | None = None,
     plugins: str | os.PathLike[str] | None = None,
 ) -> Backend:
-    """Opens `bundle` on an engine.
-
-    Args:
-        provider: one of PROVIDERS.
-        threads: threads one step may use on the CPU; None: one per physical core.
-        plugins: the plugin library, for TensorRT engines that use plugins; None: the one `runtime.tensorrt.plugins`
-            finds.
+    """Opens `bundle` on an engine; arguments as of `engine.load`.
 
     Raises:
         ProviderError: the provider is unknown, or cannot run this bundle here; or plugins are given for a bundle or a
@@ -49,11 +43,11 @@ def open_provider(
     check_threads(threads)
     engines = bundle.manifest.engines
     if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
-        raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: leave --plugins away")
+        raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: omit --plugins")
     if plugins not in (None, NONE) and provider in ("cpu", "cuda"):
-        raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: leave --plugins away")
+        raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: omit --plugins")
     if threads is not None and provider not in ("auto", "cpu"):
-        raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: leave --threads away")
+        raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: omit --threads")
     if provider != "auto":
         return _open(bundle, provider, threads, plugins)
     refused = []

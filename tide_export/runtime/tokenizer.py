@@ -18,11 +18,7 @@ class BundleTokenizer:
     """The tokenizer stored in a bundle."""
 
     def __init__(self, bundle: Path):
-        """Reads `bundle`/tokenizer.json.
-
-        Raises:
-            BundleError: there is none, or it cannot be read.
-        """
+        """Reads `bundle`/tokenizer.json. Raises BundleError: there is none, or it cannot be read."""
         from tokenizers import Tokenizer
 
         path = bundle / TOKENIZER_FILE

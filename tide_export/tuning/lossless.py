@@ -68,11 +68,8 @@ def _decode_full(engine: Engine, prompt: Sequence[int], new_tokens: int) -> tupl
 
 
 def _compare(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int, setting: Setting) -> Comparison:
-    """Times full and lossless mode on the same prompts, interleaved.
-
-    Raises:
-        TuneError: the two modes gave different tokens.
-    """
+    """Times full and lossless mode on the same prompts, interleaved. Raises TuneError: the two modes gave different
+    tokens."""
     drafting = Drafting(setting.thresholds, setting.max_drafts, setting.prompt_lookup, setting.min_match, {})
     tuned = engine.drafting_as(drafting)
     ratios, drafted, accepted, lookup_drafted = [], 0, 0, 0

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tide_export.bundle.manifest import Drafting, Manifest
-from tide_export.formatting import table
+from tide_export.formatting import attributes, table
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.choose import Tested
 from tide_export.tuning.prompts import Prompts
@@ -58,15 +58,11 @@ class ExitReport:
             "method": EXIT_METHOD,
             "p_value_kind": "binomial" if request.binary else "hoeffding-bentkus",
             "certified": best is not None,
-            "epsilon": request.epsilon,
-            "delta": request.delta,
+            **attributes(request, "epsilon", "delta", "prompts_per_document", "prompt_length", "positions", "seed"),
             "n": len(prompts.calibration),
             "documents": prompts.calibration_documents,
             "path_prompts": len(prompts.path),
             "path_documents": prompts.path_documents,
-            "prompts_per_document": request.prompts_per_document,
-            "prompt_length": request.prompt_length,
-            "positions": request.positions,
             "risk": best.risk if best else 0.0,
             "p_value": best.p_value if best else None,
             "layers_per_token": best.layers if best else float(self.num_layers),
@@ -82,7 +78,6 @@ class ExitReport:
             "documents_repeated": prompts.duplicates,
             "documents_too_short": prompts.short,
             "overlap_checked": prompts.overlap,
-            "seed": request.seed,
             "tide_export": __version__,
             "date": self.date,
         }
@@ -232,19 +227,15 @@ class LosslessReport:
             "tried_thresholds": list(setting.thresholds),
             "tried_max_drafts": setting.max_drafts,
             "tried_lookup": setting.prompt_lookup,
-            "tried_least_match": setting.min_match,
+            "tried_min_match": setting.min_match,
             "draft_seconds": list(self.costs.draft),
             "verify_seconds": {str(n): seconds for n, seconds in self.costs.verify.items()},
             "block_seconds": {str(n): seconds for n, seconds in self.costs.block.items()},
             "full_seconds": self.costs.plain,
             "path_prompts": len(self.prompts.path),
             "n": len(self.prompts.calibration),
-            "prompt_length": request.prompt_length,
-            "new_tokens": request.new_tokens,
-            "threads": request.threads,
-            "dataset": request.dataset,
+            **attributes(request, "prompt_length", "new_tokens", "threads", "dataset", "seed"),
             "dataset_sha256": self.prompts.dataset_sha256,
-            "seed": request.seed,
             "tide_export": __version__,
             "date": self.date,
         }

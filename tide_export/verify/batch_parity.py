@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tide_export.bundle.manifest import EXACT
+from tide_export.formatting import attributes
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.decoding.generation import Generation
@@ -45,13 +46,8 @@ class BatchCheck:
         return all(check.holds for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "prompts": self.prompts,
-            "reason": self.reason,
-            "holds": self.holds,
-            "checks": [check.as_dict() for check in self.checks],
-        }
+        checks = [check.as_dict() for check in self.checks]
+        return attributes(self, "engine", "prompts", "reason", "holds") | {"checks": checks}
 
     def lines(self) -> list[str]:
         """A line for the report, and one for each of the first differences."""

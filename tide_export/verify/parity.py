@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tide_export.formatting import attributes
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.engine import Engine
@@ -165,21 +166,12 @@ class Check:
 
     def as_dict(self) -> dict[str, Any]:
         """The result, ready for JSON."""
-        return {
-            "name": self.name,
-            "thresholds": self.thresholds,
-            "holds": self.holds,
-            "tokens": self.tokens,
-            "wrong": self.wrong,
+        counts = ("tokens", "wrong", "same_as_full", "largest_logit", "differences", "drafted", "accepted")
+        return attributes(self, "name", "thresholds", "holds", *counts) | {
             "forgiven": self.within_tolerance,
-            "same_as_full": self.same_as_full,
             "max_logit_error": self.max_error if np.isfinite(self.max_error) else None,
-            "largest_logit": self.largest_logit,
             "exits_per_layer": {str(layers): count for layers, count in sorted(self.exits.items())},
             "layers_per_token": self.layers_executed / self.tokens if self.tokens else None,
-            "differences": self.differences,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
         }
 
 

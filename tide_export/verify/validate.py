@@ -17,7 +17,7 @@ from tide_export.bundle.manifest import EXACT
 from tide_export.bundle.store import Bundle, open_bundle
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import BundleError, ConfigError, ProviderError
-from tide_export.formatting import percent, table
+from tide_export.formatting import attributes, percent, table
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.progress import stage
@@ -56,13 +56,8 @@ class ValidationReport:
         return compared and all(batch.holds for batch in self.batches)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "bundle": self.bundle,
-            "model": self.model,
-            "dataset": self.dataset,
-            "prompt_lengths": self.prompt_lengths,
-            "new_tokens": self.new_tokens,
-            "max_pending": self.max_pending,
+        settings = attributes(self, "bundle", "model", "dataset", "prompt_lengths", "new_tokens", "max_pending")
+        return settings | {
             "forgiven_gap": max(check.tolerance.undecided_gap for check in self.checks) if self.checks else None,
             "weight_error": self.weight_error,
             "holds": self.holds,

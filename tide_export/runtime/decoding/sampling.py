@@ -19,11 +19,8 @@ class Sampler:
         self._random = np.random.default_rng(seed)
 
     def __call__(self, logits: np.ndarray) -> int:
-        """The next token for float logits [V]. Equal logits: greedy and top-k prefer the lowest id.
-
-        Raises:
-            GenerationError: the logits are not finite, so the model is broken.
-        """
+        """The next token for float logits [V]. Equal logits: greedy and top-k prefer the lowest id. Raises
+        GenerationError: the logits are not finite, so the model is broken."""
         if self.greedy:
             best = int(logits.argmax())  # numpy and torch both return the first of equals
             if not isfinite(logits[best]):  # NaN counts as the largest

@@ -9,6 +9,8 @@ positions times layers that were ever computed.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tide_export.formatting import attributes
+
 LOOKUP_DRAFT = 0  # the exit layer of a token from a prompt-lookup draft
 RATES = ("exit_rate", "layers_run_per_token", "layers_skipped_per_token", "acceptance_rate", "tokens_per_second")
 DERIVED = ("total_tokens", "remaining_tokens", "total_exited", *RATES)  # properties that `as_dict` gives
@@ -113,6 +115,6 @@ class ExitStats:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON types (checkpoints become string keys)."""
-        values = asdict(self) | {name: getattr(self, name) for name in DERIVED}
+        values = asdict(self) | attributes(self, *DERIVED)
         del values["checkpoints"]
         return values | {"exits_per_layer": {str(layers): count for layers, count in self.exits_per_layer.items()}}

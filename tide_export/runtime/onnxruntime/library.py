@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tide_export.errors import BundleError, ConfigError, ProviderError
+from tide_export.errors import BundleError, ConfigError, ProviderError, first_line
 
 # A worker thread spins so long for the next operator before it sleeps. If it slept at once, waking it would take longer
 # than its half of a small matmul: two threads are then no faster than one. ONNX Runtime's default is milliseconds,
@@ -104,8 +104,3 @@ class Binding:
         self.io.bind_ortvalue_output(name, self._value(array))
         self.arrays[name] = array
         return array
-
-
-def first_line(error: Exception) -> str:
-    """The message of an ONNX Runtime exception without the stack it may append."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,8 +10,8 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.store import Bundle
-from tide_export.errors import GenerationError, ProviderError
-from tide_export.runtime.onnxruntime.library import first_line, import_onnxruntime, load_session, session_options
+from tide_export.errors import GenerationError, ProviderError, first_line
+from tide_export.runtime.onnxruntime.library import import_onnxruntime, load_session, session_options
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.device import Device, HostDevice
 from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor, specs

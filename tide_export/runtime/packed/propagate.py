@@ -13,8 +13,7 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest
-from tide_export.errors import GenerationError
-from tide_export.runtime.onnxruntime.library import first_line
+from tide_export.errors import GenerationError, first_line
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.packed.networks import BatchSessions, layers_of
 from tide_export.runtime.sequence import StepResult

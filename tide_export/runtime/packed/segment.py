@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tide_export import names
-from tide_export.errors import GenerationError
-from tide_export.runtime.onnxruntime.library import Binding, first_line
+from tide_export.errors import GenerationError, first_line
+from tide_export.runtime.onnxruntime.library import Binding
 from tide_export.runtime.packed.sequence import PackedSequence
 
 

@@ -60,11 +60,7 @@ class BatchBuffers(NetworkBuffers):
         pending_capacity: int,
     ) -> None:
         """Allocates K/V buffers for `info.capacity` tokens of each sequence, and `pending_capacity` hidden states of
-        each before every segment.
-
-        Raises:
-            GenerationError: the device has not enough memory.
-        """
+        each before every segment. Raises GenerationError: the device has not enough memory."""
         super().__init__(specs, networks, device, info)
         self.slots = slots
         entries = [specs[names.segment(k)].inputs[names.HIDDEN_STATES] for k in range(1, self._segments)]

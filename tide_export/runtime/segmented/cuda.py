@@ -38,11 +38,8 @@ class CudaDevice:
     """One stream with its memory (see `device.Device`)."""
 
     def __init__(self, records: bool = True) -> None:
-        """`records`: whether launches may be recorded; work on other streams cannot be.
-
-        Raises:
-            ProviderError: the bindings are missing, or CUDA cannot be used.
-        """
+        """`records`: whether launches may be recorded; work on other streams cannot be. Raises ProviderError: the
+        bindings are missing, or CUDA cannot be used."""
         self._cuda = import_cudart()
         self._records = records
         try:
@@ -54,11 +51,8 @@ class CudaDevice:
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of the runtime API and returns its result, if it has one.
-
-        Raises:
-            GenerationError: it did not succeed.
-        """
+        """Calls a function of the runtime API and returns its result, if it has one. Raises GenerationError: it did not
+        succeed."""
         error, *results = getattr(self._cuda, name)(*arguments)
         if error != self._cuda.cudaError_t.cudaSuccess:
             text = self._cuda.cudaGetErrorString(error)[1]

@@ -36,10 +36,7 @@ class SequenceBuffers(NetworkBuffers):
         pending_capacity: int,
     ) -> None:
         """Allocates K/V buffers for `info.capacity` tokens, and `pending_capacity` hidden states before every segment.
-
-        Raises:
-            GenerationError: the device has not enough memory.
-        """
+        Raises GenerationError: the device has not enough memory."""
         super().__init__(specs, networks, device, info)
         max_tokens = info.max_tokens
         self._fixed: list[dict[str, int]] = []  # per segment, the addresses that never change

@@ -152,11 +152,8 @@ class _Runtime:
 
 
 def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...], path: str) -> None:
-    """Checks that tensors, K/V buffers updated in place, and profiles are those that the runtime needs.
-
-    Raises:
-        BundleError: naming what differs.
-    """
+    """Checks that tensors, K/V buffers updated in place, and profiles are those that the runtime needs. Raises
+    BundleError: naming what differs."""
     tensors: dict[bool, dict[str, tuple[str, list[int]]]] = {True: {}, False: {}}
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)

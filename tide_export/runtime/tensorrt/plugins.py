@@ -163,11 +163,8 @@ def open_plugins(path: Path, what: str) -> PluginLibrary:
 
 
 def _check_fits(plugins: PluginLibrary, tensorrt: str) -> None:
-    """Checks that the library fits a version of TensorRT: a major version has one interface of plugins.
-
-    Raises:
-        ProviderError: it does not fit.
-    """
+    """Checks that the library fits a version of TensorRT: a major version has one interface of plugins. Raises
+    ProviderError: it does not fit."""
     if plugins.tensorrt.split(".")[0] != tensorrt.split(".")[0]:
         raise ProviderError(
             f"the plugin library '{plugins.path}' was compiled for TensorRT {plugins.tensorrt} and {tensorrt} is "

@@ -203,11 +203,7 @@ class ScoreReader:
         return bool((self._value(value) < HIDES).all())
 
     def _value(self, value: ir.Value | None) -> np.ndarray:
-        """`value` for one sequence of `length` tokens.
-
-        Raises:
-            UnsupportedModelError: it depends on the tokens.
-        """
+        """`value` for one sequence of `length` tokens. Raises UnsupportedModelError: it depends on the tokens."""
         value = present(value)
         if value not in self._known:
             self._known[value] = self._evaluate(value)
@@ -249,11 +245,8 @@ class ScoreReader:
         return window if window < self.length else None
 
     def _key_bias(self, bias: np.ndarray, seen: np.ndarray, heads: int) -> np.ndarray | None:
-        """The bias of each head by key position, [H, N]; None if there is none.
-
-        Args:
-            bias: [.., 1 or H, 1 or N, 1 or N], by head, query and key.
-        """
+        """The bias of each head by key position, [H, N]; None if there is none. `bias`: [.., 1 or H, 1 or N, 1 or N],
+        by head, query and key."""
         bias = bias.reshape((-1, *bias.shape[-2:]))
         if bias.shape[1] > 1:
             # By query and key: the last query's, if those of the others differ from it by one number for all keys.

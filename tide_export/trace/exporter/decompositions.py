@@ -58,11 +58,8 @@ def minimal_decompositions() -> Iterator[None]:
 
 
 def _can_be_written(node: Node, translated: set, in_place: Mapping[Node, OpOverload]) -> bool:
-    """Whether the exporter can write `node` unchanged, or as `_simplify` rewrites it.
-
-    Args:
-        in_place: functional operators for the in-place nodes that can have one.
-    """
+    """Whether the exporter can write `node` unchanged, or as `_simplify` rewrites it. `in_place`: functional operators
+    for the in-place nodes that can have one."""
     if node.op == "get_attr":
         return not isinstance(getattr(node.graph.owning_module, str(node.target), None), GraphModule)
     if node.op != "call_function":
