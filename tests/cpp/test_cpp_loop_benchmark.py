@@ -36,7 +36,7 @@ def test_lists_are_timed(tool, cpp: CppBuild, demo_bundle: Path, tmp_path: Path,
     sizes = ["--sequences", "1,3", "--json", tmp_path / "figures.json"]
     assert run(tool, monkeypatch, demo_bundle, cpp.program, *sizes) == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert list(figures) == ["full", "full, 3 together", "exit at 0.5", "exit at 0.5, 3 together"]
+    assert list(figures) == ["full", "full, 3 in a batch", "exit at 0.5", "exit at 0.5, 3 in a batch"]
     for by in figures.values():
         assert 0 < by[tool.INSIDE] < by[tool.PYTHON]
         assert by[tool.CPP] > 0
