@@ -42,13 +42,13 @@ def test_several_together(modes, demo_bundle: Path, propagating_bundle: Path, tm
     options = ["--prompts", "2", "--new-tokens", "8", "--threads", "1", "--thresholds", "0.5", "--out", str(tmp_path)]
     line = ["modes", str(demo_bundle), str(propagating_bundle), "--dataset", str(TEXT), *options]
     tables = []
-    for more in ([], ["--together", "2"]):
+    for more in ([], ["--batch-size", "2"]):
         monkeypatch.setattr(sys, "argv", [*line, *more])
         assert modes.main() == 0
         rows = json.loads((tmp_path / "modes.json").read_text())
-        tables.append({(r["bundle"], r["mode"], r["setting"], r["together"]): r for r in rows})
+        tables.append({(r["bundle"], r["mode"], r["setting"], r["batch_size"]): r for r in rows})
     alone, together = tables
-    assert {row["together"] for row in alone.values()} == {1}
+    assert {row["batch_size"] for row in alone.values()} == {1}
     assert len(together) == 7
     assert (together.pop((demo_bundle.name, "full", "", 1))["speedup"]) == 1.0
     for (bundle, mode, setting, count), row in together.items():

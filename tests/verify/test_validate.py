@@ -56,7 +56,7 @@ def test_holds_on_the_demo_bundle(demo_bundle: Path):
         assert one.checks[1].name in [f"exit at {name}" for name in names[1:7]]
         assert [check.tokens for check in one.checks] == [4 * 8] * 3
         assert one.lines()[0] in report.render()
-    assert [one["prompts"] for one in report.as_dict()["together"]] == [4, 4]
+    assert [one["prompts"] for one in report.as_dict()["batches"]] == [4, 4]
     lazy = report.checks[1]
     assert lazy.layers_executed < full.layers_executed, "exits must save layers"
 

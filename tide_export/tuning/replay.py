@@ -172,10 +172,10 @@ def replay(
     for leaves, agrees, known in zip(left.tolist(), right.tolist(), matches or no_matches, strict=True):
         start, length = 0, prompt_lookup
         while start < positions:
-            drafts, right_drafts, looked_up, position = 0, 0, 0, start
+            drafts, right_drafts, lookup_length, position = 0, 0, 0, start
             while position < positions:
                 if known[position] != NO_MATCH:
-                    looked_up = min(length, positions - position)
+                    lookup_length = min(length, positions - position)
                     break
                 if drafts == max_drafts or leaves[position] == columns:
                     break
@@ -183,15 +183,15 @@ def replay(
                 right_drafts += right_drafts == drafts and agrees[position]
                 drafts += 1
                 position += 1
-            seconds += verifying(drafts, looked_up + 1)
+            seconds += verifying(drafts, lookup_length + 1)
             right_lookups = 0
-            if looked_up and right_drafts == drafts:
-                right_lookups = min(looked_up, known[position])
-                length = next_length(length, prompt_lookup, looked_up, right_lookups)
+            if lookup_length and right_drafts == drafts:
+                right_lookups = min(lookup_length, known[position])
+                length = next_length(length, prompt_lookup, lookup_length, right_lookups)
             verified = right_drafts + right_lookups + 1
             tokens, start = tokens + verified, start + verified
             drafted, accepted = drafted + drafts, accepted + right_drafts
-            lookup_drafted, lookup_accepted = lookup_drafted + looked_up, lookup_accepted + right_lookups
+            lookup_drafted, lookup_accepted = lookup_drafted + lookup_length, lookup_accepted + right_lookups
     return Replayed(seconds / tokens, drafted, accepted, lookup_drafted, lookup_accepted)
 
 

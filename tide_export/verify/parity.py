@@ -168,7 +168,7 @@ class Check:
         """The result, ready for JSON."""
         counts = ("tokens", "wrong", "same_as_full", "largest_logit", "differences", "drafted", "accepted")
         return attributes(self, "name", "thresholds", "holds", *counts) | {
-            "forgiven": self.within_tolerance,
+            "within_tolerance": self.within_tolerance,
             "max_logit_error": self.max_error if np.isfinite(self.max_error) else None,
             "exits_per_layer": {str(layers): count for layers, count in sorted(self.exits.items())},
             "layers_per_token": self.layers_executed / self.tokens if self.tokens else None,

@@ -58,11 +58,11 @@ class ValidationReport:
     def as_dict(self) -> dict[str, Any]:
         settings = attributes(self, "bundle", "model", "dataset", "prompt_lengths", "new_tokens", "max_pending")
         return settings | {
-            "forgiven_gap": max(check.tolerance.undecided_gap for check in self.checks) if self.checks else None,
+            "undecided_gap": max(check.tolerance.undecided_gap for check in self.checks) if self.checks else None,
             "weight_error": self.weight_error,
             "holds": self.holds,
             "checks": [check.as_dict() for check in self.checks],
-            "together": [batch.as_dict() for batch in self.batches],
+            "batches": [batch.as_dict() for batch in self.batches],
         }
 
     def render(self) -> str:

@@ -44,7 +44,7 @@ class Case:
         if self.mode == "full":
             return "full depth"
         if self.mode == "lossless":
-            drafts = "" if self.lookup is None else f", up to {self.lookup} looked up"
+            drafts = "" if self.lookup is None else f", up to {self.lookup} by prompt lookup"
             return f"lossless, compaction {self.compaction:g}{drafts}"
         return f"exits at {self.threshold:g}, compaction {self.compaction:g}"
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 def _engines(options: argparse.Namespace, sizes: Sequence[int]) -> dict[int, Engine]:
     """On the CPU an engine for each size: one keeps the networks of the largest batch it has seen, and idle places are
-    not free. On a GPU places that nobody is at are not run, and the weights are there once."""
+    not free. On a GPU unused slots are not run, and the weights are there once."""
     if options.provider == "cpu":
         return {size: load(options.bundle, provider="cpu", threads=options.threads) for size in sizes}
     return dict.fromkeys(sizes, load(options.bundle, provider=options.provider, plugins=options.plugins))
@@ -201,7 +201,7 @@ def _options() -> argparse.Namespace:
         "--lossless", default="", metavar="X,X", help="lossless mode too, with these compaction thresholds"
     )
     parser.add_argument(
-        "--prompt-lookups", default="", metavar="N,N", help="tokens looked up at most in lossless mode (the bundle's)"
+        "--prompt-lookups", default="", metavar="N,N", help="tokens drafted by prompt lookup at most (the bundle's)"
     )
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="on average (64)")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="(32)")

@@ -1,6 +1,6 @@
 """Speed against agreement of everything a bundle can do, on real text in one interleaved run: a table and a plot.
 
-    python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--together B] [--out FOLDER]
+    python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--batch-size B] [--out FOLDER]
 
 The first bundle's full depth continues prompts cut from the text, greedily. Along these continuations, token by token,
 each bundle runs with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, and with
@@ -8,7 +8,7 @@ every token exiting at one checkpoint whatever its score (`static`, the naive ba
 of positions at which the greedy token is full depth's; speed is full depth's time over that of the same steps, medians
 over prompts. Every case takes one step per round, in a new random order, so that a machine that slows down slows all.
 Lossless mode generates the continuation by itself, in one go, and must give the same.
-With `--together B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
+With `--batch-size B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
 too is against full depth of one prompt after the other, and medians are over groups of B prompts.
 Bundles of one model with different `kv_cache_strategy`, weights or routers can be compared. Writes
 `modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token.
@@ -68,12 +68,12 @@ class Case:
     mode: str
     setting: str
     run: Callable[[Any, Any], Iterator[Seen]]
-    together: int = 1
+    batch_size: int = 1
     seen: list[Seen] = field(default_factory=list)  # of each prompt or group
 
     def on(self, prompts: Sequence[list[int]], said: Sequence[list[int]]) -> Iterator[Seen]:
         """Step by step over a group of prompts."""
-        if self.together > 1:
+        if self.batch_size > 1:
             return self.run(prompts, said)
         return map(joined, zip(*(self.run(*one) for one in zip(prompts, said, strict=True)), strict=True))
 
@@ -86,7 +86,7 @@ class Row:
     bundle: str
     mode: str
     setting: str
-    together: int
+    batch_size: int
     agreement: float
     layers: float
     speedup: float
@@ -138,17 +138,17 @@ def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> I
     yield Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
 
 
-def cases_of(name: str, engine: Engine, thresholds: Sequence[float], together: int, threads: int) -> list[Case]:
+def cases_of(name: str, engine: Engine, thresholds: Sequence[float], batch_size: int, threads: int) -> list[Case]:
     """Of one prompt at a time all but full depth, or those of several `verify.batch_parity`."""
     manifest = engine.manifest
     count = len(manifest.checkpoints)
     default = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
     settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": default}
-    if together > 1:
+    if batch_size > 1:
         networks = BatchNetworks(engine.bundle, threads)
         wanted = [("full", "", [NEVER_EXIT] * count), *(("exit", *one) for one in settings.items())]
         return [
-            Case(name, mode, setting, partial(read_batch, engine, networks, values), together)
+            Case(name, mode, setting, partial(read_batch, engine, networks, values), batch_size)
             for mode, setting, values in wanted
         ]
     cases = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
@@ -180,18 +180,18 @@ def interleaved(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[li
 def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Row]:
     name, first = next(iter(engines.items()))
     off = [NEVER_EXIT] * len(first.manifest.checkpoints)
-    thresholds, together = [float(value) for value in options.thresholds.split(",")], options.together
+    thresholds, batch_size = [float(value) for value in options.thresholds.split(",")], options.batch_size
     stepped = Case(name, "full", "", partial(read, first, off))
     generated = Case(name, "full", "", partial(generate, first, "full"))
     cases = [stepped]
     for called, engine in engines.items():
-        cases += cases_of(called, engine, thresholds, together, options.threads)
+        cases += cases_of(called, engine, thresholds, batch_size, options.threads)
     if any(case.mode == "lossless" for case in cases):
         cases.append(generated)
     order = random.Random(0)
-    with stage("measuring", total=len(prompts) // together) as advance:
-        for start in range(0, len(prompts) - together + 1, together):
-            group = prompts[start : start + together]
+    with stage("measuring", total=len(prompts) // batch_size) as advance:
+        for start in range(0, len(prompts) - batch_size + 1, batch_size):
+            group = prompts[start : start + batch_size]
             said = [
                 first.generate(p, max_new_tokens=options.new_tokens, mode="full", stop_token_ids=[]).tokens
                 for p in group
@@ -206,23 +206,23 @@ def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: a
         against = generated if case.mode == "lossless" else stepped
         ratios = [full.seconds / one.seconds for full, one in zip(against.seen, case.seen, strict=True)]
         agreement, layers = fmean(s.agrees for s in case.seen), fmean(s.layers for s in case.seen)
-        rows.append(Row(case.bundle, case.mode, case.setting, case.together, agreement, layers, median(ratios)))
+        rows.append(Row(case.bundle, case.mode, case.setting, case.batch_size, agreement, layers, median(ratios)))
     return rows
 
 
 def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.add_subplot()
-    several, most = len({row.bundle for row in rows}) > 1, max(row.together for row in rows)
-    groups = groupby(rows, key=lambda row: (row.bundle, row.mode, row.together))
-    for number, ((bundle, mode, together), group) in enumerate(groups):
+    several, largest = len({row.bundle for row in rows}) > 1, max(row.batch_size for row in rows)
+    groups = groupby(rows, key=lambda row: (row.bundle, row.mode, row.batch_size))
+    for number, ((bundle, mode, batch_size), group) in enumerate(groups):
         label = f"{bundle}: {mode}" if several else mode
         ordered = sorted((row for row in group), key=lambda row: row.speedup)
         axes.plot(
             [100 * row.agreement for row in ordered],
             [row.speedup for row in ordered],
             "o--" if mode == "static" else "o-",
-            label=f"{label}, {together} together" if most > 1 else label,
+            label=f"{label}, {batch_size} in a batch" if largest > 1 else label,
             color=f"C{number}",
         )
         for row in ordered:
@@ -244,12 +244,12 @@ def main() -> int:
     parser.add_argument("--prompt-length", type=int, default=48, metavar="N", help="(48)")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(64)")
     parser.add_argument("--thresholds", default=THRESHOLDS, metavar="T,T", help=f"({THRESHOLDS})")
-    parser.add_argument("--together", type=int, default=1, metavar="B", help="prompts in one step (1)")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="prompts in one step (1)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = parser.parse_args()
-    if not 1 <= options.together <= min(options.prompts, MAX_BATCH_SIZE):
-        parser.error(f"--together takes 1 to {MAX_BATCH_SIZE}, and no more than there are prompts")
+    if not 1 <= options.batch_size <= min(options.prompts, MAX_BATCH_SIZE):
+        parser.error(f"--batch-size takes 1 to {MAX_BATCH_SIZE}, and no more than there are prompts")
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
     first = next(iter(engines.values()))
     drawn = draw_prompts(
@@ -265,13 +265,13 @@ def main() -> int:
     rows = measure(engines, prompts, options)
     depth = first.manifest.model.num_layers
     text = table(
-        ["bundle", "mode", "threshold", "together", "tokens kept", "layer passes", "x full depth's speed"],
+        ["bundle", "mode", "threshold", "batch size", "tokens kept", "layer passes", "x full depth's speed"],
         [
             [
                 row.bundle,
                 row.mode,
                 row.setting,
-                str(row.together),
+                str(row.batch_size),
                 f"{100 * row.agreement:.1f} %",
                 f"{row.layers:.2f} of {depth}",
                 f"{row.speedup:.2f}x",
@@ -279,7 +279,7 @@ def main() -> int:
             for row in rows
         ],
     )
-    measured = len(prompts) // options.together * options.together
+    measured = len(prompts) // options.batch_size * options.batch_size
     said = f"{measured} prompts of {options.prompt_length} tokens, {options.new_tokens} new ones each, "
     said += f"{options.threads} threads"
     (options.out / "modes.md").write_text(f"{said}\n\n{text}\n")

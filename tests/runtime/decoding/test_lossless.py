@@ -173,13 +173,13 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
             )  # fmt: skip
             counts[tuple(out.tokens)] += 1
             drafted["exits"] += out.stats.drafted - out.stats.lookup_drafted
-            drafted["looked up"] += out.stats.lookup_drafted
+            drafted["prompt lookup"] += out.stats.lookup_drafted
         assert set(counts) <= set(expected) or mode != "lossless"
         return deviation(counts, expected, draws)
 
     assert sample("lossless", 1200) < 5
     assert drafted["exits"] > 300
-    assert (drafted["looked up"] > 300) == bool(lookup)
+    assert (drafted["prompt lookup"] > 300) == bool(lookup)
     assert sample("exit", 300) > 20, "what is not verified is another distribution, and this test would see it"
 
 

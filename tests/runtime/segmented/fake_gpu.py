@@ -1,4 +1,4 @@
-"""Segment networks of ONNX Runtime on lanes behind the fake CUDA runtime."""
+"""Segment networks of ONNX Runtime over the fake CUDA runtime."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ class QueuedNetwork:
 
 
 class FakeGpu:
-    """A backend's networks on lanes that live on `CudaDevice`, graphs recorded and all."""
+    """A backend's networks in buffers of a `CudaDevice`, graphs recorded and all."""
 
     def __init__(self, backend: SegmentBackend, fake: FakeCudart) -> None:
         self.real, self.fake = backend, fake
