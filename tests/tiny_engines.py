@@ -59,7 +59,7 @@ def engine_of(
     return Engine(bundle, BranchedBackend(bundle, open_session(bundle, 1), threads=1))
 
 
-MOST_TOKENS, MOST_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
+MAX_TOKENS, MAX_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
 MAX_BATCH_SIZE, SLOT_TOKENS = 3, 4  # of a run over several sequences
 
 
@@ -68,7 +68,7 @@ def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: P
     networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), bound(source))
     networks.save(folder)
     manifest = open_bundle(folder).manifest
-    info = replace(networks.info(manifest, MAX_BATCH_SIZE), max_tokens=MOST_TOKENS, max_logits=MOST_LOGITS)
+    info = replace(networks.info(manifest, MAX_BATCH_SIZE), max_tokens=MAX_TOKENS, max_logits=MAX_LOGITS)
     write_manifest(folder, replace(manifest, networks=replace(info, max_slot_tokens=SLOT_TOKENS)))
     bundle = open_bundle(folder)
     return Engine(bundle, open_segments(bundle, threads=1))

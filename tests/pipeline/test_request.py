@@ -45,13 +45,13 @@ def test_what_follows_from_a_request() -> None:
     plain = ExportRequest("model", "out")
     assert (plain.flavour, plain.plugin_library, plain.quantization_settings) == (None, None, None)
     assert not plain.propagates
-    assert plain.config == ExportRequest("model", "out", config=None).config == TideConfig()  # type: ignore[arg-type]
+    assert plain.config == ExportRequest("model", "out", config=None).config == TideConfig()
     request = ExportRequest("model", "out", targets=("onnxruntime", "tensorrt-rtx"), engines=False, batch_size=3)
     assert request.flavour is not None
     assert (request.flavour.name, request.max_batch_size) == ("tensorrt-rtx", 3)
     assert ExportRequest("model", "out", config=PROPAGATE).propagates
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plain.model = "other"  # type: ignore[misc]
+        plain.model = "other"
 
 
 def test_export_takes_a_request_or_its_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

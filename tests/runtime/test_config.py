@@ -19,7 +19,7 @@ def test_a_config_is_frozen_hashable_and_equal_to_its_like() -> None:
     assert config == GenerationConfig(threshold=(0.5, 0.75), seed=(1, 2), stop_token_ids=(3,))
     assert hash(config) == hash(GenerationConfig(threshold=[0.5, 0.75], seed=np.array([1, 2]), stop_token_ids=[3]))
     with pytest.raises(FrozenInstanceError):
-        config.seed = 3  # type: ignore[misc]
+        config.seed = 3
 
 
 def test_options_override_the_config(tiny_engine: Engine) -> None:
@@ -37,6 +37,6 @@ def test_options_are_checked_also_where_they_override(tiny_engine: Engine) -> No
     with pytest.raises(GenerationError, match="top_p must be above 0"):
         tiny_engine.generate([1], GenerationConfig(), top_p=0)
     with pytest.raises(TypeError, match="config must be a GenerationConfig, not 8"):
-        tiny_engine.generate([1], 8)  # type: ignore[call-overload]
+        tiny_engine.generate([1], 8)
     with pytest.raises(TypeError, match="beams"):
-        tiny_engine.generate([1], beams=3)  # type: ignore[call-overload]
+        tiny_engine.generate([1], beams=3)

@@ -70,7 +70,7 @@ def test_numpy_values_are_as_good_as_python_s(tiny_engine: Engine) -> None:
     expected = tiny_engine.generate(PROMPT, max_new_tokens=20, threshold=[0.5, 0.75], min_layers=2, max_pending=3)
     done = tiny_engine.generate(
         np.array(PROMPT, np.uint16),
-        max_new_tokens=np.int64(20),  # type: ignore[arg-type]
+        max_new_tokens=np.int64(20),
         threshold=np.array([0.5, 0.75], np.float32),
         min_layers=np.int32(2),  # type: ignore[arg-type]
         max_pending=np.int8(3),  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_numpy_values_are_as_good_as_python_s(tiny_engine: Engine) -> None:
 
 def test_sampling_is_seeded(tiny_engine: Engine) -> None:
     def draw(seed: int, **options: object) -> list[int]:
-        return tiny_engine.generate(PROMPT, max_new_tokens=30, temperature=1.5, seed=seed, **options).tokens  # type: ignore[arg-type]
+        return tiny_engine.generate(PROMPT, max_new_tokens=30, temperature=1.5, seed=seed, **options).tokens
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)

@@ -14,7 +14,7 @@ from tide_export.tuning.request import ExitRequest, LosslessRequest
 from tide_export.version import __version__
 
 EXIT_METHOD = "learn-then-test, fixed sequence"
-LOSSLESS_METHOD = "replay of recorded continuations, confirmed by interleaved generations"
+LOSSLESS_METHOD = "replay of recorded continuations, checked by interleaved generations"
 
 
 def _now() -> str:

@@ -67,7 +67,7 @@ def measure(checkout: Path, arrows: Arrows) -> dict[str, str]:
     for path in source_files(checkout):
         first, second, *rest = path.relative_to(checkout).parts
         lines[second if rest and first == PACKAGE else first] += count_lines(path)
-    largest, most = lines.most_common(1)[0]
+    largest, count = lines.most_common(1)[0]
     root = checkout / PACKAGE
     between = units(arrows)
     return {
@@ -78,7 +78,7 @@ def measure(checkout: Path, arrows: Arrows) -> dict[str, str]:
         "upward imports between units": str(len(units(upward(arrows)))),
         "circles of units": str(len(circles(between))),
         "circles of modules": str(len(circles(arrows))),
-        "largest folder's share of lines": f"{most / lines.total():.0%} ({largest})",
+        "largest folder's share of lines": f"{count / lines.total():.0%} ({largest})",
         f"files over {MAX_LINES} lines": str(sum(count_lines(path) > MAX_LINES for path in source_files(checkout))),
         "lines of tide_export/ and cpp/": str(lines.total()),
         "of these code": str(sum(map(count_code, source_files(checkout)))),

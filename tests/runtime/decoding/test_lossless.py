@@ -50,7 +50,7 @@ def test_greedy_tokens_are_the_full_model_s(
 @pytest.mark.parametrize("max_pending", [0, 3])
 @pytest.mark.parametrize("lookup", [1, 3, 12])
 @pytest.mark.parametrize("prompt", [1, 9])
-def test_greedy_tokens_are_the_full_model_s_where_the_text_is_looked_up(
+def test_greedy_tokens_are_the_full_model_s_with_prompt_lookup_drafts(
     tiny: TinyModel, tiny_engine: Engine, thresholds: list[float], max_pending: int, lookup: int, prompt: int
 ) -> None:
     ids = (random_ids(3, seed=prompt) * 3)[:prompt]  # a text that has been there before

@@ -14,7 +14,7 @@ def known(text: list[int], min_match: int = 1, max_tokens: int = 8) -> PromptLoo
 
 def test_what_followed_the_longest_and_latest_match_is_guessed() -> None:
     lookup = known([1, 2, 3, 9, 2, 3, 8, 7, 7, 1, 2, 3])
-    assert lookup.draft([], 3) == [9, 2, 3]  # behind 1 2 3, though 2 3 stood elsewhere later
+    assert lookup.draft([], 3) == [9, 2, 3]  # after 1 2 3, though 2 3 occurs again later
     assert known([1, 2, 5, 0, 1, 2, 6, 0, 1, 2]).draft([], 2) == [6, 0]  # the latest of equals
 
 

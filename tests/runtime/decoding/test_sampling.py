@@ -148,5 +148,5 @@ def test_options_out_of_range_are_named(options: dict) -> None:
 
 
 def test_numpy_numbers_are_numbers() -> None:
-    config = GenerationConfig(temperature=np.float32(0.5), top_k=np.int64(3), top_p=np.float64(0.9), seed=np.uint8(1))  # type: ignore[arg-type]
+    config = GenerationConfig(temperature=np.float32(0.5), top_k=np.int64(3), top_p=np.float64(0.9), seed=np.uint8(1))
     assert (config.temperature, config.top_k, config.top_p, config.seed) == (0.5, 3, 0.9, 1)
