@@ -6,7 +6,8 @@ from pathlib import Path
 from families import CONTEXT
 
 from tide_export.bundle.manifest import EXACT, PROPAGATE
-from tide_export.bundle.store import open_bundle, write_manifest, writing_bundle
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import Pieces, cut
 from tide_export.compose.propagate import compose_propagating
 from tide_export.compose.step_graph import compose

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tide_export.bundle.inspect import describe, render
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import BundleError
 from tide_export.names import WEIGHTS_FILE

@@ -8,7 +8,8 @@ import pytest
 from bundles import fail_with, make_manifest, names_in, tuned, write
 
 from tide_export.bundle import store as bundle_module
-from tide_export.bundle.store import open_bundle, replace_manifest, write_manifest, writing_bundle
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import replace_manifest, write_manifest, writing_bundle
 from tide_export.errors import BundleError
 
 # --- opening ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 from bundles import make_manifest, names_in, tuned, write
 
 import tide_export
-from tide_export.bundle.store import open_bundle, replace_manifest, writing_bundle
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import replace_manifest, writing_bundle
 from tide_export.errors import BundleError
 
 HERE = [str(Path(__file__).parents[1]), str(Path(tide_export.__file__).parents[1])]

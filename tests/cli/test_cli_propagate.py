@@ -8,7 +8,7 @@ import pytest
 from command_line import refused
 
 import tide_export
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import GenerationError, TuneError
 from tide_export.tuning.tune import tune

@@ -16,7 +16,8 @@ from cpp_engine import CppEngine
 
 from tide_export import names
 from tide_export.bundle.manifest import EnginesInfo, Profile
-from tide_export.bundle.store import open_bundle, write_manifest
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, ConfigError, GenerationError, ProviderError
 from tide_export.runtime.engine import load
 from tide_export.version import __version__

@@ -14,7 +14,8 @@ from cpp_builds import cuda_headers
 from cpp_engine import CppEngine, facts
 
 from tide_export import names
-from tide_export.bundle.store import open_bundle, write_manifest
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load

@@ -16,7 +16,8 @@ from cpp_engine import CppEngine, facts
 
 from tide_export import names
 from tide_export.bundle.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
-from tide_export.bundle.store import open_bundle, write_manifest
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError, ProviderError, TideError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.segmented.network_spec import of_network, specs

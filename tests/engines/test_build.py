@@ -10,8 +10,9 @@ import pytest
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest, NetworksInfo
+from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for, run_sizes, with_batch_size
-from tide_export.bundle.store import open_bundle, write_manifest
+from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.engines import build
 from tide_export.engines.build import _check_built, build_engines, require_builder, run_worker

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import ProviderError
 from tide_export.runtime.engine import Engine, load

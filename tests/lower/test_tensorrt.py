@@ -13,7 +13,7 @@ from families import build
 from tiny_engines import bound
 
 from tide_export import names
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.compose.cut import cut
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.lower.tensorrt import lower as lowering

@@ -13,7 +13,7 @@ from tiny_engines import engine_of, pieces_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.config import TideConfig
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt

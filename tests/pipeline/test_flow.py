@@ -12,7 +12,7 @@ import pytest
 import torch
 from families import build
 
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, GraphError, ModelError, RouterFileError, UnsupportedModelError
 from tide_export.model.source import load_model

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.model.source import load_model
 from tide_export.routers.router_set import RouterSet

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tide_export.bundle.store import open_bundle, write_manifest
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError, GenerationError
 from tide_export.names import TOKENIZER_FILE

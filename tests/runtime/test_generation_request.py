@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tiny_model import TinyModel
 
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.errors import ConfigError, GenerationError, ProviderError
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.providers import open_provider

@@ -13,7 +13,8 @@ import pytest
 
 from tide_export import names
 from tide_export.bundle.manifest import EnginesInfo, PluginsInfo, Profile
-from tide_export.bundle.store import Bundle, open_bundle, write_manifest
+from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.engines import build
 from tide_export.engines import rebuild as rebuilding

@@ -12,7 +12,8 @@ import pytest
 
 from tide_export import names
 from tide_export.bundle.manifest import EnginesInfo, Profile
-from tide_export.bundle.store import Bundle, open_bundle, write_manifest
+from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime import providers

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tide_export
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.data.documents import document_hash
 from tide_export.names import MANIFEST_FILE
 from tide_export.tuning.report import ExitReport

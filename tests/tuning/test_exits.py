@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tide_export
-from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import TuneError
 from tide_export.names import MANIFEST_FILE

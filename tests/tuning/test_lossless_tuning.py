@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tide_export
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import TuneError
 from tide_export.tuning import lossless

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.cli.main import main
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from families import GROUPED
 
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.config import TideConfig
 from tide_export.errors import GraphError
 from tide_export.model.source import load_model

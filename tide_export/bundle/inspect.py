@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tide_export.bundle.manifest import PROPAGATE, Manifest
-from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.formatting import size, table
 from tide_export.thresholds.resolve import resolve_thresholds
 

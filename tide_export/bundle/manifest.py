@@ -1,8 +1,8 @@
 """The fields of `tide.json`, which describes a bundle, and a parser that checks every one.
 
-`pipeline.flow` fills a `Manifest`, `tuning` replaces its thresholds, `bundle.store` writes and reads it, the runtimes
-take shapes, checkpoints and defaults from it. A manifest comes from a disk or a download: a field that is missing, of
-another type or out of range is refused by name.
+`pipeline.flow` fills a `Manifest`, `tuning` replaces its thresholds, `bundle.store` writes it and `bundle.opened` reads
+it, the runtimes take shapes, checkpoints and defaults from it. A manifest comes from a disk or a download: a field that
+is missing, of another type or out of range is refused by name.
 """
 
 import json

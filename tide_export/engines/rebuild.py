@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tide_export import names
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.profiles import check_batch_size, with_batch_size
-from tide_export.bundle.store import Bundle, open_bundle, write_manifest, writing_bundle
+from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.engines.build import build_engines, require_builder
 from tide_export.errors import BuildError
 from tide_export.runtime.tensorrt.flavours import FLAVOURS

@@ -16,7 +16,7 @@ from typing import Any, Unpack, overload
 import numpy as np
 
 from tide_export.bundle.manifest import Drafting, Manifest
-from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.continuous_batching import generate_batch

@@ -7,7 +7,7 @@ and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs
 import logging
 import os
 
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import ProviderError
 from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.onnxruntime.library import check_threads

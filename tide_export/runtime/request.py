@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tide_export.bundle.manifest import PROPAGATE, Manifest
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, token_ids, whole_number
 from tide_export.runtime.decoding.lossless import DraftLimits

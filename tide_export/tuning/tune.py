@@ -8,7 +8,8 @@ import os
 from typing import Any
 
 from tide_export.bundle.manifest import PROPAGATE
-from tide_export.bundle.store import Bundle, replace_manifest
+from tide_export.bundle.opened import Bundle
+from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, ConfigError, TuneError
 from tide_export.progress import stage
 from tide_export.runtime.engine import load

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import GraphError
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel

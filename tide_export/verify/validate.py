@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tide_export.bundle.manifest import EXACT
-from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import BundleError, ConfigError, ProviderError
 from tide_export.formatting import attributes, percent, table

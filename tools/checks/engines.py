@@ -15,7 +15,7 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.manifest import NetworksInfo, Profile
-from tide_export.bundle.store import open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.errors import ProviderError, TideError
 from tide_export.runtime.segmented.network_spec import NetworkSpec, of_network, specs
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, TENSORRT_RTX, import_library

@@ -10,7 +10,7 @@ from fake_gpu import FakeGpu
 from families import CHECKPOINTS, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
-from tide_export.bundle.store import Bundle, open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments

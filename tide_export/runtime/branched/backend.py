@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tide_export.bundle.manifest import PROPAGATE, Manifest
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.runtime.branched.sequence import BranchedSequence
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks, BatchSessions

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tide_export import names
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError, ProviderError, first_line
 from tide_export.runtime.onnxruntime.library import import_onnxruntime, load_session, session_options
 from tide_export.runtime.segmented.backend import SegmentBackend

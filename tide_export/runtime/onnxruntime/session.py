@@ -5,7 +5,7 @@ from typing import Any
 
 from tide_export import names
 from tide_export.bundle.manifest import EXACT, Manifest
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.runtime.onnxruntime.huge_pages import on_huge_pages
 from tide_export.runtime.onnxruntime.library import (
     check_contract,

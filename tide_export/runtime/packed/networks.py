@@ -12,7 +12,7 @@ from typing import Any
 
 from tide_export import names
 from tide_export.bundle.manifest import PROPAGATE, Manifest
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.onnxruntime.library import check_contract, import_onnxruntime, load_session, session_options
 

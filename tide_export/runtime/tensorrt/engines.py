@@ -13,7 +13,7 @@ from typing import Any
 
 from tide_export import names
 from tide_export.bundle.manifest import EnginesInfo, NetworksInfo, Profile
-from tide_export.bundle.store import Bundle
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.cuda import CudaDevice, import_cudart

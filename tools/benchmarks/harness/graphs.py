@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from tide_export.bundle.manifest import Manifest, Quantization
-from tide_export.bundle.store import open_bundle, write_manifest, writing_bundle
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import cut
 from tide_export.compose.step_graph import compose
 from tide_export.config import TideConfig
