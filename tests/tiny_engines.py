@@ -49,13 +49,13 @@ def engine_of(
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
     graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()), source.quantized)
+    manifest = make_manifest(source, routers, TideConfig(kv_cache_strategy=strategy), graph, bound(source))
     with writing_bundle(folder) as temporary:
-        save_graph(graph, temporary)
+        save_graph(graph, temporary, manifest)
         if batch:
             save_batch_networks(temporary, pieces, routers.arrays(), routers.lens_arrays(), BATCH_SIZES[:1])
         routers.save(temporary / "routers.safetensors")
-        config = TideConfig(kv_cache_strategy=strategy)
-        write_manifest(temporary, make_manifest(source, routers, config, graph, bound(source)))
+        write_manifest(temporary, manifest)
     bundle = open_bundle(folder)
     return Engine(bundle, BranchedBackend(bundle, open_session(bundle, 1), threads=1))
 

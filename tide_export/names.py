@@ -31,6 +31,11 @@ SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reach
 # float32 [1, n, D], states pending before the first segment that did not run; empty if every segment ran.
 NEW_PENDING = "new_pending_states"
 
+# Metadata of the step graph, which no tensor shows: decimal numbers, several joined by commas, "" for none.
+CHECKPOINTS_METADATA = "tide.checkpoints"  # layers run at each
+CONTEXT_METADATA = "tide.context_length"  # the most tokens of a sequence
+HIDDEN_SIZE_METADATA = "tide.hidden_size"
+
 
 def skip_threshold(k: int) -> str:
     """Input: segment k >= 1 is skipped where the score before it is above this, float32 [1]: the exit threshold, or 2.0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import onnx
 import pytest
+from bundles import edit
 from tiny_model import TinyModel
 
 from tide_export import names
@@ -45,7 +46,7 @@ def test_a_graph_that_is_not_onnx_is_one_sentence(tmp_path: Path, tiny: TinyMode
 
 def write_with_graph_of(path: Path, graph: TinyModel, manifest: TinyModel) -> Path:
     with writing_bundle(path) as folder:
-        onnx.save(graph.graph(), folder / names.GRAPH_FILE)
+        onnx.save(graph.described(), folder / names.GRAPH_FILE)
         write_manifest(folder, manifest.manifest())
     return path
 
@@ -59,3 +60,46 @@ def test_a_graph_of_another_manifest_is_refused(tmp_path: Path, tiny: TinyModel)
     full = TinyModel(checkpoints=())
     with pytest.raises(BundleError, match="has no input exit_thresholds"):
         load(write_with_graph_of(tmp_path / "c", graph=full, manifest=tiny))
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "says"),
+    [
+        (("checkpoints",), [2, 5], r"model\.onnx' was exported with other checkpoints than its manifest's 2,5: export"),
+        (("model", "context_length"), 512, "was exported with other context_length than its manifest's 512"),
+        (("model", "context_length"), None, "was exported with other context_length than its manifest's none"),
+        (
+            ("model", "vocab_size"),
+            10**12,
+            r"output logits is float32 \['tokens', 48\], but its manifest",
+        ),
+        (
+            ("model", "hidden_size"),
+            2**62,
+            r"input pending_states.1 is float32 \[1, 'tokens', 16\], but its",
+        ),
+        (("model", "kv_shapes", 5), [2, 4], r"input past_key_values\.5\.key is float32 \[1, 1, 'tokens', 8\], but its"),
+    ],
+)
+def test_what_the_graph_was_not_exported_with_is_refused(
+    tmp_path: Path, tiny: TinyModel, keys: tuple, value: object, says: str
+) -> None:
+    bundle = tiny.write(tmp_path / "b")
+    edit(bundle, *keys, value=value)
+    with pytest.raises(BundleError, match=says):
+        load(bundle)
+
+
+def test_a_hidden_size_that_no_tensor_shows_is_compared(tmp_path: Path) -> None:
+    bundle = TinyModel(checkpoints=()).write(tmp_path / "b")
+    edit(bundle, "model", "hidden_size", value=2**62)
+    with pytest.raises(BundleError, match="with other hidden_size than its manifest's 4611686018427387904"):
+        load(bundle)
+
+
+def test_a_graph_without_a_record_is_of_an_earlier_state(tmp_path: Path, tiny: TinyModel) -> None:
+    with writing_bundle(tmp_path / "b") as folder:
+        onnx.save(tiny.graph(), folder / names.GRAPH_FILE)
+        write_manifest(folder, tiny.manifest())
+    with pytest.raises(BundleError, match="does not record its checkpoints, as this release writes it: export again"):
+        load(tmp_path / "b")

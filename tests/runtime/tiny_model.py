@@ -228,6 +228,12 @@ class TinyModel:
 
     # --- the bundle --------------------------------------------------------------------------------------------
 
+    def described(self, **changes: object) -> onnx.ModelProto:
+        """`graph` with the metadata that `manifest` calls for."""
+        model = self.graph()
+        onnx.helper.set_model_props(model, self.manifest(**changes).graph_metadata)
+        return model
+
     def manifest(self, **changes: object) -> Manifest:
         """The manifest of `graph`, before `write_manifest`; `changes` replace fields."""
         graph = self.graph().graph
@@ -273,6 +279,6 @@ class TinyModel:
     def write(self, path: Path, **changes: object) -> Path:
         """A bundle of this model at `path`."""
         with writing_bundle(path) as folder:
-            onnx.save(self.graph(), folder / names.GRAPH_FILE)
+            onnx.save(self.described(**changes), folder / names.GRAPH_FILE)
             write_manifest(folder, self.manifest(**changes))
         return path

@@ -15,7 +15,17 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from tide_export.errors import BundleError
-from tide_export.names import GRAPH_FILE, HEAD, MANIFEST_FILE, engine_file, network_file, segment
+from tide_export.names import (
+    CHECKPOINTS_METADATA,
+    CONTEXT_METADATA,
+    GRAPH_FILE,
+    HEAD,
+    HIDDEN_SIZE_METADATA,
+    MANIFEST_FILE,
+    engine_file,
+    network_file,
+    segment,
+)
 
 SCHEMA = "tide_export.bundle/7"
 WEIGHTS = ("fp32", "int8", "int4")  # of the graph
@@ -163,6 +173,16 @@ class Manifest:
         """Layers of each segment, shallowest first; they add up to `model.num_layers`."""
         edges = (0, *self.checkpoints, self.model.num_layers)
         return tuple(end - start for start, end in pairwise(edges))
+
+    @property
+    def graph_metadata(self) -> dict[str, str]:
+        """Metadata of the step graph: the fields that must be those it was exported with, and no tensor shows."""
+        context = self.model.context_length
+        return {
+            CHECKPOINTS_METADATA: ",".join(map(str, self.checkpoints)),
+            CONTEXT_METADATA: "" if context is None else str(context),
+            HIDDEN_SIZE_METADATA: str(self.model.hidden_size),
+        }
 
     def to_json(self) -> str:
         """Returns the text of `tide.json`."""

@@ -61,13 +61,14 @@ def write_contents(
     folder: Path,
     model: str,
     graph: ir.Model,
+    manifest: Manifest,
     pieces: Pieces,
     routers: RouterSet,
     lower: Callable[[ir.Model], ir.Model],
 ) -> None:
     """Writes what every bundle holds: the graph, composed of `pieces` and lowered by `lower`, networks for batches of
     sequences where there can be such, tokenizer and routers."""
-    save_graph(graph, folder)
+    save_graph(graph, folder, manifest)
     try:
         save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays(), lower=lower)
     except UnsupportedModelError as error:
@@ -88,11 +89,13 @@ def write_networks(
     return replace(manifest, targets=("onnxruntime", request.flavour.name), networks=info)
 
 
-def save_graph(graph: ir.Model, folder: Path) -> None:
+def save_graph(graph: ir.Model, folder: Path, manifest: Manifest) -> None:
     """Writes model.onnx, and every weight of more than INLINE_BYTES to model.onnx.data.
 
-    Two weights that share an array under two shapes (a quantized head tied to the embedding) are written once.
+    Two weights that share an array under two shapes (a quantized head tied to the embedding) are written once. The
+    graph records the fields of `manifest` that a runtime compares (see `Manifest.graph_metadata`).
     """
+    graph.metadata_props.update(manifest.graph_metadata)
     shared = _shared_weights(graph)
     if not shared:
         ir.save(graph, folder / names.GRAPH_FILE, external_data=names.WEIGHTS_FILE, size_threshold_bytes=INLINE_BYTES)

@@ -79,7 +79,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         with stage("running the model for the references the graph must give"):
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
-        write_contents(folder, request.model, graph, pieces, routers, lower)
+        write_contents(folder, request.model, graph, manifest, pieces, routers, lower)
         manifest = write_networks(folder, request, manifest, pieces, routers, length)
     source.release()
     return manifest, references

@@ -1,11 +1,12 @@
 """Imports ONNX Runtime when needed; options, loading, checks and bindings that all sessions share."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tide_export.errors import BundleError, ConfigError, ProviderError, first_line
+from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor
 
 # A worker thread spins so long for the next operator before it sleeps. If it slept at once, waking it would take longer
 # than its half of a small matmul: two threads are then no faster than one. ONNX Runtime's default is milliseconds,
@@ -61,20 +62,24 @@ def load_session(
         raise BundleError(f"ONNX Runtime cannot load '{file}': {first_line(error)}") from error
 
 
-def check_contract(session: Any, inputs: set[str], outputs: set[str], graph: str) -> None:
-    """Checks tensor names, because buffers are bound by name and raw shape.
+def check_tensors(session: Any, spec: NetworkSpec, file: str) -> None:
+    """Checks names, types and shapes, because buffers are bound by name and bare address.
 
     Raises:
-        BundleError: naming a tensor that `graph`, a file, lacks or has too many.
+        BundleError: naming a tensor of the session of `file` that is not that of `spec`.
     """
-    for kind, expected, present in (
-        ("input", inputs, {entry.name for entry in session.get_inputs()}),
-        ("output", outputs, {entry.name for entry in session.get_outputs()}),
-    ):
-        for name in sorted(expected - present):
-            raise BundleError(f"'{graph}' has no {kind} {name}, which its manifest calls for")
-        for name in sorted(present - expected):
-            raise BundleError(f"'{graph}' has the {kind} {name}, which its manifest does not know")
+    spec.check(tensors_of(session.get_inputs()), tensors_of(session.get_outputs()), file)
+
+
+def tensors_of(entries: Iterable[Any]) -> dict[str, Tensor]:
+    """A session's inputs or outputs; a dimension of any name but "batch" is TOKENS."""
+    types = {"float": "float32", "double": "float64"}
+    tensors = {}
+    for entry in entries:
+        dtype = entry.type.removeprefix("tensor(").removesuffix(")")
+        dims = [BATCH if dim == "batch" else dim if isinstance(dim, int) else TOKENS for dim in entry.shape or ()]
+        tensors[entry.name] = Tensor(types.get(dtype, dtype), tuple(dims))
+    return tensors
 
 
 class Binding:

@@ -11,10 +11,15 @@ import numpy as np
 from tide_export import names
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError, ProviderError, first_line
-from tide_export.runtime.onnxruntime.library import import_onnxruntime, load_session, session_options
+from tide_export.runtime.onnxruntime.library import (
+    check_tensors,
+    import_onnxruntime,
+    load_session,
+    session_options,
+)
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.device import Device, HostDevice
-from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor, specs
+from tide_export.runtime.segmented.network_spec import NetworkSpec, specs
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which numpy has no type for
 
@@ -51,7 +56,7 @@ def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = Non
         session = load_session(ort, file, options, providers)
         if session.get_providers()[0] != providers[0]:
             raise ProviderError(f"ONNX Runtime found no {device} device it can use for '{file}'")
-        spec.check(_tensors(session.get_inputs()), _tensors(session.get_outputs()), str(file))
+        check_tensors(session, spec, str(file))
         sessions[name] = session
 
     def open_device() -> tuple[Device, Mapping[str, Any]]:
@@ -94,14 +99,3 @@ class _OrtNetwork:
             self._session.run_with_iobinding(binding)
         except Exception as error:
             raise GenerationError(f"ONNX Runtime failed in {self._spec.name}: {first_line(error)}") from error
-
-
-def _tensors(entries: Any) -> dict[str, Tensor]:
-    """A session's inputs or outputs."""
-    types = {"float": "float32", "double": "float64"}
-    tensors = {}
-    for entry in entries:
-        dtype = entry.type.removeprefix("tensor(").removesuffix(")")
-        dims = [BATCH if dim == "batch" else dim if isinstance(dim, int) else TOKENS for dim in entry.shape]
-        tensors[entry.name] = Tensor(types.get(dtype, dtype), tuple(dims))
-    return tensors

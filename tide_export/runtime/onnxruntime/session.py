@@ -6,13 +6,15 @@ from typing import Any
 from tide_export import names
 from tide_export.bundle.manifest import EXACT, Manifest
 from tide_export.bundle.opened import Bundle
+from tide_export.errors import BundleError
 from tide_export.runtime.onnxruntime.huge_pages import on_huge_pages
 from tide_export.runtime.onnxruntime.library import (
-    check_contract,
+    check_tensors,
     import_onnxruntime,
     load_session,
     session_options,
 )
+from tide_export.runtime.segmented.network_spec import TOKENS, NetworkSpec, Tensor
 
 logger = logging.getLogger("tide_export")
 
@@ -32,27 +34,47 @@ def open_session(bundle: Bundle, threads: int | None = None) -> Any:
     options, graph = session_options(ort, threads), bundle.file(names.GRAPH_FILE)
     with on_huge_pages():
         session = load_session(ort, graph, options)
-    check_contract(session, graph_inputs(bundle.manifest), graph_outputs(bundle.manifest), str(graph))
+    check_tensors(session, graph_spec(bundle.manifest), str(graph))
+    _check_metadata(session, bundle.manifest, str(graph))
     logger.info(
         "running '%s' with ONNX Runtime %s on the CPU, %s threads", bundle.path, ort.__version__, threads or "default"
     )
     return session
 
 
-def graph_inputs(manifest: Manifest) -> set[str]:
-    """Names of the inputs that a graph of this manifest must have."""
-    segments = range(1, len(manifest.checkpoints) + 1)
-    routing = {names.THRESHOLDS} if manifest.checkpoints else set()
-    routing |= {names.skip_threshold(k) for k in segments}
-    pending = {names.pending(k) for k in segments} if manifest.kv_cache_strategy == EXACT else set()
-    cache = {names.past(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
-    return {names.INPUT_IDS, names.TOTAL_LENGTH, names.LOGITS_POSITIONS} | routing | pending | cache
+def graph_spec(manifest: Manifest) -> NetworkSpec:
+    """The tensors that a graph of this manifest must have."""
+    model, count = manifest.model, len(manifest.checkpoints)
+    waiting = Tensor("float32", (1, TOKENS, model.hidden_size))
+    inputs = {names.INPUT_IDS: Tensor("int64", (1, TOKENS)), names.TOTAL_LENGTH: Tensor("int32", ())}
+    inputs[names.LOGITS_POSITIONS] = Tensor("int64", (TOKENS, 2))
+    outputs = {names.LOGITS: Tensor("float32", (TOKENS, model.vocab_size))}
+    if count:
+        inputs[names.THRESHOLDS] = Tensor("float32", (count,))
+        outputs[names.SCORES] = Tensor("float32", (1, count))
+    for k in range(1, count + 1):
+        inputs[names.skip_threshold(k)] = Tensor("float32", (1,))
+        if manifest.kv_cache_strategy == EXACT:
+            inputs[names.pending(k)] = outputs[names.NEW_PENDING] = waiting
+    for layer, (heads, head_dim) in enumerate(model.kv_shapes):
+        for kind in ("key", "value"):
+            cache = Tensor("float32", (1, heads, TOKENS, head_dim))
+            inputs[names.past(layer, kind)] = outputs[names.present(layer, kind)] = cache
+    return NetworkSpec(names.GRAPH_FILE, inputs, outputs)
 
 
-def graph_outputs(manifest: Manifest) -> set[str]:
-    """Names of the outputs that a graph of this manifest must have."""
-    routing = {names.SCORES} if manifest.checkpoints else set()
-    if manifest.checkpoints and manifest.kv_cache_strategy == EXACT:
-        routing.add(names.NEW_PENDING)
-    cache = {names.present(layer, kind) for layer in range(manifest.model.num_layers) for kind in ("key", "value")}
-    return {names.LOGITS} | routing | cache
+def _check_metadata(session: Any, manifest: Manifest, graph: str) -> None:
+    """Compares what the graph was exported with, and its tensors do not show, with the manifest."""
+    try:
+        present = session.get_modelmeta().custom_metadata_map
+    except UnicodeDecodeError:
+        present = {}
+    for name, expected in manifest.graph_metadata.items():
+        field = name.removeprefix("tide.")
+        if name not in present:
+            raise BundleError(f"'{graph}' does not record its {field}, as this release writes it: export again")
+        if present[name] != expected:
+            raise BundleError(
+                f"'{graph}' was exported with other {field} than its manifest's {expected or 'none'}: "
+                "export the bundle again or copy it anew"
+            )

@@ -6,7 +6,7 @@ batch stays open: a larger one replaces a smaller one and serves smaller batches
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,14 @@ from tide_export import names
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.onnxruntime.library import check_contract, import_onnxruntime, load_session, session_options
+from tide_export.runtime.onnxruntime.library import (
+    check_tensors,
+    import_onnxruntime,
+    load_session,
+    session_options,
+    tensors_of,
+)
+from tide_export.runtime.segmented.network_spec import TOKENS, NetworkSpec, Tensor
 
 logger = logging.getLogger("tide_export")
 
@@ -75,28 +82,30 @@ class BatchNetworks:
                 f"bundle '{self._bundle.path}' holds no networks for batches (an earlier release made it, or its "
                 "export said why): give one prompt at a time"
             )
+        head = self._session(names.batch_file(names.HEAD))
+        exit_size = _exit_size(tensors_of(head.get_inputs()))
+        check_tensors(head, _head_spec(manifest, exit_size), str(self._bundle.path / names.batch_file(names.HEAD)))
         segments = [
-            self._session(names.batch_file(names.segment(k), slots), *_tensors(manifest, k, slots))
+            self._session(names.batch_file(names.segment(k), slots), _segment_spec(manifest, k, slots, exit_size))
             for k in range(count)
         ]
-        head = self._session(names.batch_file(names.HEAD), {names.EXIT_STATES}, {names.LOGITS})
-        skipped = [self._skipped(k) for k in range(1, count)] if manifest.kv_cache_strategy == PROPAGATE else []
+        propagates = manifest.kv_cache_strategy == PROPAGATE
+        skipped = [
+            self._session(names.batch_file(names.skipped(k)), _skipped_spec(manifest, k))
+            for k in (range(1, count) if propagates else ())
+        ]
         logger.info("opened the networks for batches of up to %d sequences", slots)
-        return BatchSessions(slots, tuple(segments), head, int(head.get_inputs()[0].shape[-1]), tuple(skipped))
+        return BatchSessions(slots, tuple(segments), head, exit_size, tuple(skipped))
 
-    def _skipped(self, k: int) -> Any:
-        layers = layers_of(self._bundle.manifest, k)
-        outputs = {names.new(layer, kind) for layer in layers for kind in ("key", "value")}
-        return self._session(names.batch_file(names.skipped(k)), {names.HIDDEN_STATES, names.POSITION_IDS}, outputs)
-
-    def _session(self, name: str, inputs: set[str], outputs: set[str]) -> Any:
+    def _session(self, name: str, spec: NetworkSpec | None = None) -> Any:
         ort = import_onnxruntime()
         file = self._bundle.file(name)
         options = session_options(ort, self._threads)
         # By default ONNX Runtime reads external weights from the network's folder only.
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._bundle.path))
         session = load_session(ort, file, options)
-        check_contract(session, inputs, outputs, str(file))
+        if spec is not None:
+            check_tensors(session, spec, str(file))
         return session
 
 
@@ -107,15 +116,47 @@ def layers_of(manifest: Manifest, k: int) -> range:
     return range(start, start + sizes[k])
 
 
-def _tensors(manifest: Manifest, k: int, slots: int) -> tuple[set[str], set[str]]:
-    """Names of the inputs and outputs of segment k's network for so many slots."""
-    inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES}
-    inputs |= {names.POSITION_IDS, names.LAST_TOKENS, names.SLOT_TOKENS, names.SLOT_LENGTHS}
-    outputs = {names.EXIT_STATES}
+def _segment_spec(manifest: Manifest, k: int, slots: int, exit_size: int) -> NetworkSpec:
+    """The tensors of segment k's network for so many slots."""
+    states = Tensor("float32", (1, TOKENS, manifest.model.hidden_size))
+    ids = Tensor("int64", (1, TOKENS))
+    inputs = {names.INPUT_IDS: ids} if k == 0 else {names.HIDDEN_STATES: states}
+    inputs |= {names.POSITION_IDS: ids, names.LAST_TOKENS: Tensor("int64", (TOKENS,))}
+    inputs |= {names.SLOT_TOKENS: Tensor("int64", (slots,)), names.SLOT_LENGTHS: Tensor("int32", (slots,))}
+    outputs = {names.EXIT_STATES: Tensor("float32", (1, TOKENS, exit_size))}
     if k < len(manifest.checkpoints):
-        outputs |= {names.NEW_HIDDEN_STATES, names.ROUTER_SCORE}
+        outputs |= {names.NEW_HIDDEN_STATES: states, names.ROUTER_SCORE: Tensor("float32", (TOKENS, 1, 1))}
+    for layer, kind, cache in _caches(manifest, k):
+        inputs |= {names.slot(names.past(layer, kind), slot): cache for slot in range(slots)}
+        outputs |= {names.slot(names.present(layer, kind), slot): cache for slot in range(slots)}
+    return NetworkSpec(names.segment(k), inputs, outputs)
+
+
+def _skipped_spec(manifest: Manifest, k: int) -> NetworkSpec:
+    states = Tensor("float32", (1, TOKENS, manifest.model.hidden_size))
+    inputs = {names.HIDDEN_STATES: states, names.POSITION_IDS: Tensor("int64", (1, TOKENS))}
+    return NetworkSpec(
+        names.skipped(k), inputs, {names.new(layer, kind): new for layer, kind, new in _caches(manifest, k)}
+    )
+
+
+def _head_spec(manifest: Manifest, exit_size: int) -> NetworkSpec:
+    logits = Tensor("float32", (1, TOKENS, manifest.model.vocab_size))
+    return NetworkSpec(
+        names.HEAD, {names.EXIT_STATES: Tensor("float32", (1, TOKENS, exit_size))}, {names.LOGITS: logits}
+    )
+
+
+def _caches(manifest: Manifest, k: int) -> Iterator[tuple[int, str, Tensor]]:
+    """Keys and values of the layers of segment k: layer, kind and tensor, whose tokens are a dimension."""
     for layer in layers_of(manifest, k):
+        heads, head_dim = manifest.model.kv_shapes[layer]
         for kind in ("key", "value"):
-            inputs |= {names.slot(names.past(layer, kind), slot) for slot in range(slots)}
-            outputs |= {names.slot(names.present(layer, kind), slot) for slot in range(slots)}
-    return inputs, outputs
+            yield layer, kind, Tensor("float32", (1, heads, TOKENS, head_dim))
+
+
+def _exit_size(inputs: Mapping[str, Tensor]) -> int:
+    """The last dimension of the head's input; 0, which no head has, where it is not a number."""
+    states = inputs.get(names.EXIT_STATES)
+    size = states.shape[-1] if states is not None and states.shape else 0
+    return size if isinstance(size, int) else 0

@@ -61,7 +61,7 @@ class NetworkSpec:
                 raise BundleError(f"'{where}' has no {kind} {name}, which its manifest calls for")
             for name in sorted(given.keys() - expected.keys()):
                 raise BundleError(f"'{where}' has the {kind} {name}, which its manifest does not know")
-            for name, tensor in expected.items():
+            for name, tensor in sorted(expected.items()):
                 if given[name] != tensor:
                     raise BundleError(
                         f"'{where}': {kind} {name} is {given[name].dtype} {list(given[name].shape)}, but its manifest "
