@@ -6,21 +6,18 @@ end, under a lock. `tuning` replaces only the manifest, with `replace_manifest`.
 
 import contextlib
 import ctypes
-import errno
 import os
-import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from tide_export.bundle.manifest import FileInfo, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle, sha256
 from tide_export.errors import BundleError
+from tide_export.files import TEMPORARY, failure, fsync, is_no_space, replace_files
 from tide_export.names import MANIFEST_FILE
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's tofile, when the disk is full
 
 
 @contextlib.contextmanager
@@ -38,9 +35,9 @@ def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Ite
     Raises:
         BundleError: `path` exists, another export to it is running, the folder cannot be made, or no space is left.
     """
-    target = Path(path).resolve()
+    target = _resolve(path)
     _refuse_existing(target, overwrite)
-    temporary = target.parent / f".{target.name}.tide-tmp"
+    temporary = target.parent / f".{target.name}.{TEMPORARY}"
     parked = target.parent / f".{target.name}.tide-old"
     made_parents: list[Path] = []
     done = False
@@ -48,14 +45,14 @@ def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Ite
         try:
             made_parents = _make_parents(target.parent)
         except OSError as error:
-            raise BundleError(f"cannot make folder '{target.parent}': {error.strerror}") from None
+            raise BundleError(f"cannot make folder '{target.parent}': {failure(error, target.parent)}") from None
         with _lock(target):
             _clean_up_after_killed_export(target, temporary, parked)
             _refuse_existing(target, overwrite)  # again: another export may have finished before the lock was free
             try:
                 temporary.mkdir()
             except OSError as error:
-                raise BundleError(f"cannot write to '{target.parent}': {error.strerror}") from None
+                raise BundleError(f"cannot make folder '{temporary}': {failure(error, target.parent)}") from None
             try:
                 yield temporary
                 if not (temporary / MANIFEST_FILE).is_file():
@@ -64,7 +61,7 @@ def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Ite
                 _put_in_place(temporary, target, parked)
                 done = True
             except Exception as error:
-                if _is_no_space(error):
+                if is_no_space(error, target.parent):
                     raise BundleError(
                         f"no space left on the disk for bundle '{target}': nothing was written"
                     ) from error
@@ -93,15 +90,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         name = file.relative_to(folder).as_posix()
         if name != MANIFEST_FILE:
             files[name] = FileInfo(file.stat().st_size, sha256(file))
-            _fsync(file)
+            fsync(file)
     text = replace(manifest, files=files).to_json()
     written = Manifest.from_json(text)
     (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
-    _fsync(folder / MANIFEST_FILE)
-    for name in files:  # some writers (safetensors) make files private; all of a bundle's have one mode, by the umask
+    fsync(folder / MANIFEST_FILE)
+    for name in files:  # some libraries make files private; all of a bundle's have one mode, by the umask
         (folder / name).chmod((folder / MANIFEST_FILE).stat().st_mode)
     for subfolder in [folder, *(entry for entry in folder.rglob("*") if entry.is_dir())]:
-        _fsync(subfolder)
+        fsync(subfolder)
     return written
 
 
@@ -119,39 +116,27 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
             or the manifest is one that `Manifest.from_json` would refuse.
     """
     folder = bundle.path.resolve()
-    file, temporary = folder / MANIFEST_FILE, folder / f".{MANIFEST_FILE}.tide-tmp"
+    file = folder / MANIFEST_FILE
     text = replace(manifest, files=bundle.manifest.files).to_json()
     written = Manifest.from_json(text, source=f"the new '{file}'")
     with _lock(folder):
         if open_bundle(folder, verify=False).manifest != bundle.manifest:
             raise BundleError(f"bundle '{bundle.path}' was changed by something else meanwhile: it is left as it is")
         try:
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.chmod(file.stat().st_mode)
-                _fsync(temporary)
-                temporary.replace(file)
-                _fsync(folder)
-            finally:
-                temporary.unlink(missing_ok=True)
+            replace_files({file: text.encode()})
         except OSError as error:
-            reason = "no space left on the disk" if _is_no_space(error) else error.strerror
-            raise BundleError(f"cannot write '{file}', which stays as it was: {reason}") from error
+            raise BundleError(f"cannot write '{file}', which stays as it was: {failure(error, folder)}") from error
     return Bundle(bundle.path, written)
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- the output folder and its lock -----------------------------------------------------------------------------------
+
+
+def _resolve(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a NUL
+        raise BundleError(f"output '{os.fspath(path)}' is not a usable path: {error}") from None
 
 
 def _refuse_existing(target: Path, overwrite: bool) -> None:
@@ -177,10 +162,11 @@ def _lock(target: Path) -> Iterator[None]:
 
     file = target.parent / f".{target.name}.tide-lock"
     while True:
+        _require_kind(file, stat.S_ISREG)
         try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise BundleError(f"cannot write to '{target.parent}': {error.strerror}") from None
+            raise BundleError(f"cannot make '{file}': {failure(error, target.parent)}") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -190,23 +176,40 @@ def _lock(target: Path) -> Iterator[None]:
             os.close(descriptor)
             raise BundleError(f"cannot lock '{file}': {error.strerror}") from None
         # The last holder may have removed the file between our open and our flock: then nobody else sees our lock.
-        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
-            break
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), file.lstat()):
+                break
         os.close(descriptor)
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.unlink()
         os.close(descriptor)
 
 
 def _clean_up_after_killed_export(target: Path, temporary: Path, parked: Path) -> None:
     """Removes the folders of a killed export; with the lock held, no running export has them."""
+    for folder in (temporary, parked):
+        _require_kind(folder, stat.S_ISDIR)
     if parked.exists() and not target.exists():
         parked.rename(target)  # killed between the two renames of `_put_in_place`
     for folder in (temporary, parked):
-        if folder.exists():
-            shutil.rmtree(folder)
+        try:
+            if folder.exists():
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise BundleError(f"cannot remove '{folder}', which a killed export left: {error.strerror}") from None
+
+
+def _require_kind(path: Path, is_kind: Callable[[int], bool]) -> None:
+    """Refuses something at `path` that no export made, such as a link planted there."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # most often there is nothing; what else is wrong shows when it is opened
+        return
+    if not is_kind(mode):
+        raise BundleError(f"'{path}' is in the way of the export, which did not make it: delete or rename it")
 
 
 def _put_in_place(temporary: Path, target: Path, parked: Path) -> None:
@@ -220,7 +223,7 @@ def _put_in_place(temporary: Path, target: Path, parked: Path) -> None:
             parked.rename(target)
             raise
         shutil.rmtree(parked, ignore_errors=True)
-    _fsync(target.parent)
+    fsync(target.parent)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -231,15 +234,3 @@ def _exchange(first: Path, second: Path) -> bool:
     except (OSError, AttributeError):
         return False
     return renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), rename_exchange) == 0
-
-
-def _is_no_space(error: BaseException | None) -> bool:
-    """Whether a full disk, quota or file-size limit caused `error`, also when a library wrapped it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
-            return True
-        # Writers in Rust (safetensors, tokenizers) keep only the text, numpy not even that.
-        if any(os.strerror(code) in str(error) for code in NO_SPACE) or SHORT_WRITE.fullmatch(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -19,6 +19,8 @@ import torch
 
 from tide_export.calibration.distributed import Processes
 from tide_export.errors import CalibrationError
+from tide_export.files import failure
+from tide_export.formatting import size
 
 FLUSH_SECONDS = 5.0  # a killed run loses at most the work since the last flush, which takes milliseconds
 RECORD_FILE = "plan.json"
@@ -86,7 +88,8 @@ class FolderStore(Store):
             self.processes.barrier()  # no process marks a batch before all have read which are pending
         except OSError as error:
             self._unlock()
-            raise CalibrationError(f"cannot write the calibration folder {self.folder}: {error}") from error
+            reason = failure(error, Path(self.folder or tempfile.gettempdir()))
+            raise CalibrationError(f"cannot write the calibration folder {self.folder}: {reason}") from error
         except CalibrationError:
             self._unlock()
             raise
@@ -165,7 +168,7 @@ class FolderStore(Store):
         free = shutil.disk_usage(folder).free
         if sum(sizes.values()) > free:
             raise CalibrationError(
-                f"calibration folder {folder} needs {_mib(sum(sizes.values()))} but its disk has {_mib(free)} free: "
+                f"calibration folder {folder} needs {size(sum(sizes.values()))} but its disk has {size(free)} free: "
                 "use a folder on another disk, or keep fewer tokens (calibration_tokens_kept)"
             )
         for name, (shape, dtype) in self._files().items():
@@ -233,14 +236,10 @@ def _locked(folder: Path) -> int:
         import fcntl
     except ImportError as error:
         raise CalibrationError("a calibration folder needs a POSIX system: omit it on this one") from error
-    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
         raise CalibrationError(f"calibration folder {folder} is in use by another run") from error
     return lock
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from tide_export.calibration import flow as calibration
 from tide_export.config import TideConfig
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import ConfigError
+from tide_export.files import check_writable, failure
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import REPORT_FILE
 from tide_export.pipeline.preflight import planned_checkpoints
@@ -98,7 +98,6 @@ def _check_router_path(target: Path) -> None:
     if target.is_dir():
         raise ConfigError(f"cannot write routers to {target}: it is a folder")
     try:
-        with tempfile.TemporaryFile(dir=folder):  # permissions alone do not show a read-only file system
-            pass
+        check_writable(target)
     except OSError as error:
-        raise ConfigError(f"cannot write routers to {target}: {error.strerror}") from None
+        raise ConfigError(f"cannot write routers to {target}: {failure(error, folder)}") from None

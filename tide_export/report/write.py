@@ -5,13 +5,12 @@ Call `check_report_path` before the hours of calibration and `write_report` afte
 of the `export` extra.
 """
 
-import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 from tide_export.calibration.assessment import Assessment
 from tide_export.errors import ConfigError
+from tide_export.files import check_writable, failure, replace_files
 from tide_export.report.findings import investigate
 from tide_export.report.page import render
 from tide_export.report.plots import overview
@@ -35,11 +34,10 @@ def check_report_path(path: str | os.PathLike[str]) -> None:
     if not target.parent.is_dir():
         raise ConfigError(f"report {target} cannot be written: there is no folder {target.parent}")
     try:
-        # Asked by doing it: permissions alone do not tell of a read-only file system.
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
+        check_writable(target)
     except OSError as error:
-        raise ConfigError(f"report {target} cannot be written to {target.parent}: {error.strerror}") from None
+        reason = failure(error, target.parent)
+        raise ConfigError(f"report {target} cannot be written to {target.parent}: {reason}") from None
 
 
 def headline(assessment: Assessment) -> str:
@@ -64,27 +62,12 @@ def write_report(assessment: Assessment, path: Path) -> str:
     check_report_path(target)
     findings = investigate(assessment)
     answer = verdict(assessment, findings)
-    _put(
-        {
-            target.with_suffix(".png"): overview(assessment, findings, answer.sentence),
-            target: render(assessment, findings, answer).encode("utf-8"),
-        },
-        target,
-    )
-    return answer.sentence
-
-
-def _put(contents: dict[Path, bytes], report: Path) -> None:
-    """Writes all files beside their places, then renames them."""
-    partial = {file: file.with_name(f".{file.name}.{os.getpid()}.partial") for file in contents}
+    contents = {
+        target.with_suffix(".png"): overview(assessment, findings, answer.sentence),
+        target: render(assessment, findings, answer).encode("utf-8"),
+    }
     try:
-        for file, content in contents.items():
-            partial[file].write_bytes(content)
-        for file in contents:
-            partial[file].replace(file)
+        replace_files(contents)
     except OSError as error:
-        raise ConfigError(f"report {report} cannot be written: {error.strerror}") from None
-    finally:
-        for file in partial.values():
-            with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
+        raise ConfigError(f"report {target} cannot be written: {failure(error, target.parent)}") from None
+    return answer.sentence

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from tide_export.errors import RouterFileError, one_line
+from tide_export.files import failure, replace_files
 from tide_export.model.source import SourceModel
 from tide_export.routers.router import Lens, LensArrays, Router, RouterArrays
 
@@ -97,13 +98,10 @@ class RouterSet:
         """
         target = Path(path)
         metadata = {"format": FORMAT, "provenance": json.dumps(self.provenance, sort_keys=True)}
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            save_file(self.tensors(), partial, metadata=metadata)
-            partial.replace(target)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise RouterFileError(f"cannot write router file {target}: {error}") from error
+            replace_files({target: save(self.tensors(), metadata)})
+        except OSError as error:
+            raise RouterFileError(f"cannot write router file {target}: {failure(error, target.parent)}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "RouterSet":

@@ -23,7 +23,7 @@ PACKAGE = "tide_export"
 # Bottom to top. A unit imports only from lower floors, not from its own.
 FLOORS = (
     ("errors", "formatting", "names", "progress", "version"),
-    ("config", "thresholds"),
+    ("config", "files", "thresholds"),
     ("bundle",),
     ("runtime",),
     ("model",),
