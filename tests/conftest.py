@@ -46,6 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """A folder for what is made once for all workers."""
+    kept = os.environ.get("TIDE_TEST_BUNDLES")  # a folder that outlives the run, for whoever runs the tests often
+    if kept:
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        return Path(kept)
     own = tmp_path_factory.getbasetemp()
     return own if worker_id == "master" else own.parent
 
@@ -100,6 +104,15 @@ def propagating_bundle(demo_model: Path, demo_bundle: Path, shared: Path) -> Pat
             routers = ["--routers", str(demo_bundle / "routers.safetensors")]
             assert main(["export", str(demo_model), "-o", str(bundle), *routers, *options]) == 0
     return bundle
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(shared: Path):
+    """A tiny Llama with random routers and its bundles (`tiny_engines.TinyLlama`); made once for all workers."""
+    from state_machine import TEXT
+    from tiny_engines import tiny_llama_at
+
+    return tiny_llama_at(shared / "tiny-llama", TEXT)
 
 
 @pytest.fixture(scope="session")

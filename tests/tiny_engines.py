@@ -1,9 +1,12 @@
 """Engines of the tiny models in `families`, through the stages of `pipeline.flow.export`: what the parity tests run."""
 
-from dataclasses import replace
+import fcntl
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from families import CONTEXT
+from families import CHECKPOINTS, CONTEXT, build
 
 from tide_export.bundle.manifest import EXACT, PROPAGATE
 from tide_export.bundle.opened import open_bundle
@@ -18,9 +21,10 @@ from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
 from tide_export.names import BATCH_SIZES
 from tide_export.pipeline.contents import context_length, make_manifest, save_graph
+from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.engine import Engine
+from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.onnxruntime.session import open_session
 from tide_export.trace.tracer import trace
@@ -73,3 +77,38 @@ def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: P
     write_manifest(folder, replace(manifest, networks=replace(info, max_slot_tokens=SLOT_TOKENS)))
     bundle = open_bundle(folder)
     return Engine(bundle, open_segments(bundle, threads=1))
+
+
+@dataclass(frozen=True)
+class TinyLlama:
+    """A model with random routers, and its bundles: with an exact K/V cache (as a graph, as networks for batches and as
+    segment networks) and with a propagated one (without segment networks)."""
+
+    source: SourceModel
+    routers: RouterSet
+    exact: Path
+    propagating: Path
+
+    def graph(self, folder: Path) -> Engine:
+        return load(folder, provider="cpu", threads=1)
+
+    def networks(self) -> Engine:
+        bundle = open_bundle(self.exact)
+        return Engine(bundle, open_segments(bundle, threads=1))
+
+
+def tiny_llama_at(folder: Path, ids: Sequence[int]) -> TinyLlama:
+    """The bundles in `folder`, which are made where they are missing. `ids`: that the routers are made for."""
+    source = build("llama")
+    routers = random_routers(source, CHECKPOINTS, ids, bottleneck=16, lens_rank=4)
+    tiny = TinyLlama(source, routers, folder / "exact", folder / "propagating")
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not tiny.propagating.exists():
+            shutil.rmtree(tiny.exact, ignore_errors=True)
+            pieces = pieces_of(source, CHECKPOINTS)
+            engine_of(source, routers, tiny.exact, pieces, batch=True)
+            segments_of(source, routers, tiny.exact, pieces)
+            engine_of(source, routers, tiny.propagating, strategy=PROPAGATE, batch=True)
+    return tiny

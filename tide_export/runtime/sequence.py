@@ -187,3 +187,21 @@ def check_step(ids: Sequence[int] | np.ndarray, length: int, limit: int | None) 
     if limit is not None and total > limit:
         raise GenerationError(f"the sequence would have {total} tokens but the model's context holds {limit}")
     return total
+
+
+def zeroed_kv(shapes: Sequence[tuple[int, int]], capacity: int) -> dict[tuple[int, str], np.ndarray]:
+    """K/V buffers float32 [1, heads, capacity, head_dim] by layer and kind, for `shapes` (heads, head_dim) by layer.
+
+    The kernel provides zeroed pages when they are written: a large buffer uses no memory yet.
+
+    Raises:
+        GenerationError: no memory.
+    """
+    try:
+        return {
+            (layer, kind): np.zeros((1, heads, capacity, head_dim), np.float32)
+            for layer, (heads, head_dim) in enumerate(shapes)
+            for kind in ("key", "value")
+        }
+    except MemoryError:
+        raise GenerationError(f"not enough memory for the K/V cache of {capacity} tokens") from None

@@ -111,19 +111,6 @@ def check_bookkeeping(state: BranchedSequence, segments_run: int, total: int, ma
     assert max(state.pending) <= max_pending
 
 
-def test_several_new_tokens_at_once_in_the_middle(tiny: TinyModel, tiny_engine: Engine) -> None:
-    ids = random_ids(40, seed=3)
-    logits, exit_layers, _ = tiny.reference(ids, [0.5, 0.7])
-    state = tiny_engine.start([0.5, 0.7], max_pending=6)
-    stop = 0
-    for count in [3, 1, 1, 5, 1, 9, 2, 1, 1, 16]:
-        stop += count
-        result = state.step(np.array(ids[stop - count : stop]))
-        np.testing.assert_allclose(result.logits, logits[stop - 1], atol=2e-5)
-        assert result.exit_layer == exit_layers[stop - 1]
-    assert stop == len(ids)
-
-
 @pytest.mark.parametrize("full_steps", [1, 3])
 def test_exits_are_turned_off_and_on_along_a_sequence(tiny: TinyModel, tiny_engine: Engine, full_steps: int) -> None:
     """What waits takes another shape with every change, and where nothing can wait its binding is left alone."""
@@ -146,18 +133,6 @@ def test_exits_are_turned_off_and_on_along_a_sequence(tiny: TinyModel, tiny_engi
         np.testing.assert_allclose(result.logits, logits[t], atol=2e-5)
         assert result.exit_layer == exit_layers[t]
         check_bookkeeping(state, result.segments_run, t + 1, 100)
-
-
-def test_two_states_do_not_touch_each_other(tiny: TinyModel, tiny_engine: Engine) -> None:
-    thresholds = [0.5, 0.7]
-    sequences = [random_ids(30, seed=1), random_ids(30, seed=2)]
-    expected = [tiny.reference(ids, thresholds) for ids in sequences]
-    states = [tiny_engine.start(thresholds, 3) for _ in sequences]
-    for t in range(30):
-        for state, ids, (logits, exit_layers, _) in zip(states, sequences, expected, strict=True):
-            result = state.step([ids[t]])
-            np.testing.assert_allclose(result.logits, logits[t], atol=2e-5)
-            assert result.exit_layer == exit_layers[t]
 
 
 def test_a_state_outlives_its_engine(tiny: TinyModel, tiny_bundle: Path) -> None:
@@ -277,27 +252,6 @@ def test_no_more_logits_come_than_the_last_segment_had_tokens(tiny: TinyModel, t
         state.step([5, 6, 7], 9).position_logits, tiny.reference([5, 6, 7], [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5
     )
     assert state.step([8], 9).position_logits.shape == state.step([9]).position_logits.shape == (1, 48)
-
-
-@pytest.mark.parametrize("keep", [0, 1, 4, 9, 14, 15])
-@pytest.mark.parametrize("thresholds", [[NEVER_EXIT, NEVER_EXIT], [0.0, 0.0], [0.5, 0.65], [NEVER_EXIT, 0.5]])
-def test_a_rewound_sequence_goes_on_as_if_nothing_had_been(
-    tiny: TinyModel, tiny_engine: Engine, thresholds: list[float], keep: int
-) -> None:
-    ids, others = random_ids(15, seed=9), random_ids(20, seed=10)
-    state = tiny_engine.start(thresholds, max_pending=6, room=0)
-    state.step(ids[:3])
-    for token in ids[3:]:
-        state.step([token])
-    state.rewind(keep)
-    assert state.length == keep
-    sequence = ids[:keep] + others
-    logits, exit_layers, _ = tiny.reference(sequence, thresholds)
-    for t in range(keep, len(sequence)):
-        result = state.step([sequence[t]])
-        np.testing.assert_allclose(result.logits, logits[t], atol=2e-5)
-        assert result.exit_layer == exit_layers[t]
-        check_bookkeeping(state, result.segments_run, t + 1, 6)
 
 
 def test_what_still_waits_after_a_rewind_is_memory_of_its_own(tiny_engine: Engine) -> None:

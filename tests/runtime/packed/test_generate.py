@@ -153,6 +153,31 @@ def test_the_context_s_end(engine: Engine, demo_text_ids: list[int]) -> None:
     assert one.tokens == engine.generate(long, max_new_tokens=8, mode="full", stop_token_ids=[]).tokens
 
 
+def test_no_memory_for_one_layer_s_cache(engine: Engine, prompts: list[list[int]], monkeypatch) -> None:
+    """Nothing may have changed, also where the sequence is then rewound, stepped without growing, and grows later."""
+    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
+    ids = prompts[2][:40]
+    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, 4, 1.0)
+    slot = batch.join()
+    batch.step({slot: ids[:20]})
+    zeros, calls = np.zeros, iter(range(1000))
+
+    def scarce(shape, dtype):
+        if len(shape) == 4 and next(calls) == 5:
+            raise MemoryError
+        return zeros(shape, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", scarce)
+        with pytest.raises(GenerationError, match="not enough memory for the K/V cache of 40 tokens"):
+            batch.step({slot: ids[20:21]})
+    batch.sequences[slot].rewind(10)
+    batch.step({slot: ids[30:]})
+    result = batch.step({slot: ids[20:30]})[slot]
+    expected = engine.start([NEVER_EXIT] * 3).step([*ids[:10], *ids[30:], *ids[20:30]])
+    np.testing.assert_allclose(result.logits, expected.logits, atol=1e-4)
+
+
 def test_kv_buffers_grow(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
     found = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, threshold=mixed)

@@ -2,21 +2,17 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tide_export.bundle.manifest import Drafting
-from tide_export.errors import GenerationError
 from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.decoding import continuous_batching as batch_generate
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.onnxruntime.library import import_onnxruntime
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.packed.segment import SegmentRun
-from tide_export.runtime.packed.sequence import PackedSequence
 from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import NEVER_EXIT
 
@@ -256,19 +252,3 @@ def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]],
     found = never.generate(prompts[:2], max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full[:2]
     assert not any(one.stats.drafted for one in found)
-
-
-def test_a_row_forgets_what_waits_too() -> None:
-    model = SimpleNamespace(kv_shapes=[(1, 4)] * 3, context_length=None, hidden_size=2)
-    row = PackedSequence(import_onnxruntime(), SimpleNamespace(model=model, segment_sizes=(1, 1, 1)))
-    row.lengths = [9, 7, 4]
-    row.pending_states = [np.zeros((n, 2), np.float32) + np.arange(n)[:, None] for n in (0, 2, 3)]
-    with pytest.raises(GenerationError, match="cannot be rewound to 10"):
-        row.rewind(10)
-    row.rewind(8)
-    assert (row.lengths, [len(waits) for waits in row.pending_states]) == ([8, 7, 4], [0, 1, 3])
-    row.rewind(6)
-    assert (row.lengths, [len(waits) for waits in row.pending_states]) == ([6, 6, 4], [0, 0, 2])
-    assert row.pending_states[2][:, 0].tolist() == [0, 1]
-    row.rewind(3)
-    assert (row.lengths, [len(waits) for waits in row.pending_states]) == ([3, 3, 3], [0, 0, 0])

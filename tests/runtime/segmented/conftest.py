@@ -7,11 +7,8 @@ import pytest
 from batch_prompts import TEXT
 from fake_cudart import FakeCudart
 from fake_gpu import FakeGpu
-from families import CHECKPOINTS, build
-from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.bundle.opened import Bundle, open_bundle
-from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.segmented import cuda
@@ -47,13 +44,10 @@ def on_fake_gpu(opened: Bundle, backend: SegmentBackend, fake: FakeCudart) -> En
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine, list[float]]:
+def engines(tiny_llama) -> tuple[Engine, Engine, list[float]]:
     """A tiny Llama with routers that spread over [0, 1], as a graph and as networks; thresholds that divide tokens."""
-    source = build("llama")
-    routers = random_routers(source, CHECKPOINTS, TEXT, bottleneck=16, lens_rank=4)
-    pieces, folder = pieces_of(source, CHECKPOINTS), tmp_path_factory.mktemp("batch") / "bundle"
-    graph = engine_of(source, routers, folder, pieces, batch=True)
-    return graph, segments_of(source, routers, folder, pieces), dividing_thresholds(source, routers, TEXT)
+    thresholds = dividing_thresholds(tiny_llama.source, tiny_llama.routers, TEXT)
+    return tiny_llama.graph(tiny_llama.exact), tiny_llama.networks(), thresholds
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import ctypes
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,6 @@ from tide_export.runtime.decoding import continuous_batching as batch_generate
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine, decoder_of
 from tide_export.runtime.segmented import batch_memory
-from tide_export.runtime.sequence import Batch
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
@@ -87,63 +86,6 @@ def test_a_recording_device_gives_the_same(engines, fake_gpu: Engine, fake: Fake
         (buffers,) = fake_gpu.backend._idle_batches
         assert len(buffers._device._graphs) <= most
         gc.collect()
-
-
-class Alone:
-    """Every sequence by itself, on the graph, beside the batch that is tested."""
-
-    def __init__(self, engine: Engine, thresholds: list[float], max_pending: int) -> None:
-        self.start: Callable = lambda: engine.start(thresholds, max_pending)
-        self.states: dict[int, object] = {}
-
-    def check(self, batch: Batch, new: dict[int, list[int]], own: bool) -> None:
-        results = batch.step(new)
-        assert set(results) == set(new)
-        for place, result in results.items():
-            expected = self.states[place].step(new[place])
-            np.testing.assert_allclose(result.logits, expected.logits, atol=1e-4)
-            assert result.exit_layer == expected.exit_layer
-            if own:  # nobody came along who could have waited
-                assert result.segments_run == expected.segments_run
-                assert batch.sequences[place].lengths == self.states[place].lengths
-
-
-@pytest.mark.parametrize("device", ["host", "fake GPU"])
-@pytest.mark.parametrize("max_pending", [0, 1, 4, 1000])
-def test_steps_of_any_sequences_and_any_sizes(request, engines, device: str, max_pending: int) -> None:
-    """Some sequences of the batch, 1 to 30 tokens each; they join late, end at their context, and others take their
-    place; some are wound back. What idle places had must be there when they go on."""
-    graph, networks, thresholds = engines
-    engine = networks if device == "host" else request.getfixturevalue("fake_gpu")
-    context = networks.manifest.model.context_length
-    assert context == 256
-    random, share = np.random.default_rng(max_pending), float(max_pending % 2)
-    batch = engine.start_batch(thresholds, max_pending, share, PLACES)
-    alone, ended = Alone(graph, thresholds, max_pending), 0
-    for number in range(80):
-        if batch.free_slots and (number % 4 == 0 or not batch.sequences):
-            place = batch.join()
-            alone.states[place] = alone.start()
-            ids = random.integers(3, 500, int(random.choice([1, 20, 150, 250]))).tolist()
-            alone.check(batch, {place: ids}, own=True)
-        new = {}
-        for place in batch.sequences:
-            room = context - alone.states[place].length
-            if room and random.random() < 0.7:
-                size = 1 if random.random() < 0.6 else int(random.integers(1, 31))
-                new[place] = random.integers(3, 500, min(size, room)).tolist()
-        if new:
-            alone.check(batch, new, own=share == 1)
-        full = [place for place in batch.sequences if alone.states[place].length == context]
-        for place in batch.sequences:
-            length = alone.states[place].length
-            if length > 8 and place not in full and random.random() < 0.1:
-                for one in (batch.sequences[place], alone.states[place]):
-                    one.rewind(length - number % 5 - 1)
-        for place in full if number % 3 == 0 else ():  # for a while they are idle, without room for padding
-            batch.leave(place)
-            ended += 1
-    assert ended > 1
 
 
 def test_the_context_is_the_end_of_one_and_a_failed_step_changes_nothing(engines) -> None:

@@ -8,16 +8,13 @@ import pytest
 from batch_prompts import PROMPTS, TEXT
 from distribution import deviation, joint
 from fake_cudart import FakeCudart
-from families import LAYERS
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.batch import SegmentedBatch
 from tide_export.runtime.segmented.batch_memory import BatchBuffers
-from tide_export.runtime.sequence import NO_LIMIT, SingleSequence
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
@@ -106,90 +103,6 @@ def test_any_number_of_places(engines, eight: Engine, full: list[list[int]], pla
     prompts = [PROMPTS[number % 5] for number in range(places)]
     found = eight.generate(prompts, max_new_tokens=9, **options)
     assert tokens_of(found) == [full[number % 5][:9] for number in range(places)]
-
-
-class FullDepth:
-    """Every sequence by itself, on the graph, beside the batch that is tested: as it exits, and at full depth."""
-
-    def __init__(self, engine: Engine, thresholds: list[float]) -> None:
-        self._engine, self._thresholds = engine, thresholds
-        self.texts: dict[int, list[int]] = {}
-        self.exits: dict[int, SingleSequence] = {}
-        self.full: dict[int, SingleSequence] = {}
-
-    def join(self, place: int) -> None:
-        self.texts[place] = []
-        self.exits[place] = self._engine.start(self._thresholds, NO_LIMIT)
-        self.full[place] = self._engine.start([NEVER_EXIT] * len(self._thresholds), NO_LIMIT)
-
-    def rewind(self, place: int, length: int) -> None:
-        del self.texts[place][length:]
-        self.exits[place].rewind(length)
-        self.full[place].rewind(min(self.full[place].length, length))
-
-    def rows(self, place: int, count: int) -> np.ndarray:
-        """Logits of the last `count` tokens."""
-        text, state = self.texts[place], self.full[place]
-        state.rewind(min(state.length, len(text) - count))
-        return state.step(text[state.length :], logits_to_keep=count).position_logits
-
-    def check(
-        self, batch: SegmentedBatch, new: dict[int, list[int]], keep: dict[int, int], full: list[int], own: bool
-    ) -> int:
-        """Runs a step of both; gives how many sequences came along and were verified."""
-        before = {place: batch.sequences[place].lengths[-1] for place in new}
-        results, along = batch.step(new, keep, full), 0
-        assert set(results) == set(new) == set(batch._buffers._exits), "the head runs for those of this step alone"
-        for place, result in results.items():
-            self.texts[place] += new[place]
-            exits = self.exits[place].step(new[place], 1, full=place in full)
-            if result.segments_run == 3 and (place in keep or exits.exit_layer == LAYERS):
-                wanted = min(keep.get(place, 1), batch.sequences[place].length - before[place])
-                assert result.exit_layer == LAYERS
-                np.testing.assert_allclose(result.position_logits, self.rows(place, wanted), atol=1e-4)
-                along += place not in full and exits.segments_run < 3
-            else:
-                assert place not in full
-                assert result.exit_layer == exits.exit_layer
-                np.testing.assert_allclose(result.position_logits, exits.logits[None], atol=1e-4)
-            np.testing.assert_array_equal(result.logits, result.position_logits[-1])
-            if own:
-                assert result.segments_run == exits.segments_run
-                assert batch.sequences[place].lengths == self.exits[place].lengths
-        return along
-
-
-@pytest.mark.parametrize("device", ["host", "fake GPU"])
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_every_kept_place_of_any_step_is_the_full_model_s(request, engines, device: str, share: float) -> None:
-    """Steps of 1 to 30 tokens of some sequences; some verify, some keep logits, some do neither; some are wound back,
-    into what waits and beyond it."""
-    graph, networks, thresholds = engines
-    engine = networks if device == "host" else request.getfixturevalue("fake_gpu")
-    random = np.random.default_rng(int(share))
-    batch = engine.start_batch(thresholds, NO_LIMIT, share, 3)
-    alone, along = FullDepth(graph, thresholds), 0
-    for place in range(3):
-        assert batch.join() == place
-        alone.join(place)
-    for _ in range(50):
-        new, keep, full = {}, {}, []
-        for place, row in batch.sequences.items():
-            size = 1 if random.random() < 0.7 else int(random.integers(1, 31))
-            if random.random() < 0.75 and row.length + size <= 256:
-                new[place] = random.integers(3, 500, size).tolist()
-                if random.random() < 0.7:
-                    keep[place] = int(random.integers(1, 20))
-                if random.random() < 0.2:
-                    full.append(place)
-        if new:
-            along += alone.check(batch, new, keep, full, own=share == 1)
-        for place, row in batch.sequences.items():
-            if row.length > 12 and random.random() < 0.2:
-                length = row.length - int(random.integers(0, 10))
-                row.rewind(length)
-                alone.rewind(place, length)
-    assert (along > 3) == (share == 0)
 
 
 def test_drawn_tokens_are_those_drawn_alone(engines, fake_gpu: Engine) -> None:

@@ -14,7 +14,7 @@ from tide_export import names
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.errors import GenerationError, first_line
 from tide_export.runtime.onnxruntime.library import Binding, import_onnxruntime
-from tide_export.runtime.sequence import NO_LIMIT, ROOM, SingleSequence, StepResult, check_step
+from tide_export.runtime.sequence import NO_LIMIT, ROOM, SingleSequence, StepResult, check_step, zeroed_kv
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 
@@ -156,22 +156,16 @@ class BranchedSequence(SingleSequence):
         self._binding.io.bind_ortvalue_input(self._pending_names[k], value)
 
     def _grow(self, needed: int) -> None:
-        """Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice."""
+        """Moves K/V to buffers of at least `needed` tokens."""
         capacity = max(2 * self._capacity, needed + (0 if self._capacity else self._room))
         if self._limit is not None:
             capacity = min(capacity, self._limit)
-        try:
-            for layer, (heads, head_dim) in enumerate(self._kv_shapes):
-                used = self.lengths[self._segment_of[layer]]
-                for kind in ("key", "value"):
-                    # Zeros, because the kernel hands them out lazily: pages are not used before they are written.
-                    grown = np.zeros((1, heads, capacity, head_dim), np.float32)
-                    if used:
-                        grown[:, :, :used] = self._binding.arrays[names.past(layer, kind)][:, :, :used]
-                    self._binding.input(names.past(layer, kind), grown)
-                    self._binding.output(names.present(layer, kind), grown)
-        except MemoryError:
-            raise GenerationError(f"not enough memory for the K/V cache of {capacity} tokens") from None
+        for (layer, kind), grown in zeroed_kv(self._kv_shapes, capacity).items():
+            used = self.lengths[self._segment_of[layer]]
+            if used:
+                grown[:, :, :used] = self._binding.arrays[names.past(layer, kind)][:, :, :used]
+            self._binding.input(names.past(layer, kind), grown)
+            self._binding.output(names.present(layer, kind), grown)
         self._capacity = capacity
 
 

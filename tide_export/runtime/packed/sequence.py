@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.errors import GenerationError
-from tide_export.runtime.sequence import ROOM, SequenceState, check_step
+from tide_export.runtime.sequence import ROOM, SequenceState, check_step, zeroed_kv
 
 
 class PackedSequence(SequenceState):
@@ -24,6 +24,7 @@ class PackedSequence(SequenceState):
         super().__init__(len(manifest.segment_sizes))
         self._ort = ort
         self._kv_shapes = manifest.model.kv_shapes
+        self._propagates = manifest.kv_cache_strategy == PROPAGATE
         self._limit = manifest.model.context_length
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
         self._buffers: dict[tuple[int, str], np.ndarray] = {}
@@ -38,6 +39,8 @@ class PackedSequence(SequenceState):
         return [held - skipped for held, skipped in zip(self.lengths, self.skipped, strict=True)]
 
     def rewind(self, length: int) -> None:
+        if self._propagates and 0 <= length < self.lengths[0]:
+            raise GenerationError("a sequence whose K/V are propagated cannot be rewound")
         before = self.lengths
         super().rewind(length)
         for k in range(1, len(before)):
@@ -64,16 +67,10 @@ class PackedSequence(SequenceState):
 
     def allocate(self, capacity: int) -> None:
         """Moves K/V to buffers of `capacity` tokens."""
-        try:
-            for layer, (heads, head_dim) in enumerate(self._kv_shapes):
-                used = self.lengths[self._segment_of[layer]]
-                for kind in ("key", "value"):
-                    # Zeros, because the kernel hands them out lazily: pages are not used before they are written.
-                    grown = np.zeros((1, heads, capacity, head_dim), np.float32)
-                    if used:
-                        grown[:, :, :used] = self._buffers[layer, kind][:, :, :used]
-                    self._buffers[layer, kind] = grown
-                    self.values[layer, kind] = self._ort.OrtValue.ortvalue_from_numpy(grown)
-        except MemoryError:
-            raise GenerationError(f"not enough memory for the K/V cache of {capacity} tokens") from None
+        for (layer, kind), grown in zeroed_kv(self._kv_shapes, capacity).items():
+            used = self.lengths[self._segment_of[layer]]
+            if used:
+                grown[:, :, :used] = self._buffers[layer, kind][:, :, :used]
+            self._buffers[layer, kind] = grown
+            self.values[layer, kind] = self._ort.OrtValue.ortvalue_from_numpy(grown)
         self.capacity = capacity

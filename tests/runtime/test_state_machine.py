@@ -1,0 +1,95 @@
+"""Random use of sequences and batches on every engine of Python's runtime against the oracle (`state_machine`)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz.settings import cases
+from hypothesis.stateful import run_state_machine_as_test
+from state_machine import Batched, Judge, Player, Singles, StepMachine
+
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.segmented import cuda
+
+sys.path.append(str(Path(__file__).parent / "segmented"))  # the stand-ins for a GPU
+
+from fake_cudart import FakeCudart
+from fake_gpu import FakeGpu
+
+ALWAYS = ("exit after segment 0", "exit after segment 1", "exit after segment 2", "rows 1", "failed", "refused")
+EXACT = ("rows > 1", "forced", "caught up", "a burst over the most that may be pending", "the whole context")
+EXACT += ("rewound into pending tokens", "rewound into the cache")
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_llama) -> Judge:
+    return Judge(tiny_llama.source, tiny_llama.routers)
+
+
+@pytest.fixture
+def exact(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> dict[str, Engine]:
+    """Engines by name: the graph with its networks for batches, and segment networks on the host and on a stand-in."""
+    fake = FakeCudart()
+    monkeypatch.setattr(cuda, "import_cudart", lambda: fake)
+    graph, networks = tiny_llama.graph(tiny_llama.exact), tiny_llama.networks()
+    gpu = Engine(networks.bundle, FakeGpu(networks.backend, fake).backend(networks.manifest))
+    return {"graph": graph, "networks": networks, "networks on a GPU": gpu}
+
+
+def of_graph(sequence, k):
+    return sequence._session, "run_with_iobinding", None
+
+
+def of_buffers(owner, k):
+    return owner._buffers, "run", k
+
+
+def of_packed(batch, k):
+    return batch._segments[k], "run", None
+
+
+def singles(engine: Engine, segment_of, checks_ids: bool = True) -> Singles:
+    return Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending, 0), segment_of, checks_ids)
+
+
+def batched(engine: Engine, segment_of, checks_ids: bool = True) -> Batched:
+    return Batched(lambda *options: engine.start_batch(*options, 3), segment_of, checks_ids)
+
+
+def play(player: Player, count: int, *required: str) -> None:
+    """Requires that each of these has happened."""
+    options = cases(count, stateful_step_count=30)
+    run_state_machine_as_test(lambda: StepMachine(player), settings=options)
+    assert not [what for what in (*ALWAYS, *required) if not player.seen[what]], player.seen
+
+
+def test_sequences(judge: Judge, exact: dict[str, Engine]) -> None:
+    context = exact["graph"].manifest.model.context_length
+    engines = {
+        name: singles(engine, of_graph if name == "graph" else of_buffers, name != "networks on a GPU")
+        for name, engine in exact.items()
+    }
+    play(Player(judge, engines, context), 40, *EXACT)
+
+
+def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # so that K/V buffers grow
+    context = exact["graph"].manifest.model.context_length
+    engines = {
+        name: batched(engine, of_packed if name == "graph" else of_buffers, name != "networks on a GPU")
+        for name, engine in exact.items()
+    }
+    play(Player(judge, engines, context, batched=True), 40, *EXACT)
+
+
+def test_propagated_sequences(judge: Judge, tiny_llama) -> None:
+    graph = tiny_llama.graph(tiny_llama.propagating)
+    player = Player(judge, {"graph": singles(graph, of_graph)}, graph.manifest.model.context_length, propagates=True)
+    play(player, 20)
+
+
+def test_propagated_batches(judge: Judge, tiny_llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
+    graph = tiny_llama.graph(tiny_llama.propagating)
+    context = graph.manifest.model.context_length
+    play(Player(judge, {"graph": batched(graph, of_packed)}, context, batched=True, propagates=True), 20)
