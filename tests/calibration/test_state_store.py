@@ -184,9 +184,7 @@ def test_too_full_a_disk_is_told_before(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 3 << 20))
     fill(tmp_path / "small", [])
-    with pytest.raises(
-        CalibrationError, match=r"needs 160\.0 MB but its disk has 3\.1 MB free: .*_tokens_kept"
-    ):
+    with pytest.raises(CalibrationError, match=r"needs 160\.0 MB but its disk has 3\.1 MB free: .*_tokens_kept"):
         fill(tmp_path / "large", [], kept=20000, width=1000)
     assert not list((tmp_path / "large").glob("*.npy"))
 

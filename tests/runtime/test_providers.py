@@ -66,7 +66,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
 def changed(built: Path, **changes) -> Bundle:
     opened = open_bundle(built, verify=False)
     assert opened.manifest.engines is not None
-    return Bundle(opened.path, replace(opened.manifest, engines=replace(opened.manifest.engines, **changes)))
+    return replace(opened, manifest=replace(opened.manifest, engines=replace(opened.manifest.engines, **changes)))
 
 
 def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
@@ -234,10 +234,10 @@ def test_a_network_unlike_its_manifest_is_refused(demo_bundle: Path, tmp_path: P
     other = replace(opened.manifest, networks=replace(opened.manifest.networks, exit_size=64))
     says = r"segment_00.onnx': output exit_states is float32 \['batch', 1, 128\], but its man"
     with pytest.raises(BundleError, match=says):
-        on_onnxruntime.open_segments(Bundle(opened.path, other), threads=1)
+        on_onnxruntime.open_segments(replace(opened, manifest=other), threads=1)
     half = replace(opened.manifest, networks=replace(opened.manifest.networks, weights="bf16"))
     with pytest.raises(ProviderError, match="are bfloat16, which ONNX Runtime does not run on the CPU"):
-        on_onnxruntime.open_segments(Bundle(opened.path, half), threads=1)
+        on_onnxruntime.open_segments(replace(opened, manifest=half), threads=1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tide_export
-from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import TuneError
 from tide_export.names import MANIFEST_FILE
@@ -296,7 +296,7 @@ def test_the_model_s_weights_must_be_the_bundle_s(bundle: Path, demo_model: Path
 def test_a_bundle_without_checkpoints_has_nothing_to_tune(bundle: Path, monkeypatch):
     opened = open_bundle(bundle)
     full_depth = replace(opened.manifest, checkpoints=(), thresholds=())
-    engine = Engine(Bundle(bundle, full_depth), backend=None)
+    engine = Engine(replace(opened, manifest=full_depth), backend=None)
     monkeypatch.setattr("tide_export.tuning.tune.load", lambda *arguments, **options: engine)
     with pytest.raises(TuneError, match="no checkpoints"):
         tune_bundle(bundle, str(TEXT), epsilon=0.1, delta=0.1)

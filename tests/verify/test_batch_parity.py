@@ -49,7 +49,7 @@ def source() -> SourceModel:
 
 @pytest.fixture(scope="module")
 def routers(bundle: Bundle) -> RouterSet:
-    return RouterSet.load(bundle.file(ROUTERS_FILE))
+    return RouterSet.load(bundle.file(ROUTERS_FILE).path)
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_a_lost_window_is_found_beyond_the_window(
     model, routers = folder / "model", folder / "routers.safetensors"
     pipeline.export(str(model), tmp_path / "out", routers=routers, config=config, validate=False)
     bundle = open_bundle(tmp_path / "out")
-    arguments = (load_model(model), RouterSet.load(routers), bundle.manifest, ir.load(bundle.file(GRAPH_FILE)))
+    arguments = (load_model(model), RouterSet.load(routers), bundle.manifest, ir.load(bundle.file(GRAPH_FILE).path))
     with pytest.raises(GraphError, match=r"does not equal the model \(full depth\)"):
         check_export(tmp_path / "out", bundle.manifest, model_references(*arguments))
     # It is the length of the prompt that finds it: a short one passes.

@@ -1,35 +1,156 @@
-"""Opens a bundle with every file checked.
+"""Opens a bundle with every file checked, and holds the files open.
 
-`runtime.engine.load` calls `open_bundle`, which checks every file against the size and sha256 in `tide.json` before an
-engine reads it. Needs only the standard library.
+`runtime.engine.load` calls `open_bundle`, which opens every file once, compares it with the size and sha256 in
+`tide.json`, and keeps its descriptor. An engine reads some files long after that: the networks for batches when the
+first list of prompts comes. It reads them from the descriptors, so that replacing, moving or deleting the folder has no
+effect on it. Needs only the standard library.
 """
 
+import contextlib
+import errno
 import hashlib
+import mmap
 import os
-from dataclasses import dataclass
-from pathlib import Path
+import stat
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 
 from tide_export.bundle.manifest import FileInfo, Manifest
 from tide_export.errors import BundleError
 from tide_export.names import MANIFEST_FILE
 
+ATTEMPTS = 10  # to open a bundle while exports replace it; each failure needs a replacement in the same millisecond
+CHUNK = 1 << 20  # bytes hashed at a time
+ADVICE = "export the bundle again or copy it anew"
+
+
+class BundleFile:
+    """A file of a bundle, open for reading until the last reference to it is gone. Safe to use from several threads.
+
+    It stays readable and the same when its folder is replaced, moved or deleted. What overwrites it in place is noticed
+    by its size and modification time, before and after every read; not noticed are changes that restore both (`cp -p`
+    of another file onto it) and those of a disk that returns other bytes than were written.
+
+    Attributes:
+        path: where it was opened, for messages: another file may have that path by now.
+        size: in bytes.
+    """
+
+    def __init__(self, path: Path, folder: int, name: str) -> None:
+        """Opens `name`, relative to the descriptor `folder`, without following a symbolic link.
+
+        Raises:
+            BundleError: it is missing, a symbolic link, not a regular file or unreadable.
+        """
+        self.path = path
+        try:
+            self._descriptor = _open(folder, name)
+        except (FileNotFoundError, NotADirectoryError):
+            raise BundleError(f"bundle file '{path}' is missing; {ADVICE}") from None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise BundleError(
+                    f"bundle file '{path}' is a symbolic link, or in a folder that is one: copy the bundle with the "
+                    "files themselves (cp -rL)"
+                ) from None
+            raise BundleError(f"cannot read bundle file '{path}': {error.strerror}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BundleError(f"bundle file '{path}' is not a file")
+        self.size, self._modified = status.st_size, status.st_mtime_ns
+
+    @property
+    def descriptor_path(self) -> str:
+        """A path that leads to this very file in this process, whatever `path` leads to."""
+        return f"/dev/fd/{self._descriptor}"
+
+    def read_bytes(self) -> bytes:
+        """Returns the whole content.
+
+        Raises:
+            BundleError: it was changed since it was opened, or cannot be read.
+        """
+        with self._unchanged():
+            return b"".join(self._chunks(self.size or 1))
+
+    @contextlib.contextmanager
+    def mapped(self) -> Iterator[mmap.mmap]:
+        """Yields the content as read-only memory. The process dies (SIGBUS) if something truncates the file meanwhile.
+
+        Raises:
+            BundleError: it was changed since it was opened, by the end too.
+        """
+        with self._unchanged():
+            yield mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
+
+    def check(self, expected: FileInfo, verify: bool) -> None:
+        """Compares it with the manifest's record: the size, and the sha256 if `verify`.
+
+        Raises:
+            BundleError: the difference.
+        """
+        if self.size < expected.size:
+            raise BundleError(f"bundle file '{self.path}' is truncated: {self.size} of {expected.size} bytes; {ADVICE}")
+        if self.size > expected.size:
+            raise BundleError(f"bundle file '{self.path}' has {self.size} bytes instead of {expected.size}; {ADVICE}")
+        if verify and self._sha256() != expected.sha256:
+            raise BundleError(f"bundle file '{self.path}' is corrupt: its sha256 is not the manifest's; {ADVICE}")
+
+    def _sha256(self) -> str:
+        digest = hashlib.sha256()
+        for chunk in self._chunks(CHUNK):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+    def _chunks(self, size: int) -> Iterator[bytes]:
+        at = 0
+        try:
+            while chunk := os.pread(self._descriptor, size, at):  # no shared offset, which threads would move
+                yield chunk
+                at += len(chunk)
+        except OSError as error:
+            raise BundleError(f"cannot read bundle file '{self.path}': {error.strerror}") from None
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        self._check_unchanged()
+        yield
+        self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        status = os.fstat(self._descriptor)
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._modified):
+            raise BundleError(
+                f"bundle file '{self.path}' was changed after the bundle was loaded: load it again, and replace "
+                "bundles instead of editing them"
+            )
+
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle on disk whose manifest was read and whose files were checked."""
+    """A bundle whose manifest was read and whose files were checked. It holds one descriptor per file.
+
+    Attributes:
+        path: where it was opened, for messages: another bundle may be there by now.
+        files: by name; those of the manifest.
+    """
 
     path: Path
     manifest: Manifest
+    files: Mapping[str, BundleFile] = field(compare=False, repr=False)
 
-    def file(self, name: str) -> Path:
-        """Returns the path of one of the bundle's files.
+    def file(self, name: str) -> BundleFile:
+        """Returns one of the bundle's files.
 
         Raises:
             BundleError: the manifest lists no such file.
         """
-        if name not in self.manifest.files:
+        if name not in self.files:
             raise BundleError(f"bundle '{self.path}' has no file {name}")
-        return self.path / name
+        return self.files[name]
 
     def require_weights(self, sha256: str, model: str) -> None:
         """Refuses a model whose weights have another hash than those the bundle was made from.
@@ -45,44 +166,75 @@ class Bundle:
 
 
 def open_bundle(path: str | os.PathLike[str], verify: bool = True) -> Bundle:
-    """Reads the manifest and checks that every file it lists is there, with its size and (`verify`) its sha256.
+    """Reads the manifest and opens every file it lists, with its size and (`verify`) its sha256 checked.
+
+    All of it comes from one folder, also while an export replaces the bundle: when files are gone because the folder is
+    no longer at `path`, the new one is opened. `path` may be a symbolic link; nothing in the folder may.
 
     Raises:
-        BundleError: not a bundle, a manifest this release cannot read, or a file missing, truncated or corrupt.
+        BundleError: not a bundle, a manifest this release cannot read, or a file missing, truncated or corrupt, or not
+            a regular file.
     """
     folder = Path(path)
-    if not folder.exists():
-        raise BundleError(f"bundle '{folder}' does not exist")
-    if not (folder / MANIFEST_FILE).is_file():
-        raise BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}")
+    for attempt in range(1, ATTEMPTS + 1):
+        with _folder(folder) as descriptor:
+            try:
+                return _open_files(folder, descriptor, verify)
+            except BundleError:
+                if attempt == ATTEMPTS or not _was_replaced(folder, descriptor):
+                    raise
+    raise AssertionError("unreachable")
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[int]:
     try:
-        text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"cannot read '{folder / MANIFEST_FILE}': {error}") from None
-    manifest = Manifest.from_json(text, source=f"'{folder / MANIFEST_FILE}'")
-    for name, expected in manifest.files.items():
-        _check_file(folder / name, expected, verify)
-    return Bundle(folder, manifest)
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _check_file(file: Path, expected: FileInfo, verify: bool) -> None:
-    advice = "export the bundle again or copy it anew"
-    try:
-        size = file.stat().st_size
-        if not file.is_file():
-            raise BundleError(f"bundle file '{file}' is not a file")
-        if size < expected.size:
-            raise BundleError(f"bundle file '{file}' is truncated: {size} of {expected.size} bytes; {advice}")
-        if size > expected.size:
-            raise BundleError(f"bundle file '{file}' has {size} bytes instead of {expected.size}; {advice}")
-        if verify and sha256(file) != expected.sha256:
-            raise BundleError(f"bundle file '{file}' is corrupt: its sha256 is not the manifest's; {advice}")
-    except FileNotFoundError:
-        raise BundleError(f"bundle file '{file}' is missing; {advice}") from None
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, ValueError):  # ValueError: a NUL in the path
+        raise BundleError(f"bundle '{folder}' does not exist") from None
+    except NotADirectoryError:
+        raise BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}") from None
     except OSError as error:
-        raise BundleError(f"cannot read bundle file '{file}': {error.strerror}") from None
+        raise BundleError(f"cannot read bundle '{folder}': {error.strerror}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _was_replaced(folder: Path, descriptor: int) -> bool:
+    try:
+        return not os.path.samestat(folder.stat(), os.fstat(descriptor))
+    except OSError:
+        return True
+
+
+def _open_files(folder: Path, descriptor: int, verify: bool) -> Bundle:
+    source = folder / MANIFEST_FILE
+    try:
+        os.stat(MANIFEST_FILE, dir_fd=descriptor, follow_symlinks=False)
+    except FileNotFoundError:
+        raise BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}") from None
+    try:
+        text = BundleFile(source, descriptor, MANIFEST_FILE).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise BundleError(f"cannot read '{source}': {error}") from None
+    manifest = Manifest.from_json(text, source=f"'{source}'")
+    files = {name: BundleFile(folder / name, descriptor, name) for name in manifest.files}
+    for name, expected in manifest.files.items():
+        files[name].check(expected, verify)
+    return Bundle(folder, manifest, files)
+
+
+def _open(folder: int, name: str) -> int:
+    """Opens a file relative to `folder`; no part of its path may be a symbolic link, and none makes the call wait."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    *parents, last = PurePosixPath(name).parts
+    with contextlib.ExitStack() as opened:
+        for parent in parents:
+            folder = os.open(parent, flags, dir_fd=folder)
+            opened.callback(os.close, folder)
+        return os.open(last, flags, dir_fd=folder)

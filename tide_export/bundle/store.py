@@ -6,6 +6,7 @@ end, under a lock. `tuning` replaces only the manifest, with `replace_manifest`.
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import shutil
 import stat
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tide_export.bundle.manifest import FileInfo, Manifest
-from tide_export.bundle.opened import Bundle, open_bundle, sha256
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import BundleError
 from tide_export.files import TEMPORARY, failure, fsync, is_no_space, replace_files
 from tide_export.names import MANIFEST_FILE
@@ -89,7 +90,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     for file in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
         name = file.relative_to(folder).as_posix()
         if name != MANIFEST_FILE:
-            files[name] = FileInfo(file.stat().st_size, sha256(file))
+            files[name] = FileInfo(file.stat().st_size, _sha256(file))
             fsync(file)
     text = replace(manifest, files=files).to_json()
     written = Manifest.from_json(text)
@@ -126,7 +127,15 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
             replace_files({file: text.encode()})
         except OSError as error:
             raise BundleError(f"cannot write '{file}', which stays as it was: {failure(error, folder)}") from error
-    return Bundle(bundle.path, written)
+    return replace(bundle, manifest=written)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # --- the output folder and its lock -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tide_export import names
-from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.opened import Bundle, BundleFile, open_bundle
 from tide_export.bundle.profiles import check_batch_size, with_batch_size
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.engines.build import build_engines, require_builder
@@ -62,17 +62,17 @@ def rebuild(
     with writing_bundle(opened.path, overwrite=True) as folder:
         for file in manifest.files:
             if Path(file).parts[0] != names.ENGINES_FOLDER:
-                _link_or_copy(opened.path / file, folder / file)
+                _link_or_copy(opened.file(file), folder / file)
         others = [entry for entry in manifest.targets if entry not in FLAVOURS]
         engines = build_engines(folder, manifest, flavour, library)
         write_manifest(folder, replace(manifest, targets=(*others, name), engines=engines))
     return open_bundle(opened.path, verify=False)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: BundleFile, target: Path) -> None:
     """Hard-links `source` at `target`; copies it if it cannot be linked."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        target.hardlink_to(source)
+        os.link(source.descriptor_path, target, follow_symlinks=True)
     except OSError:
-        shutil.copy2(source, target)
+        shutil.copyfile(source.descriptor_path, target)

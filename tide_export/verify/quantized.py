@@ -4,6 +4,8 @@
 in float32, where it must equal that reference token for token whatever its accuracy level.
 """
 
+from collections.abc import Iterator
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,12 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.names import GRAPH_FILE, WEIGHTS_METADATA
+from tide_export.names import GRAPH_FILE, WEIGHTS_FILE, WEIGHTS_METADATA
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.onnxruntime.library import import_onnxruntime, session_options
+from tide_export.runtime.onnxruntime.library import import_onnxruntime, load_session
 from tide_export.runtime.onnxruntime.session import open_session
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
@@ -73,11 +75,9 @@ def float32_session(bundle: Bundle, threads: int | None = None) -> Any:
         ProviderError, ConfigError: as `runtime.onnxruntime.session.open_session`.
     """
     ort = import_onnxruntime()
-    proto = onnx.load(bundle.file(GRAPH_FILE), load_external_data=False)
+    proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
     _set_level(proto.graph)
-    options = session_options(ort, threads)
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path.resolve()))
-    return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return load_session(ort, bundle, GRAPH_FILE, threads, graph=proto.SerializeToString())
 
 
 def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
@@ -105,35 +105,39 @@ def _set_level(graph: onnx.GraphProto) -> None:
                 attribute.i = FLOAT32_MATMULS
 
 
-def _stored(bundle: Bundle) -> list[tuple[list[str], Blocks]]:
+def _stored(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
     """The quantized matrices of the graph, each with the names of the parameters its rows come from."""
-    matrices = []
-    for node in ir.load(bundle.file(GRAPH_FILE)).graph.all_nodes():
-        if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
-            continue
-        indices = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
-        arrays = [_array(node.inputs[i]) if i < len(node.inputs) else None for i in indices]
-        packed, scales, zeros = arrays
-        if packed is None or scales is None or WEIGHTS_METADATA not in node.metadata_props:
-            raise BundleError(f"bundle '{bundle.path}': node {node.name} does not name its weights")
-        bits = node.attributes["bits"].as_int()
-        columns = node.attributes.get_int("K", 0)
-        names = node.metadata_props[WEIGHTS_METADATA].split("\n")
-        if node.op_type == "GatherBlockQuantized":
-            packed = packed.reshape(len(packed), scales.shape[1], -1)
-            columns = _columns(node) or scales.shape[1] * node.attributes["block_size"].as_int()
-        matrices.append((names, Blocks(packed, scales, zeros, columns, bits)))
-    return matrices
+    proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
+    with bundle.file(WEIGHTS_FILE).mapped() as weights:
+        for node in ir.from_proto(proto).graph.all_nodes():
+            if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
+                continue
+            indices = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
+            arrays = [_array(node.inputs[i], weights) if i < len(node.inputs) else None for i in indices]
+            packed, scales, zeros = arrays
+            if packed is None or scales is None or WEIGHTS_METADATA not in node.metadata_props:
+                raise BundleError(f"bundle '{bundle.path}': node {node.name} does not name its weights")
+            bits = node.attributes["bits"].as_int()
+            columns = node.attributes.get_int("K", 0)
+            names = node.metadata_props[WEIGHTS_METADATA].split("\n")
+            if node.op_type == "GatherBlockQuantized":
+                packed = packed.reshape(len(packed), scales.shape[1], -1)
+                columns = _columns(node, weights) or scales.shape[1] * node.attributes["block_size"].as_int()
+            yield names, Blocks(packed, scales, zeros, columns, bits)
 
 
-def _columns(gather: ir.Node) -> int | None:
+def _columns(gather: ir.Node, weights: mmap) -> int | None:
     """The columns that the graph keeps of a gather, where it cuts the last block."""
     users = [use.node for use in gather.outputs[0].uses()]
     if len(users) != 1 or users[0].op_type != "Slice":
         return None
-    end = _array(users[0].inputs[2])
+    end = _array(users[0].inputs[2], weights)
     return None if end is None else int(end[0])
 
 
-def _array(value: ir.Value | None) -> np.ndarray | None:
-    return None if value is None or value.const_value is None else value.const_value.numpy()
+def _array(value: ir.Value | None, weights: mmap) -> np.ndarray | None:
+    """The constant `value`; `weights`: what the file of the external weights holds."""
+    tensor = None if value is None else value.const_value
+    if isinstance(tensor, ir.ExternalTensor):
+        return np.ndarray(tensor.shape.numpy(), tensor.dtype.numpy(), weights, tensor.offset or 0)
+    return None if tensor is None else tensor.numpy()

@@ -23,8 +23,9 @@ from tide_export.names import ROUTERS_FILE
 from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.decoding.stats import LOOKUP_DRAFT
-from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
+from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import check_exits
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
@@ -237,7 +238,7 @@ def _engines(
     """Opens the engine of `provider`, or by default the graph and the segment networks of a bundle that has them."""
     networks = bundle.manifest.networks
     if provider not in (None, "cpu"):
-        engine = load(bundle.path, provider=provider, threads=threads, verify=False, plugins=plugins)
+        engine = Engine(bundle, open_provider(bundle, provider, threads, plugins))
         return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.weights if networks else "fp32"])]
     engines = graph_engines(bundle, threads)
     if provider is None and networks is not None:
@@ -269,9 +270,9 @@ def _routers(bundle: Bundle, source: SourceModel) -> RouterSet | None:
     """The routers stored in the bundle, checked against model and manifest; None for a bundle without checkpoints."""
     if not bundle.manifest.checkpoints:
         return None
-    path = bundle.file(ROUTERS_FILE)
-    routers = RouterSet.load(path)
-    routers.check(source, path)
+    file = bundle.file(ROUTERS_FILE)
+    routers = RouterSet.load(file.descriptor_path)
+    routers.check(source, file.path)
     if routers.checkpoints != bundle.manifest.checkpoints:
         raise BundleError(
             f"bundle {bundle.path}: {ROUTERS_FILE} has checkpoints {list(routers.checkpoints)} but the graph has "

@@ -89,7 +89,7 @@ def main(path: str, plugins: str | None = None) -> int:
         for number, profile in enumerate(of_network(name, manifest.engines.profiles, manifest.networks)):
             inputs = list(feeds(spec, profile, manifest.networks))
             engine, network = bundle.file(names.engine_file(name)), bundle.file(names.network_file(name))
-            worst = differences(engine, network, number, inputs)
+            worst = differences(engine.path, network.path, number, inputs)
             # A flag may flip where its score lies on the threshold; the score itself is compared.
             wrong = {key: error for key, error in worst.items() if key != names.EXIT_FLAG and not error <= tolerance}
             failed |= bool(wrong)

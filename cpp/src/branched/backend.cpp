@@ -43,8 +43,7 @@ BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> thre
     : Backend(std::move(opened)), batch_networks_(bundle(), threads) {
   check_onnxruntime();
   env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
-  session_ = open_network(env_, bundle().path / kGraphFile, session_options(threads), graph_inputs(manifest()),
-                          graph_outputs(manifest()));
+  session_ = open_network(env_, bundle(), kGraphFile, threads, graph_inputs(manifest()), graph_outputs(manifest()));
 }
 
 }  // namespace tide

@@ -50,19 +50,17 @@ void take(Words& hash, unsigned char const* block) {
 
 }  // namespace
 
-std::string sha256(std::istream& stream) {
+std::string sha256(std::function<std::size_t(char* to, std::size_t size)> const& read) {
   Words hash = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   std::vector<unsigned char> chunk(kChunk + 2 * kBlock);
   std::uint64_t total = 0;
   std::size_t left = 0;  // bytes of the last chunk; only that one is no multiple of a block
-  do {
-    stream.read(reinterpret_cast<char*>(chunk.data()), kChunk);
-    left = static_cast<std::size_t>(stream.gcount());
+  while (true) {
+    left = read(reinterpret_cast<char*>(chunk.data()), kChunk);
     total += left;
     if (left < kChunk) break;
     for (std::size_t at = 0; at < kChunk; at += kBlock) take(hash, chunk.data() + at);
-  } while (stream);
-  if (left == kChunk) left = 0;
+  }
   // A one bit, zeros, and the length in bits at the end of a block.
   std::size_t const padded = (left + 1 + 8 + kBlock - 1) / kBlock * kBlock;
   std::memset(chunk.data() + left, 0, padded - left);

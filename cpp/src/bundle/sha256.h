@@ -1,12 +1,14 @@
 // SHA-256 (FIPS 180-4), to check a bundle's files without linking a cryptography library.
 #pragma once
 
-#include <istream>
+#include <cstddef>
+#include <functional>
 #include <string>
 
 namespace tide {
 
-// The lower-case hex digest of the rest of the stream.
-std::string sha256(std::istream& stream);
+// The lower-case hex digest of what `read` returns. It fills its buffer and returns the number of bytes; fewer than the
+// buffer's size at the end.
+std::string sha256(std::function<std::size_t(char* to, std::size_t size)> const& read);
 
 }  // namespace tide

@@ -1,8 +1,14 @@
+// Messages are those of tide_export/bundle/opened.py.
 #include "bundle/store.h"
 
-#include <fstream>
-#include <iterator>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <system_error>
+#include <utility>
 
 #include "bundle/sha256.h"
 #include "formatting.h"
@@ -14,47 +20,168 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char const* kAdvice = "; export the bundle again or copy it anew";
+constexpr int kAttempts = 10;  // to open a bundle while exports replace it
 
-void check_file(fs::path const& file, FileInfo const& expected, bool verify) {
-  std::error_code error;
-  fs::file_status const status = fs::status(file, error);
-  if (status.type() == fs::file_type::not_found)
-    throw BundleError("bundle file " + quoted(file) + " is missing" + kAdvice);
-  if (error) throw BundleError("cannot read bundle file " + quoted(file) + ": " + error.message());
-  if (!fs::is_regular_file(status)) throw BundleError("bundle file " + quoted(file) + " is not a file");
-  auto const size = static_cast<std::int64_t>(fs::file_size(file, error));
-  if (error) throw BundleError("cannot read bundle file " + quoted(file) + ": " + error.message());
-  std::string const actual = std::to_string(size), listed = std::to_string(expected.size);
-  if (size < expected.size) {
-    throw BundleError("bundle file " + quoted(file) + " is truncated: " + actual + " of " + listed + " bytes" +
-                      kAdvice);
+std::string message_of(int error) { return std::generic_category().message(error); }
+
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {}
+  ~Descriptor() {
+    if (number_ >= 0) ::close(number_);
   }
-  if (size > expected.size) {
-    throw BundleError("bundle file " + quoted(file) + " has " + actual + " bytes instead of " + listed + kAdvice);
+  Descriptor(Descriptor const&) = delete;
+  Descriptor& operator=(Descriptor const&) = delete;
+
+  int get() const { return number_; }
+  int release() { return std::exchange(number_, -1); }
+
+ private:
+  int number_;
+};
+
+// Opens a file relative to `folder`; no part of its path may be a symbolic link, and none makes the call wait.
+int open_at(int folder, fs::path const& name) {
+  std::unique_ptr<Descriptor> opened;
+  for (fs::path const& part : name) {
+    int const next = ::openat(opened ? opened->get() : folder, part.c_str(),
+                              O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    if (next < 0) return next;
+    opened = std::make_unique<Descriptor>(next);
   }
-  if (!verify) return;
-  std::ifstream stream(file, std::ios::binary);
-  if (!stream) throw BundleError("cannot read bundle file " + quoted(file) + ": it cannot be opened");
-  if (sha256(stream) != expected.sha256) {
-    throw BundleError("bundle file " + quoted(file) + " is corrupt: its sha256 is not the manifest's" + kAdvice);
+  return opened ? opened->release() : -1;
+}
+
+Bundle open_files(fs::path const& path, int folder, bool verify) {
+  fs::path const source = path / kManifestFile;
+  struct stat status {};
+  if (::fstatat(folder, kManifestFile, &status, AT_SYMLINK_NOFOLLOW) != 0 && errno == ENOENT) {
+    throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
   }
+  std::string const text = BundleFile(source, folder, kManifestFile).read();
+  Bundle bundle{path, Manifest::from_json(text, quoted(source)), {}};
+  for (auto const& [name, expected] : bundle.manifest.files) {
+    bundle.files[name] = std::make_shared<BundleFile const>(path / name, folder, name);
+  }
+  for (auto const& [name, expected] : bundle.manifest.files) bundle.files[name]->check(expected, verify);
+  return bundle;
+}
+
+bool was_replaced(fs::path const& path, int folder) {
+  struct stat now {}, opened {};
+  if (::stat(path.c_str(), &now) != 0 || ::fstat(folder, &opened) != 0) return true;
+  return now.st_dev != opened.st_dev || now.st_ino != opened.st_ino;
 }
 
 }  // namespace
 
-Bundle open_bundle(fs::path const& path, bool verify) {
-  std::error_code error;
-  if (!fs::exists(path, error)) throw BundleError("bundle " + quoted(path) + " does not exist");
-  fs::path const file = path / kManifestFile;
-  if (!fs::is_regular_file(file, error)) {
-    throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
+Mapping::~Mapping() { ::munmap(data_, size_); }
+
+BundleFile::BundleFile(fs::path path, int folder, std::string const& name) : path_(std::move(path)) {
+  Descriptor opened(open_at(folder, name));
+  if (opened.get() < 0) {
+    int const error = errno;
+    if (error == ENOENT || error == ENOTDIR) {
+      throw BundleError("bundle file " + quoted(path_) + " is missing" + kAdvice);
+    }
+    if (error == ELOOP) {
+      throw BundleError("bundle file " + quoted(path_) +
+                        " is a symbolic link, or in a folder that is one: copy the bundle with the files themselves "
+                        "(cp -rL)");
+    }
+    throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(error));
   }
-  std::ifstream stream(file, std::ios::binary);
-  std::string const text(std::istreambuf_iterator<char>(stream), {});
-  if (!stream.is_open() || stream.bad()) throw BundleError("cannot read " + quoted(file) + ": it cannot be opened");
-  Bundle bundle{path, Manifest::from_json(text, quoted(file))};
-  for (auto const& [name, expected] : bundle.manifest.files) check_file(path / name, expected, verify);
-  return bundle;
+  struct stat status {};
+  if (::fstat(opened.get(), &status) != 0 || !S_ISREG(status.st_mode)) {
+    throw BundleError("bundle file " + quoted(path_) + " is not a file");
+  }
+  size_ = status.st_size, seconds_ = status.st_mtim.tv_sec, nanoseconds_ = status.st_mtim.tv_nsec;
+  descriptor_ = opened.release();
+}
+
+BundleFile::~BundleFile() { ::close(descriptor_); }
+
+std::string BundleFile::read() const {
+  check_unchanged();
+  std::string content(static_cast<std::size_t>(size_), '\0');
+  content.resize(read_at(content.data(), content.size(), 0));
+  check_unchanged();
+  return content;
+}
+
+std::unique_ptr<Mapping> BundleFile::map() const {
+  check_unchanged();
+  auto const size = static_cast<std::size_t>(size_);
+  void* const data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor_, 0);
+  if (data == MAP_FAILED) throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
+  return std::make_unique<Mapping>(data, size);
+}
+
+void BundleFile::check_unchanged() const {
+  struct stat status {};
+  bool const known = ::fstat(descriptor_, &status) == 0;
+  if (known && status.st_size == size_ && status.st_mtim.tv_sec == seconds_ && status.st_mtim.tv_nsec == nanoseconds_) {
+    return;
+  }
+  throw BundleError("bundle file " + quoted(path_) +
+                    " was changed after the bundle was loaded: load it again, and replace bundles instead of editing "
+                    "them");
+}
+
+void BundleFile::check(FileInfo const& expected, bool verify) const {
+  std::string const actual = std::to_string(size_), listed = std::to_string(expected.size);
+  if (size_ < expected.size) {
+    throw BundleError("bundle file " + quoted(path_) + " is truncated: " + actual + " of " + listed + " bytes" +
+                      kAdvice);
+  }
+  if (size_ > expected.size) {
+    throw BundleError("bundle file " + quoted(path_) + " has " + actual + " bytes instead of " + listed + kAdvice);
+  }
+  if (!verify) return;
+  std::uint64_t at = 0;
+  std::string const actual_sha256 = sha256([&](char* to, std::size_t size) {
+    std::size_t const read = read_at(to, size, at);
+    at += read;
+    return read;
+  });
+  if (actual_sha256 != expected.sha256) {
+    throw BundleError("bundle file " + quoted(path_) + " is corrupt: its sha256 is not the manifest's" + kAdvice);
+  }
+}
+
+std::size_t BundleFile::read_at(char* to, std::size_t size, std::uint64_t at) const {
+  std::size_t done = 0;
+  while (done < size) {
+    ssize_t const read = ::pread(descriptor_, to + done, size - done, static_cast<off_t>(at + done));
+    if (read < 0 && errno == EINTR) continue;
+    if (read < 0) throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
+    if (read == 0) break;
+    done += static_cast<std::size_t>(read);
+  }
+  return done;
+}
+
+BundleFile const& Bundle::file(std::string const& name) const {
+  auto const found = files.find(name);
+  if (found == files.end()) throw BundleError("bundle " + quoted(path) + " has no file " + name);
+  return *found->second;
+}
+
+Bundle open_bundle(fs::path const& path, bool verify) {
+  for (int attempt = 1;; ++attempt) {
+    Descriptor const folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (folder.get() < 0) {
+      int const error = errno;
+      if (error == ENOENT) throw BundleError("bundle " + quoted(path) + " does not exist");
+      if (error == ENOTDIR) throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
+      throw BundleError("cannot read bundle " + quoted(path) + ": " + message_of(error));
+    }
+    try {
+      return open_files(path, folder.get(), verify);
+    } catch (BundleError const&) {
+      if (attempt == kAttempts || !was_replaced(path, folder.get())) throw;
+    }
+  }
 }
 
 }  // namespace tide

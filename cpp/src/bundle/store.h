@@ -1,7 +1,14 @@
-// Opens the bundle on disk: reads its manifest and checks its files.
+// Opens the bundle on disk: reads its manifest, checks its files and holds them open. An engine reads some files long
+// after that: the networks for batches when the first list of prompts comes. It reads them from the descriptors, so
+// that replacing, moving or deleting the folder has no effect on it.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
 
 #include "tide/manifest.h"
 
@@ -9,14 +16,74 @@ namespace tide {
 
 constexpr char const* kManifestFile = "tide.json";
 constexpr char const* kGraphFile = "model.onnx";
+constexpr char const* kWeightsFile = "model.onnx.data";
+constexpr char const* kSegmentsWeightsFile = "segments/weights.data";
 
+// A file's content as read-only memory.
+class Mapping {
+ public:
+  Mapping(void* data, std::size_t size) : data_(data), size_(size) {}
+  ~Mapping();
+  Mapping(Mapping const&) = delete;
+  Mapping& operator=(Mapping const&) = delete;
+
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+  std::size_t size() const { return size_; }
+
+ private:
+  void* data_;
+  std::size_t size_;
+};
+
+// A file of a bundle, open for reading. It stays readable and the same when its folder is replaced, moved or deleted.
+// What overwrites it in place is noticed by its size and modification time; not noticed are changes that restore both.
+// May be used by several threads at once.
+class BundleFile {
+ public:
+  // Opens `name`, relative to the descriptor `folder`, without following a symbolic link. `path` is for messages.
+  // Throws BundleError: it is missing, a symbolic link, not a regular file or unreadable.
+  BundleFile(std::filesystem::path path, int folder, std::string const& name);
+  ~BundleFile();
+  BundleFile(BundleFile const&) = delete;
+  BundleFile& operator=(BundleFile const&) = delete;
+
+  std::filesystem::path const& path() const { return path_; }
+
+  // The whole content. Throws BundleError: it was changed since it was opened, or cannot be read.
+  std::string read() const;
+
+  // The content as memory, until the caller drops it, who calls `check_unchanged` before. The process dies (SIGBUS) if
+  // something truncates the file meanwhile. Throws BundleError as `read`.
+  std::unique_ptr<Mapping> map() const;
+
+  // Throws BundleError: it was changed since it was opened.
+  void check_unchanged() const;
+
+  // Compares it with the manifest's record: the size, and the sha256 if `verify`. Throws BundleError.
+  void check(FileInfo const& expected, bool verify) const;
+
+ private:
+  // Fills `to` from `at` on; fewer bytes at the end of the file.
+  std::size_t read_at(char* to, std::size_t size, std::uint64_t at) const;
+
+  std::filesystem::path path_;
+  int descriptor_ = -1;
+  std::int64_t size_ = 0, seconds_ = 0, nanoseconds_ = 0;  // when it was opened
+};
+
+// path: where it was opened, for messages: another bundle may be there by now. files: those of the manifest, by name.
 struct Bundle {
   std::filesystem::path path;
   Manifest manifest;
+  std::map<std::string, std::shared_ptr<BundleFile const>> files;
+
+  // One of the bundle's files. Throws BundleError: the manifest lists no such file.
+  BundleFile const& file(std::string const& name) const;
 };
 
-// Reads the manifest and checks the size and, if `verify`, the sha256 of every file it lists. Throws BundleError: not a
-// bundle, a manifest this release cannot read, or a file missing, truncated or corrupt.
+// Reads the manifest and opens every file it lists, with its size and, if `verify`, its sha256 checked; all of them
+// from one folder, also while an export replaces the bundle. Throws BundleError: not a bundle, a manifest this release
+// cannot read, or a file missing, truncated or corrupt, or not a regular file.
 Bundle open_bundle(std::filesystem::path const& path, bool verify);
 
 }  // namespace tide

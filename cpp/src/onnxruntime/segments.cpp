@@ -86,13 +86,9 @@ OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threa
   specs_ = network_specs(bundle.manifest);
   loaded_ = std::make_shared<Loaded>();
   for (NetworkSpec const& spec : specs_) {
-    std::filesystem::path const file = bundle.path / network_file(spec.name);
-    try {
-      loaded_->sessions.emplace_back(loaded_->env, file.c_str(), session_options(threads));
-      spec.check(tensors_of(loaded_->sessions.back()), file.string());
-    } catch (Ort::Exception const& error) {
-      throw BundleError("ONNX Runtime cannot load " + quoted(file) + ": " + first_line(error));
-    }
+    std::string const file = network_file(spec.name);
+    loaded_->sessions.push_back(load_network(loaded_->env, bundle, file, threads, kSegmentsWeightsFile));
+    spec.check(tensors_of(loaded_->sessions.back()), bundle.file(file).path().string());
   }
 }
 

@@ -1,6 +1,9 @@
 #include "onnxruntime/session.h"
 
+#include <memory>
+
 #include "formatting.h"
+#include "onnxruntime/external_data.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -35,6 +38,17 @@ void compare(TensorTypes const& expected, TensorTypes const& actual, std::string
   }
 }
 
+// threads: of one run, 1 or more; none: one per physical core.
+Ort::SessionOptions session_options(std::optional<std::int64_t> threads) {
+  Ort::SessionOptions options;
+  options.SetIntraOpNumThreads(static_cast<int>(threads.value_or(0)));
+  options.AddConfigEntry("session.intra_op.spin_duration_us", kSpinMicroseconds);
+  // Where ONNX Runtime would look for weights that it does not get from memory: no folder, so that it finds none.
+  options.AddConfigEntry("session.model_external_initializers_file_folder_path", "/dev/null");
+  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // errors reach the caller as exceptions
+  return options;
+}
+
 }  // namespace
 
 void check_onnxruntime() {
@@ -45,25 +59,50 @@ void check_onnxruntime() {
                       std::to_string(ORT_API_VERSION) + " on");
 }
 
-Ort::SessionOptions session_options(std::optional<std::int64_t> threads) {
-  Ort::SessionOptions options;
-  options.SetIntraOpNumThreads(static_cast<int>(threads.value_or(0)));
-  options.AddConfigEntry("session.intra_op.spin_duration_us", kSpinMicroseconds);
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // errors reach the caller as exceptions
-  return options;
-}
-
-Ort::Session open_network(Ort::Env const& env, std::filesystem::path const& file, Ort::SessionOptions const& options,
-                          TensorTypes const& inputs, TensorTypes const& outputs) {
-  std::string const network = quoted(file);
+Ort::Session load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
+                          std::optional<std::int64_t> threads, char const* weights) {
+  BundleFile const& file = bundle.file(name);
+  std::string const graph = file.read();
+  std::string const location = std::filesystem::path(weights).filename().string();
+  Ort::SessionOptions options = session_options(threads);
+  std::unique_ptr<Mapping> memory;
+  std::vector<std::string> names;
+  std::vector<Ort::Value> values;
+  auto const cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
   try {
-    Ort::Session session(env, file.c_str(), options);
-    compare(inputs, tensors_of(session, true), "input", network);
-    compare(outputs, tensors_of(session, false), "output", network);
+    for (ExternalTensor const& tensor : external_tensors(graph)) {
+      if (tensor.location != location) continue;
+      if (!memory) memory = bundle.file(weights).map();
+      std::optional<std::size_t> const size = tensor.size();
+      if (!size) {
+        throw BundleError(quoted(file.path()) + " keeps " + tensor.name +
+                          " in another file, in a type of tensor that no bundle has");
+      }
+      if (tensor.offset > memory->size() || *size > memory->size() - tensor.offset) {
+        throw BundleError(quoted(file.path()) + " has the tensor " + tensor.name +
+                          " outside of the file of its weights");
+      }
+      names.push_back(tensor.name);
+      values.push_back(Ort::Value::CreateTensor(cpu, memory->data() + tensor.offset, *size, tensor.shape.data(),
+                                                tensor.shape.size(),
+                                                static_cast<ONNXTensorElementDataType>(tensor.type)));
+    }
+    if (!values.empty()) options.AddExternalInitializers(names, values);
+    Ort::Session session(env, graph.data(), graph.size(), options);
+    if (memory) bundle.file(weights).check_unchanged();
     return session;
   } catch (Ort::Exception const& error) {
-    throw BundleError("ONNX Runtime cannot load " + network + ": " + first_line(error));
+    throw BundleError("ONNX Runtime cannot load " + quoted(file.path()) + ": " + first_line(error));
   }
+}
+
+Ort::Session open_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
+                          std::optional<std::int64_t> threads, TensorTypes const& inputs, TensorTypes const& outputs) {
+  Ort::Session session = load_network(env, bundle, name, threads);
+  std::string const network = quoted(bundle.file(name).path());
+  compare(inputs, tensors_of(session, true), "input", network);
+  compare(outputs, tensors_of(session, false), "output", network);
+  return session;
 }
 
 }  // namespace tide

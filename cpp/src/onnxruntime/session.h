@@ -4,11 +4,12 @@
 #include <onnxruntime_cxx_api.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "bundle/store.h"
 
 namespace tide {
 
@@ -16,9 +17,6 @@ using TensorTypes = std::map<std::string, ONNXTensorElementDataType>;  // by nam
 
 // Throws ProviderError: the ONNX Runtime library is older than the headers.
 void check_onnxruntime();
-
-// threads: of one run, 1 or more; none: one per physical core.
-Ort::SessionOptions session_options(std::optional<std::int64_t> threads);
 
 // Calls `visit(name, type)` with every input or every output of a network.
 template <typename Visit>
@@ -31,10 +29,16 @@ void for_each_tensor(Ort::Session const& session, bool inputs, Visit const& visi
   }
 }
 
+// Loads a network of a bundle, whose external weights are in the file `weights`. ONNX Runtime gets both from memory and
+// opens no file; it copies the weights and needs the files no more. Throws BundleError: it does not load, or a file was
+// changed since the bundle was opened.
+Ort::Session load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
+                          std::optional<std::int64_t> threads, char const* weights = kWeightsFile);
+
 // Loads a network and checks that it has exactly these inputs and outputs: buffers are bound by name, type and shape
 // without a check. Throws BundleError.
-Ort::Session open_network(Ort::Env const& env, std::filesystem::path const& file, Ort::SessionOptions const& options,
-                          TensorTypes const& inputs, TensorTypes const& outputs);
+Ort::Session open_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
+                          std::optional<std::int64_t> threads, TensorTypes const& inputs, TensorTypes const& outputs);
 
 // A tensor on the caller's memory, which must outlive its use.
 template <typename T>

@@ -106,12 +106,7 @@ std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t slots) const {
 
 Ort::Session BatchNetworks::load(Ort::Env const& env, std::string const& name, TensorTypes const& inputs,
                                  TensorTypes const& outputs) const {
-  if (bundle_.manifest.files.count(name) == 0) {
-    throw BundleError("bundle '" + bundle_.path.string() + "' has no file " + name);
-  }
-  Ort::SessionOptions options = session_options(threads_);
-  options.AddConfigEntry("session.model_external_initializers_file_folder_path", bundle_.path.c_str());
-  return open_network(env, bundle_.path / name, options, inputs, outputs);
+  return open_network(env, bundle_, name, threads_, inputs, outputs);
 }
 
 }  // namespace tide

@@ -106,7 +106,10 @@ std::optional<PluginLibrary> find_plugins(std::optional<std::filesystem::path> c
                         ": build it from this release's plugins/" + without);
   }
   std::ifstream stream(path, std::ios::binary);
-  library.sha256 = sha256(stream);
+  library.sha256 = sha256([&stream](char* to, std::size_t size) {
+    stream.read(to, static_cast<std::streamsize>(size));
+    return static_cast<std::size_t>(stream.gcount());
+  });
   return library;
 }
 

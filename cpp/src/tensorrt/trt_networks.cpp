@@ -250,11 +250,9 @@ struct Engines {
   std::size_t memory = kAlignment;    // bytes of working memory, the largest engine's
 
   void load(NetworkSpec const& spec, Bundle const& bundle) {
-    std::filesystem::path const path = bundle.path / engine_file(spec.name);
-    std::ifstream stream(path, std::ios::binary);
-    std::vector<char> data(static_cast<std::size_t>(bundle.manifest.files.at(engine_file(spec.name)).size));
-    stream.read(data.data(), static_cast<std::streamsize>(data.size()));
-    if (!stream) throw BundleError("cannot read engine " + quoted(path));
+    BundleFile const& file = bundle.file(engine_file(spec.name));
+    std::filesystem::path const& path = file.path();
+    std::string const data = file.read();
     LoadedEngine loaded{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
     loaded.engine.reset(runtime->deserializeCudaEngine(data.data(), data.size()));
     if (loaded.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.last());

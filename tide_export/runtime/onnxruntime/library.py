@@ -1,11 +1,21 @@
 """Imports ONNX Runtime when needed; options, loading, checks and bindings that all sessions share."""
 
+import contextlib
+import ctypes
+import math
+import os
+import weakref
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from tide_export import names
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, ConfigError, ProviderError, first_line
+from tide_export.runtime.onnxruntime.external_data import ELEMENT_SIZES, ExternalTensor, external_tensors
 from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor
 
 # A worker thread spins so long for the next operator before it sleeps. If it slept at once, waking it would take longer
@@ -49,17 +59,69 @@ def session_options(ort: ModuleType, threads: int | None) -> Any:
 
 
 def load_session(
-    ort: ModuleType, file: Path, options: Any, providers: Sequence[str] = ("CPUExecutionProvider",)
+    ort: ModuleType,
+    bundle: Bundle,
+    name: str,
+    threads: int | None,
+    providers: Sequence[str] = ("CPUExecutionProvider",),
+    weights: str = names.WEIGHTS_FILE,
+    graph: bytes | None = None,
 ) -> Any:
-    """The `InferenceSession` of a file.
+    """The `InferenceSession` of a network of a bundle.
+
+    ONNX Runtime gets the network and its weights from memory and opens no file. It copies the weights one at a time as
+    it packs them: when the session is there, it needs the file no more.
+
+    Args:
+        name: the network's file.
+        weights: the file that holds its external weights.
+        graph: what to load instead of the content of file `name`.
 
     Raises:
-        BundleError: it does not load.
+        BundleError: it does not load, or a file was changed since the bundle was opened.
+        ConfigError: threads below 1.
     """
+    file, options = bundle.file(name), session_options(ort, threads)
+    # Where ONNX Runtime would look for weights that are not in `weights`: no folder, so that it finds none.
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.devnull)
+    graph = file.read_bytes() if graph is None else graph
     try:
-        return ort.InferenceSession(str(file), options, providers=list(providers))
-    except Exception as error:  # ONNX Runtime's exceptions share no base class
-        raise BundleError(f"ONNX Runtime cannot load '{file}': {first_line(error)}") from error
+        tensors = [tensor for tensor in external_tensors(graph) if tensor.location == PurePosixPath(weights).name]
+    except ValueError:
+        tensors = []  # no ONNX model, as ONNX Runtime will say
+    with bundle.file(weights).mapped() if tensors else contextlib.nullcontext(b"") as memory:
+        arrays = [_array(tensor, memory, str(file.path)) for tensor in tensors]
+        try:
+            values = [
+                ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.dtype)
+                for array, tensor in zip(arrays, tensors, strict=True)
+            ]
+            if values:
+                options.add_external_initializers([tensor.name for tensor in tensors], values)
+            session = ort.InferenceSession(graph, options, providers=list(providers))
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
+            raise BundleError(f"ONNX Runtime cannot load '{file.path}': {first_line(error)}") from error
+    # `_sess` is the session itself, which is gone when this is called; its wrapper is not yet when it is finalized.
+    weakref.finalize(session._sess, return_free_memory).atexit = False
+    return session
+
+
+def return_free_memory() -> None:
+    """Returns memory that was freed to the system, where the C library is glibc, which would keep most of a session's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _array(tensor: ExternalTensor, memory: Any, network: str) -> np.ndarray:
+    """The data of `tensor` in the memory of its file, as unsigned integers of its size."""
+    size = ELEMENT_SIZES.get(tensor.dtype)
+    if size is None:
+        raise BundleError(f"'{network}' keeps {tensor.name} in another file, in a type of tensor that no bundle has")
+    available = len(memory) - tensor.offset
+    if tensor.offset < 0 or math.prod(tensor.shape) * size > available:
+        raise BundleError(f"'{network}' has the tensor {tensor.name} outside of the file of its weights")
+    return np.ndarray(tensor.shape, f"u{size}", memory, tensor.offset)
 
 
 def check_tensors(session: Any, spec: NetworkSpec, file: str) -> None:

@@ -15,7 +15,6 @@ from tide_export.runtime.onnxruntime.library import (
     check_tensors,
     import_onnxruntime,
     load_session,
-    session_options,
 )
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.device import Device, HostDevice
@@ -48,15 +47,15 @@ def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = Non
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"]}[device]
     if providers[0] not in ort.get_available_providers():
         raise ProviderError(f"this ONNX Runtime has no {providers[0]}: pip install tide_export[gpu]")
-    options = session_options(ort, threads)
     expected = specs(manifest, info)
+    weights = f"{names.SEGMENTS_FOLDER}/{names.SEGMENTS_WEIGHTS_FILE}"
     sessions = {}
     for name, spec in expected.items():
-        file = bundle.file(names.network_file(name))
-        session = load_session(ort, file, options, providers)
+        file = names.network_file(name)
+        path, session = bundle.file(file).path, load_session(ort, bundle, file, threads, providers, weights)
         if session.get_providers()[0] != providers[0]:
-            raise ProviderError(f"ONNX Runtime found no {device} device it can use for '{file}'")
-        check_tensors(session, spec, str(file))
+            raise ProviderError(f"ONNX Runtime found no {device} device it can use for '{path}'")
+        check_tensors(session, spec, str(path))
         sessions[name] = session
 
     def open_device() -> tuple[Device, Mapping[str, Any]]:

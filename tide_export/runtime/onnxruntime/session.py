@@ -12,7 +12,6 @@ from tide_export.runtime.onnxruntime.library import (
     check_tensors,
     import_onnxruntime,
     load_session,
-    session_options,
 )
 from tide_export.runtime.segmented.network_spec import TOKENS, NetworkSpec, Tensor
 
@@ -31,11 +30,11 @@ def open_session(bundle: Bundle, threads: int | None = None) -> Any:
         BundleError: the graph does not load, or its inputs and outputs are not those of the manifest.
     """
     ort = import_onnxruntime()
-    options, graph = session_options(ort, threads), bundle.file(names.GRAPH_FILE)
     with on_huge_pages():
-        session = load_session(ort, graph, options)
-    check_tensors(session, graph_spec(bundle.manifest), str(graph))
-    _check_metadata(session, bundle.manifest, str(graph))
+        session = load_session(ort, bundle, names.GRAPH_FILE, threads)
+    graph = str(bundle.file(names.GRAPH_FILE).path)
+    check_tensors(session, graph_spec(bundle.manifest), graph)
+    _check_metadata(session, bundle.manifest, graph)
     logger.info(
         "running '%s' with ONNX Runtime %s on the CPU, %s threads", bundle.path, ort.__version__, threads or "default"
     )

@@ -18,7 +18,6 @@ from tide_export.runtime.onnxruntime.library import (
     check_tensors,
     import_onnxruntime,
     load_session,
-    session_options,
     tensors_of,
 )
 from tide_export.runtime.segmented.network_spec import TOKENS, NetworkSpec, Tensor
@@ -98,14 +97,9 @@ class BatchNetworks:
         return BatchSessions(slots, tuple(segments), head, exit_size, tuple(skipped))
 
     def _session(self, name: str, spec: NetworkSpec | None = None) -> Any:
-        ort = import_onnxruntime()
-        file = self._bundle.file(name)
-        options = session_options(ort, self._threads)
-        # By default ONNX Runtime reads external weights from the network's folder only.
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._bundle.path))
-        session = load_session(ort, file, options)
+        session = load_session(import_onnxruntime(), self._bundle, name, self._threads)
         if spec is not None:
-            check_tensors(session, spec, str(file))
+            check_tensors(session, spec, str(self._bundle.file(name).path))
         return session
 
 

@@ -52,9 +52,9 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
     runtime = _Runtime(flavour, library)
     loaded = {}
     for name, spec in expected.items():
-        path = bundle.file(names.engine_file(name))
-        engine = runtime.load(path.read_bytes(), str(path))
-        _check_engine(engine, spec, of_network(name, engines.profiles, info), str(path))
+        file = bundle.file(names.engine_file(name))
+        engine = runtime.load(file.read_bytes(), str(file.path))
+        _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
         loaded[name] = engine
 
     def open_device() -> tuple[Device, Mapping[str, Network]]:
