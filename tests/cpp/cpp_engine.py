@@ -87,6 +87,10 @@ class CppEngine:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         """Ends the process, which exits with an error if a sanitizer found one."""
         self._process.communicate()

@@ -134,6 +134,38 @@ def no_graph(bundle: Path) -> None:
     edit(bundle, "files", "model.onnx", value={"size": len(text), "sha256": hashlib.sha256(text).hexdigest()})
 
 
+LINK = "is a symbolic link, or in a folder that is one: copy the bundle with the files themselves"
+
+
+def linked(name: str, to: str | None = None, inside: str | None = None) -> Callable[[Path], object]:
+    """A link in place of a file, or of the folder of file `inside`, which is listed; by default to where it is now."""
+
+    def damage(bundle: Path) -> None:
+        path, moved = bundle / name, bundle.with_name("moved")
+        if inside is not None:
+            path.mkdir()
+            (path / inside).write_bytes(b"")
+            empty = {"size": 0, "sha256": hashlib.sha256().hexdigest()}
+            edit(bundle, "files", f"{name}/{inside}", value=empty)
+        path.rename(moved)
+        path.symlink_to(to or moved)
+
+    return damage
+
+
+def pipe(name: str) -> Callable[[Path], object]:
+    def damage(bundle: Path) -> None:
+        (bundle / name).unlink()
+        os.mkfifo(bundle / name)
+
+    return damage
+
+
+def folder(bundle: Path) -> None:
+    (bundle / "model.onnx").unlink()
+    (bundle / "model.onnx").mkdir()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (shutil.rmtree, "does not exist"),
     "no manifest": (lambda bundle: (bundle / "tide.json").unlink(), r"is not a bundle: it has no tide\.json"),
@@ -181,6 +213,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"model\.onnx' has \d+ bytes instead of \d+",
     ),
     "flipped": (flip_last_byte, r"model\.onnx' is corrupt: its sha256 is not the manifest's"),
+    "a link to a device": (linked("model.onnx", "/proc/kmsg"), rf"model\.onnx' {LINK}"),
+    "a link to the right file": (linked("model.onnx"), rf"model\.onnx' {LINK}"),
+    "a manifest that is a link": (linked("tide.json"), rf"tide\.json' {LINK}"),
+    "a folder that is a link": (linked("batch", inside="a.bin"), rf"batch/a\.bin' {LINK}"),
+    "a pipe": (pipe("model.onnx"), r"model\.onnx' is not a file"),
+    "a manifest that is a pipe": (pipe("tide.json"), r"tide\.json' is not a file"),
+    "a folder": (folder, r"model\.onnx' is not a file"),
     "no ONNX": (no_graph, r"ONNX Runtime cannot load '.*model\.onnx': "),
     "another graph": (
         graph_of(TinyModel(layers=5)),

@@ -10,6 +10,7 @@ from families import CHECKPOINTS, LAYERS, build
 from tiny_engines import engine_of, pieces_of
 
 from tide_export.bundle.manifest import Quantization
+from tide_export.bundle.opened import open_bundle
 from tide_export.errors import BundleError
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers

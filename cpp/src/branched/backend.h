@@ -23,6 +23,7 @@ class BranchedBackend final : public Backend {
   Ort::Session& session() { return session_; }
 
  private:
+  ReturnsFreeMemory returns_free_memory_;
   Ort::Env env_{nullptr};
   Ort::Session session_{nullptr};
   BatchNetworks batch_networks_;

@@ -8,7 +8,7 @@
 namespace tide {
 namespace {
 
-// Field numbers in onnx.proto.
+// WireField numbers in onnx.proto.
 constexpr std::uint64_t kGraph = 7, kInitializer = 5;
 constexpr std::uint64_t kDims = 1, kDataType = 2, kName = 8, kExternalData = 13;
 constexpr std::uint64_t kKey = 1, kValue = 2;
@@ -23,7 +23,7 @@ struct NotOnnx : std::runtime_error {
 };
 
 // A field is an integer, or the bytes of what is longer.
-struct Field {
+struct WireField {
   std::uint64_t number = 0, integer = 0;
   bool is_integer = false;
   std::string_view bytes;
@@ -41,11 +41,11 @@ std::uint64_t take_integer(std::string_view& message) {
   throw NotOnnx();
 }
 
-std::vector<Field> fields_of(std::string_view message) {
-  std::vector<Field> fields;
+std::vector<WireField> fields_of(std::string_view message) {
+  std::vector<WireField> fields;
   while (!message.empty()) {
     std::uint64_t const tag = take_integer(message), kind = tag & 7;
-    Field field{tag >> 3, 0, kind == 0, {}};
+    WireField field{tag >> 3, 0, kind == 0, {}};
     if (kind == 0) {
       field.integer = take_integer(message);
     } else {
@@ -61,30 +61,30 @@ std::vector<Field> fields_of(std::string_view message) {
 }
 
 template <typename Visit>
-void for_each(std::vector<Field> const& fields, std::uint64_t number, bool integers, Visit const& visit) {
-  for (Field const& field : fields) {
+void for_each(std::vector<WireField> const& fields, std::uint64_t number, bool integers, Visit const& visit) {
+  for (WireField const& field : fields) {
     if (field.number != number) continue;
     if (field.is_integer != integers) throw NotOnnx();
     visit(field);
   }
 }
 
-std::string text_of(std::vector<Field> const& fields, std::uint64_t number) {
+std::string text_of(std::vector<WireField> const& fields, std::uint64_t number) {
   std::string text;
-  for_each(fields, number, false, [&](Field const& field) { text = field.bytes; });
+  for_each(fields, number, false, [&](WireField const& field) { text = field.bytes; });
   return text;
 }
 
-ExternalTensor external_tensor(std::vector<Field> const& fields) {
+ExternalTensor external_tensor(std::vector<WireField> const& fields) {
   std::map<std::string, std::string> place;
-  for_each(fields, kExternalData, false, [&](Field const& field) {
-    std::vector<Field> const entry = fields_of(field.bytes);
+  for_each(fields, kExternalData, false, [&](WireField const& field) {
+    std::vector<WireField> const entry = fields_of(field.bytes);
     place[text_of(entry, kKey)] = text_of(entry, kValue);
   });
   ExternalTensor tensor;
   tensor.name = text_of(fields, kName);
-  for_each(fields, kDataType, true, [&](Field const& field) { tensor.type = static_cast<int>(field.integer); });
-  for (Field const& field : fields) {
+  for_each(fields, kDataType, true, [&](WireField const& field) { tensor.type = static_cast<int>(field.integer); });
+  for (WireField const& field : fields) {
     if (field.number != kDims) continue;
     if (field.is_integer) tensor.shape.push_back(static_cast<std::int64_t>(field.integer));
     for (std::string_view packed = field.bytes; !packed.empty();) {
@@ -119,11 +119,11 @@ std::optional<std::size_t> ExternalTensor::size() const {
 std::vector<ExternalTensor> external_tensors(std::string_view model) {
   std::vector<ExternalTensor> tensors;
   try {
-    for_each(fields_of(model), kGraph, false, [&](Field const& graph) {
-      for_each(fields_of(graph.bytes), kInitializer, false, [&](Field const& initializer) {
-        std::vector<Field> const fields = fields_of(initializer.bytes);
+    for_each(fields_of(model), kGraph, false, [&](WireField const& graph) {
+      for_each(fields_of(graph.bytes), kInitializer, false, [&](WireField const& initializer) {
+        std::vector<WireField> const fields = fields_of(initializer.bytes);
         bool const external = std::any_of(fields.begin(), fields.end(),
-                                          [](Field const& field) { return field.number == kExternalData; });
+                                          [](WireField const& field) { return field.number == kExternalData; });
         if (external) tensors.push_back(external_tensor(fields));
       });
     });

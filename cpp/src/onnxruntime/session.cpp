@@ -1,5 +1,9 @@
 #include "onnxruntime/session.h"
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include <memory>
 
 #include "formatting.h"
@@ -50,6 +54,12 @@ Ort::SessionOptions session_options(std::optional<std::int64_t> threads) {
 }
 
 }  // namespace
+
+ReturnsFreeMemory::~ReturnsFreeMemory() {
+#ifdef __GLIBC__
+  ::malloc_trim(0);
+#endif
+}
 
 void check_onnxruntime() {
   OrtApiBase const* const base = OrtGetApiBase();

@@ -15,6 +15,15 @@ namespace tide {
 
 using TensorTypes = std::map<std::string, ONNXTensorElementDataType>;  // by name
 
+// As the first member of what holds sessions, returns freed memory to the system when they are gone, where the C library
+// is glibc, which would keep most of it.
+struct ReturnsFreeMemory {
+  ReturnsFreeMemory() = default;
+  ~ReturnsFreeMemory();
+  ReturnsFreeMemory(ReturnsFreeMemory const&) = delete;
+  ReturnsFreeMemory& operator=(ReturnsFreeMemory const&) = delete;
+};
+
 // Throws ProviderError: the ONNX Runtime library is older than the headers.
 void check_onnxruntime();
 

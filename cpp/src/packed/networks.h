@@ -25,6 +25,7 @@ Layers layers_of(Manifest const& manifest, std::size_t k);
 
 // Sessions for batches of up to `slots` sequences. `Run` of several threads at once is safe.
 struct BatchSessions {
+  ReturnsFreeMemory returns_free_memory;
   Ort::Env env{ORT_LOGGING_LEVEL_FATAL, "tide"};  // shared by the whole process
   std::size_t slots = 0;
   std::vector<Ort::Session> segments;  // shallowest first

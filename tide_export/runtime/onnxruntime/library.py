@@ -107,7 +107,7 @@ def load_session(
 
 
 def return_free_memory() -> None:
-    """Returns memory that was freed to the system, where the C library is glibc, which would keep most of a session's."""
+    """Returns freed memory to the system where the C library is glibc, which would keep most of a session's."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

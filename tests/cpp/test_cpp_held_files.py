@@ -1,0 +1,215 @@
+"""A loaded engine runs on the files that were checked, whatever becomes of their folder; one body for both runtimes."""
+
+import gc
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bundles import without
+from cpp_engine import CppEngine, words
+from tiny_model import TinyModel
+
+from tide_export import names
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import _exchange, write_manifest
+from tide_export.errors import BundleError
+from tide_export.runtime.engine import Engine, load
+
+SINGLE, PROMPTS = [5, 9, 40], [[5, 9, 40], [7], [300, 2, 61, 8]]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "mode": "full", "stop_token_ids": []}
+CHANGED = "was changed after the bundle was loaded: load it again"
+Opens = Callable[..., Engine | CppEngine]
+
+
+@pytest.fixture(params=["python", "cpp"])
+def opens(request: pytest.FixtureRequest) -> Opens:
+    if request.param == "python":
+        return lambda bundle, **options: load(bundle, provider="cpu", threads=1, **options)
+    return request.getfixturevalue("open_cpp")
+
+
+@pytest.fixture(scope="module")
+def original(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return without(demo_bundle, tmp_path_factory.mktemp("original") / "bundle", names.ENGINES_FOLDER)
+
+
+@pytest.fixture
+def bundle(original: Path, tmp_path: Path) -> Path:
+    shutil.copytree(original, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+@pytest.fixture
+def other(bundle: Path, tmp_path: Path) -> Path:
+    """A bundle of the same shapes and other weights."""
+    folder = tmp_path / "other"
+    shutil.copytree(bundle, folder)
+    damage(folder / names.WEIGHTS_FILE)
+    write_manifest(folder, open_bundle(bundle, verify=False).manifest)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(original: Path) -> tuple[list[int], list[list[int]]]:
+    return tokens_of(load(original, provider="cpu", threads=1))
+
+
+def damage(file: Path) -> None:
+    """Negates the second half of the numbers, in place."""
+    weights = np.fromfile(file, np.float32)
+    weights[len(weights) // 2 :] *= -1
+    with file.open("r+b") as stream:
+        stream.write(weights.tobytes())
+
+
+def list_tokens(engine: Engine | CppEngine) -> list[list[int]]:
+    many = engine.generate_batch if isinstance(engine, CppEngine) else engine.generate
+    return [one.tokens for one in many(PROMPTS, **OPTIONS)]
+
+
+def tokens_of(engine: Engine | CppEngine) -> tuple[list[int], list[list[int]]]:
+    return engine.generate(SINGLE, **OPTIONS).tokens, list_tokens(engine)
+
+
+def replaced(bundle: Path, other: Path) -> None:
+    assert _exchange(bundle, other)
+
+
+def replaced_and_deleted(bundle: Path, other: Path) -> None:
+    replaced(bundle, other)
+    shutil.rmtree(other)
+
+
+def files_replaced(bundle: Path, other: Path) -> None:
+    for file in [entry for entry in other.rglob("*") if entry.is_file()]:
+        file.rename(bundle / file.relative_to(other))
+
+
+@pytest.mark.parametrize("replace", [replaced, replaced_and_deleted, files_replaced])
+def test_an_engine_stays_the_model_that_was_loaded(
+    opens: Opens, bundle: Path, other: Path, expected: tuple[list[int], list[list[int]]], replace: Callable
+) -> None:
+    engine = opens(bundle)
+    replace(bundle, other)
+    assert tokens_of(engine) == expected
+    assert tokens_of(opens(bundle)) != expected, "the other model is another one"
+
+
+def test_a_deleted_bundle_still_runs(opens: Opens, bundle: Path, expected: tuple[list[int], list[list[int]]]) -> None:
+    engine = opens(bundle)
+    bundle.rename(bundle.with_name("moved"))
+    shutil.rmtree(bundle.with_name("moved"))
+    assert tokens_of(engine) == expected
+
+
+@pytest.mark.parametrize("name", [names.WEIGHTS_FILE, names.batch_file(names.HEAD)])
+def test_a_file_changed_in_place_is_noticed_at_the_first_list(
+    opens: Opens, bundle: Path, expected: tuple[list[int], list[list[int]]], name: str
+) -> None:
+    engine = opens(bundle)
+    with (bundle / name).open("r+b") as stream:
+        stream.write(bytes((bundle / name).stat().st_size // 2))
+    assert engine.generate(SINGLE, **OPTIONS).tokens == expected[0], "the open session has its own copy"
+    for _ in range(2):
+        with pytest.raises(BundleError, match=f"{Path(name).name}' {CHANGED}"):
+            list_tokens(engine)
+    with pytest.raises(BundleError, match="is corrupt"):
+        opens(bundle)
+
+
+def test_loads_while_bundles_are_replaced(opens: Opens, tmp_path: Path) -> None:
+    """What was one failure in 357 loads: the old folder's files deleted between two of them being opened."""
+    models = [TinyModel(seed=seed).write(tmp_path / f"model{seed}") for seed in range(2)]
+    for model in models:
+        for number in range(40):
+            (model / f"{number}.bin").write_bytes(model.name.encode())
+        write_manifest(model, open_bundle(model).manifest)
+    wanted = {opens(model).generate([1, 2], max_new_tokens=8).tokens[-1] for model in models}
+    assert len(wanted) == 2, "the models can be told apart"
+    target = tmp_path / "bundle"
+    shutil.copytree(models[0], target)
+    engine, found = opens(target), set()
+    with replacing(target, models):
+        for _ in range(100):
+            engine = loaded(opens, engine, target)
+            found.add(engine.generate([1, 2], max_new_tokens=8).tokens[-1])
+    assert found == wanted
+
+
+def test_descriptors_are_closed_with_the_engine(opens: Opens, bundle: Path, tiny_bundle: Path) -> None:
+    engine = opens(tiny_bundle)
+    folder = Path(f"/proc/{pid_of(engine)}/fd")
+
+    def held() -> list[str]:
+        return [str(entry.readlink()) for entry in folder.iterdir() if str(bundle) in str(entry.readlink())]
+
+    for _ in range(3):
+        engine = loaded(opens, engine, bundle)
+        list_tokens(engine)
+        assert sorted(held()) == sorted(str(bundle / name) for name in open_bundle(bundle, verify=False).files)
+    engine = loaded(opens, engine, tiny_bundle)
+    assert not held()
+    (bundle / names.WEIGHTS_FILE).unlink()
+    with pytest.raises(BundleError, match="is missing"):
+        loaded(opens, engine, bundle)
+    assert not held()
+
+
+def test_memory_returns_to_the_system_with_the_engine(opens: Opens, tiny_bundle: Path, tmp_path: Path) -> None:
+    """Of some 150 MiB the C library kept 100."""
+    large = TinyModel(vocabulary=400_000).write(tmp_path / "large")
+    engine = opens(tiny_bundle)
+    before = private_memory(engine)
+    engine = loaded(opens, engine, large)
+    engine.generate([1, 2], max_new_tokens=2)
+    gained = private_memory(engine) - before
+    assert gained > 50 << 20
+    engine = loaded(opens, engine, tiny_bundle)
+    assert private_memory(engine) - before < gained / 3
+
+
+def loaded(opens: Opens, engine: Engine | CppEngine, bundle: Path) -> Engine | CppEngine:
+    """Loads `bundle` in the process of `engine`, of which the caller keeps nothing."""
+    if isinstance(engine, CppEngine):
+        engine.call("load", str(bundle), *words(threads=1))
+        return engine
+    return opens(bundle)
+
+
+def pid_of(engine: Engine | CppEngine) -> int:
+    return engine.pid if isinstance(engine, CppEngine) else os.getpid()
+
+
+def private_memory(engine: Engine | CppEngine) -> int:
+    """Resident bytes that belong to no file."""
+    gc.collect()
+    status = Path(f"/proc/{pid_of(engine)}/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+@contextmanager
+def replacing(target: Path, models: list[Path]) -> Iterator[None]:
+    """Replaces the bundle at `target` as `export --overwrite` does, and deletes the old one, again and again."""
+    done = threading.Event()
+
+    def replace() -> None:
+        fresh = target.with_name("fresh")
+        while not done.is_set():
+            for model in models:
+                shutil.copytree(model, fresh)
+                assert _exchange(fresh, target)
+                shutil.rmtree(fresh)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
