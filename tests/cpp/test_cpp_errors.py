@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from bundles import edit
 from cpp_builds import CppBuild
@@ -16,8 +17,10 @@ from cpp_engine import CppEngine
 from tiny_model import TinyModel
 
 from tide_export import errors
+from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, ConfigError, GenerationError
-from tide_export.runtime.engine import load
+from tide_export.runtime.engine import Engine, load
 
 REQUESTS: list[tuple[list[int], dict[str, Any], str]] = [
     ([], {}, "the prompt is empty"),
@@ -134,6 +137,22 @@ def no_graph(bundle: Path) -> None:
     edit(bundle, "files", "model.onnx", value={"size": len(text), "sha256": hashlib.sha256(text).hexdigest()})
 
 
+def external(**place: str) -> Callable[[Path], object]:
+    """The weights in a file of their own, and the entries `place` of the first one changed."""
+
+    def damage(bundle: Path) -> None:
+        path = bundle / "model.onnx"
+        onnx.save(onnx.load(path), path, save_as_external_data=True, location="model.onnx.data", size_threshold=100)
+        graph = onnx.load(path, load_external_data=False)
+        first = next(one for one in graph.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL)
+        for entry in first.external_data:
+            entry.value = place.get(entry.key, entry.value)
+        path.write_bytes(graph.SerializeToString())
+        write_manifest(bundle, Manifest.from_json((bundle / "tide.json").read_text()))
+
+    return damage
+
+
 LINK = "is a symbolic link, or in a folder that is one: copy the bundle with the files themselves"
 
 
@@ -220,6 +239,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (pipe("model.onnx"), r"model\.onnx' is not a file"),
     "a manifest that is a pipe": (pipe("tide.json"), r"tide\.json' is not a file"),
     "a folder": (folder, r"model\.onnx' is not a file"),
+    "weights elsewhere": (external(location="tide.json"), r"ONNX Runtime cannot load '.*model\.onnx': "),
+    "weights on the disk": (external(location="../other.data"), r"ONNX Runtime cannot load '.*model\.onnx': "),
+    "weights after the end": (external(offset="4096000"), r"has the tensor \w+ outside of the file of its weights"),
     "no ONNX": (no_graph, r"ONNX Runtime cannot load '.*model\.onnx': "),
     "another graph": (
         graph_of(TinyModel(layers=5)),
@@ -242,6 +264,15 @@ def test_bundles_are_refused(tiny: TinyModel, cpp: CppBuild, tmp_path: Path, nam
     if name not in ("no text", "deep"):  # Python's sentence is its own
         with pytest.raises(BundleError, match=sentence):
             load(bundle)
+
+
+def test_weights_in_a_file_of_their_own(tiny: TinyModel, tiny_engine: Any, cpp: CppBuild, tmp_path: Path) -> None:
+    bundle = tiny.write(tmp_path / "bundle")
+    external()(bundle)
+    engine = load(bundle, threads=1) if isinstance(tiny_engine, Engine) else CppEngine(cpp.driver, bundle)
+    assert engine.generate([1, 2]).tokens == tiny_engine.generate([1, 2]).tokens
+    if isinstance(engine, CppEngine):
+        engine.close()
 
 
 def test_hashes_of_every_length_of_file(tiny: TinyModel, cpp: CppBuild, tmp_path: Path) -> None:

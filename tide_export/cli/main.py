@@ -135,7 +135,7 @@ def _generate(options: Namespace) -> int:
         raise ConfigError("--compaction-threshold is for several prompts")
     config = GenerationConfig(**_arguments(options, GenerationConfig))
     engine = load(**_arguments(options, load))
-    tokenizer = BundleTokenizer(Path(options.bundle))
+    tokenizer = BundleTokenizer(engine.bundle)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     if len(prompts) > 1:
         started = time.perf_counter()

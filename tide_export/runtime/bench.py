@@ -11,13 +11,13 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from tide_export.bundle.manifest import EXACT, PROPAGATE, Drafting, Manifest
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import ConfigError
 from tide_export.formatting import attributes, percent, table
 from tide_export.names import TOKENIZER_FILE
@@ -166,7 +166,7 @@ def bench(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the model's context of {context}"
         )
     modes = _modes(manifest, threshold, min_layers, max_pending, prompt_tokens + new_tokens, new_tokens + 1)
-    ids, origin = _prompt_ids(Path(bundle), manifest, prompt, prompt_tokens)
+    ids, origin = _prompt_ids(engine.bundle, prompt, prompt_tokens)
     runs: dict[str, list[Timing]] = {mode.name: [] for mode in modes}
     for i in range(repeat + 1):
         for mode in modes:
@@ -208,10 +208,10 @@ def _modes(
     return [full, exits, first] if manifest.kv_cache_strategy == PROPAGATE else [full, exits, lossless, first]
 
 
-def _prompt_ids(bundle: Path, manifest: Manifest, prompt: str | None, count: int) -> tuple[list[int], str]:
+def _prompt_ids(bundle: Bundle, prompt: str | None, count: int) -> tuple[list[int], str]:
     """`count` prompt ids and where they come from."""
-    if prompt is None and TOKENIZER_FILE not in manifest.files:
-        ids = np.random.default_rng(0).integers(0, manifest.model.vocab_size, count).tolist()
+    if prompt is None and TOKENIZER_FILE not in bundle.files:
+        ids = np.random.default_rng(0).integers(0, bundle.manifest.model.vocab_size, count).tolist()
         return ids, "random ids, seed 0: the bundle has no tokenizer"
     ids = BundleTokenizer(bundle).encode(PROMPT if prompt is None else prompt)
     source = "the built-in text" if prompt is None else "the given text"

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import TOKENIZER_FILE
 
@@ -17,18 +18,25 @@ REPLACEMENT = "\ufffd"  # what tokenizers gives for bytes that are not (yet) a c
 class BundleTokenizer:
     """The tokenizer stored in a bundle."""
 
-    def __init__(self, bundle: Path):
-        """Reads `bundle`/tokenizer.json. Raises BundleError: there is none, or it cannot be read."""
+    def __init__(self, bundle: Bundle | Path):
+        """Reads the tokenizer.json of an opened bundle, or of a folder.
+
+        Raises:
+            BundleError: there is none, or it cannot be read.
+        """
         from tokenizers import Tokenizer
 
-        path = bundle / TOKENIZER_FILE
-        if not path.is_file():
+        folder = bundle.path if isinstance(bundle, Bundle) else bundle
+        path = folder / TOKENIZER_FILE
+        file = bundle.files.get(TOKENIZER_FILE) if isinstance(bundle, Bundle) else path if path.is_file() else None
+        if file is None:
             raise BundleError(
-                f"bundle {bundle} holds no {TOKENIZER_FILE}, so it can only be run on token ids from Python "
+                f"bundle {folder} holds no {TOKENIZER_FILE}, so it can only be run on token ids from Python "
                 "(tide_export.load)"
             )
+        content = file.read_bytes()
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # the Rust side raises bare Exception
             raise BundleError(f"{path} is not a usable tokenizer: {error}") from error
         # A tokenizer file may hold settings of the training; no text is truncated or padded here.

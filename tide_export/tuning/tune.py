@@ -52,7 +52,7 @@ def tune(
     with stage("reading prompts"):
         prompts = draw_prompts(
             dataset,
-            BundleTokenizer(engine.bundle.path),
+            BundleTokenizer(engine.bundle),
             engine.manifest.calibration,
             length=request.drawn_length,
             count=request.prompts,

@@ -128,7 +128,7 @@ def check(
     positions = positions or record["positions"]
     drawn = draw_prompts(
         dataset,
-        BundleTokenizer(engine.bundle.path),
+        BundleTokenizer(engine.bundle),
         {"document_hashes": _seen(manifest, bundle)},
         length=prompt_length + positions - 1,
         count=prompts,
