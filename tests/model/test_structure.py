@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 from families import SIZES
 from tiny_engines import engine_of
+from transformers.modeling_outputs import CausalLMOutput
 
 import tide_export
 from tide_export.errors import UnsupportedModelError
@@ -51,6 +52,26 @@ def loud(example: dict) -> tf.PreTrainedModel:
 def test_without_the_adapter_the_model_is_refused(example: dict) -> None:
     with pytest.raises(UnsupportedModelError, match=r"outside any module.*register_adapter"):
         wrap_model(loud(example), "loud")
+
+
+def test_layers_and_head_in_one_module_are_refused() -> None:
+    class Flat(tf.PreTrainedModel):
+        def __init__(self, config: tf.LlamaConfig):
+            super().__init__(config)
+            self.embedding, self.head = torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.embedding
+
+        def forward(self, input_ids: torch.Tensor, **_: object) -> CausalLMOutput:
+            hidden = self.embedding(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return CausalLMOutput(logits=self.head(hidden))
+
+    with pytest.raises(UnsupportedModelError, match="Flat has its layers and its head in one module"):
+        wrap_model(Flat(tf.LlamaConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=16)), "flat")
 
 
 def test_with_the_adapter_of_the_documentation_it_exports(adapter: dict, tmp_path: Path) -> None:

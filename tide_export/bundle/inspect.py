@@ -39,6 +39,7 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
             "vocab_size": model.vocab_size,
             "context_length": model.context_length,
             "eos_token_ids": list(model.eos_token_ids),
+            "remote_code": bool(manifest.remote_code),
         },
         "targets": list(manifest.targets),
         "weights": manifest.weights,
@@ -107,7 +108,7 @@ def render(described: dict[str, Any]) -> str:
         f"opset {described['opset']})",
         f"created    {described['created']}",
         f"model      {model['name']}  ({model['architecture']}, {model['num_layers']} layers, "
-        f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']})",
+        f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']}{', code of its own' * model['remote_code']})",
         f"weights    sha256 {model['weights_sha256'][:12]}{_quantization(described)}",
         f"context    {model['context_length'] or 'unlimited'} tokens, "
         f"{size(described['kv_bytes_per_token'])} of K/V per token",

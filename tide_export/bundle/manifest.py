@@ -36,7 +36,7 @@ EXACT, PROPAGATE = "exact", "propagate"
 KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
-OMITTED = ("quantization",)  # fields of the manifest that are not written when None
+OMITTED = ("quantization", "remote_code")  # fields of the manifest that are not written when None
 
 T = TypeVar("T")
 
@@ -166,6 +166,7 @@ class Manifest:
     networks: NetworksInfo | None = None
     engines: EnginesInfo | None = None
     quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
+    remote_code: bool | None = None  # whether Python code of the model's own was run; None: not written
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property

@@ -48,8 +48,9 @@ def calibrate(
 
     The routers' provenance holds `model`, `weights_sha256`, `num_layers`, `hidden_size` (of normalized states);
     `dataset`, `dataset_sha256` (of the text read), `document_hashes`, `documents`, `sequences`, `tokens`; `split` and
-    `label`, `exit_strategy`; `config`, `versions`; and `report`: per checkpoint (a string) the result of
-    `fit_router.assess` on the test split, and `lens` where there is one.
+    `label`, `exit_strategy`; `config`, `versions`; `remote_code` (only where code of the model's own was run); and
+    `report`: per checkpoint (a string) the result of `fit_router.assess` on the test split, and `lens` where there is
+    one.
 
     Args:
         cache: a folder for the hidden states, instead of memory; a run that was killed resumes from it.
@@ -136,4 +137,5 @@ def _provenance(
         "config": config.model_dump(mode="json"),
         "versions": {"tide_export": __version__} | packages,
         **quantization,
+        **({"remote_code": True} if source.remote_code else {}),
     }

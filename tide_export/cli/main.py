@@ -73,8 +73,8 @@ def _calibrate(options: Namespace) -> int:
         return _import_from_tide(options)
     from tide_export.pipeline.calibrate import calibrate
 
-    more = {name: getattr(options, name) for name in ("report", "cache", "device_map")}
-    if calibrate(options.model, options.output, config, **more) is not None:  # the main one of several processes
+    more = _arguments(options, calibrate)
+    if calibrate(**more, config=config) is not None:  # the main one of several processes
         print(options.output)
     return 0
 
@@ -86,7 +86,7 @@ def _import_from_tide(options: Namespace) -> int:
             raise ConfigError(f"{config_flag(name)} does nothing with --from-tide: nothing is measured")
     from tide_export.routers.tide_import import import_routers
 
-    import_routers(options.model, options.from_tide).save(options.output)
+    import_routers(options.model, options.from_tide, bool(options.trust_remote_code)).save(options.output)
     print(options.output)
     return 0
 

@@ -50,7 +50,7 @@ def _threshold_list(text: str) -> list[float]:
 
 SPEC_HELP = (
     "SPEC is a local .txt, .jsonl or .parquet file, a folder or a glob of them, or a Hugging Face dataset id "
-    "(wikitext is wikitext-103-raw-v1). MODEL is a folder or a Hugging Face hub id."
+    "(wikitext is wikitext-103-raw-v1). MODEL is a folder, a GGUF file or a Hugging Face hub id."
 )
 
 
@@ -139,6 +139,7 @@ def _add_calibrate(commands, config: bool) -> None:
         "--cache", metavar="FOLDER", help="keep hidden states on disk: a run that is killed goes on from there"
     )
     parser.add_argument("--device-map", choices=["auto"], help="spread a model larger than one device over several")
+    _add_trust(parser)
     if config:
         _add_config(parser)
 
@@ -178,6 +179,7 @@ def _add_export(commands, config: bool) -> None:
     parser.add_argument(
         "--device-map", choices=["auto"], help="spread a model larger than the memory over devices and disk"
     )
+    _add_trust(parser)
     parser.add_argument("--max-length", type=int, metavar="N", help="longest sequence in tokens (the model's context)")
     _add_batch_size(parser, "8")
     parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
@@ -213,6 +215,7 @@ def _add_validate(commands) -> None:
     parser.add_argument(
         "--model", dest="model_name", required=True, metavar="MODEL", help="the model the bundle was made from"
     )
+    _add_trust(parser)
     parser.add_argument("--dataset", metavar="SPEC", help="text for the prompts (what the routers were calibrated on)")
     parser.add_argument("--prompts", type=int, metavar="N", help="how many prompts (16)")
     parser.add_argument("--longest-prompt", type=int, metavar="N", help="in tokens (128)")
@@ -245,6 +248,7 @@ def _add_tune(commands) -> None:
     parser.add_argument("--epsilon", type=float, metavar="X", help="share of tokens that may differ; exit needs it")
     parser.add_argument("--delta", type=float, metavar="X", help="risk that the guarantee is wrong; exit needs it")
     parser.add_argument("--model", metavar="MODEL", help="check that the bundle was made from this model's weights")
+    _add_trust(parser)
     parser.add_argument(
         "--prompts", type=int, metavar="N", help="at most, a third of them to choose with (600; lossless 48)"
     )
@@ -365,4 +369,14 @@ def _add_plugins(parser: argparse.ArgumentParser) -> None:
         "--plugins",
         metavar="LIBRARY",
         help="libtide_plugins.so for tensorrt engines, or none (TIDE_PLUGINS, or an installed one)",
+    )
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        default=None,
+        help="run Python code from the model's own folder (auto_map), which can do all that you can: only for a model "
+        "whose code you have read or whose author you trust (no)",
     )

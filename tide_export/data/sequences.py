@@ -15,6 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tide_export.data.documents import Documents
 from tide_export.errors import ConfigError, DatasetError, ModelError, one_line
+from tide_export.model.pretrained import code_error, opened
+from tide_export.progress import quiet_transformers
 
 MIN_DOCUMENTS = 32  # documents that the sequences come from, if the dataset has so many
 BLOCK_CHARS = 1 << 18  # text tokenized at a time
@@ -34,17 +36,24 @@ class TokenSequence:
     ids: np.ndarray
 
 
-def load_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of model `name`, a folder or a hub id.
+def load_tokenizer(name: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of model `name`, a folder, a hub id or a GGUF file.
+
+    Args:
+        trust_remote_code: run Python code of the model's own (`auto_map` in its tokenizer_config.json).
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: there is none, it cannot be read, or only with code that is not trusted.
     """
     name = os.fspath(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        with quiet_transformers(), opened(name, trust_remote_code) as (path, options):
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except ModelError:
+        raise
     except Exception as error:  # transformers, tokenizers and the hub raise many types
-        raise ModelError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}") from error
+        failed = ModelError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}")
+        raise code_error(name, error) or failed from error
     if not len(tokenizer):
         raise ModelError(f"model {name!r} has no tokenizer: its vocabulary is empty")
     return tokenizer

@@ -1,7 +1,7 @@
 """Loads the source model and gives the other stages its hidden states, final norm, head and weights.
 
-First stage of every command that needs PyTorch. `load_model` reads any `AutoModelForCausalLM` from a folder or the
-Hugging Face hub. No architecture is known by name: `model.structure` finds layers, norm and head.
+First stage of every command that needs PyTorch. `load_model` reads any `AutoModelForCausalLM` from a folder, a GGUF
+file or the Hugging Face hub. No architecture is known by name: `model.structure` finds layers, norm and head.
 """
 
 import hashlib
@@ -9,21 +9,24 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import GgufConfig
 
 from tide_export.errors import ConfigError, ModelError, UnsupportedModelError, first_line
 from tide_export.model.attention import reference_attention
+from tide_export.model.pretrained import (
+    bounded_sizes,
+    code_error,
+    is_gguf,
+    opened,
+    read_config,
+    remote_code_refused,
+    uses_remote_code,
+)
 from tide_export.model.quantized_checkpoints import loading_problem, prepare_quantized
 from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.model.structure import ModelStructure, input_device, offload_hooks
@@ -56,12 +59,13 @@ class SourceModel:
 
     Attributes:
         model: the transformers model, float32.
-        name: the folder or hub id it was loaded from.
+        name: the folder, hub id or GGUF file it was loaded from.
         weights_sha256: hash of the weights as loaded, before any quantization.
         structure: its layers, final modules and head.
         normalized_size: width D' of normalized states, which routers and head read; differs from D only where a
             projection follows the norm.
         quantized: the integers whose values the weights now have; None where they are as loaded.
+        remote_code: whether Python code of the model's own was run to load it or its tokenizer.
     """
 
     model: PreTrainedModel
@@ -70,6 +74,7 @@ class SourceModel:
     structure: ModelStructure
     normalized_size: int
     quantized: QuantizedWeights | None = None
+    remote_code: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -186,69 +191,84 @@ def load_model(
     device: str = "cpu",
     device_map: str | dict[str, Any] | None = None,
     offload_folder: str | os.PathLike | None = None,
+    trust_remote_code: bool = False,
 ) -> SourceModel:
     """Loads a causal LM in float32 with `reference_attention` and checks that it is usable.
 
-    A checkpoint that is already quantized is dequantized (see `model.quantized_checkpoints`).
+    A checkpoint that is already quantized is dequantized (see `model.quantized_checkpoints`), and so is a GGUF file, by
+    transformers.
 
     Args:
-        name: a folder or a hub id.
+        name: a folder, a hub id or a GGUF file.
         device: the device of the whole model.
         device_map: instead of `device`, for a model that does not fit on one: "auto", or a device ("cpu" and "disk"
             included) per module name, as accelerate defines it.
         offload_folder: where to write layers on "disk" whose weights cannot be read from the checkpoint itself (from
             safetensors they can).
+        trust_remote_code: run Python code of the model's own (`auto_map` in its config.json), which can do anything
+            that the user can.
 
     Raises:
         ConfigError: both `device` and `device_map`.
         ModelError: no such model, unreadable or missing weights, NaN or infinity in a weight.
-        UnsupportedModelError: transformers has no causal LM for it, its structure cannot be found, or its
-            quantization cannot be read.
+        UnsupportedModelError: transformers has no causal LM for it, or only with code of the model's own, which is not
+            trusted; its structure cannot be found; or its quantization cannot be read.
     """
     if device_map is not None and device != "cpu":
         raise ConfigError(f"device {device!r} and a device_map: give one of them")
     name = os.fspath(name)
-    config = _check_source(name)
-    quantized = prepare_quantized(config, name)
+    config = read_config(name, trust_remote_code)
+    kind = auto_class(config, name, trust_remote_code)
+    quantized = "GGUF" if is_gguf(name) else prepare_quantized(config, name)
     if quantized is not None:
         logger.info("%s is quantized (%s): its weights are read as the float32 numbers they stand for", name, quantized)
-    placed = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
+    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map, "offload_folder": offload_folder}
+    if is_gguf(name):
+        placed["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        with quiet_transformers():
-            loaded: Any = auto_class(config).from_pretrained(
-                name,
+        with quiet_transformers(), bounded_sizes(name), opened(name, trust_remote_code) as (path, options):
+            loaded: Any = kind.from_pretrained(
+                path,
                 config=config,
                 dtype=torch.float32,
                 attn_implementation=reference_attention(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below by name, where transformers would only say "see above"
                 **placed,
+                **options,
             )
+            remote_code = trust_remote_code and uses_remote_code(path, config)
         model, info = loaded
+    except ModelError:
+        raise
     except Exception as error:  # transformers, safetensors and the hub raise many kinds; all mean: not loadable
         reason = loading_problem() or first_line(error)
-        raise ModelError(f"cannot load the weights of model {name!r}: {reason}") from error
+        failed = ModelError(f"cannot load the weights of model {name!r}: {reason}")
+        raise code_error(name, error) or failed from error
     if info["missing_keys"] or info["mismatched_keys"]:
         problem = sorted(
             key if isinstance(key, str) else key[0] for key in (*info["missing_keys"], *info["mismatched_keys"])
         )[0]
         raise ModelError(f"model {name!r} has no usable weight for {problem}: the checkpoint does not fit its config")
-    return wrap_model(model if device_map is not None else model.to(device), name)
+    return wrap_model(model if device_map is not None else model.to(device), name, remote_code)
 
 
-def auto_class(config: PretrainedConfig) -> Any:
+def auto_class(config: PretrainedConfig, name: str = "", trust_remote_code: bool = False) -> Any:
     """Returns the transformers class that loads the causal LM of `config`: a text model, or one that reads images too.
 
     Raises:
-        UnsupportedModelError: transformers has neither.
+        UnsupportedModelError: transformers has neither, and code of model `name` is not trusted.
     """
+    remote = getattr(config, "auto_map", None) or {}
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in kind._model_mapping:
+        if type(config) in kind._model_mapping or (trust_remote_code and kind.__name__ in remote):
             return kind
+    if AutoModelForCausalLM.__name__ in remote and not trust_remote_code:
+        raise remote_code_refused(name)
     raise UnsupportedModelError(f"transformers has no causal language model of type {config.model_type!r}")
 
 
-def wrap_model(model: PreTrainedModel, name: str) -> SourceModel:
+def wrap_model(model: PreTrainedModel, name: str, remote_code: bool = False) -> SourceModel:
     """Makes a `SourceModel` of a model in memory, which is set to evaluation mode without gradients.
 
     Raises:
@@ -261,27 +281,7 @@ def wrap_model(model: PreTrainedModel, name: str) -> SourceModel:
     with torch.no_grad():
         zeros = torch.zeros(1, 1, model.config.get_text_config().hidden_size, device=input_device(model))
         normalized_size = structure.normalize(zeros).shape[-1]
-    return SourceModel(model, name, digest, structure, normalized_size)
-
-
-def _check_source(name: str) -> PretrainedConfig:
-    """Reads the config; a wrong path, a folder that is no model and an unknown architecture are different errors."""
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(f"folder {name!r} holds no config.json: it is not a Hugging Face model")
-    if folder.is_file():
-        raise ModelError(f"{name!r} is a file: give the folder of a Hugging Face model, or a hub id")
-    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(f"no model at {name!r}: the folder does not exist")
-    try:
-        return AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise ModelError(
-            f"no model {name!r}: no such folder, and the hub does not have it or cannot be reached "
-            f"({first_line(error)})"
-        ) from error
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"model {name!r} cannot be read: {first_line(error)}") from error
+    return SourceModel(model, name, digest, structure, normalized_size, remote_code=remote_code)
 
 
 def _hash_weights(model: nn.Module, name: str) -> str:

@@ -240,6 +240,11 @@ def _find(model: PreTrainedModel) -> ModelStructure:
         calls = max(sum(run.counts[id(layer)] for layer in layers) for _, layers in owners)
         raise UnsupportedModelError(f"{kind} ran {calls} decoder layers but its config says {depth}")
     backbone, layers = ran[0]
+    if backbone is model:
+        raise UnsupportedModelError(
+            f"{kind} has its layers and its head in one module, so the head cannot be run alone: the layers and the "
+            "final norm must be in a submodule that returns last_hidden_state, as in transformers' own models"
+        )
     inside_layers = {id(m) for layer in layers for m in layer.modules()}
     around = {id(m) for m in backbone.modules()} - inside_layers
     steps = [call for call in run.calls if id(call[0]) in around]

@@ -34,13 +34,15 @@ def calibrate(
     report: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> RouterSet | None:
-    """Calibrates routers for `model` (folder or hub id) and writes them to `output` (safetensors).
+    """Calibrates routers for `model` (folder, hub id or GGUF file) and writes them to `output` (safetensors).
 
     Args:
         report: a .html file for what the model gains by the routers; a picture of the same name goes beside it.
         cache: a folder to keep hidden states in, so that a run that is killed can go on.
         device_map: "auto" for a model larger than one device.
+        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
 
     Returns:
         The routers; None in all but the main one of several processes.
@@ -53,11 +55,12 @@ def calibrate(
     if report is not None:
         check_report_path(Path(report))
     with stage("loading the model"):
-        source = load_model(model, device_map=device_map)
+        source = load_model(model, device_map=device_map, trust_remote_code=trust_remote_code)
     refuse_recurrent_state(source)
     layer_masks(source.model, source.num_layers)
     planned_checkpoints(config, source.num_layers)
-    made = calibration.calibrate(source, load_tokenizer(model), config, None if cache is None else Path(cache))
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    made = calibration.calibrate(source, tokenizer, config, None if cache is None else Path(cache))
     if made is None:
         return None
     made.routers.save(target)
@@ -71,7 +74,7 @@ def calibrate(
 
 def calibrate_for_bundle(source: SourceModel, request: ExportRequest, folder: Path) -> RouterSet:
     """Calibrates routers of `source` and writes the report into `folder`."""
-    made = calibration.calibrate(source, load_tokenizer(request.model), request.config)
+    made = calibration.calibrate(source, load_tokenizer(request.model, request.trust_remote_code), request.config)
     assert made is not None, "preflight refuses several processes"
     logger.info("%s", headline(made.assessment))
     with stage("writing the report"):
@@ -86,7 +89,8 @@ def quantization_text(source: SourceModel, request: ExportRequest) -> list[list[
         return None
     length = min(config.calibration_length, source.context_length or config.calibration_length)
     count = min(config.calibration_samples, QUANTIZATION_SEQUENCES)
-    sequences = read_sequences(config.calibration_dataset, load_tokenizer(request.model), length, count)
+    tokenizer = load_tokenizer(request.model, request.trust_remote_code)
+    sequences = read_sequences(config.calibration_dataset, tokenizer, length, count)
     return [sequence.ids.tolist() for sequence in sequences]
 
 

@@ -59,7 +59,7 @@ def context_length(source: SourceModel, max_length: int | None) -> int:
 
 def write_contents(
     folder: Path,
-    model: str,
+    request: ExportRequest,
     graph: ir.Model,
     manifest: Manifest,
     pieces: Pieces,
@@ -73,7 +73,7 @@ def write_contents(
         save_batch_networks(folder, pieces, routers.arrays(), routers.lens_arrays(), lower=lower)
     except UnsupportedModelError as error:
         logger.warning("the bundle will take one prompt at a time: no networks for batches of this model: %s", error)
-    save_tokenizer(model, folder)
+    save_tokenizer(request, folder)
     routers.save(folder / names.ROUTERS_FILE)
 
 
@@ -137,10 +137,14 @@ def _shared_weights(graph: ir.Model) -> dict[str, str]:
     return shared
 
 
-def save_tokenizer(model: str, folder: Path) -> None:
-    """Copies the model's tokenizer; without one the bundle is for callers that bring token ids."""
+def save_tokenizer(request: ExportRequest, folder: Path) -> None:
+    """Copies the model's tokenizer, never its code; without one the bundle is for callers that bring token ids."""
     try:
-        load_tokenizer(model).save_pretrained(folder)
+        tokenizer = load_tokenizer(request.model, request.trust_remote_code)
+        if not tokenizer.is_fast:
+            raise ModelError(f"the tokenizer of model {request.model!r} is Python code")
+        type(tokenizer)._auto_class = None  # transformers would copy a module of the model's own
+        tokenizer.save_pretrained(folder)
     except ModelError as error:
         # As text: a handler that keeps records would keep the traceback with it, and so the model.
         logger.warning("the bundle has no tokenizer, only token ids can be given to it: %s", str(error))
@@ -181,6 +185,7 @@ def make_manifest(
             **_versions("torch", "transformers", "onnxscript", "onnx-ir", "onnxruntime"),
         },
         quantization=None if source.quantized is None else source.quantized.settings,
+        remote_code=source.remote_code or None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

@@ -57,7 +57,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     """Runs the stages that need the model in memory; returns the manifest so far, and `check_export`'s references."""
     routers = None if request.routers is None else RouterSet.load(request.routers)
     with stage("loading the model"):
-        source = load_model(request.model, device_map=request.device_map)
+        source = load_model(request.model, device_map=request.device_map, trust_remote_code=request.trust_remote_code)
     length, checkpoints = check_source(source, request, routers, folder)
     if request.quantization_settings is not None:
         quantize_model(source, request.quantization_settings, quantization_text(source, request))
@@ -79,7 +79,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         with stage("running the model for the references the graph must give"):
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
-        write_contents(folder, request.model, graph, manifest, pieces, routers, lower)
+        write_contents(folder, request, graph, manifest, pieces, routers, lower)
         manifest = write_networks(folder, request, manifest, pieces, routers, length)
     source.release()
     return manifest, references

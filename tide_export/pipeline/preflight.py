@@ -47,7 +47,7 @@ def check_source(
         raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
     settings = request.quantization_settings
     if routers is None or (settings is not None and settings.method in CALIBRATED):
-        check_text(request.model, request.config)
+        check_text(request)
     return length, checkpoints
 
 
@@ -62,15 +62,15 @@ def planned_checkpoints(config: TideConfig, num_layers: int) -> tuple[int, ...]:
     return config.resolve_checkpoints(num_layers)
 
 
-def check_text(model: str, config: TideConfig) -> None:
+def check_text(request: ExportRequest) -> None:
     """Loads the tokenizer and reads the first document of the dataset.
 
     Raises:
         ModelError: the model has no tokenizer that can be read.
         DatasetError: the dataset cannot be read or holds no text.
     """
-    load_tokenizer(model)
-    next(iter(Documents(config.calibration_dataset)))
+    load_tokenizer(request.model, request.trust_remote_code)
+    next(iter(Documents(request.config.calibration_dataset)))
 
 
 def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None:

@@ -25,7 +25,7 @@ class ExportRequest:
     """A bundle to make of a model; refused when it is made if it contradicts itself or this machine cannot make it.
 
     Args:
-        model: folder or Hugging Face hub id.
+        model: folder, Hugging Face hub id or GGUF file.
         output: folder of the bundle; missing parent folders are made.
         routers: a router file; without one the routers are calibrated first.
         config: calibration settings and the bundle's default thresholds, min_layers, max_pending and
@@ -43,6 +43,7 @@ class ExportRequest:
         batch_size: for TensorRT: sequences decoded in one step, at most; None: `bundle.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
             devices or on disk, and each weight is read when it is written.
+        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
 
     Raises:
         ConfigError: an option is unknown, out of range, or contradicts another.
@@ -67,6 +68,7 @@ class ExportRequest:
     max_length: int | None = None
     batch_size: int | None = None
     device_map: str | dict[str, Any] | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", self.config or TideConfig())  # None: the defaults

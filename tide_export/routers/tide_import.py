@@ -13,7 +13,7 @@ from tide_export.routers.router_set import RouterSet
 from tide_export.version import __version__
 
 
-def import_routers(model_name: str, path: str | os.PathLike[str]) -> RouterSet:
+def import_routers(model_name: str, path: str | os.PathLike[str], trust_remote_code: bool = False) -> RouterSet:
     """Reads the routers in TIDE's file `path` and records model, weights hash and origin in their provenance.
 
     Raises:
@@ -23,7 +23,7 @@ def import_routers(model_name: str, path: str | os.PathLike[str]) -> RouterSet:
     imported = RouterSet.load(path)
     if imported.provenance:
         raise RouterFileError(f"{path} is not TIDE's router.pt but a router file of tide_export: use it as it is")
-    source = load_model(model_name)
+    source = load_model(model_name, trust_remote_code=trust_remote_code)
     imported.check(source, path)
     provenance = {
         "model": source.name,
@@ -31,5 +31,6 @@ def import_routers(model_name: str, path: str | os.PathLike[str]) -> RouterSet:
         "num_layers": source.num_layers,
         "imported_from": f"TIDE {Path(path).name}",
         "versions": {"tide_export": __version__},
+        **({"remote_code": True} if source.remote_code else {}),
     }
     return RouterSet(imported.routers, provenance)

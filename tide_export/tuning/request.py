@@ -58,6 +58,7 @@ class ExitRequest(TuneRequest):
         epsilon: largest share of positions that may differ from full depth, in (0, 1).
         delta: largest probability that the guarantee is wrong, in (0, 1).
         model: the bundle must have been made from its weights; nothing else needs the model. None: not compared.
+        trust_remote_code: run Python code of `model`, if it has any of its own.
         positions: scored per prompt.
         min_layers: checkpoints with fewer layers never exit; stored too. None: the bundle's.
     """
@@ -70,6 +71,7 @@ class ExitRequest(TuneRequest):
     prompt_length: int = 32
     positions: int = 32
     model: str | None = None
+    trust_remote_code: bool = False
     min_layers: int | None = None
 
     def __post_init__(self) -> None:

@@ -101,4 +101,5 @@ def _check_exits(bundle: Bundle, request: ExitRequest) -> None:
     if request.model is not None:
         from tide_export.model.source import load_model  # needs PyTorch
 
-        bundle.require_weights(load_model(request.model).weights_sha256, request.model)
+        source = load_model(request.model, trust_remote_code=request.trust_remote_code)
+        bundle.require_weights(source.weights_sha256, request.model)

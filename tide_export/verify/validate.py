@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from tide_export.bundle.manifest import EXACT
 from tide_export.bundle.opened import Bundle, open_bundle
@@ -125,6 +126,7 @@ def validate(
     threads: int | None = None,
     provider: str | None = None,
     plugins: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
 ) -> ValidationReport:
     """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds and
     lossless mode as it was tuned, one prompt at a time; and in each mode several prompts in a batch, where the bundle
@@ -138,6 +140,7 @@ def validate(
         provider: None: the graph, and the segment networks of a bundle that has them, on the CPU. Otherwise the engine
             to check, as `load` takes it, within the rounding of its precision.
         plugins: for the engine to check, as `load` takes it.
+        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
 
     Raises:
         BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
@@ -155,10 +158,10 @@ def validate(
         raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: omit --plugins")
     spec = _dataset(opened, dataset)
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
-    source = load_model(model_name)
+    source = load_model(model_name, trust_remote_code=trust_remote_code)
     opened.require_weights(source.weights_sha256, model_name)
     weight_error = restore(source, opened) if opened.manifest.quantization is not None else None
-    texts = pick_prompts(model_name, spec, prompts, longest_prompt)
+    texts = pick_prompts(load_tokenizer(model_name, trust_remote_code), spec, prompts, longest_prompt)
     routers = _routers(opened, source)
     engines = _engines(opened, provider, threads, plugins)
     checks, batches = list[Check](), list[BatchCheck]()
@@ -252,14 +255,13 @@ def _engines(
     return engines
 
 
-def pick_prompts(model_name: str, spec: str, count: int, longest: int) -> list[list[int]]:
+def pick_prompts(tokenizer: PreTrainedTokenizerBase, spec: str, count: int, longest: int) -> list[list[int]]:
     """Up to `count` prompts of 1 to `longest` tokens (more short ones than long), each the start of a different text.
 
     Raises:
-        ModelError: the model has no tokenizer.
         DatasetError: unreadable, or no text in it.
     """
-    sequences = list(read_sequences(spec, load_tokenizer(model_name), longest, count))
+    sequences = list(read_sequences(spec, tokenizer, longest, count))
     if len(sequences) < count:
         logger.warning("dataset %s gives %d prompts only, not %d", spec, len(sequences), count)
     lengths = np.geomspace(1, longest, len(sequences)).round().astype(int)

@@ -26,8 +26,9 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "inputs",     "outputs",      "calibration",
                                           "versions",   "created",      "compaction_threshold",
                                           "tuning",     "drafting",     "networks",
-                                          "engines",    "quantization", "files"};
-std::set<std::string> const kOmitted = {"quantization"};  // may be missing
+                                          "engines",    "quantization", "remote_code",
+                                          "files"};
+std::set<std::string> const kOmitted = {"quantization", "remote_code"};  // may be missing
 
 // One value of the file, with its location for messages.
 class Field {
