@@ -16,8 +16,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from fuzz.settings import cases
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tide_export.errors import GenerationError
 from tide_export.model.source import SourceModel
@@ -31,6 +32,10 @@ SEQUENCES = 3  # at a time
 TOLERANCE = 2e-4  # of logits
 TEXT = [(i * 37) % 500 + 3 for i in range(40)]
 AHEAD = 32
+# What a test can require to have happened, of any K/V cache and of an exact one.
+ALWAYS = ("exit after segment 0", "exit after segment 1", "exit after segment 2", "rows 1", "failed", "refused")
+EXACT = ("rows > 1", "forced", "caught up", "a burst over the most that may be pending", "the whole context")
+EXACT += ("rewound into pending tokens", "rewound into the cache")
 OUTSIDE = 10**6  # a token id outside the vocabulary
 
 New = Mapping[int, list[int]]  # tokens by the number of a sequence
@@ -374,6 +379,13 @@ class Player:
                     dict(engine.step(new, keep, full))
         self.seen["failed"] += 1
         self.check()
+
+
+def play(player: Player, count: int, *required: str) -> None:
+    """Plays `count` random scripts, and requires that each of some things has happened."""
+    run_state_machine_as_test(lambda: StepMachine(player), settings=cases(count, stateful_step_count=30))
+    missing = [what for what in required if not player.seen[what]]
+    assert not missing, player.seen
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------

@@ -201,6 +201,16 @@ std::int64_t length_after(std::int64_t length, std::size_t count, std::int64_t l
   return total;
 }
 
+void check_rewind(Manifest const& manifest, std::int64_t held, std::int64_t length) {
+  if (length < 0 || length > held) {
+    throw GenerationError("a sequence of " + std::to_string(held) + " tokens cannot be rewound to " +
+                          std::to_string(length));
+  }
+  if (manifest.propagates() && length < held) {
+    throw GenerationError("a sequence whose K/V are propagated cannot be rewound");
+  }
+}
+
 std::int64_t pending_limit(Manifest const& manifest, std::optional<std::int64_t> const& max_pending) {
   return max_pending ? whole_number("max_pending", *max_pending, 0) : manifest.max_pending;
 }

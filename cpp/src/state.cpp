@@ -36,10 +36,7 @@ StepResult State::step(std::vector<std::int64_t> const& ids, std::int64_t logits
 }
 
 void State::rewind(std::int64_t length) {
-  if (length < 0 || length > this->length()) {
-    throw GenerationError("a sequence of " + std::to_string(this->length()) + " tokens cannot be rewound to " +
-                          std::to_string(length));
-  }
+  check_rewind(backend_->manifest(), this->length(), length);
   sequence_->rewind(length);
 }
 

@@ -114,7 +114,7 @@ class CppBuild:
         build = folder / "build"
         self._build(folder, build)
         run(["cmake", "--install", str(build), "--prefix", str(self.prefix)])
-        self._build_driver(self.driver.parent, self.prefix)
+        self._build_driver(self.driver.parent, self.prefix, headers(folder / "headers")[0])
 
     def _build_driver(self, build: Path, prefix: Path, *more: str) -> None:
         driver = ["-S", str(ROOT / "tests" / "cpp"), "-B", str(build), f"-DCUDA_HEADERS={cuda_headers()}"]

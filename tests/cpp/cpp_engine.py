@@ -3,8 +3,10 @@
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,6 +173,51 @@ class CppState:
         self.pending: list[int] = answer["pending"]
         self.capacity: int = answer["capacity"]
         return answer
+
+
+class CppBatch:
+    """`Batch` in the driver of an engine, of which there is one at a time; `CppBatch.load` opens its bundle."""
+
+    def __init__(self, engine: CppEngine, thresholds: Sequence[float], max_pending: int, share: float, slots: int):
+        self._engine, self.free_slots = engine, slots
+        self._take(engine.call("batch_start", listed(thresholds), str(max_pending), str(share), str(slots)))
+
+    @staticmethod
+    def load(engine: CppEngine, bundle: Path) -> None:
+        engine.call("batch_load", str(bundle))
+
+    def join(self) -> int:
+        self.free_slots -= 1
+        slot = int(self._engine.call("batch_join"))
+        self._take(self._engine.call("batch_describe", str(slot)))
+        return slot
+
+    def leave(self, slot: int) -> None:
+        self.free_slots += 1
+        self._take(self._engine.call("batch_leave", str(slot)))
+
+    def step(
+        self, new: Mapping[int, Sequence[int]], logits_to_keep: Mapping[int, int], full: Collection[int]
+    ) -> dict[int, StepResult]:
+        line = [
+            (str(slot), str(logits_to_keep.get(slot, 0)), str(int(slot in full)), listed(new[slot]) or "none")
+            for slot in sorted(new)
+        ]
+        answer = self._engine.call("batch_step", *(word for words in line for word in words))
+        self._take(answer["sequences"])
+        results = {}
+        for slot, one in zip(sorted(new), answer["results"], strict=True):
+            rows = np.array(one["rows"], np.float32).reshape(-1, one["vocabulary"])
+            results[slot] = StepResult(rows[-1], rows, one["exit_layer"], one["segments_run"])
+        return results
+
+    def rewind(self, slot: int, length: int) -> None:
+        self._take(self._engine.call("batch_rewind", str(slot), str(length)))
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        self.sequences = {
+            int(slot): SimpleNamespace(**one, rewind=partial(self.rewind, int(slot))) for slot, one in answer.items()
+        }
 
 
 def _close(cpp: Any, python: Any) -> Any:

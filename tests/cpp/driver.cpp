@@ -1,39 +1,20 @@
 // Runs the C++ runtime for the tests: reads one command per line, which tests/cpp/cpp_engine.py writes, and answers each
 // with one line, "ok JSON" or "error CLASS SENTENCE".
 #include <atomic>
-#include <cstdio>
 #include <iostream>
 #include <map>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
 
+#include "batch.h"
+#include "lists.h"
 #include "networks.h"
 #include "options.h"
 
 namespace {
 
 using Words = std::vector<std::string>;
-
-template <typename T, typename F>
-std::string list(T const* values, std::size_t count, F const& shown) {
-  std::string text;
-  for (std::size_t i = 0; i < count; ++i) text += (i == 0 ? "" : ", ") + shown(values[i]);
-  return "[" + text + "]";
-}
-
-std::string list(std::vector<std::int64_t> const& values) {
-  return list(values.data(), values.size(), [](std::int64_t value) { return std::to_string(value); });
-}
-
-std::string list(float const* values, std::size_t count) {
-  return list(values, count, [](float value) {
-    if (value != value) return std::string("NaN");
-    char text[32];
-    std::snprintf(text, sizeof text, "%.9g", static_cast<double>(value));
-    return std::string(text);
-  });
-}
 
 std::string as_json(tide::Generation const& generation) {
   return "{\"tokens\": " + list(generation.tokens) + ", \"finish_reason\": \"" +
@@ -81,6 +62,7 @@ class Driver {
     if (command == "plugins") return found_plugins(words.at(0));
     if (command == "generate") return as_json(engine().generate(prompt_of(parse(words)), parse(words).config));
     if (command == "generate_batch") return as_json(engine().generate(parse(words).prompts, parse(words).config));
+    if (command.rfind("batch_", 0) == 0) return batch_.answer(command, words);
     if (command == "thresholds") return thresholds(parse(words).config);
     if (command == "max_batch_size") return std::to_string(engine().max_batch_size());
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
@@ -211,6 +193,7 @@ class Driver {
 
   std::optional<tide::Engine> engine_;
   std::map<std::int64_t, tide::State> states_;
+  BatchDriver batch_;
 };
 
 char const* name_of(std::exception const& error) {

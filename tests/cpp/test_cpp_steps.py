@@ -48,51 +48,6 @@ def test_every_step_equals_the_plain_model(
         assert max(state.pending) <= max_pending
 
 
-def test_rewinding_keeping_logits_and_full_steps(tiny: TinyModel, tiny_engine: Any) -> None:
-    """A random walk of steps and rewinds, compared with the sequence at each step."""
-    random, thresholds = np.random.default_rng(5), [0.4, 0.5]
-    full = [NEVER_EXIT, NEVER_EXIT]
-    state, ids = tiny_engine.start(thresholds, 1000, room=0), list[int]()
-    verified = several_rows = 0
-    for _ in range(60):
-        if ids and random.random() < 0.3:
-            length = int(random.integers(max(len(ids) - 6, 0), len(ids) + 1))
-            state.rewind(length)
-            ids = ids[:length]
-        new, keep, verify = (
-            random_ids(int(random.integers(1, 4)), len(ids)),
-            int(random.integers(1, 6)),
-            random.random() < 0.3,
-        )
-        ids += new
-        result = state.step(new, keep, verify)
-        if result.segments_run == 3:  # all rows have full depth
-            expected = tiny.reference(ids, full)[0]
-            several_rows += len(result.position_logits) > 1
-            if verify:
-                verified += 1
-                np.testing.assert_allclose(result.position_logits, expected[-len(result.position_logits) :], atol=2e-5)
-        if not verify:
-            logits, exit_layers, _ = tiny.reference(ids, thresholds)
-            assert result.exit_layer == exit_layers[-1]
-            np.testing.assert_allclose(result.logits, logits[-1], atol=2e-5)
-        assert state.length == len(ids)
-    assert verified > 5
-    assert several_rows > 3
-
-
-def test_set_thresholds_counts_from_the_next_step(tiny: TinyModel, tiny_engine: Any) -> None:
-    ids = random_ids(12, seed=8)
-    state = tiny_engine.start([0.0, 0.0], 100)
-    assert state.step(ids[:6]).exit_layer == 2
-    assert state.pending == [6, 0]
-    state.set_thresholds([NEVER_EXIT, NEVER_EXIT])
-    np.testing.assert_allclose(
-        state.step(ids[6:]).logits, tiny.reference(ids, [NEVER_EXIT, NEVER_EXIT])[0][-1], atol=2e-5
-    )
-    assert state.pending == [0, 0]
-
-
 @pytest.mark.parametrize("broken", ["none", "outside", "too many"])
 def test_a_failed_step_leaves_the_sequence_unchanged(tiny: TinyModel, tiny_engines: Any, broken: str) -> None:
     state, ids = tiny_engines["cpp"].start([0.5, 0.5], 4), random_ids(20, seed=2)

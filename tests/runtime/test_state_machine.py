@@ -4,9 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzz.settings import cases
-from hypothesis.stateful import run_state_machine_as_test
-from state_machine import Batched, Judge, Player, Singles, StepMachine
+from state_machine import ALWAYS, EXACT, Batched, Judge, Player, Singles, play
 
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented import cuda
@@ -15,10 +13,6 @@ sys.path.append(str(Path(__file__).parent / "segmented"))  # the stand-ins for a
 
 from fake_cudart import FakeCudart
 from fake_gpu import FakeGpu
-
-ALWAYS = ("exit after segment 0", "exit after segment 1", "exit after segment 2", "rows 1", "failed", "refused")
-EXACT = ("rows > 1", "forced", "caught up", "a burst over the most that may be pending", "the whole context")
-EXACT += ("rewound into pending tokens", "rewound into the cache")
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +50,13 @@ def batched(engine: Engine, segment_of, checks_ids: bool = True) -> Batched:
     return Batched(lambda *options: engine.start_batch(*options, 3), segment_of, checks_ids)
 
 
-def play(player: Player, count: int, *required: str) -> None:
-    """Requires that each of these has happened."""
-    options = cases(count, stateful_step_count=30)
-    run_state_machine_as_test(lambda: StepMachine(player), settings=options)
-    assert not [what for what in (*ALWAYS, *required) if not player.seen[what]], player.seen
-
-
 def test_sequences(judge: Judge, exact: dict[str, Engine]) -> None:
     context = exact["graph"].manifest.model.context_length
     engines = {
         name: singles(engine, of_graph if name == "graph" else of_buffers, name != "networks on a GPU")
         for name, engine in exact.items()
     }
-    play(Player(judge, engines, context), 40, *EXACT)
+    play(Player(judge, engines, context), 40, *ALWAYS, *EXACT)
 
 
 def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,17 +66,17 @@ def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.Mon
         name: batched(engine, of_packed if name == "graph" else of_buffers, name != "networks on a GPU")
         for name, engine in exact.items()
     }
-    play(Player(judge, engines, context, batched=True), 40, *EXACT)
+    play(Player(judge, engines, context, batched=True), 40, *ALWAYS, *EXACT)
 
 
 def test_propagated_sequences(judge: Judge, tiny_llama) -> None:
     graph = tiny_llama.graph(tiny_llama.propagating)
     player = Player(judge, {"graph": singles(graph, of_graph)}, graph.manifest.model.context_length, propagates=True)
-    play(player, 20)
+    play(player, 20, *ALWAYS)
 
 
 def test_propagated_batches(judge: Judge, tiny_llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
     graph = tiny_llama.graph(tiny_llama.propagating)
     context = graph.manifest.model.context_length
-    play(Player(judge, {"graph": batched(graph, of_packed)}, context, batched=True, propagates=True), 20)
+    play(Player(judge, {"graph": batched(graph, of_packed)}, context, batched=True, propagates=True), 20, *ALWAYS)

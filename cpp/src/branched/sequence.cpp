@@ -102,9 +102,6 @@ class BranchedSequence final : public Sequence {
   }
 
   void rewind(std::int64_t length) override {
-    if (propagates_ && length < lengths_[0]) {
-      throw GenerationError("a sequence whose K/V are propagated cannot be rewound");
-    }
     for (std::size_t k = 0; k < pending_.size(); ++k) {
       if (lengths_[k] <= length || !pending_[k]) continue;
       std::int64_t const left = std::max<std::int64_t>(length - lengths_[k + 1], 0);

@@ -27,6 +27,12 @@ std::vector<std::int64_t> PackedSequence::computed() const {
 }
 
 void PackedSequence::rewind(std::int64_t length) {
+  check_rewind(manifest_, lengths[0], length);
+  auto const width = static_cast<std::size_t>(manifest_.model.hidden_size);
+  for (std::size_t k = 1; k < lengths.size(); ++k) {
+    auto const left = static_cast<std::size_t>(std::max<std::int64_t>(length - lengths[k], 0));
+    pending[k].resize(std::min(pending[k].size(), left * width));
+  }
   // K/V beyond the new length are overwritten before they are read.
   for (std::int64_t& segment_length : lengths) segment_length = std::min(segment_length, length);
 }

@@ -20,8 +20,8 @@ class PackedSequence {
   std::int64_t length() const { return lengths[0]; }
   std::vector<std::int64_t> computed() const;  // tokens that each segment has run over
 
-  // Removes all tokens after the first `length`, after a step that ran every segment, which leaves no pending tokens.
-  // Not for propagated K/V.
+  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, or its K/V are
+  // propagated.
   void rewind(std::int64_t length);
 
   // Makes room for `count` more tokens. Throws GenerationError: no tokens, more than the model's context holds, or not

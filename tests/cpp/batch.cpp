@@ -1,0 +1,76 @@
+#include "batch.h"
+
+#include "lists.h"
+#include "options.h"
+#include "packed/propagate.h"
+
+std::string BatchDriver::answer(std::string const& command, std::vector<std::string> const& words) {
+  if (command == "batch_step") return step(words);
+  if (command == "batch_load") {
+    batch_.reset();
+    backend_ = std::make_unique<tide::BranchedBackend>(tide::open_bundle(words.at(0), true), 1);
+    return "null";
+  }
+  if (command == "batch_start") {
+    std::vector<double> const thresholds = real_numbers(command, words.at(0));
+    std::int64_t const max_pending = whole_numbers(command, words.at(1)).at(0);
+    double const share = real_numbers(command, words.at(2)).at(0);
+    auto const sessions = backend_->batch_networks()->sessions(
+        static_cast<std::size_t>(whole_numbers(command, words.at(3)).at(0)));
+    if (backend_->manifest().propagates()) {
+      batch_ = std::make_unique<tide::PropagatingBatch>(sessions, backend_->manifest(), thresholds);
+    } else {
+      batch_ = std::make_unique<tide::PackedBatch>(sessions, backend_->manifest(), thresholds, max_pending, share);
+    }
+    used_.assign(batch_->free_slots(), false);
+  } else if (command == "batch_join") {
+    std::size_t const slot = batch_->join();
+    used_.at(slot) = true;
+    return std::to_string(slot);
+  } else {
+    auto const slot = static_cast<std::size_t>(whole_numbers(command, words.at(0)).at(0));
+    if (command == "batch_rewind") batch_->sequence(slot).rewind(whole_numbers(command, words.at(1)).at(0));
+    if (command == "batch_leave") {
+      batch_->leave(slot);
+      used_.at(slot) = false;
+    }
+  }
+  return described();
+}
+
+std::string BatchDriver::step(std::vector<std::string> const& words) {
+  std::vector<tide::StepRequest> steps(words.size() / 4);
+  std::vector<tide::SlotRequest> requests;
+  for (std::size_t i = 0; i < steps.size(); ++i) {
+    std::string const* const word = &words.at(4 * i);
+    std::int64_t const keep = whole_numbers("batch_step", word[1]).at(0);
+    if (word[3] != "none") steps[i].ids = whole_numbers("batch_step", word[3]);
+    steps[i].logits_to_keep = keep == 0 ? 1 : keep;
+    steps[i].full = word[2] == "1";
+    auto const slot = static_cast<std::size_t>(whole_numbers("batch_step", word[0]).at(0));
+    requests.push_back({slot, steps[i], keep > 0});
+  }
+  std::string text;
+  for (tide::StepResult const& result : batch_->step(requests)) {
+    text += (text.empty() ? "" : ", ") + ("{\"exit_layer\": " + std::to_string(result.exit_layer)) +
+            ", \"segments_run\": " + std::to_string(result.segments_run) +
+            ", \"vocabulary\": " + std::to_string(result.vocabulary) +
+            ", \"rows\": " + list(result.logits, result.rows * result.vocabulary) + "}";
+  }
+  return "{\"results\": [" + text + "], \"sequences\": " + described() + "}";
+}
+
+std::string BatchDriver::described() const {
+  std::string text;
+  for (std::size_t slot = 0; slot < used_.size(); ++slot) {
+    if (!used_[slot]) continue;
+    tide::PackedSequence const& sequence = batch_->sequence(slot);
+    std::vector<std::int64_t> pending;
+    for (std::size_t k = 1; k < sequence.lengths.size(); ++k) {
+      pending.push_back(static_cast<std::int64_t>(sequence.pending[k].size()) / backend_->manifest().model.hidden_size);
+    }
+    text += (text.empty() ? "\"" : ", \"") + std::to_string(slot) + "\": {\"lengths\": " + list(sequence.lengths) +
+            ", \"computed\": " + list(sequence.computed()) + ", \"pending\": " + list(pending) + "}";
+  }
+  return "{" + text + "}";
+}

@@ -1,0 +1,44 @@
+"""The actions that Python's engines are tested with (`state_machine`) on the C++ runtime, against the same oracle."""
+
+from collections.abc import Callable
+
+import pytest
+from cpp_builds import cuda_headers
+from cpp_engine import CppBatch, CppEngine
+from state_machine import ALWAYS, EXACT, Batched, Judge, Player, Singles, play
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_llama) -> Judge:
+    return Judge(tiny_llama.source, tiny_llama.routers)
+
+
+def singles(engine: CppEngine) -> Singles:
+    return Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending, 0))
+
+
+def batched(engine: CppEngine) -> Batched:
+    return Batched(lambda *options: CppBatch(engine, *options, 8))
+
+
+def test_sequences(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
+    devices = ["host", "gpu"] if cuda_headers() else ["host"]
+    engines = {device: singles(open_cpp(tiny_llama.exact, networks=device)) for device in devices}
+    engines["graph"] = singles(open_cpp(tiny_llama.exact))
+    play(Player(judge, engines, CONTEXT), 20, *ALWAYS[:-2], *EXACT[:3])
+
+
+def test_batches(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
+    engine = open_cpp(tiny_llama.exact)
+    CppBatch.load(engine, tiny_llama.exact)
+    play(Player(judge, {"graph": batched(engine)}, CONTEXT, batched=True), 30, *ALWAYS[:-2], *EXACT[:3])
+
+
+def test_propagated(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
+    engine = open_cpp(tiny_llama.propagating)
+    play(Player(judge, {"graph": singles(engine)}, CONTEXT, propagates=True), 15, *ALWAYS[:-2])
+    CppBatch.load(engine, tiny_llama.propagating)
+    player = Player(judge, {"graph": batched(engine)}, CONTEXT, batched=True, propagates=True)
+    play(player, 15, *ALWAYS[:-2])
