@@ -60,7 +60,7 @@ def eager_case(source: SourceModel, context: Sequence[int]) -> Case:
 
 
 def load_cases(
-    graphs: Graphs, context: list[int], threads: int, order: random.Random, with_eager: bool
+    graphs: Graphs, context: list[int], threads: int, order: random.Random, with_eager: bool, deep_runs: Sequence[int]
 ) -> dict[str, Case]:
     """Fresh sessions of every exported graph, loaded in random order, and the cases that run on them."""
     room = steps_after(len(context), graphs.manifest.model.context_length)
@@ -73,7 +73,7 @@ def load_cases(
         return {
             "branched, nothing exits": DecodeSteps(engine, context).full,
             "all exit at first": DecodeSteps(engine, context).first_exit,
-            "deep run over 8": DecodeSteps(engine, context).deep_over(8),
+            **{deep_run(tokens): DecodeSteps(engine, context).deep_over(tokens) for tokens in deep_runs},
         }
 
     def genai() -> dict[str, Case]:
@@ -90,6 +90,10 @@ def load_cases(
     for loader in order.sample(loaders, len(loaders)):
         cases |= loader()
     return cases
+
+
+def deep_run(tokens: int) -> str:
+    return f"deep run over {tokens}"
 
 
 CASES = (
@@ -127,10 +131,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     context = tokens(arguments.context, manifest.model.vocab_size)
     seconds: Seconds = {}
     order = random.Random(0)
+    max_pending = [int(number) for number in arguments.max_pending.split(",") if number]
+    deep_runs = [8, *(number + 1 for number in max_pending if number != 7)]
     for _ in range(arguments.loads):
-        cases = load_cases(graphs, context, arguments.threads, order, arguments.eager)
+        cases = load_cases(graphs, context, arguments.threads, order, arguments.eager, deep_runs)
         interleave(cases, arguments.rounds, order, seconds)
         del cases
+    found = summary(seconds, [*CASES, *map(deep_run, deep_runs[1:])], "no branches", GOALS)
     return {
         "model": recipe.model,
         "weights": recipe.weights,
@@ -143,8 +150,20 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
         "loads": arguments.loads,
         "rounds": arguments.rounds,
         "onnxruntime": onnxruntime.__version__,
-        **summary(seconds, CASES, "no branches", GOALS),
+        "worst_steps": worst_steps(found["median_ms"], max_pending),
+        **found,
     }
+
+
+def worst_steps(median_ms: dict[str, float], max_pending: Sequence[int]) -> list[dict[str, float]]:
+    """Of the worst pattern for each `max_pending`, so many early exits and then a token at full depth: milliseconds of
+    its last step, and of a step on average."""
+    exit_ms, rows = median_ms["all exit at first"], []
+    for number in max_pending:
+        worst = median_ms[deep_run(number + 1)]
+        mean = (number * exit_ms + worst) / (number + 1)
+        rows.append({"max_pending": number, "worst_ms": worst, "mean_ms": mean})
+    return rows
 
 
 def render(result: dict) -> str:
@@ -154,6 +173,11 @@ def render(result: dict) -> str:
         f"spin {result['spin_microseconds']} us, one decode step after {result['context']} tokens, "
         f"medians of {result['loads']} loads x {result['rounds']} interleaved rounds\n"
         + render_table(result, "no branches")
+        + "".join(
+            f"\nmax_pending {row['max_pending']}: worst step {row['worst_ms']:.2f} ms, mean {row['mean_ms']:.2f} ms, "
+            f"{row['worst_ms'] / row['mean_ms']:.2f}x"
+            for row in result["worst_steps"]
+        )
     )
 
 
@@ -167,6 +191,11 @@ def main() -> int:
         "--spin", type=int, default=library.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
     )
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
+    parser.add_argument(
+        "--max-pending",
+        default="",
+        help="the worst step and the mean step of the pattern with the longest catch-up, e.g. 1,4,16",
+    )
     parser.add_argument("--no-eager", dest="eager", action="store_false", help="leave the PyTorch model out")
     parser.add_argument("--loads", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=80, help="rounds of each case per load")
