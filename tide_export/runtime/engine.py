@@ -7,7 +7,6 @@ that are stepped by hand.
 
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -185,30 +184,61 @@ def decoder_of(
 class TokenStream(Iterator[int]):
     """Yields the tokens of one generation as they are made.
 
+    An exception that ends a read at any point (KeyboardInterrupt, a time-out from a signal handler, GenerationError)
+    changes nothing: the next read makes the same token. On TensorRT and CUDA one in the middle of a step ends the
+    stream, whose next read raises GenerationError.
+
     Attributes:
         stats: of the tokens made so far; in lossless mode these may be a few more than were returned.
-        finish_reason: None until the stream has ended.
     """
 
     def __init__(self, state: SingleSequence, decoder: Decoder, progress: Progress) -> None:
         """`decoder` is that of `state`, which is empty."""
         self.stats = progress.stats
-        self.finish_reason: FinishReason | None = None
         self._state, self._decoder, self._progress = state, decoder, progress
-        self._ready: deque[int] = deque()
+        self._returned = 0  # of the tokens made
+        self._saved: Any = None  # before a block; None: it was made to its end
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens returned so far. The last may be missing where an exception ended the caller's `next(stream)`."""
+        return self._progress.tokens[: self._returned]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None until the stream has ended."""
+        ended = self._saved is None and self._returned == len(self._progress.tokens)
+        return self._progress.finish_reason if ended else None
 
     def __next__(self) -> int:
-        if self.finish_reason is not None:
-            raise StopIteration
-        if not self._ready:
-            started = time.perf_counter()
-            tokens = run_block(self._progress.block(self._decoder), self._state.step)
-            seconds = time.perf_counter() - started
-            self._ready.extend(self._progress.take(tokens, self._decoder, self._state.computed, seconds))
-        token = self._ready.popleft()
-        if not self._ready:
-            self.finish_reason = self._progress.finish_reason
+        progress = self._progress
+        if self._saved is not None:
+            self._undo()
+        if self._returned == len(progress.tokens):
+            if progress.finish_reason is not None:
+                raise StopIteration
+            self._make_block()
+        token = progress.tokens[self._returned]
+        self._returned += 1  # Python runs signal handlers at calls and loops: none comes between this and the return
         return token
+
+    def _make_block(self) -> None:
+        """Makes the next tokens. `_saved` is set until all that a block changes has changed."""
+        state, decoder, progress = self._state, self._decoder, self._progress
+        self._saved = state.save(), decoder.save(), progress.save()
+        started = time.perf_counter()
+        tokens = run_block(progress.block(decoder), state.step)
+        seconds = time.perf_counter() - started
+        progress.take(tokens, decoder, state.computed, seconds)
+        self._saved = None
+
+    def _undo(self) -> None:
+        """Undoes a block that an exception ended."""
+        state, decoder, progress = self._saved
+        self._progress.restore(progress)
+        self._decoder.restore(decoder)
+        self._state.restore(state)
+        self._saved = None
 
     def finish(self) -> Generation:
         """Generates the remaining tokens; the whole generation."""

@@ -6,7 +6,7 @@ docs/architecture/lazy-depth.md on every engine.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -77,6 +77,18 @@ class SingleSequence(SequenceState, ABC):
     @abstractmethod
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         """Uses other thresholds, one per checkpoint, from the next step on; pending tokens stay pending."""
+
+    @abstractmethod
+    def save(self) -> Any:
+        """What `restore` needs to undo the steps after this call."""
+
+    @abstractmethod
+    def restore(self, saved: Any) -> None:
+        """Undoes all steps since `saved`, also one that an exception (KeyboardInterrupt) ended at any point.
+
+        Raises:
+            GenerationError: the engine's memory cannot be brought back to that point.
+        """
 
     @abstractmethod
     def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:

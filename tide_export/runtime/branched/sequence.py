@@ -35,6 +35,7 @@ class BranchedSequence(SingleSequence):
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
         self._ran = list(self.lengths)
         self._capacity = 0
+        self._unfinished: Any = None  # `save` before a step that an exception ended
         self._binding = Binding(ort, session)
 
         self._pending_names = [] if self._propagates else [names.pending(k + 1) for k in range(len(thresholds))]
@@ -73,8 +74,30 @@ class BranchedSequence(SingleSequence):
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         self._thresholds.replace(thresholds)
 
+    def save(self) -> Any:
+        return self.lengths, self._ran, self._pending
+
+    def restore(self, saved: Any) -> None:
+        """See `SingleSequence.restore`. Keys and values beyond the lengths are overwritten before they are read."""
+        self._unfinished = saved
+        self.lengths, self._ran, self._pending = saved
+        # What is bound may be of any moment of a step: all of it is bound anew, here or by the next step.
+        for name, value in zip(self._pending_names, self._pending, strict=True):
+            self._binding.io.bind_ortvalue_input(name, value)
+        if self._capacity:
+            for layer in range(len(self._kv_shapes)):
+                for kind in ("key", "value"):
+                    self._bind_buffer(layer, kind, self._binding.arrays[names.past(layer, kind)])
+        self._one_id_bound = self._pending_output_empty = False
+        self._logits_count = 0
+        self._thresholds.invalidate()
+        self._unfinished = None
+
     def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:
+        if self._unfinished is not None:
+            self.restore(self._unfinished)
         count, total = len(ids), check_step(ids, self.lengths[0], self._limit)
+        self._unfinished = self.save()
         if total > self._capacity:
             self._grow(total)
         if count > 1:
@@ -100,21 +123,24 @@ class BranchedSequence(SingleSequence):
             raise GenerationError(f"ONNX Runtime failed at token {total}: {first_line(error)}") from error
         scores = self._scores[0].tolist()
         segments_run = 1 + _first_above(scores, thresholds.skips)
+        lengths = [total if k < segments_run else length for k, length in enumerate(self.lengths)]
         if self._propagates:
-            self.lengths = [total] * len(self.lengths)
-            for k in range(segments_run):
-                self._ran[k] += count
+            lengths = [total] * len(lengths)
+            self._ran = [ran + count if k < segments_run else ran for k, ran in enumerate(self._ran)]
         else:
             self._take_pending(segments_run)
-            for k in range(segments_run):
-                self.lengths[k] = total
         rows = self._logits if keep == 1 else self._output(bool(self._pending_names)).numpy()
         exit_layer = self._depths[_first_above(scores, thresholds.exits)]
-        return StepResult(rows[-1], rows, exit_layer, segments_run, self._scores[0])
+        result = StepResult(rows[-1], rows, exit_layer, segments_run, self._scores[0])
+        self.lengths, self._unfinished = lengths, None
+        return result
 
     def rewind(self, length: int) -> None:
+        if self._unfinished is not None:
+            self.restore(self._unfinished)
         if self._propagates and 0 <= length < self.lengths[0]:
             raise GenerationError("a sequence whose K/V are propagated cannot be rewound")
+        self._unfinished = self.save()
         before = self.lengths
         super().rewind(length)
         for k, deep in enumerate(before[1:]):
@@ -122,6 +148,7 @@ class BranchedSequence(SingleSequence):
                 left = max(length - deep, 0)
                 states = self._pending[k].numpy()[:, :left].copy()  # the old value frees its memory
                 self._set_pending(k, self._ort.OrtValue.ortvalue_from_numpy(states) if left else self._nothing)
+        self._unfinished = None
 
     def _bind_logits(self, count: int) -> None:
         """One position's logits go to `_logits`; how many more there will be is known when the last segment runs."""
@@ -152,7 +179,7 @@ class BranchedSequence(SingleSequence):
             self._pending_output_empty = True
 
     def _set_pending(self, k: int, value: Any) -> None:
-        self._pending[k] = value
+        self._pending = [*self._pending[:k], value, *self._pending[k + 1 :]]  # `save` keeps the old list
         self._binding.io.bind_ortvalue_input(self._pending_names[k], value)
 
     def _grow(self, needed: int) -> None:
@@ -164,9 +191,12 @@ class BranchedSequence(SingleSequence):
             used = self.lengths[self._segment_of[layer]]
             if used:
                 grown[:, :, :used] = self._binding.arrays[names.past(layer, kind)][:, :, :used]
-            self._binding.input(names.past(layer, kind), grown)
-            self._binding.output(names.present(layer, kind), grown)
+            self._bind_buffer(layer, kind, grown)
         self._capacity = capacity
+
+    def _bind_buffer(self, layer: int, kind: str, buffer: np.ndarray) -> None:
+        self._binding.input(names.past(layer, kind), buffer)
+        self._binding.output(names.present(layer, kind), buffer)
 
 
 class _Thresholds:
@@ -195,8 +225,12 @@ class _Thresholds:
         """Uses other thresholds from the next step on."""
         wanted = np.array(thresholds, np.float32)
         if not np.array_equal(wanted, self._wanted):
+            self.invalidate()
             self._wanted[:] = wanted
-            self._forced_from = -1
+
+    def invalidate(self) -> None:
+        """Has the next step write its thresholds, whatever the last one's were."""
+        self._forced_from = -1
 
     def force(self, total: int, lengths: Sequence[int], full: bool) -> None:
         """Writes the thresholds of a step to `total` tokens, where they are not those of the last step.

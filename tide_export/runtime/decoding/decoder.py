@@ -8,7 +8,7 @@ requests of all its decoders and runs one step over all of their sequences. `One
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,14 @@ class Decoder(ABC):
     drafted = accepted = lookup_drafted = lookup_accepted = undone = 0
 
     @abstractmethod
+    def save(self) -> Any:
+        """What `restore` needs to undo the blocks after this call."""
+
+    @abstractmethod
+    def restore(self, saved: Any) -> None:
+        """Undoes all blocks since `saved`, also one that an exception ended at any point."""
+
+    @abstractmethod
     def block(self, ids: np.ndarray | list[int], max_tokens: int) -> Block:
         """Requests steps and returns the next 1 to `max_tokens` tokens after `ids`, which the sequence has not seen:
         the prompt, or the last token returned."""
@@ -61,6 +69,12 @@ class OneByOne(Decoder):
     def __init__(self, sampler: Sampler, depths: Sequence[int]) -> None:
         """`depths`: layers up to the end of each segment."""
         self._sampler, self._depths = sampler, depths
+
+    def save(self) -> Any:
+        return self._sampler.save()
+
+    def restore(self, saved: Any) -> None:
+        self._sampler.restore(saved)
 
     def block(self, ids: np.ndarray | list[int], max_tokens: int) -> Block:
         result = yield StepRequest(ids)

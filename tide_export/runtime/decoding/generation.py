@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,6 +45,17 @@ class Progress:
         self._next_ids: np.ndarray | list[int] = prompt
         self._segment_sizes, self._context = manifest.segment_sizes, manifest.model.context_length
         self._max_new_tokens, self._stop = max_new_tokens, stop
+
+    def save(self) -> Any:
+        """What `restore` needs to undo the blocks after this call."""
+        return len(self.tokens), self._next_ids, self.stats.prefill_seconds, self.stats.decode_seconds
+
+    def restore(self, saved: Any) -> None:
+        """Undoes all blocks since `saved`, also one that was not taken to its end; its counts are the next block's."""
+        count, self._next_ids, self.stats.prefill_seconds, self.stats.decode_seconds = saved
+        for values in (self.tokens, self.stats.exit_layer, self.stats.layers_run):
+            del values[count:]
+        self.finish_reason = None
 
     def block(self, decoder: Decoder) -> Block:
         """The steps to the next tokens."""

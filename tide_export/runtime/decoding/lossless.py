@@ -11,7 +11,7 @@ by the same run.
 """
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,6 +69,16 @@ class LosslessDecoder(Decoder):
         self._lookup = PromptLookup(limits.prompt_lookup, limits.min_match)
         self._stop = stop
         self._context = context
+
+    def save(self) -> Any:
+        counts = self.drafted, self.accepted, self.lookup_drafted, self.lookup_accepted, self.undone
+        return counts, self._sampler.save(), self._lookup.save()
+
+    def restore(self, saved: Any) -> None:
+        counts, sampler, lookup = saved
+        self.drafted, self.accepted, self.lookup_drafted, self.lookup_accepted, self.undone = counts
+        self._sampler.restore(sampler)
+        self._lookup.restore(lookup)
 
     def block(self, ids: np.ndarray | list[int], max_tokens: int) -> Block:
         state, drafts = self._state, list[Draft]()

@@ -37,6 +37,17 @@ class PromptLookup:
                     follows[tuple(text[end - n :])] = end
             text.append(token)
 
+    def save(self) -> tuple[int, int]:
+        """The lengths of the text and of the next draft, which `restore` returns to."""
+        return len(self._text), self._length
+
+    def restore(self, saved: tuple[int, int]) -> None:
+        """Forgets what was added since `saved`; an older occurrence of an n-gram may be the last again."""
+        size, self._length = saved
+        before = PromptLookup(self._max_tokens, self._matches.stop + 1)
+        before.extend(self._text[:size])
+        self._follows, self._text = before._follows, before._text
+
     def draft(self, drafts: Sequence[int], max_tokens: int) -> list[int]:
         """Up to `max_tokens` tokens that may follow the text and then `drafts`; empty where no n-gram matches."""
         max_tokens = min(max_tokens, self._length)

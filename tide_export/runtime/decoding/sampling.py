@@ -4,6 +4,7 @@ Every sequence has its own `Sampler`. The same seed and the same logits give the
 """
 
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,14 @@ class Sampler:
                 raise GenerationError("the model's logits are not finite")
             return best
         return self.draw(*self.distribution(logits))
+
+    def save(self) -> Any:
+        """The state of the random numbers, which `restore` returns to."""
+        return None if self.greedy else self._random.bit_generator.state
+
+    def restore(self, saved: Any) -> None:
+        if saved is not None:
+            self._random.bit_generator.state = saved
 
     @property
     def greedy(self) -> bool:

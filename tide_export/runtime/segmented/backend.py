@@ -7,6 +7,7 @@ the next one.
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from tide_export.bundle.manifest import Manifest, NetworksInfo
 from tide_export.errors import GenerationError
@@ -19,6 +20,7 @@ from tide_export.runtime.segmented.sequence import SegmentedSequence
 from tide_export.runtime.segmented.sequence_memory import SequenceBuffers
 from tide_export.runtime.sequence import ROOM
 
+B = TypeVar("B", SequenceBuffers, BatchBuffers)
 OpenDevice = Callable[[], tuple[Device, Mapping[str, Network]]]
 
 
@@ -54,7 +56,7 @@ class SegmentBackend:
         else:
             buffers.clear()
         sequence = SegmentedSequence(buffers, self._manifest, thresholds, max_pending, self._capacity)
-        weakref.finalize(sequence, self._idle.append, buffers)
+        weakref.finalize(sequence, _keep, self._idle, buffers)
         return sequence
 
     def start_batch(
@@ -80,5 +82,11 @@ class SegmentBackend:
             buffers.clear(range(buffers.slots))
         options = (thresholds, max_pending, compaction_threshold, slots, self._capacity)
         batch = SegmentedBatch(buffers, self._manifest, *options)
-        weakref.finalize(batch, self._idle_batches.append, buffers)
+        weakref.finalize(batch, _keep, self._idle_batches, buffers)
         return batch
+
+
+def _keep(idle: list[B], buffers: B) -> None:
+    """Keeps the buffers of a sequence or batch that is garbage, unless an exception ended a step of it."""
+    if not buffers.busy:
+        idle.append(buffers)

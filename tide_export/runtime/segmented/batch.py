@@ -70,6 +70,7 @@ class SegmentedBatch:
         totals = {slot: check_step(new[slot], self.sequences[slot].lengths[0], self._capacity) for slot in everyone}
         ids = {slot: np.asarray(new[slot], np.int64) for slot in everyone}
         ran: list[list[int]] = []
+        buffers.busy = True
         exits: dict[int, int] = {}  # the first segment that each could exit after
         active = everyone
         for k, threshold in enumerate(self._thresholds):
@@ -94,6 +95,7 @@ class SegmentedBatch:
         for k, slots in enumerate(ran):
             for slot in slots:
                 self.sequences[slot].lengths[k] = totals[slot]
+        buffers.busy = False
         return {
             slot: StepResult(
                 logits[slot][-1], logits[slot], self._depths[exits[slot]], sum(slot in slots for slots in ran)

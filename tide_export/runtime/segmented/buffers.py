@@ -46,11 +46,16 @@ class Block:
 
 
 class NetworkBuffers(ABC):
-    """Memory on a device, and the run of the head."""
+    """Memory on a device, and the run of the head.
+
+    Attributes:
+        busy: while a step is made; after one that an exception ended, what is queued and recorded is not known.
+    """
 
     def __init__(
         self, specs: Mapping[str, NetworkSpec], networks: Mapping[str, Network], device: Device, info: NetworksInfo
     ) -> None:
+        self.busy = False
         self._specs, self._networks, self._device, self._info = specs, networks, device, info
         self._segments = len(specs) - 1
         logits = specs[names.HEAD].outputs[names.LOGITS]

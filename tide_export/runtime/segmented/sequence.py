@@ -5,10 +5,12 @@ networks.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tide_export.bundle.manifest import Manifest
+from tide_export.errors import GenerationError
 from tide_export.runtime.segmented.sequence_memory import SequenceBuffers
 from tide_export.runtime.sequence import SingleSequence, StepResult, check_step
 
@@ -41,9 +43,18 @@ class SegmentedSequence(SingleSequence):
         for k, threshold in enumerate(thresholds):
             self._buffers.set_threshold(k, threshold)
 
+    def save(self) -> Any:
+        return self.length
+
+    def restore(self, saved: Any) -> None:
+        if self._buffers.busy:
+            raise GenerationError("the generation was interrupted in the middle of a step: start it again")
+        self.rewind(saved)
+
     def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:
         total = check_step(ids, self.lengths[0], self._capacity)
         buffers, lengths = self._buffers, self.lengths
+        buffers.busy = True
         keep, ran = min(logits_to_keep, total - lengths[-1]), 0
         for k, length in enumerate(lengths):
             forced = full or total - length > self._max_pending
@@ -61,4 +72,5 @@ class SegmentedSequence(SingleSequence):
         deepest = exit_segment == len(lengths) - 1
         logits = buffers.position_logits() if deepest and keep > 1 else buffers.logits(exit_segment)[None]
         self.lengths = [total if k < ran else length for k, length in enumerate(lengths)]
+        buffers.busy = False
         return StepResult(logits[-1], logits, self._depths[exit_segment], ran, self._scores)
