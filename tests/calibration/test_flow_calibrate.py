@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import tide_export
+from tide_export.calibration import flow
+from tide_export.calibration.fit_checkpoints import fit_checkpoints
 from tide_export.calibration.flow import calibrate
 from tide_export.calibration.split import split_sequences
 from tide_export.config import TideConfig
@@ -199,6 +201,19 @@ def test_one_document_is_split_by_sequence_and_said_so(demo, tokenizer, tmp_path
         made = calibrate(demo, tokenizer, config(calibration_dataset=str(path)))
     assert made.routers.provenance["split"] == "sequences"
     assert "too few documents" in caplog.text
+
+
+def test_a_router_that_learned_nothing_is_named(demo, tokenizer, caplog, monkeypatch):
+    def fit(*arguments):
+        routers, reports = fit_checkpoints(*arguments)
+        routers.routers[3].up.weight.data.zero_()
+        return routers, reports
+
+    monkeypatch.setattr(flow, "fit_checkpoints", fit)
+    with caplog.at_level(logging.WARNING, logger="tide_export"):
+        calibrate(demo, tokenizer, config())
+    assert "the router at checkpoint 3 gives all" in caplog.text
+    assert "the router at checkpoint 9 gives all" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"exit_strategy": "lens", "lens_rank": 4}])

@@ -2,12 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tide_export.cli.main import main
 from tide_export.config import TideConfig
 from tide_export.errors import ConfigError
-from tide_export.pipeline import flow
+from tide_export.pipeline import calibrate, flow
 from tide_export.pipeline.flow import export
 from tide_export.pipeline.request import ExportRequest
 
@@ -72,3 +74,18 @@ def test_export_takes_a_request_or_its_fields(tmp_path: Path, monkeypatch: pytes
     assert loaded == [("model", "auto")] * 3
     with pytest.raises(TypeError, match="wights"):
         export("model", tmp_path / "out", wights="int4")
+
+
+@pytest.mark.parametrize("option", [[], ["--no-report"]])
+def test_the_report_may_be_omitted(option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, reports = SimpleNamespace(routers="routers", assessment="assessment"), []
+    monkeypatch.setattr(calibrate, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(calibrate, "headline", lambda _: "")
+    monkeypatch.setattr(calibrate.calibration, "calibrate", lambda *_: made)
+    monkeypatch.setattr(calibrate, "write_report", lambda assessment, path: reports.append(path))
+    monkeypatch.setattr(
+        flow, "_write_graphs", lambda request, folder: calibrate.calibrate_for_bundle("", request, folder)
+    )
+    with pytest.raises(ValueError, match="unpack"):  # routers are no manifest
+        main(["export", "model", "-o", str(tmp_path / "out"), *option])
+    assert [path.name for path in reports] == ([] if option else ["report.html"])

@@ -122,6 +122,15 @@ def test_text_is_shown_and_never_obeyed(assessment, unpictured, tmp_path):
     assert found.text.count(NASTY) >= 5  # title, heading, sentence, record
 
 
+def test_a_router_that_cannot_tell_tokens_apart_is_named(assessment, page, unpictured, tmp_path):
+    scores = assessment.evaluation.scores.copy()
+    scores[:, 1] = 0.25
+    write_report(report_data.varied(assessment, scores=scores), tmp_path / "r.html")
+    found = read(tmp_path / "r.html").text
+    assert "Warning: the router at checkpoint 6 gives all 4000 tokens the score 0.250" in found
+    assert (found.count("Warning"), page.text.count("Warning")) == (1, 0)
+
+
 DEGENERATE = {
     "no perplexity": lambda a: report_data.varied(a, nll=np.full_like(a.evaluation.nll, np.nan)),
     "nothing may leave": lambda a: report_data.varied(

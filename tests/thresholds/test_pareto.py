@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tide_export.thresholds.pareto import Point, cheapest, exits, frontier, measure
+from tide_export.thresholds.pareto import Point, cheapest, constant_routers, exits, frontier, measure
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 DEPTH = 12
@@ -132,3 +132,11 @@ def test_cheapest_keeps_the_agreement_or_is_the_safest():
     assert cheapest(path, 0.98) is path[1]
     assert cheapest(path, 0.5) is path[2]
     assert cheapest(path[1:], 0.999) is path[1]
+
+
+def test_a_router_is_constant_where_no_threshold_divides_its_tokens():
+    scores = np.array([[0.2, 0.9, 0.5, np.nan], [0.7, 0.9, 0.5004, 0.5]], np.float32)
+    warnings = constant_routers(scores, (3, 6, 9, 12))
+    assert [sentence.split(" gives ")[0] for sentence in warnings] == [
+        f"the router at checkpoint {layers}" for layers in (6, 9, 12)
+    ]

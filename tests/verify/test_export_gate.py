@@ -91,13 +91,17 @@ def test_the_prompt_leaves_the_windows_as_far_as_that_is_affordable(
     assert ("too few to leave the sliding window" in caplog.text) == too_short
 
 
-def test_thresholds_divide_the_tokens_whatever_the_routers_are_like(folder: Path) -> None:
+def test_thresholds_divide_the_tokens_whatever_the_routers_are_like(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = load_model(folder / "model")
     routers = random_routers(source, (1,), IDS, bottleneck=8)
     routers.routers[1].up.bias.fill_(-3.0)  # none is above a half
     (threshold,) = dividing_thresholds(source, routers, IDS)
     scores = oracle(source, routers, IDS, [NEVER_EXIT]).scores[:, 0]
     assert 0.2 < float((scores > threshold).float().mean()) < 0.8
+    assert caplog.text == ""
     routers.routers[1].up.weight.zero_()  # all are the same
     (threshold,) = dividing_thresholds(source, routers, IDS)
+    assert f"the router at checkpoint 1 gives all {len(IDS)} tokens the score 0.047: at any threshold" in caplog.text
     assert bool((oracle(source, routers, IDS, [NEVER_EXIT]).scores > threshold).all())

@@ -143,9 +143,13 @@ def _sha256(file: Path) -> str:
 
 def _resolve(path: str | os.PathLike[str]) -> Path:
     try:
-        return Path(path).resolve()
+        target = Path(path).resolve()
+        str(target).encode()  # tokenizers and ONNX Runtime take no other names
+    except UnicodeEncodeError:
+        raise BundleError(f"output {os.fspath(path)!r} is not a usable path: it is not UTF-8") from None
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a NUL
-        raise BundleError(f"output '{os.fspath(path)}' is not a usable path: {error}") from None
+        raise BundleError(f"output {os.fspath(path)!r} is not a usable path: {error}") from None
+    return target
 
 
 def _refuse_existing(target: Path, overwrite: bool) -> None:

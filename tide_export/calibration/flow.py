@@ -27,6 +27,7 @@ from tide_export.data.sequences import TokenSequence, read_sequences
 from tide_export.model.source import SourceModel
 from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
+from tide_export.thresholds.pareto import constant_routers
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.version import __version__
 
@@ -80,6 +81,8 @@ def calibrate(
     routers, reports = fit_checkpoints(source, config, checkpoints, samples["train"], samples["validation"])
     with stage("measuring the exits on held-out text", total=1.0) as advance:
         evaluation = evaluate(source, routers, samples["test"], config, advance)
+    for sentence in constant_routers(evaluation.scores, routers.checkpoints):
+        logger.warning("%s", sentence)
     provenance = _provenance(source, config, documents, sequences, samples) | {
         "split": split.unit,
         "report": report_checkpoints(source, routers, samples["test"], evaluation, config, reports),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.torch_environment import prepare
 from tide_export.errors import ConfigError, TideError
+from tide_export.files import NO_SPACE
 
 if TYPE_CHECKING:
     from tide_export.config import TideConfig
@@ -287,6 +288,8 @@ def _sentence(error: BaseException) -> str:
     """An error as one line."""
     if isinstance(error, MemoryError):
         return "not enough memory"
+    if isinstance(error, OSError) and error.filename is None and error.errno in NO_SPACE:
+        return "no space left on the disk for standard output"
     if isinstance(error, ModuleNotFoundError):
         return f"this command needs the package {error.name!r}: pip install 'tide_export[export,cpu]'"
     return " ".join(str(error).split())

@@ -190,6 +190,9 @@ def _add_export(commands, config: bool) -> None:
         action="store_false",
         help="skip the short comparison with the model at the end",
     )
+    parser.add_argument(
+        "--no-report", dest="report", action="store_false", help="put no report.html and report.png into the bundle"
+    )
     if config:
         _add_config(parser)
 

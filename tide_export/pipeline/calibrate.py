@@ -73,12 +73,13 @@ def calibrate(
 
 
 def calibrate_for_bundle(source: SourceModel, request: ExportRequest, folder: Path) -> RouterSet:
-    """Calibrates routers of `source` and writes the report into `folder`."""
+    """Calibrates routers of `source` and writes the report, if `request` has one, into `folder`."""
     made = calibration.calibrate(source, load_tokenizer(request.model, request.trust_remote_code), request.config)
     assert made is not None, "preflight refuses several processes"
     logger.info("%s", headline(made.assessment))
-    with stage("writing the report"):
-        write_report(made.assessment, folder / REPORT_FILE)
+    if request.report:
+        with stage("writing the report"):
+            write_report(made.assessment, folder / REPORT_FILE)
     return made.routers
 
 

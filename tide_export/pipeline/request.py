@@ -39,6 +39,7 @@ class ExportRequest:
         plugins: the library of plugins to build engines for "tensorrt" with, or "none"; None: an installed one, if any.
         overwrite: replace a bundle already there. It stays untouched until the new one is complete.
         validate: compare the finished graph with the model (see `verify.export_gate`) before it is put in place.
+        report: write what the model gains into the bundle (report.html, report.png), where routers are calibrated.
         max_length: longest sequence of the bundle, in tokens; None: the model's context.
         batch_size: for TensorRT: sequences decoded in one step, at most; None: `bundle.profiles.BATCH_SIZE`.
         device_map: "auto" (or accelerate's map by module) for a model larger than the memory: its layers stay on other
@@ -65,6 +66,7 @@ class ExportRequest:
     plugins: str | os.PathLike[str] | None = None
     overwrite: bool = False
     validate: bool = True
+    report: bool = True
     max_length: int | None = None
     batch_size: int | None = None
     device_map: str | dict[str, Any] | None = None

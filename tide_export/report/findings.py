@@ -12,7 +12,7 @@ import numpy as np
 from tide_export.calibration.assessment import Assessment, Costs, Evaluation, Outcome
 from tide_export.calibration.calibration_error import Reliability, reliability
 from tide_export.errors import CalibrationError
-from tide_export.thresholds.pareto import Point, cheapest, frontier, measure
+from tide_export.thresholds.pareto import Point, cheapest, constant_routers, frontier, measure
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 TARGETS = (0.995, 0.99, 0.98, 0.95, 0.90)
@@ -80,6 +80,7 @@ class Findings:
         default: the bundle's thresholds on all held-out tokens.
         default_measured: the same on the measured half alone, to compare with the curves.
         routers: one per checkpoint.
+        warnings: a sentence for each router that gives all tokens the same score.
     """
 
     unit: str
@@ -95,6 +96,7 @@ class Findings:
     default: Outcome
     default_measured: Outcome
     routers: tuple[RouterFinding, ...]
+    warnings: tuple[str, ...]
 
     def choice(self, target: float) -> Choice:
         """The choice for one of `TARGETS`."""
@@ -135,6 +137,7 @@ def investigate(assessment: Assessment) -> Findings:
         default=evaluation.outcome(assessment.thresholds),
         default_measured=measured_on.outcome(assessment.thresholds),
         routers=tuple(_router(evaluation, k, assessment.thresholds[k]) for k in range(len(checkpoints))),
+        warnings=tuple(constant_routers(evaluation.scores, checkpoints)),
     )
 
 

@@ -155,12 +155,13 @@ def _routers(findings: Findings) -> str:
         (plots.reliability_panel(findings.routers, k), f"Reliability of the score after {router.checkpoint} layers")
         for k, router in enumerate(findings.routers)
     ]
+    warnings = "".join(f'<p class="note">Warning: {escaped(sentence)}.</p>' for sentence in findings.warnings)
     return (
         "<section><h2>Whether the routers can tell</h2>"
         "<p>Each router on all held-out tokens, also those that would have left before it, against the label it was "
         "taught. On the diagonal of a reliability diagram a score is a probability: of the tokens with a score near "
         "90 % nine in ten may leave. The expected calibration error (ECE) is the mean distance from it, in at most "
-        f"{BINS} bins of equally many tokens.</p>{routers_table(findings)}{_panels(panels)}</section>"
+        f"{BINS} bins of equally many tokens.</p>{warnings}{routers_table(findings)}{_panels(panels)}</section>"
     )
 
 

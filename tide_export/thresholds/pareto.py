@@ -12,6 +12,7 @@ import numpy as np
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 SWEEPS = 6
+CONSTANT = 1e-3  # a router whose scores differ by less gives no threshold anything to divide
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,21 @@ def exits(scores: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
     """
     passed = np.concatenate([scores > np.asarray(thresholds, dtype=scores.dtype), np.ones((len(scores), 1), bool)], 1)
     return passed.argmax(axis=1)
+
+
+def constant_routers(scores: np.ndarray, checkpoints: Sequence[int]) -> list[str]:
+    """Returns a sentence for each router that gives all n tokens the same score (or NaN), for a warning.
+
+    Args:
+        scores: float [n, C], one column per checkpoint.
+        checkpoints: layers run at each of them.
+    """
+    return [
+        f"the router at checkpoint {layers} gives all {len(column)} tokens the score {column[0]:.3f}: at any threshold "
+        "all of them exit there, or none"
+        for layers, column in zip(checkpoints, scores.T, strict=True)
+        if not np.ptp(column) > CONSTANT
+    ]
 
 
 def measure(

@@ -29,6 +29,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.packed.networks import BatchNetworks
 from tide_export.runtime.sequence import Batch
+from tide_export.thresholds.pareto import constant_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import compare_batch
 from tide_export.verify.oracle import oracle
@@ -159,9 +160,11 @@ def dividing_thresholds(source: SourceModel, routers: RouterSet, ids: Sequence[i
     """One threshold per checkpoint that divides the tokens of `ids`, so that some exit and some go on,
     whatever the routers are like: the middle of the widest gap between scores in the middle half of them.
 
-    Where a router gives all of them the same score, a threshold that they are all above.
+    Where a router gives all of them the same score, a threshold that they are all above; a warning names it.
     """
     scores = oracle(source, routers, ids, [NEVER_EXIT] * len(routers.checkpoints)).scores.float().cpu()
+    for sentence in constant_routers(scores.numpy(), routers.checkpoints):
+        logger.warning("%s", sentence)
     thresholds = []
     for column in scores.sort(dim=0).values.T:
         middle = column[len(column) // 4 : -(len(column) // 4) or None]
