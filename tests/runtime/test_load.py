@@ -1,0 +1,32 @@
+"""Many threads on one engine, in all modes, with streams dropped and exceptions thrown in: a serial run's tokens, and
+nothing is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SECONDS = int(os.environ.get("TIDE_LOAD_SECONDS", "40"))
+MODES = ("full", "exit", "lossless")
+
+
+@pytest.mark.slow
+def test_64_threads_give_the_tokens_of_a_serial_run_and_memory_stays_flat(demo_bundle: Path) -> None:
+    script = Path(__file__).with_name("load_run.py")
+    done = subprocess.run(
+        [sys.executable, script, demo_bundle, str(SECONDS), "64", os.environ.get("TIDE_SEED", "0")],
+        env=os.environ | {"PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["violations"] == []
+    for kind in (*MODES, *(f"{mode} dropped" for mode in MODES), *(f"{mode} lists" for mode in MODES)):
+        assert found[kind] > 0, found
+    assert found["exceptions thrown in"] > 0
+    assert (found["stuck threads"], found["more threads after"], found["more open files after"]) == (0, 0, 0)
+    assert found["MiB at the end"] < 1.15 * found["MiB after warm-up"] + 16, found
