@@ -1,7 +1,6 @@
 // Chooses the provider that runs a bundle: the one that is named, or for "auto" the bundle's TensorRT engines if they
 // run here, else ONNX Runtime on the CPU. Messages are those of tide_export/runtime/providers.py.
 #include <iostream>
-#include <limits>
 
 #include "branched/backend.h"
 #include "tensorrt/engines.h"
@@ -11,6 +10,8 @@
 namespace tide {
 namespace {
 
+constexpr std::int64_t kMaxThreads = 1024;  // above the cores of most machines; ONNX Runtime starts all of them
+
 using Log = std::function<void(std::string const&)>;
 
 void check(Bundle const& bundle, LoadOptions const& options) {
@@ -19,8 +20,9 @@ void check(Bundle const& bundle, LoadOptions const& options) {
     throw ProviderError("provider must be one of auto, cpu, tensorrt, tensorrt-rtx, not '" + provider + "'");
   }
   if (auto const& threads = options.threads; threads) {
-    if (*threads < 1 || *threads > std::numeric_limits<int>::max()) {
-      throw ConfigError("threads must be a whole number, 1 or more, not " + std::to_string(*threads));
+    if (*threads < 1 || *threads > kMaxThreads) {
+      throw ConfigError("threads must be a whole number from 1 to " + std::to_string(kMaxThreads) + ", not " +
+                        std::to_string(*threads));
     }
   }
   if (options.plugins && *options.plugins != kNoPlugins) {

@@ -102,8 +102,17 @@ std::vector<std::optional<std::int64_t>> seeds_of(GenerationConfig const& config
                         " prompts: give one for each, or one for all");
 }
 
+void check_vocabulary(Manifest const& manifest, std::vector<std::int64_t> const& ids, std::string const& name) {
+  for (std::int64_t const id : ids) {
+    if (id >= 0 && id < manifest.model.vocab_size) continue;
+    throw GenerationError(name + " holds token id " + std::to_string(id) + ", outside the vocabulary 0.." +
+                          std::to_string(manifest.model.vocab_size - 1));
+  }
+}
+
 // The tokens that end a generation.
 std::set<std::int64_t> stop_ids(Manifest const& manifest, GenerationConfig const& config) {
+  if (config.stop_token_ids) check_vocabulary(manifest, *config.stop_token_ids, "stop_token_ids");
   auto const& ids = config.stop_token_ids ? *config.stop_token_ids : manifest.model.eos_token_ids;
   return {ids.begin(), ids.end()};
 }
@@ -168,18 +177,12 @@ void check_thresholds(Manifest const& manifest, std::vector<double> const& thres
     throw GenerationError(std::to_string(thresholds.size()) + " thresholds for " +
                           std::to_string(manifest.checkpoints.size()) + " checkpoints");
   }
-  for (double const value : thresholds) {
-    if (std::isnan(value)) throw GenerationError("a threshold must be a number, not nan");
-  }
+  for (double const value : thresholds) real_number("a threshold", value);
 }
 
 void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& name) {
   if (prompt.empty()) throw GenerationError(name + " is empty: give at least one token");
-  for (std::int64_t const id : prompt) {
-    if (id >= 0 && id < manifest.model.vocab_size) continue;
-    throw GenerationError(name + " holds token id " + std::to_string(id) + ", outside the vocabulary 0.." +
-                          std::to_string(manifest.model.vocab_size - 1));
-  }
+  check_vocabulary(manifest, prompt, name);
   auto const& context = manifest.model.context_length;
   if (context && static_cast<std::int64_t>(prompt.size()) > *context) {
     throw GenerationError(name + " has " + std::to_string(prompt.size()) + " tokens but the model's context holds " +

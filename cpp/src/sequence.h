@@ -53,7 +53,7 @@ class Backend {
 };
 
 // Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this
-// bundle here, or plugins or threads are set where they have no effect. ConfigError: threads below 1. BundleError: the
+// bundle here, or plugins or threads are set where they have no effect. ConfigError: threads not in 1..1024. BundleError: the
 // bundle is damaged.
 std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options);
 

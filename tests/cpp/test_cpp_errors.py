@@ -49,6 +49,8 @@ REQUESTS: list[tuple[list[int], dict[str, Any], str]] = [
     ([1], {"mode": "full", "threshold": 0.5}, "threshold is for modes 'exit' and 'lossless', not 'full'"),
     ([1], {"mode": "full", "min_layers": 2}, "min_layers is for modes 'exit' and 'lossless', not 'full'"),
     ([1], {"mode": "full", "max_pending": 2}, "max_pending is for modes 'exit' and 'lossless', not 'full'"),
+    ([1], {"stop_token_ids": [-1]}, r"stop_token_ids holds token id -1, outside the vocabulary 0\.\.47"),
+    ([1], {"stop_token_ids": [3, 48]}, "stop_token_ids holds token id 48, outside the vocabulary"),
     ([1], {"seed": -1}, "seed must be a whole number, 0 or more, not -1"),
 ]
 
@@ -289,9 +291,9 @@ def test_hashes_of_every_length_of_file(tiny: TinyModel, cpp: CppBuild, tmp_path
     CppEngine(cpp.driver, bundle, verify=False).close()
 
 
-@pytest.mark.parametrize("threads", [0, -2, 2**40])
+@pytest.mark.parametrize("threads", [0, -2, 1025, 2**31, 2**40])
 def test_threads(tiny_bundle: Path, cpp: CppBuild, threads: int) -> None:
-    with pytest.raises(ConfigError, match=f"threads must be a whole number, 1 or more, not {threads}"):
+    with pytest.raises(ConfigError, match=f"threads must be a whole number from 1 to 1024, not {threads}"):
         CppEngine(cpp.driver, tiny_bundle, threads=threads).close()
 
 

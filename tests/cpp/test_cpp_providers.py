@@ -104,7 +104,7 @@ def test_auto_takes_the_cpu_where_engines_do_not_run_and_says_why_once(cpp, buil
         [cpp.program, built, "--ids", "1,2", "--no-verify"], capture_output=True, text=True, check=True
     )
     assert done.stderr == f"tide_runtime: {line}\n"
-    refused(cpp, built, ConfigError, "threads must be a whole number, 1 or more, not 0", threads=0)
+    refused(cpp, built, ConfigError, "threads must be a whole number from 1 to 1024, not 0", threads=0)
 
 
 def test_engines_are_asked_for_by_name(cpp, built: Path, changed) -> None:

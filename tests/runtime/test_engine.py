@@ -19,7 +19,7 @@ PROMPT = [5, 17, 3]
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.7, [0.6, 0.7], 1.0])
-@pytest.mark.parametrize("max_pending", [0, 1, 4, 16, 10**30])
+@pytest.mark.parametrize("max_pending", [0, 1, 4, 16, 2**63 - 1])
 def test_tokens_and_exits_are_the_plain_model_s(
     tiny: TinyModel, tiny_engine: Engine, threshold: float | list[float], max_pending: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_numpy_values_are_as_good_as_python_s(tiny_engine: Engine) -> None:
     done = tiny_engine.generate(
         np.array(PROMPT, np.uint16),
         max_new_tokens=np.int64(20),
-        threshold=np.array([0.5, 0.75], np.float32),
+        threshold=[np.float32(0.5), np.float64(0.75)],
         min_layers=np.int32(2),  # type: ignore[arg-type]
         max_pending=np.int8(3),  # type: ignore[arg-type]
     )
@@ -229,6 +229,8 @@ def test_eight_threads_on_one_engine_equal_one_by_one(tiny_engine: Engine) -> No
         ([[1, 2]], "flat list of whole numbers"),
         ([1, [2]], "flat list of whole numbers"),
         ([True, False], "flat list of whole numbers"),
+        ([1, True], "flat list of whole numbers"),
+        ([1, np.False_], "flat list of whole numbers"),
         (5, "flat list of whole numbers"),
         (None, "flat list of whole numbers"),
         ([2**70], "flat list of whole numbers"),
@@ -250,8 +252,22 @@ def test_bad_prompts_are_refused(tiny_engine: Engine, ids: object, message: str)
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"mode": "greedy"}, "mode must be"),
         ({"threshold": 1.5}, "threshold must lie in"),
-        ({"threshold": "0.5"}, "threshold must be a number or a list of numbers"),
-        ({"threshold": object()}, "threshold must be a number or a list of numbers"),
+        ({"threshold": "0.5"}, r"threshold must lie in \[0, 1\], not '0.5'"),
+        ({"threshold": object()}, "threshold must lie in"),
+        ({"threshold": True}, r"threshold must lie in \[0, 1\], not True"),
+        ({"threshold": [0.5, np.True_]}, "threshold must lie in"),
+        ({"threshold": 10**400}, r"threshold must lie in \[0, 1\], not 1000"),
+        ({"threshold": -(10**5000)}, r"threshold must lie in \[0, 1\], not this int"),
+        ({"threshold": [[0.5], 0.5]}, r"threshold must lie in \[0, 1\], not \[0.5\]"),
+        ({"threshold": float("nan")}, r"threshold must lie in \[0, 1\], not nan"),
+        ({"mode": ["full"]}, "mode must be"),
+        ({"mode": np.array(["full", "exit"])}, "mode must be"),
+        ({"max_pending": 2**63}, "max_pending must be a whole number from 0 to 9223372036854775807, not 92"),
+        ({"temperature": 10**400}, "temperature must be a number, not 1000"),
+        ({"seed": np.array(1.5)}, "seed must be a whole number"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids holds token id -1, outside the vocabulary 0\.\.47"),
+        ({"stop_token_ids": [3, 48]}, "stop_token_ids holds token id 48, outside the vocabulary"),
+        ({"stop_token_ids": [3, True]}, "stop_token_ids must be a flat list"),
         ({"threshold": [0.5]}, "threshold has 1 values but the model has 2 checkpoints"),
         ({"threshold": np.array([0.5])}, "threshold has 1 values"),
         ({"min_layers": -1}, "min_layers"),

@@ -90,8 +90,8 @@ def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypa
         (("--epsilon", "0.1", "--delta", "0.1", "--new-tokens", "9"), "new_tokens belongs to mode lossless"),
         (("--mode", "lossless", "--epsilon", "0.1"), "epsilon belongs to mode exit"),
         (("--mode", "lossless", "--positions", "3"), "positions belongs to mode exit"),
-        (("--mode", "lossless", "--new-tokens", "1"), "new_tokens must be 2 or more, not 1"),
-        (("--mode", "lossless", "--prompts", "1"), "prompts must be 2 or more, not 1"),
+        (("--mode", "lossless", "--new-tokens", "1"), "new_tokens must be a whole number, 2 or more, not 1"),
+        (("--mode", "lossless", "--prompts", "1"), "prompts must be a whole number, 2 or more, not 1"),
         (("--mode", "lossless", "--prompt-length", "2000"), "make 2064 tokens but the model's context holds 1024"),
     ],
 )

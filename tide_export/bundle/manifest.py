@@ -26,6 +26,7 @@ from tide_export.names import (
     network_file,
     segment,
 )
+from tide_export.values import parse_json
 
 SCHEMA = "tide_export.bundle/7"
 WEIGHTS = ("fp32", "int8", "int4")  # of the graph
@@ -198,7 +199,7 @@ class Manifest:
             BundleError: naming `source` and the field.
         """
         try:
-            data = json.loads(text, parse_constant=_refuse_constant)
+            data = parse_json(text, parse_constant=_refuse_constant)
         except ValueError as error:
             raise BundleError(f"{source} is not valid JSON: {error}") from None
         if not isinstance(data, dict) or not isinstance(schema := data.pop("schema", None), str):

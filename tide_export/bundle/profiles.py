@@ -9,20 +9,19 @@ from typing import NamedTuple
 
 from tide_export.bundle.manifest import NetworksInfo, Profile
 from tide_export.errors import ConfigError
+from tide_export.values import whole_number
 
 PREFILL_TOKENS = 1024  # of one run at most: longer prompts are run in parts
 BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # sequences of one run at most: by default, and the limit
 
 
 def check_batch_size(batch_size: int) -> int:
-    """Returns `batch_size`.
+    """Returns `batch_size` as an int.
 
     Raises:
         ConfigError: it is no whole number or out of range.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= MAX_BATCH_SIZE:
-        raise ConfigError(f"batch_size must be a whole number from 1 to {MAX_BATCH_SIZE}, not {batch_size!r}")
-    return batch_size
+    return whole_number("batch_size", batch_size, 1, MAX_BATCH_SIZE, ConfigError)
 
 
 class RunSizes(NamedTuple):

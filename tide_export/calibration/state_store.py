@@ -21,6 +21,7 @@ from tide_export.calibration.distributed import Processes
 from tide_export.errors import CalibrationError
 from tide_export.files import failure
 from tide_export.formatting import size
+from tide_export.values import parse_json
 
 FLUSH_SECONDS = 5.0  # a killed run loses at most the work since the last flush, which takes milliseconds
 RECORD_FILE = "plan.json"
@@ -187,7 +188,7 @@ class FolderStore(Store):
 
     def _check_record(self, folder: Path) -> None:
         try:
-            stored = json.loads((folder / RECORD_FILE).read_text())
+            stored = parse_json((folder / RECORD_FILE).read_text())
             if not isinstance(stored, dict):
                 raise ValueError("not an object")
         except ValueError as error:

@@ -16,6 +16,7 @@ from tide_export.errors import RouterFileError, one_line
 from tide_export.files import failure, replace_files
 from tide_export.model.source import SourceModel
 from tide_export.routers.router import Lens, LensArrays, Router, RouterArrays
+from tide_export.values import parse_json
 
 logger = logging.getLogger("tide_export")
 
@@ -176,7 +177,7 @@ def _load_safetensors(path: Path) -> RouterSet:
         for key, tensor in tensors.items():
             kind, layers, name = key.split(".", 2)
             parts[kind].setdefault(int(layers), {})[name] = tensor
-        provenance = json.loads(metadata.get("provenance", "{}"))
+        provenance = parse_json(metadata.get("provenance", "{}"))
     except (ValueError, KeyError) as error:
         raise RouterFileError(f"router file {path} is corrupt: {error}") from error
     if not isinstance(provenance, dict):

@@ -27,6 +27,7 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.request import check_exits
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.thresholds.resolve import resolve_thresholds
+from tide_export.values import whole_number
 
 PROMPT = """\
 Question: a train leaves the station at nine and travels at eighty kilometres an hour. A second train leaves one
@@ -154,8 +155,7 @@ def bench(
         GenerationError: a threshold outside [0, 1] or a wrong number of them, or an option without effect here.
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeat", repeat)):
-        if value < 1:
-            raise ConfigError(f"{name} must be 1 or more, not {value}")
+        whole_number(name, value, minimum=1, error=ConfigError)
     engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins)
     manifest = engine.manifest
     exit_options = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
@@ -194,8 +194,7 @@ def _modes(
         return Mode(name, config, resolve_thresholds(manifest.checkpoints, values, layers, kind), pending)
 
     pending = manifest.max_pending if max_pending is None else max_pending
-    if pending < 0:
-        raise ConfigError(f"max_pending must be 0 or more, not {pending}")
+    whole_number("max_pending", pending, minimum=0, error=ConfigError)
     full = mode("full", "full", None, 0, pending)
     drafting = manifest.drafting or Drafting(manifest.thresholds, *DraftLimits(), {})
     lossless = mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts)

@@ -3,16 +3,15 @@
 What depends on a bundle (its vocabulary, context, checkpoints and defaults) is checked in `request`.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any, TypedDict
 
 import numpy as np
 
 from tide_export.errors import GenerationError
 from tide_export.thresholds.resolve import check_mode, check_threshold
+from tide_export.values import real_number, shown, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +64,14 @@ class GenerationConfig:
         for name in ("min_layers", "max_pending", "prompt_lookup"):
             if getattr(self, name) is not None:
                 self._set(name, whole_number(name, getattr(self, name), minimum=0))
-        if real_number("temperature", self.temperature) < 0:
+        self._set("temperature", real_number("temperature", self.temperature))
+        if self.temperature < 0:
             raise GenerationError(f"temperature must be 0 or more, not {self.temperature!r}")
-        self._set("temperature", float(self.temperature))
         self._set("top_k", whole_number("top_k", self.top_k, minimum=0))
-        if not 0 < real_number("top_p", self.top_p) <= 1:
+        self._set("top_p", real_number("top_p", self.top_p))
+        if not 0 < self.top_p <= 1:
             raise GenerationError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
-        self._set("top_p", float(self.top_p))
-        if isinstance(self.seed, list | tuple | np.ndarray):
+        if isinstance(self.seed, list | tuple) or (isinstance(self.seed, np.ndarray) and self.seed.ndim):
             self._set("seed", tuple(whole_number("seed", seed, minimum=0) for seed in self.seed))
         elif self.seed is not None:
             self._set("seed", whole_number("seed", self.seed, minimum=0))
@@ -110,38 +109,8 @@ def with_options(config: GenerationConfig | None, options: GenerationOptions) ->
     if config is None:
         return GenerationConfig(**options)
     if not isinstance(config, GenerationConfig):
-        raise TypeError(f"config must be a GenerationConfig, not {config!r}: give single options by name")
+        raise TypeError(f"config must be a GenerationConfig, not {shown(config)}: give single options by name")
     return replace(config, **options) if options else config
-
-
-def whole_number(name: str, value: Any, minimum: int) -> int:
-    """`value` (int or numpy integer, no bool) as an int.
-
-    Raises:
-        GenerationError: it is not a whole number or below `minimum`.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < minimum:
-        raise GenerationError(f"{name} must be a whole number, {minimum} or more, not {value!r}")
-    return number
-
-
-def real_number(name: str, value: Any) -> float:
-    """`value` (int, float or numpy number, no bool) as a finite float.
-
-    Raises:
-        GenerationError: it is not a finite number.
-    """
-    try:
-        number = float(value) if not isinstance(value, bool | str | bytes) else None
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or not isfinite(number):
-        raise GenerationError(f"{name} must be a number, not {value!r}")
-    return number
 
 
 def token_ids(what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -152,22 +121,24 @@ def token_ids(what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """
     try:
         array = np.asarray(ids)
-    except (ValueError, TypeError, OverflowError):
+    except Exception:  # ragged lists, and what an object's own conversion raises
         array = None
     if array is not None and array.shape == (0,):
         return np.zeros(0, np.int64)
-    if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
+    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or _holds_bool(ids):
         raise GenerationError(f"{what} must be a flat list of whole numbers (token ids)")
     return array
 
 
+def _holds_bool(ids: Any) -> bool:
+    """Whether a list holds True or False beside numbers: NumPy takes them for 1 and 0."""
+    return not isinstance(ids, np.ndarray) and any(isinstance(one, bool | np.bool_) for one in ids)
+
+
 def _threshold(value: Any) -> float | tuple[float, ...]:
     """One threshold, or one per checkpoint, each in [0, 1]."""
-    if isinstance(value, np.generic | np.ndarray):
+    if isinstance(value, np.ndarray):
         value = value.tolist()
-    if not isinstance(value, int | float | list | tuple):
-        raise GenerationError(f"threshold must be a number or a list of numbers, not {value!r}")
-    values = [value] if isinstance(value, int | float) else value
-    for one in values:
-        check_threshold(one)
-    return value if isinstance(value, int | float) else tuple(value)
+    if not isinstance(value, list | tuple):
+        return check_threshold(value)
+    return tuple(check_threshold(one) for one in value)

@@ -16,7 +16,6 @@ import numpy as np
 
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
-from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.continuous_batching import generate_batch
 from tide_export.runtime.decoding.decoder import Decoder, OneByOne, run_block
@@ -24,8 +23,9 @@ from tide_export.runtime.decoding.generation import FinishReason, Generation, Pr
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.providers import open_provider
-from tide_export.runtime.request import check_prompt, is_list_of_prompts, resolve, seeds, single_seed
+from tide_export.runtime.request import check_prompt, check_thresholds, is_list_of_prompts, resolve, seeds, single_seed
 from tide_export.runtime.sequence import ROOM, Backend, Batch, SequenceState, SingleSequence
+from tide_export.values import whole_number
 
 
 def load(
@@ -49,7 +49,7 @@ def load(
     Raises:
         BundleError: the bundle is missing, damaged or of another release.
         ProviderError: the provider cannot run this bundle here.
-        ConfigError: threads below 1.
+        ConfigError: threads not in 1..1024.
     """
     opened = open_bundle(bundle, verify=verify)
     return Engine(opened, open_provider(opened, provider, threads, plugins))
@@ -160,9 +160,11 @@ class Engine:
         Args:
             max_pending: None: the bundle's.
         """
-        if len(thresholds) != len(self.manifest.checkpoints):
-            raise GenerationError(f"{len(thresholds)} thresholds for {len(self.manifest.checkpoints)} checkpoints")
-        return self.backend.start(thresholds, self.manifest.max_pending if max_pending is None else max_pending, room)
+        check_thresholds(self.manifest, thresholds)
+        limit = self.manifest.max_pending if max_pending is None else max_pending
+        return self.backend.start(
+            thresholds, whole_number("max_pending", limit, minimum=0), whole_number("room", room, minimum=0)
+        )
 
     def start_batch(
         self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int

@@ -35,7 +35,7 @@ def open_provider(
     Raises:
         ProviderError: the provider is unknown, or cannot run this bundle here; or plugins are given for a bundle or a
             provider without any, or threads for one that is not the CPU.
-        ConfigError: threads below 1.
+        ConfigError: threads not in 1..1024.
         BundleError: the bundle is damaged.
     """
     if provider not in PROVIDERS:

@@ -13,10 +13,11 @@ import numpy as np
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.config import GenerationConfig, token_ids, whole_number
+from tide_export.runtime.config import GenerationConfig, token_ids
 from tide_export.runtime.decoding.lossless import DraftLimits
 from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import resolve_thresholds
+from tide_export.values import real_number, whole_number
 
 EXIT_OPTIONS = ("threshold", "min_layers", "max_pending", "compaction_threshold")
 
@@ -57,6 +58,8 @@ def resolve(bundle: Bundle, config: GenerationConfig, batched: bool) -> Request:
     check_exits(bundle, config.mode, {name: getattr(config, name) for name in EXIT_OPTIONS}, batched)
     max_pending = manifest.max_pending if config.max_pending is None else config.max_pending
     stop = manifest.model.eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    if config.stop_token_ids:
+        check_vocabulary(manifest, np.array(config.stop_token_ids), "stop_token_ids")
     return Request(
         config,
         thresholds,
@@ -104,13 +107,27 @@ def check_prompt(manifest: Manifest, ids: Sequence[int] | np.ndarray, what: str 
     prompt = token_ids(what, ids)
     if len(prompt) == 0:
         raise GenerationError(f"{what} is empty: give at least one token")
-    vocabulary, context = manifest.model.vocab_size, manifest.model.context_length
-    outside = prompt[(prompt < 0) | (prompt >= vocabulary)]
-    if len(outside):
-        raise GenerationError(f"{what} holds token id {outside[0]}, outside the vocabulary 0..{vocabulary - 1}")
+    check_vocabulary(manifest, prompt, what)
+    context = manifest.model.context_length
     if context is not None and len(prompt) > context:
         raise GenerationError(f"{what} has {len(prompt)} tokens but the model's context holds {context}")
     return prompt.astype(np.int64)
+
+
+def check_vocabulary(manifest: Manifest, ids: np.ndarray, what: str) -> None:
+    """Raises GenerationError for a token id that the model does not have."""
+    last = manifest.model.vocab_size - 1
+    outside = ids[(ids < 0) | (ids > last)]
+    if len(outside):
+        raise GenerationError(f"{what} holds token id {outside[0]}, outside the vocabulary 0..{last}")
+
+
+def check_thresholds(manifest: Manifest, thresholds: Sequence[float]) -> None:
+    """Raises GenerationError unless there is one threshold per checkpoint and all are numbers."""
+    if len(thresholds) != len(manifest.checkpoints):
+        raise GenerationError(f"{len(thresholds)} thresholds for {len(manifest.checkpoints)} checkpoints")
+    for value in thresholds:
+        real_number("a threshold", value)
 
 
 def single_seed(config: GenerationConfig) -> int | None:

@@ -4,13 +4,13 @@ Used by the command line's `generate`, `bench` and `tune`; needs the small `toke
 `gpu` extras), not transformers. The rest of the runtime works on token ids alone.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import TOKENIZER_FILE
+from tide_export.values import check_text, parse_json
 
 REPLACEMENT = "\ufffd"  # what tokenizers gives for bytes that are not (yet) a complete UTF-8 character
 
@@ -47,15 +47,17 @@ class BundleTokenizer:
         """Token ids of `text`, with the special tokens that the model puts around a prompt.
 
         Raises:
-            GenerationError: the text gives no token at all.
+            GenerationError: the text gives no token at all, or is not valid Unicode.
         """
+        check_text("the prompt", text)
         ids = self._tokenizer.encode(text).ids
         if not ids:
             raise GenerationError("the prompt is empty: it holds no token")
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text` without special tokens."""
+        """Token ids of `text` without special tokens. Raises GenerationError: it is not valid Unicode."""
+        check_text("the prompt", text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def prefix(self) -> list[int]:
@@ -116,10 +118,11 @@ def read_prompts(path: Path) -> list[str]:
 
 def _prompt_of(path: Path, number: int, line: str) -> str:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         entry = None
     prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(prompt, str):
         raise GenerationError(f"{path}: entry {number} is no JSON object with a string `prompt`")
+    check_text(f"{path}: the prompt of entry {number}", prompt)
     return prompt

@@ -5,9 +5,9 @@ nothing but numpy and its engine.
 """
 
 from collections.abc import Sequence
-from math import isfinite
 
 from tide_export.errors import GenerationError
+from tide_export.values import real_number, shown, whole_number
 
 MODES = ("full", "exit", "lossless")
 MAX_THRESHOLD = 1.0  # the largest that a user may give and a manifest may hold; no score is above it
@@ -34,8 +34,7 @@ def resolve_thresholds(
         GenerationError: a threshold outside [0, 1], a wrong number of them, a negative min_layers, an unknown mode.
     """
     check_mode(mode)
-    if isinstance(min_layers, bool) or not isinstance(min_layers, int) or min_layers < 0:
-        raise GenerationError(f"min_layers is a count of layers, 0 or more, not {min_layers!r}")
+    whole_number("min_layers", min_layers, minimum=0)
     values = [threshold] * len(checkpoints) if isinstance(threshold, int | float) else list(threshold)
     if len(values) != len(checkpoints):
         raise GenerationError(
@@ -53,11 +52,16 @@ def resolve_thresholds(
 
 def check_mode(mode: str) -> None:
     """Raises GenerationError for an unknown mode."""
-    if mode not in MODES:
-        raise GenerationError(f"mode must be 'full', 'exit' or 'lossless', not {mode!r}")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise GenerationError(f"mode must be 'full', 'exit' or 'lossless', not {shown(mode)}")
 
 
-def check_threshold(value: object) -> None:
-    """Raises GenerationError unless `value` is a number in [0, 1]."""
-    if not isinstance(value, int | float) or not isfinite(value) or not 0.0 <= value <= 1.0:
-        raise GenerationError(f"threshold must lie in [0, 1], not {value!r}")
+def check_threshold(value: object) -> float:
+    """`value` as a float. Raises GenerationError unless it is a number in [0, 1]."""
+    try:
+        number = real_number("threshold", value)
+    except GenerationError:
+        number = -1.0
+    if not 0.0 <= number <= MAX_THRESHOLD:
+        raise GenerationError(f"threshold must lie in [0, 1], not {shown(value)}")
+    return number

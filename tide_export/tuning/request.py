@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from tide_export.errors import ConfigError
+from tide_export.values import real_number, whole_number
 
 MINIMUM = {
     "prompts": 2,
@@ -46,8 +47,8 @@ class TuneRequest:
     def __post_init__(self) -> None:
         for name, minimum in MINIMUM.items():
             value = getattr(self, name, None)
-            if value is not None and value < minimum:
-                raise ConfigError(f"{name} must be {minimum} or more, not {value}")
+            if value is not None:
+                whole_number(name, value, minimum, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class ExitRequest(TuneRequest):
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
-            if not 0 < getattr(self, name) < 1:
+            if not 0 < real_number(name, getattr(self, name), ConfigError) < 1:
                 raise ConfigError(f"{name} must lie between 0 and 1, not {getattr(self, name)!r}")
         super().__post_init__()
 

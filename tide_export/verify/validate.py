@@ -30,6 +30,7 @@ from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import check_exits
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
+from tide_export.values import whole_number
 from tide_export.verify.batch_parity import BatchCheck, check_batch
 from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, check_exit, check_full, check_lossless
 from tide_export.verify.quantized import graph_engines, restore
@@ -300,8 +301,7 @@ def _check_numbers(bundle: Bundle, prompts: int, longest_prompt: int, new_tokens
         ("new_tokens", new_tokens, 1),
         ("max_pending", max_pending, 0),
     ):
-        if value < minimum:
-            raise ConfigError(f"{name} must be {minimum} or more, not {value}")
+        whole_number(name, value, minimum, error=ConfigError)
     context = bundle.manifest.model.context_length
     if context is not None and longest_prompt + new_tokens > context:
         raise ConfigError(

@@ -23,6 +23,7 @@ PACKAGE = "tide_export"
 # Bottom to top. A unit imports only from lower floors, not from its own.
 FLOORS = (
     ("errors", "formatting", "names", "progress", "version"),
+    ("values",),
     ("config", "files", "thresholds"),
     ("bundle",),
     ("runtime",),

@@ -113,7 +113,7 @@ struct Generation {
 class Engine {
  public:
   // Opens a bundle. Throws BundleError: it is missing, damaged or of another release, or a graph or engine does not
-  // load. ConfigError: threads below 1. ProviderError: the provider cannot run this bundle here.
+  // load. ConfigError: threads not in 1..1024. ProviderError: the provider cannot run this bundle here.
   static Engine load(std::filesystem::path const& bundle, LoadOptions const& options = {});
 
   // Internal: takes a bundle that `load` has opened.

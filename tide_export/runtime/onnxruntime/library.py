@@ -17,11 +17,13 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, ConfigError, ProviderError, first_line
 from tide_export.runtime.onnxruntime.external_data import ELEMENT_SIZES, ExternalTensor, external_tensors
 from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor
+from tide_export.values import whole_number
 
 # A worker thread spins so long for the next operator before it sleeps. If it slept at once, waking it would take longer
 # than its half of a small matmul: two threads are then no faster than one. ONNX Runtime's default is milliseconds,
 # which starves whatever else runs on the cores, another engine first of all (tools/benchmarks/threads.py).
 SPIN_MICROSECONDS = 20
+MAX_THREADS = 1024  # above the cores of most machines; ONNX Runtime starts all of them
 FATAL = 4  # ONNX Runtime's log level: its errors reach the user as exceptions, not a second time on stderr
 
 
@@ -39,21 +41,21 @@ def import_onnxruntime() -> ModuleType:
 
 
 def check_threads(threads: int | None) -> None:
-    """Raises ConfigError for a number of threads below 1."""
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise ConfigError(f"threads must be a whole number, 1 or more, not {threads!r}")
+    """Raises ConfigError for a number of threads below 1 or above MAX_THREADS."""
+    if threads is not None:
+        whole_number("threads", threads, 1, MAX_THREADS, ConfigError)
 
 
 def session_options(ort: ModuleType, threads: int | None) -> Any:
     """The options every session here is opened with.
 
     Raises:
-        ConfigError: threads below 1.
+        ConfigError: threads not in 1..1024.
     """
     check_threads(threads)
     options = ort.SessionOptions()
     options.log_severity_level = FATAL
-    options.intra_op_num_threads = threads or 0
+    options.intra_op_num_threads = int(threads or 0)
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
     return options
 

@@ -26,7 +26,7 @@ def open_session(bundle: Bundle, threads: int | None = None) -> Any:
 
     Raises:
         ProviderError: ONNX Runtime is not installed.
-        ConfigError: threads below 1.
+        ConfigError: threads not in 1..1024.
         BundleError: the graph does not load, or its inputs and outputs are not those of the manifest.
     """
     ort = import_onnxruntime()
