@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def build_parser(config: bool = True) -> argparse.ArgumentParser:
