@@ -116,6 +116,7 @@ def test_the_installed_command_prints_its_version():
         (["export", MODEL, "-o", "x", "--target", "abacus"], "invalid choice: 'abacus'"),
         (["export", MODEL, "-o", "x", "--weights", "int2"], "--weights: invalid choice: 'int2'"),
         (["generate", "x", "--prompt", "a", "--mode", "fast"], "invalid choice: 'fast'"),
+        (["generate", "x", "--prompt", "a", "two\nlines"], "unrecognized arguments: two lines"),
     ],
 )
 def test_usage_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, says):

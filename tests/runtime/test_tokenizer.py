@@ -63,6 +63,14 @@ def test_an_empty_prompt_is_refused(tokenizer: BundleTokenizer):
         tokenizer.encode("")
 
 
+@pytest.mark.parametrize("text", ["\ud800", "ab\udcff", "\ud83d x"])
+def test_a_prompt_that_is_no_unicode_is_refused(tokenizer: BundleTokenizer, text: str):
+    place = next(number for number, character in enumerate(text, 1) if "\ud800" <= character <= "\udfff")
+    for encode in (tokenizer.encode, tokenizer.encode_plain):
+        with pytest.raises(GenerationError, match=f"the prompt is not valid Unicode: its character {place} is "):
+            encode(text)
+
+
 def test_prompts_are_lines_or_objects(tmp_path: Path):
     text, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     text.write_text("one\n\ntwo \u2028 still two\n")
@@ -72,7 +80,14 @@ def test_prompts_are_lines_or_objects(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [("", "no prompts"), ("[1]\n", "entry 1"), ('{"prompt": "a"}\n{"text": "b"}\n', "entry 2")]
+    ("content", "says"),
+    [
+        ("", "no prompts"),
+        ("[1]\n", "entry 1"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', "entry 2"),
+        ("[" * 100_000, "entry 1 is no JSON object"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud800"}', "the prompt of entry 2 is not valid Unicode"),
+    ],
 )
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str, says: str):
     file = tmp_path / "prompts.jsonl"

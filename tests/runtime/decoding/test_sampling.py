@@ -115,12 +115,12 @@ def test_tokens_masked_with_minus_infinity_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_broken_logits_are_an_error(broken: float, temperature: float) -> None:
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (1.0, 3)])
+def test_broken_logits_are_an_error(broken: float, temperature: float, top_k: int) -> None:
     logits = LOGITS.copy()
     logits[4] = broken
     with pytest.raises(GenerationError, match="not finite"):
-        Sampler(temperature)(logits)
+        Sampler(temperature, top_k)(logits)
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,13 @@ class Sampler:
         return self._random.random()
 
     def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that can be drawn (int64 [n]) and their probabilities (float64 [n], adding up to 1)."""
+        """The tokens that can be drawn (int64 [n]) and their probabilities (float64 [n], adding up to 1). Raises
+        GenerationError: the logits are not finite."""
+        best = logits.max()  # NaN if any is
+        if not isfinite(best):
+            raise GenerationError("the model's logits are not finite")
         ids = _top_ids(logits, self.top_k) if 0 < self.top_k < len(logits) else np.arange(len(logits))
-        probabilities = _softmax(logits[ids], self.temperature)
+        probabilities = _softmax(logits[ids], best, self.temperature)
         if self.top_p < 1:
             order = np.argsort(-probabilities, kind="stable")
             top = order[: np.searchsorted(probabilities[order].cumsum(), self.top_p) + 1]
@@ -71,10 +75,7 @@ def _top_ids(logits: np.ndarray, k: int) -> np.ndarray:
     return np.sort(np.concatenate([above, ties]))
 
 
-def _softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
-    best = logits.max()
-    if not isfinite(best):
-        raise GenerationError("the model's logits are not finite")
+def _softmax(logits: np.ndarray, best: float, temperature: float) -> np.ndarray:
     with np.errstate(over="ignore"):  # a tiny temperature: -inf, whose exp is the 0 it should be
         weights = np.exp((logits.astype(np.float64) - best) / temperature)
     return weights / weights.sum()
