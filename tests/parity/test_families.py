@@ -1,13 +1,14 @@
 """Family by family against the oracle: exported, `full` equals Hugging Face and `exit` equals TIDE's rule.
 
-There is one trace per family, which takes most of the time. `test_features.py` shows that the features of the rows
-matter to these prompts.
+There is one trace per family, which takes most of the time. Families that repeat what others have are run with two
+layers and without what follows from the pieces alone (drafts, segment networks). `test_features.py` shows that the
+features of the rows matter to these prompts.
 """
 
 from pathlib import Path
 
 import pytest
-from families import CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build
+from families import BRIEF, CHECKPOINTS, EXPORTED, FAMILIES, LAYERS, REFUSED, build
 from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
@@ -63,8 +64,22 @@ def test_full_is_hugging_face_and_exit_is_the_oracle(family: str, tmp_path: Path
             check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
 
 
-# Windows and softcaps, learned positions, ALiBi, sinks, experts: what a batch could mix up.
-BATCHED = ("gemma2", "gpt2", "mpt", "gpt_oss", "mixtral")
+@pytest.mark.parametrize("family", BRIEF)
+def test_a_further_family_is_equal_too(family: str, tmp_path: Path) -> None:
+    source, checkpoints = build(family), FAMILIES[family].checkpoints
+    assert source.num_layers == len(checkpoints) + 1
+    routers = random_routers(source, checkpoints, PROMPTS[2], bottleneck=16, **LENS_AND_SHORTLIST)
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces_of(source, checkpoints))
+    full = check_full(engine, source, PROMPTS, NEW_TOKENS)
+    assert full.holds, full.differences
+    assert full.within_tolerance == 0
+    middle = dividing_thresholds(source, routers, PROMPTS[2])
+    exits = check_exit(engine, source, routers, PROMPTS, NEW_TOKENS, middle, max_pending=4)
+    assert exits.holds, exits.differences
+
+
+# Windows and softcaps, learned and counted positions, ALiBi, sinks, experts: what a batch could mix up.
+BATCHED = ("gemma2", "gpt2", "mpt", "gpt_oss", "mixtral", "llama4 (text)")
 
 
 def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) -> None:
@@ -81,7 +96,7 @@ def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) ->
             assert len(exits) > 1
 
 
-# Models that count positions on from one token's: their segment networks run one sequence at a time.
+# Models that number their tokens themselves: their segment networks run one sequence at a time.
 COUNTING = ("llama4 (text)", "llama4")
 
 # Windows and softcaps, experts, ALiBi: what a rewind could break; some drafts of these models are rejected.
@@ -115,6 +130,6 @@ def check_segments(family: str, source, routers, folder: Path, pieces, threshold
 def test_a_model_that_cannot_be_exported_is_refused_by_name(family: str) -> None:
     source = build(family)
     with pytest.raises(UnsupportedModelError, match=FAMILIES[family].refused) as caught:
-        trace(source, CHECKPOINTS)
+        trace(source, FAMILIES[family].checkpoints)
     assert source.architecture in str(caught.value)
     assert "\n" not in str(caught.value)

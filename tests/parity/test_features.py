@@ -87,6 +87,7 @@ IN_THE_SHAPES = {
     "interleaved rotary",
     "no final norm",
     "text model inside ForConditionalGeneration",
+    "mixture of attention heads",
 }
 ELSEWHERE = {"dynamic rotary scaling", "attention in blocks"}  # in the tests on lengths below
 

@@ -45,7 +45,7 @@ def says(error: pytest.ExceptionInfo[TideError]) -> str:
     return sentence
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", [family for family in REFUSED if FAMILIES[family].refused == "recurrent state"])
 def test_a_family_that_cannot_be_exported(family: str, tmp_path: Path) -> None:
     source = build(family)
     source.model.save_pretrained(tmp_path / "model")

@@ -3,6 +3,7 @@ every family."""
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -29,8 +30,9 @@ def models() -> ModuleType:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """One family of two layers."""
     sizes = {**families.HEADS, "num_hidden_layers": 2}
-    monkeypatch.setattr(families, "FAMILIES", {"tiny": families.Family(lambda: tf.LlamaConfig(**sizes), ("a|b",))})
-    monkeypatch.setattr(families, "CHECKPOINTS", (1,))
+    monkeypatch.setattr(
+        families, "FAMILIES", {"tiny": families.Family(lambda: tf.LlamaConfig(**sizes), ("a|b",), layers=2)}
+    )
 
 
 def test_a_row_is_calibrated_exported_and_compared(models: ModuleType, tiny: None, tmp_path: Path) -> None:
@@ -72,6 +74,20 @@ def test_a_row_that_fails_stays_and_says_why(
     assert f"| {status} |" in line
     assert str(error).splitlines()[0] in line
     assert "\n" not in line
+
+
+def test_rows_that_are_run_anew_replace_those_of_the_page(
+    models: ModuleType, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "models.md"
+    monkeypatch.setitem(families.FAMILIES, "other", families.FAMILIES["tiny"])
+    for note, only in (("old", []), ("new", ["--only", "tiny", "--update"])):
+        row = models.Row("tiny", "a", full="equal", exit="equal", onnxruntime="yes", note=note)
+        monkeypatch.setattr(models, "make_row", lambda *args, row=row: replace(row, family=args[1]))
+        assert models.main(["-o", str(output), *only]) == 0
+    lines = [line for line in output.read_text().splitlines() if line.startswith(("| tiny |", "| other |"))]
+    assert [line.split(" | ")[-1] for line in lines] == ["new |", "old |"]
+    assert "2 of 2 rows are exported and equal" in output.read_text()
 
 
 def test_rows_are_chosen_by_name(models: ModuleType, capsys: pytest.CaptureFixture) -> None:

@@ -35,6 +35,13 @@ def attention_of(model: ir.Model, length: int = LENGTH) -> list[ir.Node]:
             None,
         ),
         (
+            "seen = Cast <to = 1> (causal) kept = Mul (scores, seen) rest = Sub (full, seen) hides = Mul (rest, low)"
+            "masked = Add (kept, hides) logits = Mul (masked, half)",
+            0.5,
+            None,
+            None,
+        ),
+        (
             "near = Add (distance, three) inside = Greater (near, zero) both = And (causal, inside)"
             "logits = Where (both, scores, least)",
             1.0,
@@ -52,7 +59,15 @@ def attention_of(model: ir.Model, length: int = LENGTH) -> list[ir.Node]:
             [0.5, 0.25],
         ),
     ],
-    ids=["where", "codegen and xglm", "window", "alibi by place", "alibi by distance", "alibi in the mask"],
+    ids=[
+        "where",
+        "codegen and xglm",
+        "openai gpt",
+        "window",
+        "alibi by place",
+        "alibi by distance",
+        "alibi in the mask",
+    ],
 )
 def test_scale_window_and_bias_are_read(chain: str, scale: float, window: int | None, bias: list[float] | None) -> None:
     model = spelled_out(chain)
@@ -84,6 +99,7 @@ def test_scale_window_and_bias_are_read(chain: str, scale: float, window: int | 
         (f"gate = ReduceMean (v) biased = Add (scores, gate) {HIDE}", "depends on the tokens"),
         (f"biased = Tanh (scores) {HIDE}", "by a Tanh that is not understood"),
         (f"biased = Mul (scores, slopes) {HIDE}", "by a Mul that is not understood"),
+        ("seen = Cast <to = 1> (causal) logits = Mul (scores, seen)", "by 0 without hiding"),
         (f"biased = Sub (half, scores) {HIDE}", "by a Sub that is not understood"),
         (f"biased = Add (scores, scores) {HIDE}", "twice"),
         (
@@ -111,6 +127,14 @@ def test_a_model_without_a_softmax_over_keys_is_refused() -> None:
     softmax = next(node for node in model.graph if node.op_type == "Softmax")
     softmax.outputs[0].replace_all_uses_with(softmax.inputs[0])
     with pytest.raises(UnsupportedModelError, match="nor by a softmax over keys"):
+        attention_of(model)
+
+
+def test_a_softmax_that_weighs_values_in_another_way_is_named() -> None:
+    model = spelled_out("logits = Where (causal, scores, least)")
+    matmul = next(node for node in model.graph if node.outputs[0].name == "context")
+    matmul.op_type = "Einsum"
+    with pytest.raises(UnsupportedModelError, match="Toy weighs its values by a Einsum that is not understood"):
         attention_of(model)
 
 

@@ -8,7 +8,8 @@ TEMPLATE = """
 attention (int64[B,S] input_ids, int64[B,S] position_ids) => (float[B,S,2,8] out)
 <float[B,2,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,8,S] k_transposed, float[B,2,S,S] scores,
  float[B,2,S,S] logits, float[B,2,S,S] weights, float[B,2,S,8] context, int64[1] size, float[B,S] by_token,
- float nought = {{0.0}}, float least = {{-3.4e38}}, float half = {{0.5}}, float two = {{2.0}}, int64 zero = {{0}},
+ float nought = {{0.0}}, float least = {{-3.4e38}}, float half = {{0.5}}, float two = {{2.0}},
+ float full = {{1.0}}, float low = {{-1e4}}, int64 zero = {{0}},
  int64 one = {{1}}, int64 three = {{3}}, float[2,1,1] slopes = {{0.5, 0.25}}, float[3] table = {{1.0, 2.0, 3.0}},
  bool[2,1,1] first_head = {{1, 0}}, int64[1] at_0 = {{0}}, int64[1] at_1 = {{1}}>
 {{

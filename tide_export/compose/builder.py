@@ -104,7 +104,7 @@ class Block:
         renamed = {str(dim.value): to for dim, to in symbols if isinstance(dim, ir.SymbolicDim) and dim.value}
         clone = piece.clone()
         for parameter, value in zip(clone.inputs, inputs, strict=True):
-            parameter.replace_all_uses_with(value)
+            parameter.replace_all_uses_with(value, replace_graph_outputs=True)  # of a piece that computes nothing
         for weight in list(clone.initializers.values()):
             weight.replace_all_uses_with(self.weights.share(weight))
         outputs = list(clone.outputs)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnx_ir.convenience as irc
 from onnx_ir.passes import common as common_passes
 
+from tide_export.compose.passes.counted_positions import CountedPositionsPass
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
@@ -72,6 +73,47 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
         UnsupportedModelError: a layer reads more than the hidden states and positions before it.
         GraphError: the trace was made for shorter sequences.
     """
+    try:
+        return _cut(traced, max_length)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{traced.architecture}: {error}") from error
+
+
+def check_positions(pieces: Pieces, rows: bool = False) -> None:
+    """Checks that every token's position is read, not one token's: a batch concatenates several sequences.
+
+    Args:
+        rows: the sequences of a batch are rows of one tensor, so they may not share one row of positions either.
+
+    Raises:
+        UnsupportedModelError: positions are selected, or shared (Llama 4's query scaling counts tokens itself).
+    """
+    for piece in (pieces.embed, *pieces.segments):
+        for node, index in piece.inputs[1].uses():
+            if index == 0 and node.op_type in ("Gather", "Slice", "Split", "GatherElements", "GatherND"):
+                raise UnsupportedModelError(
+                    "it takes one token's position and counts on from there, so the tokens of several sequences cannot "
+                    "be concatenated"
+                )
+            if rows and node.op_type == "Squeeze":
+                raise UnsupportedModelError("it numbers the tokens of all sequences of a batch alike")
+
+
+def is_attention(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION)
+
+
+def layer_of(attention: ir.Node) -> int:
+    return attention.attributes["layer"].as_int()
+
+
+def sinks_and_bias(attention: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+    """Sinks [H] and bias by head and key position [H, N], both float32, of a traced TideAttention; None if absent."""
+    _, _, _, sinks, bias = (*attention.inputs, None, None)[:5]
+    return sinks, bias
+
+
+def _cut(traced: TracedModel, max_length: int) -> Pieces:
     graph, bounds = traced.model.graph, traced.boundaries
     attention = {layer_of(node): node for node in graph if is_attention(node)}
     for _, table in map(sinks_and_bias, attention.values()):
@@ -82,6 +124,7 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
         common_passes.CommonSubexpressionEliminationPass(),
         StaticReshapesPass(),
         MaskedFillsPass(),
+        CountedPositionsPass(),
         RotaryTablesPass(max_length),
         common_passes.RemoveUnusedNodesPass(),
     )
@@ -121,35 +164,6 @@ def cut(traced: TracedModel, max_length: int) -> Pieces:
         (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int()) for node in attention.values()
     )
     return Pieces(bounds, embed, tuple(segments), final_norm, head, kv_shapes, tuple(keys_values))
-
-
-def check_positions(pieces: Pieces) -> None:
-    """Checks that every token's position is read, not one token's: a batch concatenates several sequences.
-
-    Raises:
-        UnsupportedModelError: positions are selected (Llama 4's query scaling takes the first and counts on).
-    """
-    for piece in (pieces.embed, *pieces.segments):
-        for node, index in piece.inputs[1].uses():
-            if index == 0 and node.op_type in ("Gather", "Slice", "Split", "GatherElements", "GatherND"):
-                raise UnsupportedModelError(
-                    "it takes one token's position and counts on from there, so the tokens of several sequences cannot "
-                    "be concatenated"
-                )
-
-
-def is_attention(node: ir.Node) -> bool:
-    return (node.domain, node.op_type) == (DOMAIN, OP_ATTENTION)
-
-
-def layer_of(attention: ir.Node) -> int:
-    return attention.attributes["layer"].as_int()
-
-
-def sinks_and_bias(attention: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
-    """Sinks [H] and bias by head and key position [H, N], both float32, of a traced TideAttention; None if absent."""
-    _, _, _, sinks, bias = (*attention.inputs, None, None)[:5]
-    return sinks, bias
 
 
 def _keys_and_values(graph: ir.Graph, hidden: ir.Value, attention: ir.Node) -> ir.Graph:

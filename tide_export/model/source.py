@@ -108,9 +108,10 @@ class SourceModel:
 
         With longrope scaling, the original number: beyond it every angle changes, also of keys already in the cache.
         """
-        names = ("max_position_embeddings", "max_seq_len")  # the latter: MPT
+        names = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # the last two: MPT, Whisper
         lengths = [*(getattr(self.text_config, name, None) for name in names), self.longrope_length]
-        return min((int(length) for length in lengths if length), default=None)
+        positions = min((int(length) for length in lengths if length and length > 0), default=None)  # XLNet: -1
+        return positions if positions is None else positions - self.structure.first_position
 
     @property
     def longrope_length(self) -> int | None:

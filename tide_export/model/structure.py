@@ -19,11 +19,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, ModelOutput
 
 from tide_export.errors import UnsupportedModelError
+from tide_export.model.failures import explained
 
 
 def first_tensor(output) -> torch.Tensor:
-    """Returns the hidden states of a layer's output, which is a tensor or a tuple that starts with one."""
-    return output[0] if isinstance(output, tuple) else output
+    """Returns the hidden states of a layer's output, which is a tensor or a tuple or list that starts with one."""
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def with_first_tensor(output: Any, states: torch.Tensor) -> Any:
+    """Replaces the hidden states of a layer's output."""
+    return type(output)((states, *output[1:])) if isinstance(output, tuple | list) else states
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,14 @@ class ModelStructure:
         layers: its decoder layers, in order; each takes the hidden states [B, S, D] first, or as `hidden_states`.
         final_modules: the modules from the last layer's output to `last_hidden_state`, in order (norm, projection); may
             be empty.
+        first_position: the position id of the first token; above 0 where a model counts on from its padding id
+            (RoBERTa).
     """
 
     backbone: nn.Module
     layers: nn.ModuleList
     final_modules: tuple[nn.Module, ...]
+    first_position: int = 0
 
     @classmethod
     def find(cls, model: PreTrainedModel) -> "ModelStructure":
@@ -217,29 +226,21 @@ def _watch(model: PreTrainedModel) -> _Run:
     with ExitStack() as hooks, torch.no_grad():
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(record))
-        ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
-        model(input_ids=ids, use_cache=False)
+        with explained(model, "run on token ids alone"):
+            model(input_ids=_two_tokens(model), use_cache=False)
     return run
+
+
+def _two_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """Returns one token id twice, not that of padding, [1, 2]."""
+    token = int(getattr(model.config.get_text_config(), "pad_token_id", None) == 0)
+    return torch.full((1, 2), token, dtype=torch.long, device=input_device(model))
 
 
 def _find(model: PreTrainedModel) -> ModelStructure:
     kind = type(model).__name__
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    owners = [
-        (owner, child)
-        for owner in model.modules()
-        for child in owner.children()
-        if isinstance(child, nn.ModuleList) and len(child) == depth
-    ]
-    if not owners:
-        raise UnsupportedModelError(f"{kind} has no list of {depth} decoder layers (config.num_hidden_layers)")
     run = _watch(model)
-    # A vision tower may be as deep as the text model, and other lists as long: on text, only the layers run once each.
-    ran = [(owner, layers) for owner, layers in owners if all(run.counts[id(layer)] == 1 for layer in layers)]
-    if not ran:
-        calls = max(sum(run.counts[id(layer)] for layer in layers) for _, layers in owners)
-        raise UnsupportedModelError(f"{kind} ran {calls} decoder layers but its config says {depth}")
-    backbone, layers = ran[0]
+    backbone, layers = _layers(model, run)
     if backbone is model:
         raise UnsupportedModelError(
             f"{kind} has its layers and its head in one module, so the head cannot be run alone: the layers and the "
@@ -260,7 +261,54 @@ def _find(model: PreTrainedModel) -> ModelStructure:
             )
         chain.append(step[0])
         current = step[2]
-    return ModelStructure(backbone, layers, tuple(chain))
+    return ModelStructure(backbone, layers, tuple(chain), _first_position(model, run))
+
+
+def _first_position(model: PreTrainedModel, run: _Run) -> int:
+    """Returns the id that the model's embedding of positions gets for the first token.
+
+    Raises:
+        UnsupportedModelError: it is not 0, and the model computes something else from ids that are given to it.
+    """
+    numbered = (
+        inputs[0].tolist()
+        for module, inputs, _ in run.calls
+        if isinstance(module, nn.Embedding) and not inputs.is_floating_point() and inputs.shape == (1, 2)
+    )
+    first = next((start for start, following in numbered if following == start + 1), 0)
+    if first:
+        positions = torch.arange(first, first + 2, device=input_device(model))[None]
+        with torch.no_grad():
+            logits = model(input_ids=_two_tokens(model), position_ids=positions, use_cache=False).logits
+        if not torch.allclose(logits, run.outputs[id(model)].logits, atol=1e-4, rtol=1e-4):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} numbers its tokens from {first} and does not read position_ids, so it cannot "
+                "be exported"
+            )
+    return first
+
+
+def _layers(model: PreTrainedModel, run: _Run) -> tuple[nn.Module, nn.ModuleList]:
+    """Returns the decoder layers and the module that owns them.
+
+    A vision tower may be as deep as the text model, and other lists as long: on text, only the layers run once each.
+    """
+    kind, depth = type(model).__name__, getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    owners = [
+        (owner, child) for owner in model.modules() for child in owner.children() if isinstance(child, nn.ModuleList)
+    ]
+    ran = [owner for owner in owners if len(owner[1]) and all(run.counts[id(layer)] == 1 for layer in owner[1])]
+    for backbone, layers in ran:
+        if len(layers) == depth:
+            return backbone, layers
+    runs = [sum(run.counts[id(layer)] for layer in layers) for _, layers in owners if len(layers) == depth]
+    if runs:
+        raise UnsupportedModelError(f"{kind} ran {max(runs)} decoder layers but its config says {depth}")
+    # The config may count something else: the layers of an encoder, or attentions.
+    alike = [owner for owner in ran if len(owner[1]) > 1 and len({type(layer) for layer in owner[1]}) == 1]
+    if not alike:
+        raise UnsupportedModelError(f"{kind} has no list of {depth} decoder layers (config.num_hidden_layers)")
+    return max(alike, key=lambda owner: len(owner[1]))
 
 
 def _check(model: PreTrainedModel, structure: ModelStructure) -> None:

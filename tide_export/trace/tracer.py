@@ -7,6 +7,7 @@ longer recognise hand-written RMSNorm and rotary code. The trace has no control 
 """
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
@@ -20,13 +21,14 @@ from torch import nn
 from torch.fx import config as fx_config
 from transformers import PreTrainedModel
 
-from tide_export.errors import TideError, TraceError, UnsupportedModelError
+from tide_export.errors import TraceError, UnsupportedModelError
+from tide_export.model.failures import refuse_trace
 from tide_export.model.source import SourceModel
-from tide_export.model.structure import first_tensor, with_states
+from tide_export.model.structure import first_tensor, with_first_tensor, with_states
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_CHECKPOINT
 from tide_export.trace.attention.interface import refuse_ignored_attention, symbolic_attention
 from tide_export.trace.attention.masks import layer_masks
-from tide_export.trace.attention.matching import ExplicitAttentionPass, bypasses_interface, symbolic_sdpa
+from tide_export.trace.attention.matching import ExplicitAttentionPass, symbolic_sdpa
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
 from tide_export.trace.exporter.decompositions import minimal_decompositions
@@ -38,6 +40,7 @@ from tide_export.trace.static_rope import static_rope
 from tide_export.trace.symbolic import symbolic
 
 OPSET = 23
+RECURRENT = ("linear", "conv", "mamba", "recurrent")  # parts of the names of layer types in configs
 DEFAULT_LENGTH = 2048  # tokens that attention biases are stored for if neither the model nor the caller sets a bound
 
 
@@ -49,11 +52,13 @@ class TracedModel:
         model: inputs input_ids and position_ids, int64 [B, S]; output logits, float32 [B, S, V].
         boundaries: layers run at the markers between segments: (0, checkpoints ..., depth).
         every_layer: there is a marker before every layer.
+        architecture: the model's class, for messages.
     """
 
     model: ir.Model
     boundaries: tuple[int, ...]
     every_layer: bool = False
+    architecture: str = "the model"
 
     @property
     def head_marker(self) -> int:
@@ -82,51 +87,62 @@ def trace(
     depth = source.num_layers
     boundaries = (0, *checkpoints, depth)
     quantized = source.quantized
+    masks = layer_masks(source.model, depth)
     with (
         placeholder_weights(source) as placeholders,
-        symbolic_attention(source.model, layer_masks(source.model, depth)),
-        symbolic_sdpa(),
+        symbolic_sdpa() if masks is None else symbolic_attention(source.model, masks),
         symbolic_experts(source.model, quantized.blocks if quantized is not None else ()),
         symbolic_quantized(source.model, quantized),
         static_rope(source.model),
         _markers(source, range(depth + 1) if every_layer else boundaries),
     ):
-        model = _export(source)
+        model = _export(source, cached=masks is not None)
     read_when_written(model, source, placeholders)
-    if bypasses_interface(source.model):
+    if masks is None:
         length = max_length or source.context_length or DEFAULT_LENGTH
         ExplicitAttentionPass(length, source.architecture)(model)
-    traced = TracedModel(model, boundaries, every_layer)
+    traced = TracedModel(model, boundaries, every_layer, source.architecture)
     _check(source, traced)
     return traced
 
 
 def refuse_recurrent_state(source: SourceModel) -> None:
     """Raises UnsupportedModelError if the model's state is more than keys and values."""
-    if getattr(source.model, "_is_stateful", False):
+    kinds = getattr(source.text_config, "layer_types", None) or ()
+    recurrent = next((kind for kind in kinds if any(name in str(kind) for name in RECURRENT)), None)
+    if recurrent is not None or getattr(source.model, "_is_stateful", False):
+        layers = f" (layers of type {recurrent!r})" if recurrent is not None else ""
         raise UnsupportedModelError(
-            f"{source.architecture} keeps a recurrent state beside keys and values or instead of them, so it cannot be "
-            "exported"
+            f"{source.architecture} keeps a recurrent state beside keys and values or instead of them{layers}, so it "
+            "cannot be exported"
         )
 
 
 class _TracedForward(nn.Module):
-    """The model's forward with the graph's two inputs and one output."""
+    """The model's forward with the graph's two inputs and one output.
 
-    def __init__(self, model: PreTrainedModel, depth: int):
+    Args:
+        cached: whether to give the model a cache, which one that computes attention itself would size its masks by.
+    """
+
+    def __init__(self, source: SourceModel, cached: bool):
         super().__init__()
-        self.model = model
-        self.depth = depth
-        self.cached = not bypasses_interface(model)  # which would size its masks by the cache's length
+        self.model: PreTrainedModel = source.model
+        self.depth, self.first_position = source.num_layers, source.structure.first_position
+        self.cached = cached
+        parameters = inspect.signature(source.model.forward).parameters.values()
+        self.any_option = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self.options = {parameter.name for parameter in parameters}
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        cache = passthrough_cache(self.depth, position_ids[0, 0]) if self.cached else None
-        return self.model(
-            input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=self.cached
-        ).logits
+        cache = passthrough_cache(self.depth) if self.cached else None
+        position_ids = position_ids + self.first_position if self.first_position else position_ids
+        options = {"position_ids": position_ids, "past_key_values": cache, "use_cache": self.cached}
+        taken = {name: value for name, value in options.items() if self.any_option or name in self.options}
+        return self.model(input_ids=input_ids, **taken).logits
 
 
-def _export(source: SourceModel) -> ir.Model:
+def _export(source: SourceModel, cached: bool) -> ir.Model:
     # Two rows of three tokens: a sample dimension of 1 would be taken for a constant.
     device = next(source.model.get_input_embeddings().parameters()).device
     ids = torch.zeros((2, 3), dtype=torch.long, device=device)
@@ -135,7 +151,7 @@ def _export(source: SourceModel) -> ir.Model:
     try:
         with _quiet_exporter(), minimal_decompositions():
             program = torch.onnx.export(
-                _TracedForward(source.model, source.num_layers).eval(),
+                _TracedForward(source, cached).eval(),
                 (ids, positions),
                 dynamo=True,
                 opset_version=OPSET,
@@ -145,18 +161,7 @@ def _export(source: SourceModel) -> ir.Model:
                 verbose=False,
             )
     except Exception as error:
-        for cause in _causes(error):
-            if isinstance(cause, TideError):
-                raise cause from None
-            if isinstance(cause, KeyError) and "tide_export" in str(cause):
-                raise UnsupportedModelError(
-                    f"{source.architecture} picks its attention from a table of its own instead of transformers' "
-                    "attention interface, so it cannot be traced"
-                ) from error
-        raise TraceError(
-            f"PyTorch's exporter cannot trace {source.architecture} ({source.name}), so it cannot be exported: "
-            "--debug shows why"
-        ) from error
+        refuse_trace(source.model, error)
     if program is None:
         raise TraceError(f"torch.onnx.export gave no graph for {source.architecture} ({source.name})")
     model = program.model.clone()
@@ -181,8 +186,7 @@ def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
         return hook
 
     def after_last(_module, _args, output):
-        marked = _mark(first_tensor(output), depth)
-        return (marked, *output[1:]) if isinstance(output, tuple) else marked
+        return with_first_tensor(output, _mark(first_tensor(output), depth))
 
     def after_backbone(_module, _args, output):
         return with_states(output, _mark(output[0], depth + 1))
@@ -214,12 +218,6 @@ def _check(source: SourceModel, traced: TracedModel) -> None:
     expected = [*(range(depth + 1) if traced.every_layer else traced.boundaries), traced.head_marker]
     if markers != expected:
         raise TraceError(f"{source.architecture}: the trace holds checkpoints {markers} instead of {expected}")
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tide_export.model.source import SourceModel
-from tide_export.model.structure import first_tensor
+from tide_export.model.structure import first_tensor, with_first_tensor
 from tide_export.routers.router_set import RouterSet
 
 
@@ -103,7 +103,7 @@ def _run_frozen(source: SourceModel, rule: _Rule, ids: torch.Tensor, propagate_f
             if layers in rule.thresholds:
                 rule.decide(layers, state)
             last[:] = [state]
-            return (state, *output[1:]) if isinstance(output, tuple) else state
+            return with_first_tensor(output, state)
 
         return hook
 

@@ -1,12 +1,13 @@
 """The table of model families, docs/reference/models.md: runs calibrate, export and parity for every row.
 
-    python tools/checks/model_families.py [--only FAMILY]... [-o FILE]
+    python tools/checks/model_families.py [--only FAMILY]... [--update] [-o FILE]
 
 A row is a tiny random model of tests/families.py, with the features its family is known for, saved to a folder with a
 tokenizer of bytes. It is calibrated on the bundled text, exported as `tide-export export` does it, the bundle loaded,
 and compared with the Hugging Face model at full depth and with the oracle at thresholds that about half of the tokens
 pass, so that tokens wait and catch up. A row that fails stays in the table with the sentence it failed with. Exit code
-1 if a row is not what tests/families.py expects. With `--only`, rows are printed and nothing is written.
+1 if a row is not what tests/families.py expects. With `--only`, rows are printed and nothing is written, unless
+`--update` replaces them in the page.
 """
 
 import argparse
@@ -46,8 +47,9 @@ INTRODUCTION = """# Model families
 
 Written by `python tools/checks/model_families.py`, which runs every row; nothing here is filled in by hand. {summary}
 
-A row is a tiny random model ({layers} layers, checkpoints after {checkpoints}) with the features its family is
-known for and every parameter randomised (`tests/families.py`), in float32. *Full* compares the exported graph at full
+A row is a tiny random model ({layers} layers, checkpoints after {checkpoints}; the rows from {further} on, which repeat
+what others have: 2 layers and one checkpoint) with the features its family is known for and every parameter randomised
+(`tests/families.py`), in float32. *Full* compares the exported graph at full
 depth with the Hugging Face model, *exit* compares it with the reference rule, at thresholds that divide the tokens and
 with 1, 4 and 16 tokens allowed to wait: token for token, exit layer for exit layer, over prompts of 1, 2 and {longest}
 tokens (sliding windows are {window}) and {new} generated tokens each. The number is the largest difference of a logit,
@@ -139,7 +141,7 @@ def make_row(families: ModuleType, name: str, folder: Path) -> Row:
             built.model.save_pretrained(model)
         byte_tokenizer().save_pretrained(model)
         config = TideConfig(
-            checkpoints=families.CHECKPOINTS,
+            checkpoints=family.checkpoints,
             min_layers=1,
             calibration_dataset=str(TEXT),
             calibration_samples=48,
@@ -190,27 +192,39 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def page(rows: Sequence[Row], families: ModuleType) -> str:
-    """docs/reference/models.md."""
-    equal = sum(row.onnxruntime == "yes" and row.expected for row in rows)
-    others = [f"{row.family} ({row.onnxruntime})" for row in rows if row.onnxruntime != "yes"]
-    summary = f"{equal} of {len(rows)} rows are exported and equal"
+def page(lines: Sequence[str], families: ModuleType) -> str:
+    """docs/reference/models.md, of its rows."""
+    cells = [line.removeprefix("| ").split(" | ") for line in lines]
+    status = {row[0]: row[COLUMNS.index("onnxruntime")] for row in cells}
+    equal = [
+        row[0] for row in cells if all(row[COLUMNS.index(f"parity {mode}")][:5] == "equal" for mode in ("full", "exit"))
+    ]
+    others = [f"{family} ({what})" for family, what in status.items() if what != "yes"]
+    summary = f"{len(equal)} of {len(lines)} rows are exported and equal"
     table = "\n".join(("| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"))
     head = INTRODUCTION.format(
         summary=summary + (f"; not so: {', '.join(others)}." if others else "."),
         head=table,
         layers=families.LAYERS,
         checkpoints=" and ".join(map(str, families.CHECKPOINTS)),
+        further=next(iter(families.FURTHER)),
         longest=len(PROMPTS[-1]),
         window=families.WINDOW,
         new=NEW_TOKENS,
     )
-    return head + "\n".join(row.markdown() for row in rows) + "\n" + CLOSING
+    return head + "\n".join(lines) + "\n" + CLOSING
+
+
+def read_rows(page: Path) -> dict[str, str]:
+    """The lines of the table in a page, by family."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")][2:] if page.exists() else []
+    return {line.removeprefix("| ").split(" | ")[0]: line for line in lines}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="FAMILY", help="run these rows and write nothing")
+    parser.add_argument("--update", action="store_true", help="with --only: replace these rows in the page")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "reference" / "models.md")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT / "tests"))
@@ -228,8 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(rows[-1].markdown(), flush=True)
     finally:  # main may be called from a program that has a log of its own
         logger.setLevel(level)
-    if not options.only:
-        options.output.write_text(page(rows, families))
+    if options.update or not options.only:
+        lines = {**read_rows(options.output), **{row.family: row.markdown() for row in rows}}
+        options.output.write_text(page([lines[name] for name in families.FAMILIES if name in lines], families))
     return 0 if all(row.expected for row in rows) else 1
 
 

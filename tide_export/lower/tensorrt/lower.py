@@ -126,7 +126,7 @@ def networks_for_tensorrt(
     models = compose_segments(pieces, routers, lenses, capacity)
     unbatched, bounds = None, []
     try:
-        check_positions(pieces)
+        check_positions(pieces, rows=True)
     except UnsupportedModelError as error:
         unbatched = str(error)
     precision = [HalfPrecisionPass(weights)] if weights != "fp32" else []

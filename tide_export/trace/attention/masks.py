@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from tide_export.errors import UnsupportedModelError
+from tide_export.errors import TideError, UnsupportedModelError
 from tide_export.model.attention import attention_implementation
 from tide_export.model.structure import input_device
 
@@ -47,28 +47,40 @@ class Mask:
         return causal
 
 
-def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...]:
+class _UnknownMask:
+    """A mask of another form: the model is refused if a layer uses it (Qwen2-MoE without sliding windows makes one of
+    zero tokens that none does)."""
+
+
+def layer_masks(model: PreTrainedModel, depth: int) -> tuple[Mask | None, ...] | None:
     """The mask of each of the model's `depth` layers, None where a layer attends without one.
 
     Runs the model on two tokens with attention that computes nothing.
+
+    Returns:
+        None for a model that computes attention itself: it is matched in the trace instead.
 
     Raises:
         UnsupportedModelError: a layer's mask has none of the forms above, or the architecture accepts no other
             attention than its default.
     """
+    if not model._can_set_attn_implementation():
+        return None
     seen: dict[int, Mask | None] = {}
-    if not model._can_set_attn_implementation():  # its attention is matched in the trace instead
-        return (None,) * depth
     with _recording(model, seen), torch.no_grad():
         ids = torch.zeros((1, 2), dtype=torch.long, device=input_device(model))
         try:
             model(input_ids=ids, use_cache=False)
-        except (AttributeError, TypeError, KeyError, IndexError) as error:  # it computes with a mask tensor
-            raise UnsupportedModelError(
-                f"{type(model).__name__} computes with its attention masks before attention does, so it cannot be "
-                "exported"
-            ) from error
-    return tuple(seen.get(layer) for layer in range(depth))
+        except TideError:
+            raise
+        except Exception as error:  # it computes with a mask tensor, or looks up the attention elsewhere
+            if seen:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} computes with its attention masks between its layers, so it cannot be "
+                    "exported"
+                ) from error
+    # transformers decides by the names of classes whether a model uses the interface; this one never called it.
+    return tuple(seen.get(layer) for layer in range(depth)) if seen else None
 
 
 def classify(rule: Rule, size: int | None, positions: int) -> Mask | None:
@@ -95,22 +107,25 @@ def _recording(model: PreTrainedModel, seen: dict[int, Mask | None]) -> Iterator
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**20
 
     def attend(module: nn.Module, query: torch.Tensor, key, value: torch.Tensor, attention_mask: Any, **kwargs):
-        if attention_mask is not None and not isinstance(attention_mask, Mask):
-            raise UnsupportedModelError(f"{kind} computes the attention mask of {type(module).__name__} itself")
-        if attention_mask is None and not getattr(module, "is_causal", True):
-            raise UnsupportedModelError(f"{kind} attends to later tokens in {type(module).__name__}")
-        seen[int(getattr(module, "layer_idx", -1))] = attention_mask
-        batch, heads, length, _ = query.shape
-        return query.new_zeros(batch, length, heads, value.shape[-1]), None
-
-    def mask(mask_function: Rule, local_size: int | None = None, **kwargs) -> Mask:
-        form = classify(mask_function, local_size, positions)
-        if form is None:
+        if isinstance(attention_mask, _UnknownMask):
             raise UnsupportedModelError(
                 f"{kind} masks attention in a way that is neither causal nor a sliding window nor blocks of tokens, "
                 "so it cannot be exported"
             )
-        return form
+        if attention_mask is not None and not isinstance(attention_mask, Mask):
+            raise UnsupportedModelError(
+                f"{kind} computes the attention mask of {type(module).__name__} itself, so it cannot be exported"
+            )
+        if attention_mask is None and not getattr(module, "is_causal", True):
+            raise UnsupportedModelError(
+                f"{kind} attends to later tokens in {type(module).__name__}, so it cannot be exported"
+            )
+        seen[int(getattr(module, "layer_idx", -1))] = attention_mask
+        batch, heads, length, _ = query.shape
+        return query.new_zeros(batch, length, heads, value.shape[-1]), None
+
+    def mask(mask_function: Rule, local_size: int | None = None, **kwargs) -> "Mask | _UnknownMask":
+        return classify(mask_function, local_size, positions) or _UnknownMask()
 
     AttentionInterface.register(IMPLEMENTATION, attend)
     AttentionMaskInterface.register(IMPLEMENTATION, mask)

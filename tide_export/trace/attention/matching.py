@@ -15,7 +15,6 @@ import onnx_ir as ir
 import sympy
 from onnx_ir.passes import common as common_passes
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.names import DOMAIN, OP_ATTENTION, OP_MASKED_ATTENTION
@@ -32,11 +31,6 @@ from tide_export.trace.rewriting import SWAP_HEADS, constant, dims, ensure_none_
 from tide_export.trace.symbolic import symbolic
 
 _LAYOUT = ("Cast", "Identity", "Reshape")  # operators between a softmax and the matmul with the values
-
-
-def bypasses_interface(model: PreTrainedModel) -> bool:
-    """Whether the architecture computes attention itself, without `transformers`' attention interface."""
-    return not model._can_set_attn_implementation()
 
 
 @contextmanager
@@ -75,8 +69,12 @@ class ExplicitAttentionPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         if not _attention_nodes(graph):
+            softmax = next((n for n in graph if n.op_type == "Softmax" and n.outputs[0].uses()), None)
             raise refusal(
-                self.kind, "attends neither through transformers' attention interface nor by a softmax over keys"
+                self.kind,
+                "attends neither through transformers' attention interface nor by a softmax over keys"
+                if softmax is None
+                else f"weighs its values by a {_reader_of(softmax)} that is not understood",
             )
         if self.max_length > MAX_LENGTH:
             raise UnsupportedModelError(
@@ -219,6 +217,14 @@ def _softmax(value: ir.Value | None) -> ir.Node | None:
     while node is not None and node.op_type in _LAYOUT:
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     return node if node is not None and node.op_type == "Softmax" else None
+
+
+def _reader_of(softmax: ir.Node) -> str:
+    """The operator that reads a softmax, apart from casts and reshapes; for messages."""
+    readers = [node for node, _ in softmax.outputs[0].uses()]
+    while readers[0].op_type in _LAYOUT and readers[0].outputs[0].uses():
+        readers = [node for node, _ in readers[0].outputs[0].uses()]
+    return readers[0].op_type
 
 
 def _spelled_out(node: ir.Node, kind: str) -> _Attention:

@@ -22,6 +22,7 @@ from tide_export.trace.rewriting import present, rank
 
 MAX_LENGTH = 8192  # tokens that a mask is evaluated for; it has a cell for each pair of them
 HIDES = -1e8  # an addend below this hides the key; no bias comes near it
+HIDES_ZERO = -1e4  # so low an addend hides a key whose score was multiplied by 0
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,29 @@ class _Scores:
 
     Attributes:
         shape: of the scores, a batch of one.
-        bias, hidden: same rank, each dimension as in `shape` or 1.
+        bias, hidden, zeroed: same rank, each dimension as in `shape` or 1; `zeroed` where the score is multiplied by 0.
     """
 
     shape: tuple[int, ...]
     scale: float
     bias: np.ndarray
     hidden: np.ndarray
+    zeroed: np.ndarray
 
     @classmethod
     def start(cls, shape: tuple[int, ...], scale: float = 1.0) -> "_Scores":
         ones = (1,) * len(shape)
-        return cls(shape, scale, np.zeros(ones), np.zeros(ones, dtype=bool))
+        return cls(shape, scale, np.zeros(ones), np.zeros(ones, dtype=bool), np.zeros(ones, dtype=bool))
 
     def plus(self, bias: np.ndarray, hidden: np.ndarray) -> "_Scores":
-        return replace(self, bias=self.bias + bias, hidden=self.hidden | hidden)
+        low = self.zeroed & (bias <= HIDES_ZERO)  # OpenAI GPT
+        if low.any():
+            bias, hidden = np.where(low, 0.0, bias), hidden | low
+        return replace(self, bias=self.bias + bias, hidden=self.hidden | hidden, zeroed=self.zeroed & ~low)
+
+    def where_one(self, factor: np.ndarray) -> "_Scores":
+        """Multiplied by `factor`, which is 0 or 1 everywhere."""
+        return replace(self, bias=self.bias * factor, zeroed=self.zeroed | (factor == 0))
 
     def times(self, factor: float) -> "_Scores":
         return replace(self, scale=self.scale * factor, bias=self.bias * factor)
@@ -82,7 +91,8 @@ class _Scores:
             sizes = iter([size for size, dim in zip(array.shape, self.shape, strict=True) if dim != 1])
             return array.reshape([1 if dim == 1 else next(sizes) for dim in target])
 
-        return replace(self, shape=target, bias=reshape(self.bias), hidden=reshape(self.hidden))
+        bias, hidden, zeroed = map(reshape, (self.bias, self.hidden, self.zeroed))
+        return replace(self, shape=target, bias=bias, hidden=hidden, zeroed=zeroed)
 
 
 class ScoreReader:
@@ -143,6 +153,8 @@ class ScoreReader:
 
     def _multiply(self, node: ir.Node, at: int, before: _Scores) -> _Scores | None:
         factor = self._value(node.inputs[1 - at])
+        if factor.size > 1 and np.isin(factor, (0, 1)).all():
+            return before.where_one(factor)
         return before.times(float(factor.reshape(()))) if factor.size == 1 and factor > 0 else None
 
     def _divide(self, node: ir.Node, at: int, before: _Scores) -> _Scores | None:
@@ -230,6 +242,8 @@ class ScoreReader:
         length = self.length
         if scores.shape not in ((1, heads, length, length), (heads, length, length)):
             raise refusal(self.kind, "takes its softmax over something else than the keys")
+        if scores.zeroed.any():
+            raise refusal(self.kind, "multiplies attention scores by 0 without hiding their keys")
         hidden = scores.hidden.reshape((-1, *scores.hidden.shape[-2:]))
         if not (hidden == hidden[:1]).all():
             raise refusal(self.kind, "masks its attention differently from head to head")
