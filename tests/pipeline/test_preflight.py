@@ -94,6 +94,20 @@ def test_a_failure_of_the_exporter(tmp_path: Path, demo_model: Path, text: str, 
     says(error)
 
 
+@pytest.mark.parametrize("part", ["trace", "cut"])
+def test_a_failure_of_the_graph_builder(tmp_path: Path, demo_model: Path, text: str, monkeypatch, part: str) -> None:
+    def fail(*_, **__):
+        raise ValueError("a value is an output\nof the graph")
+
+    monkeypatch.setattr(flow, "trace", lambda *_, **__: None)
+    monkeypatch.setattr(flow, part, fail)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^LlamaFor.* raises ValueError \(a value is an output\)$"
+    ) as error:
+        export(str(demo_model), tmp_path / "out", config=TideConfig(calibration_dataset=text))
+    says(error)
+
+
 def test_what_tensorrt_does_not_take(tmp_path: Path, demo_model: Path, text: str, monkeypatch) -> None:
     config = TideConfig(checkpoints=(3, 6, 9), calibration_dataset=text)
 

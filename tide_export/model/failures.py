@@ -76,7 +76,7 @@ def _cause(model: nn.Module, error: BaseException) -> str:
     frames = list(_frames(error.__traceback__))
     by_torch = not frames or frames[-1].f_code.co_filename.startswith(_TORCH)
     text = "" if by_torch else first_line(error)
-    return f"{_module(model, error) or 'its code'} raises {type(error).__name__}" + (f" ({text})" if text else "")
+    return f"{_module(model, error) or 'the export'} raises {type(error).__name__}" + (f" ({text})" if text else "")
 
 
 def _module(model: nn.Module, error: BaseException) -> str:

@@ -17,6 +17,7 @@ from tide_export.compose.step_graph import compose
 from tide_export.engines.build import build_engines
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.lower import check_pieces
+from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle, quantization_text
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
@@ -70,7 +71,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
     lower = partial(lower_for_onnxruntime, quantized=source.quantized)
-    with stage("composing the graph"):
+    with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         composing = compose_propagating if request.propagates else compose
         graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
     manifest = make_manifest(source, routers, request.config, graph, length)
@@ -86,9 +87,9 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
 
 
 def _trace_and_cut(source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int) -> Pieces:
-    with stage("tracing the model"):
+    with stage("tracing the model"), explained(source.model, "be traced"):
         traced = trace(source, checkpoints, length, every_layer=request.propagates)
-    with stage("cutting the graph"):
+    with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
         pieces = cut(traced, length)
     if request.flavour is not None:
         check_pieces(pieces, request.weights)
