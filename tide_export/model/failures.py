@@ -74,8 +74,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _cause(model: nn.Module, error: BaseException) -> str:
     """The module in which `error` was raised, and its text if that is the model's code speaking, not PyTorch's."""
     frames = list(_frames(error.__traceback__))
-    by_torch = not frames or frames[-1].f_code.co_filename.startswith(_TORCH)
-    text = "" if by_torch else first_line(error)
+    line = first_line(error)
+    by_torch = "torch" in line or not frames or frames[-1].f_code.co_filename.startswith(_TORCH)
+    text = "" if by_torch else line
     return f"{_module(model, error) or 'the export'} raises {type(error).__name__}" + (f" ({text})" if text else "")
 
 
