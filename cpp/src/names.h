@@ -16,6 +16,9 @@ constexpr char const* kLogits = "logits";                      // float32 [m, V]
 constexpr char const* kScores = "router_scores";               // float32 [1, K-1], NaN: not reached
 constexpr char const* kNewPending = "new_pending_states";      // float32 [1, n, D]
 
+// Prefix of the graph's metadata: what it was exported with and no tensor shows.
+constexpr char const* kMetadata = "tide.";
+
 std::string skip_threshold(std::size_t k);                 // float32 [1], of segment k >= 1
 std::string pending(std::size_t k);                        // float32 [1, n_k, D], before segment k >= 1
 std::string past(std::size_t layer, char const* kind);     // float32 [1, heads, C, head_dim]; kind: of kKinds

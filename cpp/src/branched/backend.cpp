@@ -1,40 +1,64 @@
 #include "branched/backend.h"
 
+#include "formatting.h"
 #include "names.h"
 #include "onnxruntime/session.h"
+#include "tide/errors.h"
 
 namespace tide {
 namespace {
 
-// Adds the K/V buffers of all layers, with the names `name` gives them as inputs or outputs.
-void add_caches(TensorTypes& tensors, Manifest const& manifest,
-                std::string (*name)(std::size_t layer, char const* kind)) {
-  for (std::size_t layer = 0; layer < manifest.model.kv_shapes.size(); ++layer) {
-    for (char const* kind : names::kKinds) tensors[name(layer, kind)] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+// The tensors that a graph of this manifest must have.
+NetworkSpec graph_spec(Manifest const& manifest) {
+  ModelInfo const& model = manifest.model;
+  auto const count = static_cast<std::int64_t>(manifest.checkpoints.size());
+  NetworkSpec spec{kGraphFile,
+                   {{names::kInputIds, true, "int64", {1, kTokens}},
+                    {names::kTotalLength, true, "int32", {}},
+                    {names::kLogitsPositions, true, "int64", {kTokens, 2}},
+                    {names::kLogits, false, "float32", {kTokens, model.vocab_size}}}};
+  auto const add = [&](std::string const& name, bool is_input, std::vector<std::int64_t> shape) {
+    spec.tensors.push_back({name, is_input, "float32", std::move(shape)});
+  };
+  if (count > 0) {
+    add(names::kThresholds, true, {count});
+    add(names::kScores, false, {1, count});
+    if (!manifest.propagates()) add(names::kNewPending, false, {1, kTokens, model.hidden_size});
   }
-}
-
-TensorTypes graph_inputs(Manifest const& manifest) {
-  TensorTypes tensors = {{names::kInputIds, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
-                         {names::kTotalLength, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
-                         {names::kLogitsPositions, ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64}};
-  if (!manifest.checkpoints.empty()) tensors[names::kThresholds] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
   for (std::size_t k = 1; k <= manifest.checkpoints.size(); ++k) {
-    tensors[names::skip_threshold(k)] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    if (!manifest.propagates()) tensors[names::pending(k)] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+    add(names::skip_threshold(k), true, {1});
+    if (!manifest.propagates()) add(names::pending(k), true, {1, kTokens, model.hidden_size});
   }
-  add_caches(tensors, manifest, names::past);
-  return tensors;
+  for (std::size_t layer = 0; layer < model.kv_shapes.size(); ++layer) {
+    for (char const* kind : names::kKinds) {
+      auto const [heads, head_dim] = model.kv_shapes[layer];
+      add(names::past(layer, kind), true, {1, heads, kTokens, head_dim});
+      add(names::present(layer, kind), false, {1, heads, kTokens, head_dim});
+    }
+  }
+  return spec;
 }
 
-TensorTypes graph_outputs(Manifest const& manifest) {
-  TensorTypes tensors = {{names::kLogits, ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT}};
-  if (!manifest.checkpoints.empty()) {
-    tensors[names::kScores] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-    if (!manifest.propagates()) tensors[names::kNewPending] = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+// Compares what the graph was exported with, and its tensors do not show, with the manifest.
+void check_metadata(Ort::Session const& session, Manifest const& manifest, std::string const& graph) {
+  auto const& context = manifest.model.context_length;
+  std::pair<char const*, std::string> const fields[] = {
+      {"checkpoints", joined(manifest.checkpoints, ",")},
+      {"context_length", context ? std::to_string(*context) : std::string()},
+      {"hidden_size", std::to_string(manifest.model.hidden_size)}};
+  Ort::AllocatorWithDefaultOptions allocator;
+  Ort::ModelMetadata const metadata = session.GetModelMetadata();
+  for (auto const& [field, expected] : fields) {
+    auto const present = metadata.LookupCustomMetadataMapAllocated((names::kMetadata + std::string(field)).c_str(),
+                                                                   allocator);
+    if (present == nullptr) {
+      throw BundleError(graph + " does not record its " + field + ", as this release writes it: export again");
+    }
+    if (present.get() != expected) {
+      throw BundleError(graph + " was exported with other " + field + " than its manifest's " +
+                        (expected.empty() ? "none" : expected) + ": export the bundle again or copy it anew");
+    }
   }
-  add_caches(tensors, manifest, names::present);
-  return tensors;
 }
 
 }  // namespace
@@ -43,7 +67,10 @@ BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> thre
     : Backend(std::move(opened)), batch_networks_(bundle(), threads) {
   check_onnxruntime();
   env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
-  session_ = open_network(env_, bundle(), kGraphFile, threads, graph_inputs(manifest()), graph_outputs(manifest()));
+  std::filesystem::path const graph = bundle().file(kGraphFile).path();
+  session_ = load_network(env_, bundle(), kGraphFile, threads);
+  graph_spec(manifest()).check(tensors_of(session_), graph.string());
+  check_metadata(session_, manifest(), quoted(graph));
 }
 
 }  // namespace tide

@@ -1,7 +1,5 @@
 #include "onnxruntime/segments.h"
 
-#include <map>
-
 #include "names.h"
 #include "onnxruntime/session.h"
 #include "segmented/backend.h"
@@ -10,13 +8,6 @@
 
 namespace tide {
 namespace {
-
-std::map<std::string, ONNXTensorElementDataType> const kTypes = {
-    {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},
-    {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
-    {"bfloat16", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16},
-    {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},
-    {"bool", ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL}};
 
 class OrtNetwork final : public Network {
  public:
@@ -28,7 +19,7 @@ class OrtNetwork final : public Network {
         Tensor const& tensor = spec_.tensors[i];
         std::vector<std::int64_t> const dims = tensor.dims(tokens);
         Ort::Value const value = Ort::Value::CreateTensor(memory_, addresses[i], tensor.size(tokens), dims.data(),
-                                                          dims.size(), kTypes.at(tensor.dtype));
+                                                          dims.size(), element_type(tensor.dtype));
         if (tensor.is_input) binding_.BindInput(tensor.name.c_str(), value);
         if (!tensor.is_input) binding_.BindOutput(tensor.name.c_str(), value);
       }
@@ -44,27 +35,6 @@ class OrtNetwork final : public Network {
   Ort::IoBinding binding_;
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
 };
-
-// The inputs and outputs of a network, for `NetworkSpec::check`.
-std::vector<Tensor> tensors_of(Ort::Session& session) {
-  std::vector<Tensor> tensors;
-  for (bool const inputs : {true, false}) {
-    for_each_tensor(session, inputs, [&](std::string const& name, Ort::TypeInfo const& type) {
-      auto const described = type.GetTensorTypeAndShapeInfo();
-      Tensor tensor{name, inputs, "another type", described.GetShape()};
-      for (auto const& [dtype, element] : kTypes) {
-        if (element == described.GetElementType()) tensor.dtype = dtype;
-      }
-      std::vector<char const*> symbols(tensor.shape.size());
-      described.GetSymbolicDimensions(symbols.data(), symbols.size());
-      for (std::size_t d = 0; d < symbols.size(); ++d) {
-        if (tensor.shape[d] < 0) tensor.shape[d] = symbols[d] == std::string("batch") ? kSequences : kTokens;
-      }
-      tensors.push_back(std::move(tensor));
-    });
-  }
-  return tensors;
-}
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <malloc.h>
 #endif
 
+#include <map>
 #include <memory>
 
 #include "formatting.h"
@@ -17,29 +18,27 @@ namespace {
 // explains the choice.
 constexpr char const* kSpinMicroseconds = "20";
 
-TensorTypes tensors_of(Ort::Session const& session, bool inputs) {
-  TensorTypes tensors;
-  for_each_tensor(session, inputs, [&](std::string const& name, Ort::TypeInfo const& type) {
-    tensors[name] = type.GetONNXType() == ONNX_TYPE_TENSOR ? type.GetTensorTypeAndShapeInfo().GetElementType()
-                                                           : ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
-  });
-  return tensors;
-}
+std::map<std::string, ONNXTensorElementDataType> const kTypes = {
+    {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},    {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
+    {"bfloat16", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}, {"float64", ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE},
+    {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},      {"int32", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
+    {"int16", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16},      {"int8", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
+    {"uint8", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},      {"bool", ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL}};
 
-void compare(TensorTypes const& expected, TensorTypes const& actual, std::string const& kind,
-             std::string const& network) {
-  for (auto const& [name, type] : expected) {
-    auto const tensor = actual.find(name);
-    if (tensor == actual.end()) {
-      throw BundleError(network + " has no " + kind + " " + name + ", which its manifest calls for");
-    }
-    if (tensor->second != type) throw BundleError(network + " has the " + kind + " " + name + " in another type");
+Tensor tensor_of(std::string const& name, bool is_input, Ort::TypeInfo const& type) {
+  Tensor tensor{name, is_input, "another type", {}};
+  if (type.GetONNXType() != ONNX_TYPE_TENSOR) return tensor;
+  auto const described = type.GetTensorTypeAndShapeInfo();
+  for (auto const& [dtype, element] : kTypes) {
+    if (element == described.GetElementType()) tensor.dtype = dtype;
   }
-  for (auto const& [name, type] : actual) {
-    if (expected.count(name) == 0) {
-      throw BundleError(network + " has the " + kind + " " + name + ", which its manifest does not know");
-    }
+  tensor.shape = described.GetShape();
+  std::vector<char const*> symbols(tensor.shape.size());
+  described.GetSymbolicDimensions(symbols.data(), symbols.size());
+  for (std::size_t d = 0; d < symbols.size(); ++d) {
+    if (tensor.shape[d] < 0) tensor.shape[d] = symbols[d] == std::string("batch") ? kSequences : kTokens;
   }
+  return tensor;
 }
 
 // threads: of one run, 1 or more; none: one per physical core.
@@ -106,13 +105,19 @@ Ort::Session load_network(Ort::Env const& env, Bundle const& bundle, std::string
   }
 }
 
-Ort::Session open_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                          std::optional<std::int64_t> threads, TensorTypes const& inputs, TensorTypes const& outputs) {
-  Ort::Session session = load_network(env, bundle, name, threads);
-  std::string const network = quoted(bundle.file(name).path());
-  compare(inputs, tensors_of(session, true), "input", network);
-  compare(outputs, tensors_of(session, false), "output", network);
-  return session;
+std::vector<Tensor> tensors_of(Ort::Session const& session) {
+  Ort::AllocatorWithDefaultOptions allocator;
+  std::vector<Tensor> tensors;
+  for (std::size_t i = 0; i < session.GetInputCount(); ++i) {
+    tensors.push_back(tensor_of(session.GetInputNameAllocated(i, allocator).get(), true, session.GetInputTypeInfo(i)));
+  }
+  for (std::size_t i = 0; i < session.GetOutputCount(); ++i) {
+    tensors.push_back(
+        tensor_of(session.GetOutputNameAllocated(i, allocator).get(), false, session.GetOutputTypeInfo(i)));
+  }
+  return tensors;
 }
+
+ONNXTensorElementDataType element_type(std::string const& dtype) { return kTypes.at(dtype); }
 
 }  // namespace tide

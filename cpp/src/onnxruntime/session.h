@@ -4,16 +4,14 @@
 #include <onnxruntime_cxx_api.h>
 
 #include <cstdint>
-#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "bundle/store.h"
+#include "segmented/network_spec.h"
 
 namespace tide {
-
-using TensorTypes = std::map<std::string, ONNXTensorElementDataType>;  // by name
 
 // As the first member of what holds sessions, returns freed memory to the system when they are gone, where the C library
 // is glibc, which would keep most of it.
@@ -27,27 +25,17 @@ struct ReturnsFreeMemory {
 // Throws ProviderError: the ONNX Runtime library is older than the headers.
 void check_onnxruntime();
 
-// Calls `visit(name, type)` with every input or every output of a network.
-template <typename Visit>
-void for_each_tensor(Ort::Session const& session, bool inputs, Visit const& visit) {
-  Ort::AllocatorWithDefaultOptions allocator;
-  for (std::size_t i = 0; i < (inputs ? session.GetInputCount() : session.GetOutputCount()); ++i) {
-    auto const name =
-        inputs ? session.GetInputNameAllocated(i, allocator) : session.GetOutputNameAllocated(i, allocator);
-    visit(name.get(), inputs ? session.GetInputTypeInfo(i) : session.GetOutputTypeInfo(i));
-  }
-}
-
 // Loads a network of a bundle, whose external weights are in the file `weights`. ONNX Runtime gets both from memory and
 // opens no file; it copies the weights and needs the files no more. Throws BundleError: it does not load, or a file was
 // changed since the bundle was opened.
 Ort::Session load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
                           std::optional<std::int64_t> threads, char const* weights = kWeightsFile);
 
-// Loads a network and checks that it has exactly these inputs and outputs: buffers are bound by name, type and shape
-// without a check. Throws BundleError.
-Ort::Session open_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                          std::optional<std::int64_t> threads, TensorTypes const& inputs, TensorTypes const& outputs);
+// The inputs and outputs of a network; a dimension of any name but "batch" is kTokens.
+std::vector<Tensor> tensors_of(Ort::Session const& session);
+
+// The type of this name in ONNX Runtime.
+ONNXTensorElementDataType element_type(std::string const& dtype);
 
 // A tensor on the caller's memory, which must outlive its use.
 template <typename T>

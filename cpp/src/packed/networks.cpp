@@ -11,48 +11,64 @@ namespace {
 constexpr std::size_t kBatchSizes[] = {8, 16, 32};  // a bundle has a set of networks for each
 constexpr std::size_t kMaxBatchSize = 32;
 
-constexpr ONNXTensorElementDataType kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
-constexpr ONNXTensorElementDataType kInt32 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
-constexpr ONNXTensorElementDataType kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
-
-// Adds the K/V buffers of the segment in each slot, with the names `name` gives them as inputs or outputs.
-void add_caches(TensorTypes& tensors, Layers layers, std::size_t slots,
-                std::string (*name)(std::size_t layer, char const* kind)) {
+// Adds the keys and values of the layers of segment k, named by `name`.
+template <typename Name>
+void add_caches(NetworkSpec& spec, Manifest const& manifest, std::size_t k, bool is_input, Name const& name) {
+  Layers const layers = layers_of(manifest, k);
   for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
+    auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
     for (char const* kind : names::kKinds) {
-      for (std::size_t slot = 0; slot < slots; ++slot) tensors[names::slot(name(layer, kind), slot)] = kFloat;
+      spec.tensors.push_back({name(layer, kind), is_input, "float32", {1, heads, kTokens, head_dim}});
     }
   }
 }
 
-TensorTypes segment_inputs(Manifest const& manifest, std::size_t k, std::size_t slots) {
-  TensorTypes tensors = {{names::kPositionIds, kInt64},
-                         {names::kLastTokens, kInt64},
-                         {names::kSlotTokens, kInt64},
-                         {names::kSlotLengths, kInt32}};
-  if (k == 0) tensors[names::kInputIds] = kInt64;
-  if (k > 0) tensors[names::kHiddenStates] = kFloat;
-  add_caches(tensors, layers_of(manifest, k), slots, names::past);
-  return tensors;
-}
-
-TensorTypes segment_outputs(Manifest const& manifest, std::size_t k, std::size_t slots) {
-  TensorTypes tensors = {{names::kExitStates, kFloat}};
+NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t slots, std::int64_t exit_size) {
+  auto const count = static_cast<std::int64_t>(slots);
+  std::vector<std::int64_t> const states = {1, kTokens, manifest.model.hidden_size};
+  NetworkSpec spec{names::segment(k),
+                   {{names::kPositionIds, true, "int64", {1, kTokens}},
+                    {names::kLastTokens, true, "int64", {kTokens}},
+                    {names::kSlotTokens, true, "int64", {count}},
+                    {names::kSlotLengths, true, "int32", {count}},
+                    {names::kExitStates, false, "float32", {1, kTokens, exit_size}}}};
+  if (k == 0) spec.tensors.push_back({names::kInputIds, true, "int64", {1, kTokens}});
+  if (k > 0) spec.tensors.push_back({names::kHiddenStates, true, "float32", states});
   if (k < manifest.checkpoints.size()) {
-    tensors[names::kNewHiddenStates] = kFloat;
-    tensors[names::kRouterScore] = kFloat;
+    spec.tensors.push_back({names::kNewHiddenStates, false, "float32", states});
+    spec.tensors.push_back({names::kRouterScore, false, "float32", {kTokens, 1, 1}});
   }
-  add_caches(tensors, layers_of(manifest, k), slots, names::present);
-  return tensors;
+  for (std::size_t slot = 0; slot < slots; ++slot) {
+    add_caches(spec, manifest, k, true,
+               [&](std::size_t layer, char const* kind) { return names::slot(names::past(layer, kind), slot); });
+    add_caches(spec, manifest, k, false,
+               [&](std::size_t layer, char const* kind) { return names::slot(names::present(layer, kind), slot); });
+  }
+  return spec;
 }
 
-TensorTypes skipped_outputs(Manifest const& manifest, std::size_t k) {
-  TensorTypes tensors;
-  Layers const layers = layers_of(manifest, k);
-  for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
-    for (char const* kind : names::kKinds) tensors[names::new_kv(layer, kind)] = kFloat;
+NetworkSpec skipped_spec(Manifest const& manifest, std::size_t k) {
+  NetworkSpec spec{names::skipped(k),
+                   {{names::kHiddenStates, true, "float32", {1, kTokens, manifest.model.hidden_size}},
+                    {names::kPositionIds, true, "int64", {1, kTokens}}}};
+  add_caches(spec, manifest, k, false, names::new_kv);
+  return spec;
+}
+
+NetworkSpec head_spec(Manifest const& manifest, std::int64_t exit_size) {
+  return {names::kHead,
+          {{names::kExitStates, true, "float32", {1, kTokens, exit_size}},
+           {names::kLogits, false, "float32", {1, kTokens, manifest.model.vocab_size}}}};
+}
+
+// The last dimension of the head's input; 0, which no head has, where it is not a number.
+std::int64_t exit_size_of(std::vector<Tensor> const& tensors) {
+  for (Tensor const& tensor : tensors) {
+    if (tensor.is_input && tensor.name == names::kExitStates && !tensor.shape.empty()) {
+      return std::max<std::int64_t>(tensor.shape.back(), 0);
+    }
   }
-  return tensors;
+  return 0;
 }
 
 }  // namespace
@@ -88,25 +104,28 @@ std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t slots) const {
   auto opened = std::make_shared<BatchSessions>();
   opened->slots = slots;
   std::size_t const segments = manifest.checkpoints.size() + 1;
+  opened->head = load(opened->env, batch_file(names::kHead));
+  std::int64_t const exit_size = exit_size_of(tensors_of(opened->head));
+  check(opened->head, head_spec(manifest, exit_size), batch_file(names::kHead));
+  opened->exit_size = static_cast<std::size_t>(exit_size);
   for (std::size_t k = 0; k < segments; ++k) {
-    opened->segments.push_back(load(opened->env, batch_file(names::segment(k), slots),
-                                    segment_inputs(manifest, k, slots), segment_outputs(manifest, k, slots)));
+    std::string const file = batch_file(names::segment(k), slots);
+    opened->segments.push_back(load(opened->env, file));
+    check(opened->segments.back(), segment_spec(manifest, k, slots, exit_size), file);
   }
-  opened->head =
-      load(opened->env, batch_file(names::kHead), {{names::kExitStates, kFloat}}, {{names::kLogits, kFloat}});
-  opened->exit_size = static_cast<std::size_t>(
-      opened->head.GetInputTypeInfo(0).GetTensorTypeAndShapeInfo().GetShape().back());
   for (std::size_t k = 1; k < segments && manifest.propagates(); ++k) {
-    opened->skipped.push_back(load(opened->env, batch_file(names::skipped(k)),
-                                   {{names::kHiddenStates, kFloat}, {names::kPositionIds, kInt64}},
-                                   skipped_outputs(manifest, k)));
+    opened->skipped.push_back(load(opened->env, batch_file(names::skipped(k))));
+    check(opened->skipped.back(), skipped_spec(manifest, k), batch_file(names::skipped(k)));
   }
   return opened;
 }
 
-Ort::Session BatchNetworks::load(Ort::Env const& env, std::string const& name, TensorTypes const& inputs,
-                                 TensorTypes const& outputs) const {
-  return open_network(env, bundle_, name, threads_, inputs, outputs);
+void BatchNetworks::check(Ort::Session const& session, NetworkSpec const& spec, std::string const& name) const {
+  spec.check(tensors_of(session), bundle_.file(name).path().string());
+}
+
+Ort::Session BatchNetworks::load(Ort::Env const& env, std::string const& name) const {
+  return load_network(env, bundle_, name, threads_);
 }
 
 }  // namespace tide

@@ -49,8 +49,8 @@ class BatchNetworks {
 
  private:
   std::shared_ptr<BatchSessions> open(std::size_t slots) const;
-  Ort::Session load(Ort::Env const& env, std::string const& name, TensorTypes const& inputs,
-                    TensorTypes const& outputs) const;
+  Ort::Session load(Ort::Env const& env, std::string const& name) const;
+  void check(Ort::Session const& session, NetworkSpec const& spec, std::string const& name) const;
 
   Bundle const& bundle_;
   std::optional<std::int64_t> const threads_;

@@ -13,7 +13,7 @@ namespace tide {
 
 constexpr std::int64_t kTokens = -1, kSequences = -2;  // the dynamic dimensions of a run; sequences are always 1 here
 
-// One tensor of a network: element type by name ("float32", "float16", "bfloat16", "int64", "bool") and shape.
+// One tensor of a network: element type by name ("float32", "float16", "bfloat16", "int64", "int32", "bool") and shape.
 struct Tensor {
   std::string name;
   bool is_input;
