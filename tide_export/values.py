@@ -72,9 +72,13 @@ def check_text(what: str, text: str, error: type[TideError] = GenerationError) -
         raise error(f"{what} is not valid Unicode: its character {failure.start + 1} is {broken!a}") from None
 
 
-def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """What the JSON `text` holds. Raises ValueError: it is not JSON, or nested too deeply."""
+def parse_json(text: str | bytes, **hooks: Callable[[str], Any]) -> Any:
+    """What the JSON `text` holds. Raises ValueError: it is not JSON, or nested too deeply.
+
+    Args:
+        hooks: those of `json.loads` for numbers.
+    """
     try:
-        return json.loads(text, parse_constant=parse_constant)
+        return json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

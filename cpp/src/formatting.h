@@ -10,7 +10,7 @@ namespace tide {
 // The path in single quotes.
 std::string quoted(std::filesystem::path const& path);
 
-// The shortest text that reads back as the same number, like Python's repr: 1.0, 0.85, nan.
+// The shortest text that reads back as the same number, which is Python's repr: 1.0, 0.85, 1e+16, nan.
 std::string shown(double value);
 
 // The values with a separator between them.

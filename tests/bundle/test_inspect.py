@@ -54,6 +54,12 @@ def test_routers_without_a_record_are_said_to_have_none(demo_bundle: Path):
     assert "none recorded" in render(describe(demo_bundle) | {"calibration": None})
 
 
+@pytest.mark.parametrize("report", [[1], {"3": 4}, "none", {}])
+def test_a_record_of_another_form_is_left_out(demo_bundle: Path, report: object):
+    shown = render(describe(demo_bundle) | {"calibration": {"dataset": "wikitext", "report": report}})
+    assert "dataset: wikitext" in shown
+
+
 def test_damage_is_found_unless_told_not_to_look(demo_bundle: Path, tmp_path: Path):
     copy = Path(shutil.copytree(demo_bundle, tmp_path / "copy"))
     data = bytearray((copy / WEIGHTS_FILE).read_bytes())

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,6 +210,17 @@ def test_a_broken_manifest_is_one_sentence(tmp_path: Path, text: bytes) -> None:
     (path / "tide.json").write_bytes(text)
     with pytest.raises(BundleError, match=r"tide\.json"):
         open_bundle(path)
+
+
+def test_a_manifest_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "b")
+    with (path / "tide.json").open("r+b") as file:
+        file.truncate(3 << 30)
+    tracemalloc.start()
+    with pytest.raises(BundleError, match=r"tide\.json' is too large: a manifest has at most 16777216 bytes"):
+        open_bundle(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 27
+    tracemalloc.stop()
 
 
 def test_a_manifest_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:

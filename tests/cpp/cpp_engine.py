@@ -70,21 +70,22 @@ class CppEngine:
     def __init__(
         self,
         driver: Path,
-        bundle: Path,
+        bundle: Path | None,
         threads: int | None = 1,
         verify: bool = True,
         networks: str | None = None,
         environment: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """`networks`: runs the bundle's segment networks on "host" or a stand-in "gpu", without `options.provider`."""
+        """Loads `bundle`, if any. `networks`: runs its segment networks on "host" or a stand-in "gpu", without
+        `options.provider`."""
         env = os.environ | (environment or {})
         self._process = subprocess.Popen([driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._started = 0
         command = ["load"] if networks is None else ["networks", networks]
         arguments = [*words(threads=threads, **options), *([] if verify else ["--no-verify"])]
         try:
-            self.log: list[str] = self.call(*command, str(bundle), *arguments)
+            self.log: list[str] = self.call(*command, str(bundle), *arguments) if bundle is not None else []
         except BaseException:
             self.close()
             raise

@@ -1,7 +1,9 @@
 // Runs the C++ runtime for the tests: reads one command per line, which tests/cpp/cpp_engine.py writes, and answers each
 // with one line, "ok JSON" or "error CLASS SENTENCE".
 #include <atomic>
+#include <fstream>
 #include <iostream>
+#include <iterator>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -54,6 +56,7 @@ class Driver {
  public:
   std::string answer(std::string const& command, Words words) {
     if (command == "load") return load(parse(words));
+    if (command == "manifest") return parsed_manifest(words.at(0));
     if (command == "networks") return load_networks(words.at(0), parse({words.begin() + 1, words.end()}));
     if (command == "gpu_memory") return limit_gpu_memory(whole_numbers(command, words.at(0)).at(0));
     if (command == "gpu_graphs") return gpu_graphs();
@@ -87,6 +90,12 @@ class Driver {
     options.load.log = [&](std::string const& sentence) { log.push_back("\"" + sentence + "\""); };
     engine_ = tide::Engine::load(options.bundle, options.load);
     return list(log.data(), log.size(), [](std::string const& text) { return text; });
+  }
+
+  static std::string parsed_manifest(std::string const& path) {
+    std::ifstream stream(path, std::ios::binary);
+    tide::Manifest::from_json({std::istreambuf_iterator<char>(stream), {}}, "'" + path + "'");
+    return "null";
   }
 
   std::string load_networks(std::string const& device, Options const& options) {

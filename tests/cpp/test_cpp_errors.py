@@ -192,11 +192,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda bundle: (bundle / "tide.json").unlink(), r"is not a bundle: it has no tide\.json"),
     "empty manifest": (write("tide.json", b""), "is not valid JSON"),
     "cut manifest": (write("tide.json", b'{"schema": "tide'), "is not valid JSON"),
-    "no text": (write("tide.json", b'{"schema": "\xff"}'), r"tide\.json"),
+    "no text": (write("tide.json", b'{"schema": "\xff"}'), "is not valid JSON"),
     "no finite number": (write("tide.json", b'{"schema": 1e999}'), "is not valid JSON|has no field 'schema'"),
     "NaN": (field("compaction_threshold", value=float("nan")), "is not valid JSON"),
     "no object": (write("tide.json", b"[1]"), "is not the manifest of a bundle"),
-    "deep": (write("tide.json", b'{"schema": ' + b"[" * 100_000), r"tide\.json"),
+    "deep": (write("tide.json", b'{"schema": ' + b"[" * 100_000), "is not valid JSON"),
     "no schema": (field("schema", value=...), "has no field 'schema'"),
     "other schema": (
         field("schema", value="tide_export.bundle/99"),
@@ -263,9 +263,8 @@ def test_bundles_are_refused(tiny: TinyModel, cpp: CppBuild, tmp_path: Path, nam
     damage(bundle)
     with pytest.raises(BundleError, match=sentence):
         CppEngine(cpp.driver, bundle).close()
-    if name not in ("no text", "deep"):  # Python's sentence is its own
-        with pytest.raises(BundleError, match=sentence):
-            load(bundle)
+    with pytest.raises(BundleError, match=sentence):
+        load(bundle)
 
 
 def test_weights_in_a_file_of_their_own(tiny: TinyModel, tiny_engine: Any, cpp: CppBuild, tmp_path: Path) -> None:

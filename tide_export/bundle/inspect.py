@@ -24,7 +24,11 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
     Raises:
         BundleError: not a bundle, or a file of it is missing, truncated or (with `verify`) corrupt.
     """
-    bundle = open_bundle(path, verify=verify)
+    return describe_bundle(open_bundle(path, verify=verify), verify)
+
+
+def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
+    """Returns everything `inspect` prints of an open bundle, whose hashes were checked if `verified`."""
     manifest = bundle.manifest
     model = manifest.model
     return {
@@ -60,7 +64,7 @@ def describe(path: str | os.PathLike[str], verify: bool = True) -> dict[str, Any
         "tuning_in_force": _tuning_in_force(manifest),
         "versions": manifest.versions,
         "files": {name: asdict(info) for name, info in manifest.files.items()},
-        "files_verified": verify,
+        "files_verified": verified,
     }
 
 
@@ -189,7 +193,7 @@ def _calibration_lines(record: dict[str, Any] | None) -> list[str]:
             shown = value[:12] if key.endswith("sha256") and isinstance(value, str) else value
             lines.append(f"  {key}: {shown}")
     report = record.get(REPORT)
-    if report:
+    if isinstance(report, dict) and report and all(isinstance(entry, dict) for entry in report.values()):
         rows = [[layers, *(_short(entry.get(c)) for c in REPORT_COLUMNS)] for layers, entry in report.items()]
         lines += ["", table(["checkpoint", *REPORT_COLUMNS], rows)]
     return lines
@@ -226,7 +230,7 @@ def _grouped(tensors: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     groups: dict[tuple, list[int | None]] = {}
     for tensor in tensors:
         parts = tensor["name"].split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        number = next((i for i, part in enumerate(parts) if part.isascii() and part.isdigit() and len(part) < 9), None)
         pattern = tuple("#" if i == number else part for i, part in enumerate(parts))
         key = (pattern, tensor["dtype"], "[" + ", ".join(map(str, tensor["shape"])) + "]")
         groups.setdefault(key, []).append(int(parts[number]) if number is not None else None)

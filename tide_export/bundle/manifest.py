@@ -7,13 +7,12 @@ is missing, of another type or out of range is refused by name.
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from math import isfinite
 from pathlib import PurePosixPath
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
+from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
 from tide_export.names import (
     CHECKPOINTS_METADATA,
@@ -26,7 +25,6 @@ from tide_export.names import (
     network_file,
     segment,
 )
-from tide_export.values import parse_json
 
 SCHEMA = "tide_export.bundle/7"
 WEIGHTS = ("fp32", "int8", "int4")  # of the graph
@@ -37,9 +35,8 @@ EXACT, PROPAGATE = "exact", "propagate"
 KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
+MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 OMITTED = ("quantization", "remote_code")  # fields of the manifest that are not written when None
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -192,90 +189,35 @@ class Manifest:
         return json.dumps({"schema": SCHEMA, **written}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str = MANIFEST_FILE) -> "Manifest":
+    def from_json(cls, text: str | bytes, source: str = MANIFEST_FILE) -> "Manifest":
         """Parses strictly: every field present (but those of `OMITTED`), of its type and in range, and no other field.
+
+        The C++ runtime accepts and refuses the same texts, with the same sentences (tests/fuzz/test_fuzz_manifest.py).
 
         Raises:
             BundleError: naming `source` and the field.
         """
+        check_size(len(text), source)
         try:
-            data = parse_json(text, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise BundleError(f"{source} is not valid JSON: {error}") from None
+            data = parse_strictly(text)
+        except ValueError:
+            raise BundleError(f"{source} is not valid JSON: export the bundle again or copy it anew") from None
         if not isinstance(data, dict) or not isinstance(schema := data.pop("schema", None), str):
             raise BundleError(f"{source} is not the manifest of a bundle: it has no field 'schema'")
         if schema != SCHEMA:
             raise BundleError(
-                f"{source} has schema {schema!r} but this release reads {SCHEMA!r}: "
+                f"{source} has schema '{shown_name(schema)}' but this release reads '{SCHEMA}': "
                 "use the tide_export release that wrote it, or export again"
             )
-        manifest = _parse(cls, data, source, "")
+        manifest = parse_object(cls, data, source, omitted=OMITTED)
         _check(manifest, source)
         return manifest
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not allowed")
-
-
-def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
-    """Returns `value` (from JSON) as the type `kind`; `where` is the dotted field name for the message."""
-
-    def wrong(expected: str) -> BundleError:
-        shown = json.dumps(value, ensure_ascii=False)
-        return BundleError(f"{source}: field '{where}' must be {expected}, not {shown[:60]}")
-
-    if kind is Any:
-        return value
-    if isinstance(kind, type) and is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise wrong("an object")
-        return _parse_fields(kind, value, source, where)
-    if isinstance(kind, UnionType):
-        options = [option for option in get_args(kind) if option is not NoneType]
-        if value is None and NoneType in get_args(kind):
-            return None
-        if len(options) > 1:
-            options = [option for option in options if type(value) is option] or options
-        return _parse(options[0], value, source, where)
-    if get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            raise wrong("an object")
-        item = get_args(kind)[1]
-        return {key: _parse(item, entry, source, f"{where}.{key}") for key, entry in value.items()}
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise wrong("a list")
-        items = get_args(kind)
-        if items[-1] is Ellipsis:
-            items = (items[0],) * len(value)
-        if len(items) != len(value):
-            raise wrong(f"a list of {len(items)}")
-        return tuple(
-            _parse(item, e, source, f"{where}.{i}") for i, (item, e) in enumerate(zip(items, value, strict=True))
-        )
-    if kind is float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise wrong("a number")
-        return float(value)
-    if type(value) is not kind:  # not isinstance: true is no int
-        raise wrong({int: "a whole number", str: "a string", bool: "true or false"}[kind])
-    return value
-
-
-def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str) -> T:
-    prefix = f"{where}." if where else ""
-    hints = get_type_hints(kind)
-    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-    for name in names:
-        if name not in value and not (kind is Manifest and name in OMITTED):
-            raise BundleError(f"{source}: field '{prefix}{name}' is missing")
-    for name in value:
-        if name not in names:
-            raise BundleError(f"{source}: field '{prefix}{name}' is unknown")
-    return kind(
-        **{name: _parse(hints[name], value[name], source, f"{prefix}{name}") for name in names if name in value}
-    )
+def check_size(size: int, source: str) -> None:
+    """Raises BundleError for a manifest of more than MAX_BYTES bytes."""
+    if size > MAX_BYTES:
+        raise BundleError(f"{source} is too large: a manifest has at most {MAX_BYTES} bytes")
 
 
 def _check(manifest: Manifest, source: str) -> None:
@@ -320,12 +262,19 @@ def _check(manifest: Manifest, source: str) -> None:
     require(GRAPH_FILE in manifest.files, "files", f"does not list {GRAPH_FILE}")
     _check_networks(manifest, require)
     _check_quantization(manifest, require)
-    for name, info in manifest.files.items():
-        inside = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts and "\\" not in name
-        require(inside and name not in ("", ".", MANIFEST_FILE), f"files.{name}", "is not a path inside the bundle")
-        require(info.size >= 0, f"files.{name}.size", "must be 0 or more")
+    for name, info in sorted(manifest.files.items()):
+        where = f"files.{shown_name(name)}"
+        require(_is_inside(name), where, "is not a path inside the bundle")
+        require(info.size >= 0, f"{where}.size", "must be 0 or more")
         is_hash = len(info.sha256) == 64 and set(info.sha256) <= set("0123456789abcdef")
-        require(is_hash, f"files.{name}.sha256", "must be 64 lower-case hex digits")
+        require(is_hash, f"{where}.sha256", "must be 64 lower-case hex digits")
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file's name is a path that stays inside the bundle, without control characters."""
+    path = PurePosixPath(name)
+    plain = "\\" not in name and not any(character < " " or character == "\x7f" for character in name)
+    return plain and not path.is_absolute() and ".." not in path.parts and name not in ("", ".", MANIFEST_FILE)
 
 
 def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
@@ -339,6 +288,9 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         )
         for name in ("capacity", "max_tokens", "max_logits", "exit_size", "max_batch_size", "max_slot_tokens"):
             require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
+        require(networks.max_tokens <= networks.capacity, "networks.max_tokens", "must be at most capacity")
+        for name in ("max_logits", "max_slot_tokens"):
+            require(getattr(networks, name) <= networks.max_tokens, f"networks.{name}", "must be at most max_tokens")
         batched = networks.max_batch_size * networks.max_slot_tokens if networks.max_batch_size > 1 else 1
         require(
             batched <= networks.max_tokens, "networks.max_slot_tokens", "must fit max_batch_size times into max_tokens"

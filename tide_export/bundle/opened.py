@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from tide_export.bundle.manifest import FileInfo, Manifest
+from tide_export.bundle.manifest import FileInfo, Manifest, check_size
 from tide_export.errors import BundleError
 from tide_export.names import MANIFEST_FILE
 
@@ -218,11 +218,9 @@ def _open_files(folder: Path, descriptor: int, verify: bool) -> Bundle:
         os.stat(MANIFEST_FILE, dir_fd=descriptor, follow_symlinks=False)
     except FileNotFoundError:
         raise BundleError(f"'{folder}' is not a bundle: it has no {MANIFEST_FILE}") from None
-    try:
-        text = BundleFile(source, descriptor, MANIFEST_FILE).read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise BundleError(f"cannot read '{source}': {error}") from None
-    manifest = Manifest.from_json(text, source=f"'{source}'")
+    file = BundleFile(source, descriptor, MANIFEST_FILE)
+    check_size(file.size, f"'{source}'")
+    manifest = Manifest.from_json(file.read_bytes(), source=f"'{source}'")
     files = {name: BundleFile(folder / name, descriptor, name) for name in manifest.files}
     for name, expected in manifest.files.items():
         files[name].check(expected, verify)

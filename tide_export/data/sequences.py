@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tide_export.bundle.tokenizer_check import check_tokenizer, tokenizer_errors
 from tide_export.data.documents import Documents
 from tide_export.errors import ConfigError, DatasetError, ModelError, one_line
 from tide_export.model.pretrained import code_error, opened
@@ -43,19 +44,23 @@ def load_tokenizer(name: str | os.PathLike, trust_remote_code: bool = False) -> 
         trust_remote_code: run Python code of the model's own (`auto_map` in its tokenizer_config.json).
 
     Raises:
-        ModelError: there is none, it cannot be read, or only with code that is not trusted.
+        ModelError: there is none, it cannot be read, or only with code that is not trusted; it cannot encode every
+            text, or lets text grow without bound.
     """
     name = os.fspath(name)
-    try:
-        with quiet_transformers(), opened(name, trust_remote_code) as (path, options):
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except ModelError:
-        raise
-    except Exception as error:  # transformers, tokenizers and the hub raise many types
-        failed = ModelError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}")
-        raise code_error(name, error) or failed from error
+    with tokenizer_errors(f"cannot load the tokenizer of model {name!r}", ModelError):
+        try:
+            with quiet_transformers(), opened(name, trust_remote_code) as (path, options):
+                tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        except ModelError:
+            raise
+        except Exception as error:  # transformers, tokenizers and the hub raise many types
+            failed = ModelError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}")
+            raise code_error(name, error) or failed from error
     if not len(tokenizer):
         raise ModelError(f"model {name!r} has no tokenizer: its vocabulary is empty")
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        check_tokenizer(tokenizer.backend_tokenizer, f"the tokenizer of model {name!r}", ModelError)
     return tokenizer
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tide_export.bundle.opened import Bundle
+from tide_export.bundle.tokenizer_check import check_tokenizer, tokenizer_errors
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import TOKENIZER_FILE
 from tide_export.values import check_text, parse_json
 
+MAX_BYTES = 1 << 27  # of tokenizer.json; those of large vocabularies have 35 MB
 REPLACEMENT = "\ufffd"  # what tokenizers gives for bytes that are not (yet) a complete UTF-8 character
 
 
@@ -22,7 +24,7 @@ class BundleTokenizer:
         """Reads the tokenizer.json of an opened bundle, or of a folder.
 
         Raises:
-            BundleError: there is none, or it cannot be read.
+            BundleError: there is none, it cannot be read, cannot encode every text or lets text grow without bound.
         """
         from tokenizers import Tokenizer
 
@@ -34,14 +36,16 @@ class BundleTokenizer:
                 f"bundle {folder} holds no {TOKENIZER_FILE}, so it can only be run on token ids from Python "
                 "(tide_export.load)"
             )
+        size = file.stat().st_size if isinstance(file, Path) else file.size
+        if size > MAX_BYTES:
+            raise BundleError(f"'{path}' is too large: a tokenizer has at most {MAX_BYTES} bytes")
         content = file.read_bytes()
-        try:
+        with tokenizer_errors(f"'{path}' is not a usable tokenizer", BundleError):
             self._tokenizer = Tokenizer.from_buffer(content)
-        except Exception as error:  # the Rust side raises bare Exception
-            raise BundleError(f"{path} is not a usable tokenizer: {error}") from error
-        # A tokenizer file may hold settings of the training; no text is truncated or padded here.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            # A tokenizer file may hold settings of the training; no text is truncated or padded here.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        check_tokenizer(self._tokenizer, f"tokenizer '{path}'", BundleError)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the model puts around a prompt.
@@ -49,26 +53,30 @@ class BundleTokenizer:
         Raises:
             GenerationError: the text gives no token at all, or is not valid Unicode.
         """
-        check_text("the prompt", text)
-        ids = self._tokenizer.encode(text).ids
+        ids = self._encode(text)
         if not ids:
             raise GenerationError("the prompt is empty: it holds no token")
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of `text` without special tokens. Raises GenerationError: it is not valid Unicode."""
-        check_text("the prompt", text)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
 
     def prefix(self) -> list[int]:
         """The tokens that `encode` puts before every prompt (the BOS token, where the model has one)."""
-        plain, complete = self.encode_plain("a"), self._tokenizer.encode("a").ids
+        plain, complete = self.encode_plain("a"), self._encode("a")
         starts = (n for n in range(len(complete) - len(plain) + 1) if complete[n : n + len(plain)] == plain)
         return complete[: next(starts, 0)] if plain else []
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        check_text("the prompt", text)
+        with tokenizer_errors("the bundle's tokenizer cannot encode the text", GenerationError):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
         """Pieces of text as `tokens` arrive; joined, they are the text that follows the prompt's.

@@ -94,8 +94,8 @@ struct Manifest {
   // Layers run at the end of each segment, shallowest first: the checkpoints and the model's depth.
   std::vector<std::int64_t> depths() const;
 
-  // Parses tide.json strictly: every field must be present, of its type and in range, and no other. Fields that only
-  // other stages read (calibration, quantization and the like) are checked for presence alone.
+  // Parses tide.json strictly: every field must be present, of its type and in range, and no other, also those that only
+  // other stages read. Python accepts and refuses the same texts, with the same sentences.
   //
   // source: the file's name, for errors.
   //

@@ -2,24 +2,21 @@
 #include "tide/manifest.h"
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
-#include <limits>
-#include <nlohmann/json.hpp>
 #include <set>
 
+#include "bundle/fields.h"
 #include "bundle/store.h"
+#include "formatting.h"
 #include "names.h"
 #include "tide/errors.h"
 
 namespace tide {
 namespace {
 
-using Json = nlohmann::json;
-
 constexpr char const* kSchema = "tide_export.bundle/7";
 
-// All fields of a manifest, including those that this runtime does not read.
+// All fields of a manifest. Those that this runtime does not read are checked too.
 std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",
                                           "min_layers", "max_pending",  "kv_cache_strategy",
                                           "weights",    "targets",      "opset",
@@ -29,91 +26,6 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "engines",    "quantization", "remote_code",
                                           "files"};
 std::set<std::string> const kOmitted = {"quantization", "remote_code"};  // may be missing
-
-// One value of the file, with its location for messages.
-class Field {
- public:
-  Field(Json const& value, std::string source, std::string where)
-      : value_(value), source_(std::move(source)), where_(std::move(where)) {}
-
-  bool is_null() const { return value_.is_null(); }
-
-  [[noreturn]] void refuse(std::string const& rule) const {
-    throw BundleError(source_ + ": field '" + where_ + "' " + rule);
-  }
-
-  std::int64_t whole() const {
-    bool const too_large = value_.is_number_unsigned() &&
-                           value_.get<std::uint64_t>() > std::uint64_t{std::numeric_limits<std::int64_t>::max()};
-    if (!value_.is_number_integer() || too_large) wrong("a whole number");
-    return value_.get<std::int64_t>();
-  }
-
-  double real() const {
-    if (!value_.is_number() || !std::isfinite(value_.get<double>())) wrong("a number");
-    return value_.get<double>();
-  }
-
-  std::string text() const {
-    if (!value_.is_string()) wrong("a string");
-    return value_.get<std::string>();
-  }
-
-  template <typename T>
-  std::vector<T> list(std::function<T(Field const&)> const& entry) const {
-    if (!value_.is_array()) wrong("a list");
-    std::vector<T> values;
-    for (std::size_t i = 0; i < value_.size(); ++i) {
-      values.push_back(entry(Field(value_[i], source_, where_ + "." + std::to_string(i))));
-    }
-    return values;
-  }
-
-  std::vector<std::int64_t> wholes() const {
-    return list<std::int64_t>([](Field const& entry) { return entry.whole(); });
-  }
-
-  std::vector<double> reals() const {
-    return list<double>([](Field const& entry) { return entry.real(); });
-  }
-
-  // This value, checked to be an object with these fields and no others; those in `omitted` may be missing.
-  Field const& object(std::vector<std::string> const& fields, std::set<std::string> const& omitted = {}) const {
-    if (!value_.is_object()) wrong("an object");
-    for (std::string const& name : fields) {
-      if (!value_.contains(name) && omitted.count(name) == 0) at(name, nullptr).refuse("is missing");
-    }
-    for (auto const& [name, entry] : value_.items()) {
-      if (std::find(fields.begin(), fields.end(), name) == fields.end()) at(name, entry).refuse("is unknown");
-    }
-    return *this;
-  }
-
-  std::map<std::string, Field> entries() const {
-    if (!value_.is_object()) wrong("an object");
-    std::map<std::string, Field> fields;
-    for (auto const& [name, entry] : value_.items()) fields.emplace(name, at(name, entry));
-    return fields;
-  }
-
-  Field operator[](std::string const& name) const { return at(name, value_.at(name)); }
-
- private:
-  Field at(std::string const& name, Json const& value) const {
-    return Field(value, source_, where_.empty() ? name : where_ + "." + name);
-  }
-
-  [[noreturn]] void wrong(std::string const& expected) const {
-    // Lists and objects are not printed: they may be nested deeper than the stack.
-    std::string const text = value_.is_array()    ? "a list"
-                             : value_.is_object() ? "an object"
-                                                  : value_.dump(-1, ' ', true);
-    refuse("must be " + expected + ", not " + text.substr(0, 60));
-  }
-
-  Json const& value_;
-  std::string source_, where_;
-};
 
 ModelInfo model_of(Field const& field) {
   field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
@@ -128,9 +40,8 @@ ModelInfo model_of(Field const& field) {
   if (!field["context_length"].is_null()) model.context_length = field["context_length"].whole();
   model.eos_token_ids = field["eos_token_ids"].wholes();
   model.kv_shapes = field["kv_shapes"].list<ModelInfo::KvShape>([](Field const& entry) {
-    auto const sizes = entry.wholes();
-    if (sizes.size() != 2) entry.refuse("must be a list of 2");
-    return ModelInfo::KvShape{sizes[0], sizes[1]};
+    auto const [heads, head_dim] = entry.two_wholes();
+    return ModelInfo::KvShape{heads, head_dim};
   });
   return model;
 }
@@ -138,8 +49,10 @@ ModelInfo model_of(Field const& field) {
 std::optional<Drafting> drafting_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
   field.object({"thresholds", "max_drafts", "prompt_lookup", "min_match", "tuning"});
-  return Drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
-                  field["min_match"].whole()};
+  Drafting const drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
+                          field["min_match"].whole()};
+  field["tuning"].entries();
+  return drafting;
 }
 
 std::optional<NetworksInfo> networks_of(Field const& field) {
@@ -150,14 +63,10 @@ std::optional<NetworksInfo> networks_of(Field const& field) {
                       field["max_slot_tokens"].whole()};
 }
 
-std::vector<std::string> texts_of(Field const& field) {
-  return field.list<std::string>([](Field const& entry) { return entry.text(); });
-}
-
 std::optional<PluginsInfo> plugins_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
   field.object({"version", "sha256", "engines"});
-  return PluginsInfo{field["version"].text(), field["sha256"].text(), texts_of(field["engines"])};
+  return PluginsInfo{field["version"].text(), field["sha256"].text(), field["engines"].texts()};
 }
 
 std::optional<EnginesInfo> engines_of(Field const& field) {
@@ -166,7 +75,7 @@ std::optional<EnginesInfo> engines_of(Field const& field) {
   EnginesInfo engines;
   engines.flavour = field["flavour"].text();
   engines.version = field["version"].text();
-  engines.compute_capabilities = texts_of(field["compute_capabilities"]);
+  engines.compute_capabilities = field["compute_capabilities"].texts();
   engines.weights_sha256 = field["weights_sha256"].text();
   engines.profiles = field["profiles"].list<Profile>([](Field const& entry) {
     entry.object({"name", "min_tokens", "opt_tokens", "max_tokens", "batch_size"});
@@ -187,18 +96,51 @@ std::map<std::string, FileInfo> files_of(Field const& field) {
   return files;
 }
 
-// Whether a file name of the manifest is a relative path that stays inside the bundle.
+void check_tensors(Field const& field) {
+  field.list<bool>([](Field const& entry) {
+    entry.object({"name", "dtype", "shape"});
+    entry["name"].text();
+    entry["dtype"].text();
+    entry["shape"].list<bool>([](Field const& dim) {
+      dim.whole_or_text();
+      return true;
+    });
+    return true;
+  });
+}
+
+// How the graph's matrices were quantized: checked, not used.
+struct Quantization {
+  std::string method;
+  std::int64_t bits = 0, block_size = 0, accuracy_level = 0;
+};
+
+std::optional<Quantization> quantization_of(Field const& manifest) {
+  if (!manifest.has("quantization") || manifest["quantization"].is_null()) return std::nullopt;
+  Field const field = manifest["quantization"];
+  field.object({"method", "bits", "block_size", "symmetric", "accuracy_level"});
+  Quantization used;
+  used.method = field["method"].text();
+  used.bits = field["bits"].whole();
+  used.block_size = field["block_size"].whole();
+  field["symmetric"].boolean();
+  used.accuracy_level = field["accuracy_level"].whole();
+  return used;
+}
+
+// Whether a file's name is a path that stays inside the bundle, without control characters.
 bool is_inside(std::string const& name) {
   if (name.empty() || name == "." || name == kManifestFile || name[0] == '/') return false;
-  return ("/" + name + "/").find("/../") == std::string::npos &&
-         name.find_first_of(std::string("\\\0", 2)) == std::string::npos;
+  auto const is_plain = [](char c) { return c != '\\' && static_cast<unsigned char>(c) >= ' ' && c != '\x7f'; };
+  return ("/" + name + "/").find("/../") == std::string::npos && std::all_of(name.begin(), name.end(), is_plain);
 }
 
 using Require = std::function<void(bool condition, std::string const& name, std::string const& rule)>;
 
 void check_networks(Manifest const& manifest, Require const& require) {
-  std::vector<std::string> parts = {names::kHead};
+  std::vector<std::string> parts;
   for (std::size_t k = 0; k <= manifest.checkpoints.size(); ++k) parts.push_back(names::segment(k));
+  parts.push_back(names::kHead);
   if (auto const& networks = manifest.networks) {
     require(std::set<std::string>{"fp32", "fp16", "bf16"}.count(networks->weights) == 1, "networks.weights",
             "must be one of fp32, fp16, bf16");
@@ -207,6 +149,11 @@ void check_networks(Manifest const& manifest, Require const& require) {
         {"max_logits", networks->max_logits},         {"exit_size", networks->exit_size},
         {"max_batch_size", networks->max_batch_size}, {"max_slot_tokens", networks->max_slot_tokens}};
     for (auto const& [name, size] : sizes) require(size >= 1, std::string("networks.") + name, "must be 1 or more");
+    require(networks->max_tokens <= networks->capacity, "networks.max_tokens", "must be at most capacity");
+    for (std::size_t const i : {std::size_t{2}, std::size_t{5}}) {
+      require(sizes[i].second <= networks->max_tokens, std::string("networks.") + sizes[i].first,
+              "must be at most max_tokens");
+    }
     bool const fits = networks->max_slot_tokens <= networks->max_tokens / networks->max_batch_size;
     require(networks->max_batch_size == 1 || fits, "networks.max_slot_tokens",
             "must fit max_batch_size times into max_tokens");
@@ -243,8 +190,20 @@ void check_networks(Manifest const& manifest, Require const& require) {
   }
 }
 
+void check_quantization(std::string const& weights, std::optional<Quantization> const& used, Require const& require) {
+  std::int64_t const bits = weights == "int8" ? 8 : weights == "int4" ? 4 : 0;
+  require(used.has_value() == (bits > 0), "quantization", "must be there for weights int8 and int4 alone");
+  if (!used) return;
+  require(used->method == "rtn" || used->method == "gptq", "quantization.method", "is none of rtn, gptq");
+  require(used->bits == bits, "quantization.bits", "must be " + std::to_string(bits) + " for weights " + weights);
+  require(std::set<std::int64_t>{16, 32, 64, 128, 256}.count(used->block_size) == 1, "quantization.block_size",
+          "is none of 16, 32, 64, 128, 256");
+  require(0 <= used->accuracy_level && used->accuracy_level < 5, "quantization.accuracy_level", "must lie in 0..4");
+}
+
 // Checks ranges and the consistency of fields with each other.
-void check(Manifest const& manifest, std::string const& source) {
+void check(Manifest const& manifest, std::vector<std::string> const& targets, std::optional<Quantization> const& used,
+           std::string const& source) {
   Require const require = [&](bool condition, std::string const& name, std::string const& rule) {
     if (!condition) throw BundleError(source + ": field '" + name + "' " + rule);
   };
@@ -281,23 +240,35 @@ void check(Manifest const& manifest, std::string const& source) {
   }
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");
-  require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
   require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
           "must be one of exact, propagate");
+  require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
   require(std::set<std::string>{"fp32", "int8", "int4"}.count(manifest.weights) == 1, "weights",
           "must be one of fp32, int8, int4");
+  auto const is_target = [](std::string const& target) {
+    return target == "onnxruntime" || target == "tensorrt" || target == "tensorrt-rtx";
+  };
+  require(!targets.empty() && all(targets, is_target), "targets", "must be some of onnxruntime, tensorrt, tensorrt-rtx");
   require(manifest.files.count(kGraphFile) == 1, "files", std::string("does not list ") + kGraphFile);
   check_networks(manifest, require);
+  check_quantization(manifest.weights, used, require);
   for (auto const& [name, info] : manifest.files) {
-    require(is_inside(name), "files." + name, "is not a path inside the bundle");
-    require(info.size >= 0, "files." + name + ".size", "must be 0 or more");
+    std::string const where = "files." + shown_name(name);
+    require(is_inside(name), where, "is not a path inside the bundle");
+    require(info.size >= 0, where + ".size", "must be 0 or more");
     bool const is_hash =
         info.sha256.size() == 64 && info.sha256.find_first_not_of("0123456789abcdef") == std::string::npos;
-    require(is_hash, "files." + name + ".sha256", "must be 64 lower-case hex digits");
+    require(is_hash, where + ".sha256", "must be 64 lower-case hex digits");
   }
 }
 
 }  // namespace
+
+void check_manifest_size(std::int64_t size, std::string const& source) {
+  constexpr std::int64_t kMaxBytes = 1 << 24;  // those of large models have about 1 MB
+  if (size <= kMaxBytes) return;
+  throw BundleError(source + " is too large: a manifest has at most " + std::to_string(kMaxBytes) + " bytes");
+}
 
 std::vector<std::int64_t> Manifest::depths() const {
   std::vector<std::int64_t> depths = checkpoints;
@@ -306,38 +277,44 @@ std::vector<std::int64_t> Manifest::depths() const {
 }
 
 Manifest Manifest::from_json(std::string const& text, std::string const& source) {
-  Json data;
-  try {
-    data = Json::parse(text);
-  } catch (Json::parse_error const& error) {  // whose own text may hold bytes of the file
-    throw BundleError(source + " is not valid JSON: mistake at byte " + std::to_string(error.byte));
-  } catch (Json::exception const&) {
-    throw BundleError(source + " is not valid JSON: it holds a number out of range");
-  }
+  check_manifest_size(static_cast<std::int64_t>(text.size()), source);
+  std::optional<Json> parsed = parse_json(text);
+  if (!parsed) throw BundleError(source + " is not valid JSON: export the bundle again or copy it anew");
+  Json& data = *parsed;
   if (!data.is_object() || !data.contains("schema") || !data["schema"].is_string()) {
     throw BundleError(source + " is not the manifest of a bundle: it has no field 'schema'");
   }
   if (auto const schema = data["schema"].get<std::string>(); schema != kSchema) {
-    throw BundleError(source + " has schema '" + schema + "' but this release reads '" + kSchema +
+    throw BundleError(source + " has schema '" + shown_name(schema) + "' but this release reads '" + kSchema +
                       "': use the tide_export release that wrote it, or export again");
   }
   data.erase("schema");
   Field const field(data, source, "");
   field.object(kFields, kOmitted);
-  Manifest manifest;
+  Manifest manifest;  // its fields in the order of kFields, as Python reads them
   manifest.model = model_of(field["model"]);
   manifest.checkpoints = field["checkpoints"].wholes();
   manifest.thresholds = field["thresholds"].reals();
   manifest.min_layers = field["min_layers"].whole();
   manifest.max_pending = field["max_pending"].whole();
-  manifest.compaction_threshold = field["compaction_threshold"].real();
   manifest.kv_cache_strategy = field["kv_cache_strategy"].text();
   manifest.weights = field["weights"].text();
+  std::vector<std::string> const targets = field["targets"].texts();
+  field["opset"].whole();
+  check_tensors(field["inputs"]);
+  check_tensors(field["outputs"]);
+  if (!field["calibration"].is_null()) field["calibration"].entries();
+  for (auto const& [name, version] : field["versions"].entries()) version.text();
+  field["created"].text();
+  manifest.compaction_threshold = field["compaction_threshold"].real();
+  if (!field["tuning"].is_null()) field["tuning"].entries();
   manifest.drafting = drafting_of(field["drafting"]);
   manifest.networks = networks_of(field["networks"]);
   manifest.engines = engines_of(field["engines"]);
+  std::optional<Quantization> const used = quantization_of(field);
+  if (field.has("remote_code") && !field["remote_code"].is_null()) field["remote_code"].boolean();
   manifest.files = files_of(field["files"]);
-  check(manifest, source);
+  check(manifest, targets, used, source);
   return manifest;
 }
 

@@ -58,8 +58,9 @@ Bundle open_files(fs::path const& path, int folder, bool verify) {
   if (::fstatat(folder, kManifestFile, &status, AT_SYMLINK_NOFOLLOW) != 0 && errno == ENOENT) {
     throw BundleError(quoted(path) + " is not a bundle: it has no " + kManifestFile);
   }
-  std::string const text = BundleFile(source, folder, kManifestFile).read();
-  Bundle bundle{path, Manifest::from_json(text, quoted(source)), {}};
+  BundleFile const file(source, folder, kManifestFile);
+  check_manifest_size(file.size(), quoted(source));
+  Bundle bundle{path, Manifest::from_json(file.read(), quoted(source)), {}};
   for (auto const& [name, expected] : bundle.manifest.files) {
     bundle.files[name] = std::make_shared<BundleFile const>(path / name, folder, name);
   }

@@ -19,6 +19,9 @@ constexpr char const* kGraphFile = "model.onnx";
 constexpr char const* kWeightsFile = "model.onnx.data";
 constexpr char const* kSegmentsWeightsFile = "segments/weights.data";
 
+// Throws BundleError: `size` is above the most bytes of a manifest.
+void check_manifest_size(std::int64_t size, std::string const& source);
+
 // A file's content as read-only memory.
 class Mapping {
  public:

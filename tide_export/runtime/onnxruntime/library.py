@@ -100,7 +100,9 @@ def load_session(
             ]
             if values:
                 options.add_external_initializers([tensor.name for tensor in tensors], values)
-            session = ort.InferenceSession(graph, options, providers=list(providers))
+            # On the CPU it would fall back to the CPU, and write that to stdout.
+            falls_back = int("CPUExecutionProvider" not in providers)
+            session = ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=falls_back)
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise BundleError(f"ONNX Runtime cannot load '{file.path}': {first_line(error)}") from error
     # `_sess` is the session itself, which is gone when this is called; its wrapper is not yet when it is finalized.

@@ -1,0 +1,93 @@
+"""Loads bundles and generates from them in a process of its own, because a damaged graph may crash or hang it.
+
+`Child` starts this file as a program, which reads the paths of bundles and answers each with one line.
+"""
+
+import contextlib
+import json
+import resource
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+from tide_export.errors import TideError
+from tide_export.runtime.engine import load
+from tide_export.runtime.onnxruntime.library import import_onnxruntime
+
+MEMORY = 3 << 30  # bytes of address space, of which ONNX Runtime's library alone takes some hundred millions
+SECONDS, START_SECONDS = 20, 300  # for one bundle, for starting on a busy machine
+OUTCOMES = ("result", "refused")
+
+
+class Child:
+    """The process; it is started again after a crash or a hang, and where it wrote something else to stdout."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def run(self, bundle: Path) -> str:
+        """ "result", "refused: CLASS SENTENCE" for a `TideError`, or what must not happen: "escaped: ...", "crash",
+        "hang"."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{bundle}\n")
+        self._process.stdin.flush()
+        answer = self._answer(SECONDS)
+        if not answer.startswith(OUTCOMES):
+            self.close()
+            answer = answer or f"crash {self._process.returncode}"
+            self._start()
+        return answer
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self, seconds: float) -> str:
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        return self._process.stdout.readline().strip() if ready else "hang"
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._answer(START_SECONDS) == "ready"
+
+
+def outcome(bundle: str) -> str:
+    """What becomes of a bundle: short prompts in every mode, one of them longer than a step."""
+    try:
+        engine = load(bundle, threads=1)
+        for mode in ("full", "exit", "lossless"):
+            engine.generate([1, 2, 3], max_new_tokens=4, mode=mode)
+        if engine.max_batch_size > 1:
+            engine.generate([[1, 2], [3]], max_new_tokens=3)
+    except TideError as error:
+        return f"refused: {json.dumps(f'{type(error).__name__} {error}')}"
+    except BaseException as error:
+        return f"escaped: {json.dumps(f'{type(error).__name__} {error}'[:500])}"
+    return "result"
+
+
+def main() -> None:
+    import_onnxruntime()  # may take longer than a bundle
+    print("ready", flush=True)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        print(outcome(line.rstrip("\n")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

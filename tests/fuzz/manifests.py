@@ -1,0 +1,106 @@
+"""Manifests of all kinds as JSON values, to mutate; and texts that one parser or another takes for JSON."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from bundles import make_manifest
+
+from tide_export.bundle.manifest import (
+    Drafting,
+    EnginesInfo,
+    FileInfo,
+    NetworksInfo,
+    PluginsInfo,
+    Profile,
+    Quantization,
+)
+from tide_export.names import GRAPH_FILE, HEAD, engine_file, network_file, segment
+
+
+def manifests() -> list[dict[str, Any]]:
+    """One of each kind: plain, quantized, with networks and engines."""
+    plain = make_manifest()
+    parts = [*(segment(k) for k in range(len(plain.segment_sizes))), HEAD]
+    networks = NetworksInfo("fp16", 64, 32, 8, 16, 2, 8)
+    profiles = (Profile("decode", 1, 1, 1, 1), Profile("batch-decode", 1, 1, 1, 2))
+    engines = EnginesInfo(
+        "tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, PluginsInfo("0.1.0", "cd" * 32, ("segment_00",))
+    )
+    files = [GRAPH_FILE, *map(network_file, parts), *map(engine_file, parts)]
+    kinds = [
+        plain,
+        replace(plain, weights="int4", remote_code=True, quantization=Quantization("rtn", 4, 32, True, 4)),
+        replace(plain, networks=networks, engines=engines, drafting=Drafting((0.5, 1.0), 4, 3, 2, {"risk": 0.5})),
+    ]
+    return [
+        json.loads(replace(kind, files={name: FileInfo(5, "0" * 64) for name in files}).to_json()) for kind in kinds
+    ]
+
+
+VALID = json.dumps(manifests()[0])
+INVALID = "tide.json' is not valid JSON: export the bundle again or copy it anew"
+
+
+def _with(text: str, value: str) -> str:
+    """The valid manifest with `value`, any text, as its field `created`; `text` names the field."""
+    return VALID.replace('"2026-01-01T00:00:00+00:00"', value).replace('"created"', f'"{text}"')
+
+
+# What fell, and where parsers differ: text, and the part of the sentence that refuses it (None: it is accepted).
+TEXTS: dict[str, tuple[bytes, str | None]] = {
+    name: (text.encode() if isinstance(text, str) else text, sentence)
+    for name, (text, sentence) in {
+        "valid": (VALID, None),
+        "deep": ("[" * 100_000, INVALID),
+        "deep inside": (_with("calibration", '{"a": ' + "[" * 99 + "]" * 99 + "}"), INVALID),
+        "deep objects": ('{"a":' * 100_000, INVALID),
+        "401 digits": (_with("created", "9" * 401), INVALID),
+        "100,000 digits": (_with("created", "9" * 100_000), INVALID),
+        "30 digits": (_with("created", "9" * 30), "field 'created' must be a string, not 1e+30"),
+        "2**63": (
+            VALID.replace('"max_pending": 16', f'"max_pending": {2**63}'),
+            "whole number, not 9.223372036854776e+18",
+        ),
+        "infinite": (_with("created", "1e999"), INVALID),
+        "NaN": (_with("created", "NaN"), INVALID),
+        "half a pair": (_with("created", '"\\ud800"'), INVALID),
+        "half a pair in a name": (_with("\\udfff", "1"), INVALID),
+        "a pair": (_with("\\ud83d\\ude00", "1"), "field 'created' is missing"),
+        "byte order mark": (b"\xef\xbb\xbf" + VALID.encode(), INVALID),
+        "UTF-16": (VALID.encode("utf-16"), INVALID),
+        "no UTF-8": (_with("created", '"@"').encode().replace(b"@", b"\xff"), INVALID),
+        "NUL at the end": (VALID + "\0", INVALID),
+        "NUL in a file's name": (
+            VALID.replace('"segments/head.onnx"', '"a\\u0000"'),
+            "'files.a\\u0000' is not a path inside",
+        ),
+        "line break in a file's name": (
+            VALID.replace("segments/head.onnx", "a\\nb"),
+            "'files.a\\nb' is not a path inside",
+        ),
+        "parent folder": (VALID.replace("segments/head.onnx", "a/../../b"), "'files.a/../../b' is not a path inside"),
+        "two at once": (VALID.replace('"created"', '"zz": 1, "aa": 2, "created"'), "field 'aa' is unknown"),
+        "the same twice": (VALID.replace('"opset"', '"opset": [], "opset"'), None),
+        "a long name": (VALID.replace('"created"', f'"{"x" * 1000}": 1, "created"'), f"field '{'x' * 60}' is unknown"),
+        "comment": (VALID + "// done", INVALID),
+        "single quotes": (VALID.replace('"', "'"), INVALID),
+        "too large": (VALID + " " * (1 << 24), "tide.json' is too large: a manifest has at most 16777216 bytes"),
+        "calibration": (
+            VALID.replace('"calibration": {', '"calibration": [{').replace('}, "versions"', '}], "versions"'),
+            "field 'calibration' must be an object, not a list",
+        ),
+        "shape": (
+            VALID.replace('"shape": [1, "S"]', '"shape": [1, 2.5]'),
+            "field 'inputs.0.shape.1' must be a whole number, not 2.5",
+        ),
+        "more logits than tokens": (
+            json.dumps(manifests()[2]).replace('"max_logits": 8', '"max_logits": 33'),
+            "field 'networks.max_logits' must be at most max_tokens",
+        ),
+        "more tokens than capacity": (
+            json.dumps(manifests()[2]).replace('"max_tokens": 32', '"max_tokens": 65'),
+            "field 'networks.max_tokens' must be at most capacity",
+        ),
+    }.items()
+}

@@ -1,0 +1,78 @@
+"""Damaged graphs under a manifest with their hashes: a result, or one sentence; no crash, no hang, no memory."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import onnx
+import pytest
+from child import OUTCOMES, Child
+from fuzz.settings import cases
+from graphs import mutated_graph
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import mutated_json
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
+
+from tiny_model import TinyModel
+
+from tide_export import names
+from tide_export.bundle.store import write_manifest
+
+TINY = TinyModel(layers=3, checkpoints=(1, 2), vocabulary=8)
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    process = Child()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose weights are in a file of their own."""
+    bundle = tmp_path_factory.mktemp("graphs")
+    onnx.save(
+        TINY.described(),
+        bundle / names.GRAPH_FILE,
+        save_as_external_data=True,
+        location=names.WEIGHTS_FILE,
+        size_threshold=0,
+    )
+    return bundle
+
+
+@cases(400)
+@given(random=st.randoms(use_true_random=False))
+def test_mutated_graphs(child: Child, folder: Path, random: Random) -> None:
+    whole = folder / "whole.onnx"
+    if not whole.exists():
+        whole.write_bytes((folder / names.GRAPH_FILE).read_bytes())
+    data = mutated_graph(random, onnx.load(whole, load_external_data=False))
+    (folder / names.GRAPH_FILE).write_bytes(data)
+    write_manifest(folder, TINY.manifest())
+    answer = child.run(folder)
+    assert answer.startswith(OUTCOMES), answer
+    assert "\\n" not in answer, "the message has one line"
+
+
+@cases(300)
+@given(random=st.randoms(use_true_random=False))
+def test_mutated_manifests_of_a_good_graph(
+    child: Child, tmp_path_factory: pytest.TempPathFactory, random: Random
+) -> None:
+    bundle = tmp_path_factory.getbasetemp() / "good"
+    if not bundle.exists():
+        TINY.write(bundle)
+        (bundle / "whole.json").write_bytes((bundle / names.MANIFEST_FILE).read_bytes())
+    import json
+
+    (bundle / names.MANIFEST_FILE).write_text(
+        mutated_json(random, json.loads((bundle / "whole.json").read_text()), times=2)
+    )
+    answer = child.run(bundle)
+    assert answer.startswith(OUTCOMES), answer
+    assert "\\n" not in answer, "the message has one line"

@@ -1,0 +1,134 @@
+"""Reads JSON into dataclasses strictly: text, numbers and depth within bounds, every field there and of its type.
+
+The C++ runtime's cpp/src/bundle/fields.cpp does the same: both accept the same texts, and refuse the others in the same
+order with the same sentences. So objects are read in the order of their keys, and values are shown as ASCII.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from math import isfinite
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from tide_export.errors import BundleError
+from tide_export.values import parse_json
+
+MAX_DEPTH = 100  # of lists and objects in each other
+WHOLE = range(-(1 << 63), 1 << 63)  # what C++ holds
+SHOWN = 60  # characters of a value or name in a message
+
+T = TypeVar("T")
+
+
+def parse_strictly(text: str | bytes) -> Any:
+    """Returns the value of a JSON text: UTF-8 without a byte order mark, every number finite; whole numbers of more
+    than 64 bits become floats, as in C++.
+
+    Raises:
+        ValueError: it is no such text, or is nested deeper than MAX_DEPTH.
+    """
+    text = text.decode() if isinstance(text, bytes) else text
+    value = parse_json(text, parse_constant=_number, parse_float=_number, parse_int=_whole)
+    _check_value(value, 0)
+    return value
+
+
+def parse_object(kind: type[T], value: Any, source: str, omitted: Sequence[str] = ()) -> T:
+    """Returns an object from JSON as the dataclass `kind`; its fields in `omitted`, may be missing.
+
+    Raises:
+        BundleError: naming `source` and the first field that is missing, unknown or of another type.
+    """
+    return _parse_fields(kind, value, source, "", omitted)
+
+
+def shown_name(name: str) -> str:
+    """Returns a key for a message: printable ASCII, cut off."""
+    return json.dumps(name)[1:-1][:SHOWN]
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text[:SHOWN]} is out of range")
+    return value
+
+
+def _whole(text: str) -> int | float:
+    value = int(text) if len(text) <= 20 else None  # int() takes quadratic time
+    return value if value is not None and value in WHOLE else _number(text)
+
+
+def _check_value(value: Any, depth: int) -> None:
+    """Checks the depth, and that strings hold no half of a surrogate pair (an error of UTF-8)."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, list | dict):
+        if depth == MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        for entry in value:
+            _check_value(entry, depth + 1)
+        for entry in value.values() if isinstance(value, dict) else ():
+            _check_value(entry, depth + 1)
+
+
+def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
+    """Returns `value` (from JSON) as the type `kind`; `where` is the dotted field name for the message."""
+
+    def wrong(expected: str) -> BundleError:
+        kinds: dict[type, str] = {list: "a list", dict: "an object"}  # not shown: they may be large
+        shown = kinds.get(type(value)) or json.dumps(value)[:SHOWN]
+        return BundleError(f"{source}: field '{where}' must be {expected}, not {shown}")
+
+    if kind is Any:
+        return value
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        return _parse_fields(kind, value, source, where)
+    if isinstance(kind, UnionType):
+        options = [option for option in get_args(kind) if option is not NoneType]
+        if value is None and NoneType in get_args(kind):
+            return None
+        if len(options) > 1:
+            options = [option for option in options if type(value) is option] or options
+        return _parse(options[0], value, source, where)
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise wrong("an object")
+        item = get_args(kind)[1]
+        parsed = {key: _parse(item, value[key], source, f"{where}.{shown_name(key)}") for key in sorted(value)}
+        return {key: parsed[key] for key in value}
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise wrong("a list")
+        items = get_args(kind)
+        if items[-1] is Ellipsis:
+            items = (items[0],) * len(value)
+        if len(items) != len(value):
+            raise wrong(f"a list of {len(items)}")
+        return tuple(
+            _parse(item, e, source, f"{where}.{i}") for i, (item, e) in enumerate(zip(items, value, strict=True))
+        )
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong("a number")
+        return float(value)
+    if type(value) is not kind:  # not isinstance: true is no int
+        raise wrong({int: "a whole number", str: "a string", bool: "true or false"}[kind])
+    return value
+
+
+def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str, omitted: Sequence[str] = ()) -> T:
+    prefix = f"{where}." if where else ""
+    hints = get_type_hints(kind)
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    for name in names:
+        if name not in value and name not in omitted:
+            raise BundleError(f"{source}: field '{prefix}{name}' is missing")
+    for name in sorted(value.keys() - set(names)):
+        raise BundleError(f"{source}: field '{prefix}{shown_name(name)}' is unknown")
+    return kind(
+        **{name: _parse(hints[name], value[name], source, f"{prefix}{name}") for name in names if name in value}
+    )
