@@ -5,7 +5,6 @@ All engines and commands share these, so that what one takes the others take. Th
 
 import json
 import operator
-from collections.abc import Callable
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -72,7 +71,7 @@ def check_text(what: str, text: str, error: type[TideError] = GenerationError) -
         raise error(f"{what} is not valid Unicode: its character {failure.start + 1} is {broken!a}") from None
 
 
-def parse_json(text: str | bytes, **hooks: Callable[[str], Any]) -> Any:
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
     """What the JSON `text` holds. Raises ValueError: it is not JSON, or nested too deeply.
 
     Args:

@@ -74,7 +74,8 @@ def outcome(bundle: str) -> str:
         if engine.max_batch_size > 1:
             engine.generate([[1, 2], [3]], max_new_tokens=3)
     except TideError as error:
-        return f"refused: {json.dumps(f'{type(error).__name__} {error}')}"
+        verdict = "escaped: several lines" if "\n" in str(error) else "refused"
+        return f"{verdict}: {json.dumps(f'{type(error).__name__} {error}')}"
     except BaseException as error:
         return f"escaped: {json.dumps(f'{type(error).__name__} {error}'[:500])}"
     return "result"

@@ -1,5 +1,6 @@
 """Damaged graphs under a manifest with their hashes: a result, or one sentence; no crash, no hang, no memory."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +57,6 @@ def test_mutated_graphs(child: Child, folder: Path, random: Random) -> None:
     write_manifest(folder, TINY.manifest())
     answer = child.run(folder)
     assert answer.startswith(OUTCOMES), answer
-    assert "\\n" not in answer, "the message has one line"
 
 
 @cases(300)
@@ -68,11 +68,8 @@ def test_mutated_manifests_of_a_good_graph(
     if not bundle.exists():
         TINY.write(bundle)
         (bundle / "whole.json").write_bytes((bundle / names.MANIFEST_FILE).read_bytes())
-    import json
-
     (bundle / names.MANIFEST_FILE).write_text(
         mutated_json(random, json.loads((bundle / "whole.json").read_text()), times=2)
     )
     answer = child.run(bundle)
     assert answer.startswith(OUTCOMES), answer
-    assert "\\n" not in answer, "the message has one line"

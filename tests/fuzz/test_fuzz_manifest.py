@@ -43,5 +43,5 @@ def test_mutated_manifests(random: Random) -> None:
         manifest = Manifest.from_json(text)
     except BundleError:
         return
-    assert render(describe_bundle(Bundle(Path("bundle"), manifest), verified=False))
+    assert render(describe_bundle(Bundle(Path("bundle"), manifest, {}), verified=False))
     assert Manifest.from_json(manifest.to_json()) == manifest

@@ -51,6 +51,7 @@ class BundleFile {
   BundleFile& operator=(BundleFile const&) = delete;
 
   std::filesystem::path const& path() const { return path_; }
+  std::int64_t size() const { return size_; }  // bytes, when it was opened
 
   // The whole content. Throws BundleError: it was changed since it was opened, or cannot be read.
   std::string read() const;
