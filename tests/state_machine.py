@@ -300,11 +300,11 @@ class Player:
                 one.computed = one.lengths
         self.check()
 
-    def refuse(self, new: New) -> None:
+    def refuse(self, new: New, sentence: str) -> None:
         """A step that no engine takes."""
         for engine in self.engines.values():
             if engine.checks_ids or not any(OUTSIDE in ids for ids in new.values()):
-                with pytest.raises(GenerationError):
+                with pytest.raises(GenerationError, match=sentence):
                     dict(engine.step(new, {}, ()))
         self.seen["refused"] += 1
         self.check()
@@ -465,10 +465,14 @@ class StepMachine(RuleBasedStateMachine):
             player.rewind(number, -1 if kind == "rewind" else length + 1, 0)
         elif kind != "outside" or length < player.context:
             room = player.context - length
-            bad = {"no tokens": [], "too many": [5] * (room + 1), "outside": [OUTSIDE]}[kind]
+            bad, sentence = {
+                "no tokens": ([], "a step needs at least one token"),
+                "too many": ([5] * (room + 1), "but the model's context holds"),
+                "outside": ([OUTSIDE], "."),  # each engine has its own
+            }[kind]
             others = (n for n, one in player.live.items() if player.batched and n != number)
             beside = {n: [7] for n in others if len(player.live[n].ids) < player.context}
-            player.refuse(beside | {number: bad})
+            player.refuse(beside | {number: bad}, sentence)
 
     @precondition(lambda self: len(self.player.live) > 1)
     @rule(number=NUMBER)

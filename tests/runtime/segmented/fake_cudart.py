@@ -47,6 +47,7 @@ class FakeCudart:
         return self.cudaMalloc(size)
 
     def cudaFree(self, address: int):
+        self.cudaStreamSynchronize(7)  # as CUDA does
         self.blocks.pop(address)
         return (Error.cudaSuccess,)
 
