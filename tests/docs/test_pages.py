@@ -20,6 +20,7 @@ PARSED_ONLY = {
     "BUNDLE": "as MODEL",
     "Qwen/Qwen2.5-0.5B": "a model on the hub: tests have no network",
     "out/qwen": "made from that model",
+    "model.Q4_K_M.gguf": "made by tests/model/test_gguf.py",
     "out/int4": "run by tests/quantize: quantized blocks are traced anew each time",
 }
 ELSEWHERE = {"tide-export export demo/demo-llama -o out/demo": "the slow test of demo/run.sh"}

@@ -155,6 +155,11 @@ def test_layers_that_cannot_be_found():
         wrap_model(model, "tiny")
 
 
+def test_a_model_without_layers():
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM .* 0 decoder layers"):
+        wrap_model(LlamaForCausalLM(LlamaConfig(**LLAMA_LIKE | {"num_hidden_layers": 0})), "tiny")
+
+
 def test_work_between_norm_and_head_outside_any_module():
     model = LlamaForCausalLM(LlamaConfig(**LLAMA_LIKE))
     backbone_forward = model.model.forward
@@ -337,3 +342,30 @@ def test_release_frees_the_weights_and_the_model_no_longer_runs():
     assert weight.numel() == 0
     with pytest.raises(ModelError, match="was released"):
         source.run(IDS, [1])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("num_hidden_layers", 2**40, "asks for 1099511627776 in num_hidden_layers: at most 10000 are read"),
+        ("hidden_size", 2**40, "far more parameters than its [0-9]+ bytes of weights"),
+        ("intermediate_size", 2**30, "far more parameters than its [0-9]+ bytes of weights"),
+        ("vocab_size", 2**40, "far more parameters than its [0-9]+ bytes of weights"),
+        ("hidden_size", "wide", "cannot be read: .*hidden_size"),
+        ("use_cache", [], "cannot be read: .*use_cache"),
+        ("rope_parameters", 7, "cannot be read"),
+        ("dtype", "x", "cannot be read"),
+    ],
+)
+def test_config_with_absurd_values(folder, field, value, says):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ModelError, match=says) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_config_nested_without_end(folder):
+    (folder / "config.json").write_text('{"model_type": ' + "[" * 100_000)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(folder)

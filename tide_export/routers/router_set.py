@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,8 @@ def _load_safetensors(path: Path) -> RouterSet:
 
 def _load_tide(path: Path) -> RouterSet:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # about the pickle of a damaged file
+            state = torch.load(path, map_location="cpu", weights_only=True)
         weights = {int(layer) + 1: dict(parts) for layer, parts in state["router_layers"].items()}
     except Exception as error:  # torch.load raises many kinds for a damaged or foreign file
         raise RouterFileError(
