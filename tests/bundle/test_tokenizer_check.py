@@ -64,7 +64,8 @@ def test_many_rules_that_do_not_feed_each_other_are_taken(tmp_path: Path, conten
     ],
 )
 def test_text_may_not_grow_without_bound(tmp_path: Path, part: str, component: dict[str, Any]) -> None:
-    says = rf"tokenizer\.json' is refused: its {part} may make text more than 1000 times as long"
+    direction = "decoding" if part == "decoder" else "encoding"
+    says = rf"tokenizer\.json' is refused: its {direction} may make text more than 1000 times as long"
     with pytest.raises(BundleError, match=says):
         opened(tmp_path, tokenizer(**{part: component}))
 

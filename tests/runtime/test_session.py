@@ -103,3 +103,12 @@ def test_a_graph_without_a_record_is_of_an_earlier_state(tmp_path: Path, tiny: T
         write_manifest(folder, tiny.manifest())
     with pytest.raises(BundleError, match="does not record its checkpoints, as this release writes it: export again"):
         load(tmp_path / "b")
+
+
+def test_a_name_that_is_no_text_is_one_sentence(tmp_path: Path, tiny: TinyModel) -> None:
+    with writing_bundle(tmp_path / "b") as folder:
+        data = tiny.described().SerializeToString()
+        (folder / names.GRAPH_FILE).write_bytes(data.replace(b"skip_threshold.1", b"skip_threshold.\xce"))
+        write_manifest(folder, tiny.manifest())
+    with pytest.raises(BundleError, match="has a tensor whose name is not UTF-8, which its manifest does not know"):
+        load(tmp_path / "b")

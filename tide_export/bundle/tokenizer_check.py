@@ -17,7 +17,7 @@ from tide_export.errors import TideError, one_line
 MAX_GROWTH = 1000  # bytes out for each byte in
 MAX_STEPS = 1000
 PROBE = "a 1\n\U00013080\ua66e"  # with characters that hardly any vocabulary holds
-PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+PARTS = {"encoding": ("normalizer", "pre_tokenizer", "post_processor"), "decoding": ("decoder",)}
 
 
 class Step(NamedTuple):
@@ -37,16 +37,19 @@ def check_tokenizer(tokenizer: Any, what: str, error: type[TideError]) -> None:
     Raises:
         error: its steps may let text grow more than MAX_GROWTH times, or it cannot encode every text.
     """
-    for part in PARTS:
-        component = getattr(tokenizer, part)
-        try:
-            described = {} if component is None else json.loads(component.__getstate__())
-        except Exception:  # a component written in Python, which no file holds
-            continue
-        if growth(list(_steps(described))) > MAX_GROWTH:
-            raise error(f"{what} is refused: its {part} may make text more than {MAX_GROWTH} times as long")
-        for missing in _undefined(described):
-            raise error(f"{what} is not usable: its {part} adds the token {missing!r} and does not define it")
+    for direction, parts in PARTS.items():
+        steps: list[Step] = []
+        for part in parts:
+            component = getattr(tokenizer, part)
+            try:
+                described = {} if component is None else json.loads(component.__getstate__())
+            except Exception:  # a component written in Python, which no file holds
+                continue
+            for missing in _undefined(described):
+                raise error(f"{what} is not usable: its {part} adds the token {missing!r} and does not define it")
+            steps += _steps(described)
+        if growth(steps) > MAX_GROWTH:
+            raise error(f"{what} is refused: its {direction} may make text more than {MAX_GROWTH} times as long")
     with tokenizer_errors(f"{what} cannot encode every text", error):
         tokenizer.encode(PROBE)
 

@@ -134,7 +134,11 @@ def check_tensors(session: Any, spec: NetworkSpec, file: str) -> None:
     Raises:
         BundleError: naming a tensor of the session of `file` that is not that of `spec`.
     """
-    spec.check(tensors_of(session.get_inputs()), tensors_of(session.get_outputs()), file)
+    try:
+        inputs, outputs = tensors_of(session.get_inputs()), tensors_of(session.get_outputs())
+    except UnicodeDecodeError:
+        raise BundleError(f"'{file}' has a tensor whose name is not UTF-8, which its manifest does not know") from None
+    spec.check(inputs, outputs, file)
 
 
 def tensors_of(entries: Iterable[Any]) -> dict[str, Tensor]:
