@@ -156,7 +156,7 @@ def test_layers_that_cannot_be_found():
 
 
 def test_a_model_without_layers():
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM .* 0 decoder layers"):
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM .* 0 decoder layers"):
         wrap_model(LlamaForCausalLM(LlamaConfig(**LLAMA_LIKE | {"num_hidden_layers": 0})), "tiny")
 
 
