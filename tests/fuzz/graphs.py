@@ -172,7 +172,7 @@ def _add_loop(random: Random, graph: GraphProto) -> None:
         ],
         [helper.make_tensor_value_info("go_on", TensorProto.BOOL, []), ValueInfoProto(name="new")],
     )
-    turns = helper.make_tensor("turns", TensorProto.INT64, [], [random.choice((0, 1, 1000, -1))])
+    turns = helper.make_tensor("turns", TensorProto.INT64, [], [random.choice((0, 1, 10, -1))])
     node = random.choice([node for node in graph.node if node.input])
     graph.initializer.append(turns)
     graph.node.insert(0, helper.make_node("Loop", ["turns", "", node.input[0]], ["looped"], body=body))
