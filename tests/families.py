@@ -33,6 +33,7 @@ from tiny_configs import (
 from tide_export.model.attention import reference_attention
 from tide_export.model.source import SourceModel, auto_class, wrap_model
 
+PER_LAYER = ("per-layer embeddings", "K/V shared by layers")
 FAMILIES: dict[str, Family] = {
     "llama": Family(lambda: tf.LlamaConfig(**HEADS), ("grouped queries",)),
     "llama (3.1)": Family(
@@ -153,6 +154,42 @@ FAMILIES: dict[str, Family] = {
             mm_tokens_per_image=4,
         ),
         ("text model inside ForConditionalGeneration", "sliding window", "per-layer types"),
+    ),
+    "gemma3n (text)": Family(
+        lambda: tf.Gemma3nTextConfig(
+            **HEADS,
+            sliding_window=WINDOW,
+            final_logit_softcapping=3.0,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+            num_kv_shared_layers=1,
+            vocab_size_per_layer_input=480,
+            hidden_size_per_layer_input=8,
+            altup_num_inputs=3,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.5, 0.0, 0.5],
+        ),
+        (*PER_LAYER, "several hidden states of a token", "q/k norms", "softcaps", "sliding window", "per-layer types"),
+    ),
+    "gemma4 (text)": Family(
+        lambda: tf.Gemma4TextConfig(
+            **{**HEADS, "num_hidden_layers": 5},
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=WINDOW,
+            final_logit_softcapping=3.0,
+            # Layer 3 reads the keys of layer 0, in another segment, and layer 4 those of layer 2, in its own.
+            layer_types=[*TWO_SLIDING[:2], "full_attention", "sliding_attention", "full_attention"],
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            vocab_size_per_layer_input=512,
+            hidden_size_per_layer_input=8,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=32,
+        ),
+        (*PER_LAYER, "experts", "q/k norms", "softcaps", "sliding window", "per-layer types"),
     ),
     "gpt2": Family(lambda: tf.GPT2Config(**GPT), ("learned positions", "biases", "tied embeddings")),
     "gpt_neox": Family(

@@ -53,7 +53,7 @@ def engine_of(
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
     graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()), source.quantized)
-    manifest = make_manifest(source, routers, TideConfig(kv_cache_strategy=strategy), graph, bound(source))
+    manifest = make_manifest(source, routers, TideConfig(kv_cache_strategy=strategy), pieces, graph, bound(source))
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
         if batch:

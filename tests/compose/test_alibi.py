@@ -37,7 +37,7 @@ def piece(tables: list[np.ndarray | None]) -> ir.Graph:
 def test_a_step_adds_the_bias_of_its_keys_to_each_of_its_rows_and_a_shared_table_is_read_once() -> None:
     first, second = (RNG.normal(size=(3, 20)).astype(np.float32) for _ in range(2))
     segments = (piece([first, None, first]), piece([first, second]))
-    pieces = Pieces((0, 3, 5), segments[0], segments, segments[0], segments[0], ((3, 8),) * 5)
+    pieces = Pieces((0, 3, 5), segments[0], segments, segments[0], segments[0], ((3, 8),) * 5, tuple(range(5)))
     block = Block("main", Weights())
     total = ir.Value(name="total", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
     x = ir.Value(name="x", type=ir.TensorType(FLOAT), shape=ir.Shape([1, "n", 8]))
@@ -66,7 +66,7 @@ def test_a_step_adds_the_bias_of_its_keys_to_each_of_its_rows_and_a_shared_table
 
 def test_a_model_without_biases_has_nothing_added() -> None:
     plain = piece([None, None])
-    pieces = Pieces((0, 2), plain, (plain,), plain, plain, ((3, 8),) * 2)
+    pieces = Pieces((0, 2), plain, (plain,), plain, plain, ((3, 8),) * 2, (0, 1))
     block = Block("main", Weights())
     total = ir.Value(name="total", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([]))
     assert relative_biases(block, pieces, total) == {}

@@ -216,6 +216,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "last layer": (field("checkpoints", value=[2, 6]), r"field 'checkpoints' must lie in 1\.\.5"),
     "order": (field("checkpoints", value=[4, 2]), "field 'checkpoints' must be distinct and ascending"),
     "shapes": (field("model", "kv_shapes", value=[[1, 8]]), r"'model\.kv_shapes' must have one entry per layer"),
+    "kv layers": (field("model", "kv_layers", value=[0]), r"'model\.kv_layers' must have one entry per layer"),
+    "a later kv layer": (
+        field("model", "kv_layers", value=[1, 1, 2, 3, 4, 5]),
+        r"'model\.kv_layers' must name the layer itself, or an earlier one with K/V of its own",
+    ),
     "strategy": (
         field("kv_cache_strategy", value="guess"),
         "field 'kv_cache_strategy' must be one of exact, propagate",

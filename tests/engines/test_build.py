@@ -117,7 +117,7 @@ def half_precision():
     routers = random_routers(source, (2,), range(3, 43), bottleneck=16)
     pieces = cut(trace(source, routers.checkpoints, bound(source)), 64)
     graph = lower_for_onnxruntime(compose(pieces, routers.arrays(), routers.lens_arrays()))
-    manifest = make_manifest(source, routers, TideConfig(), graph, 64)
+    manifest = make_manifest(source, routers, TideConfig(), pieces, graph, 64)
     return lambda weights: (networks_for_tensorrt(pieces, routers.arrays(), None, 64, weights), manifest)
 
 

@@ -49,7 +49,7 @@ def test_positions_counted_from_the_first_are_refused(as_data: bool) -> None:
     states, positions, other = (ir.Value(name=name) for name in ("states", "position_ids", "other"))
     node = ir.node("Gather", [positions, other] if as_data else [other, positions])
     piece = ir.Graph([states, positions, other], node.outputs, nodes=[node], opset_imports={"": 23})
-    pieces = Pieces((0, 1), piece, (piece,), piece, piece, ())
+    pieces = Pieces((0, 1), piece, (piece,), piece, piece, (), ())
     if not as_data:
         check_positions(pieces)
         return

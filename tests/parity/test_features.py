@@ -75,6 +75,7 @@ OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
     "learned positions": ("gpt2", set_weights("wpe", 0.0)),
     "project_in and project_out": ("opt (350m)", set_weights("project_out", 0.0)),
     "ALiBi": ("falcon (ALiBi)", set_config(alibi=False)),
+    "per-layer embeddings": ("gemma4 (text)", set_weights("per_layer_projection.weight", 0.0)),
     "norms after": ("olmo2", set_weights("post_attention_layernorm", 1.0)),
 }
 # Without these the model would have other parameters, so their presence shows.
@@ -86,6 +87,8 @@ IN_THE_SHAPES = {
     "parallel residual",
     "interleaved rotary",
     "no final norm",
+    "K/V shared by layers",
+    "several hidden states of a token",
     "text model inside ForConditionalGeneration",
     "mixture of attention heads",
 }

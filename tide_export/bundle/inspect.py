@@ -53,7 +53,10 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "max_pending": manifest.max_pending,
         "kv_cache_strategy": manifest.kv_cache_strategy,
         "compaction_threshold": manifest.compaction_threshold,
-        "kv_bytes_per_token": sum(2 * 4 * heads * width for heads, width in model.kv_shapes),  # K and V, float32
+        "kv_bytes_per_token": sum(  # K and V, float32
+            2 * 4 * heads * width
+            for heads, width in (model.kv_shapes[layer] for layer in model.kv_read(range(model.num_layers)))
+        ),
         "segments": _segments(bundle),
         "networks": None if manifest.networks is None else asdict(manifest.networks),
         "engines": None if manifest.engines is None else asdict(manifest.engines),

@@ -36,7 +36,7 @@ KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
-OMITTED = ("quantization", "remote_code")  # fields of the manifest that are not written when None
+OMITTED = ("quantization", "remote_code", "model.kv_layers")  # fields that are not written when None
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,16 @@ class ModelInfo:
     architecture: str  # e.g. "LlamaForCausalLM"
     weights_sha256: str
     num_layers: int
-    hidden_size: int
+    hidden_size: int  # width of the states between segments: hidden states, and what else later layers read of a token
     vocab_size: int
     context_length: int | None  # tokens; None: the model sets no limit
     eos_token_ids: tuple[int, ...]
-    kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim)
+    kv_shapes: tuple[tuple[int, int], ...]  # per layer (kv_heads, head_dim) of the K/V it reads
+    kv_layers: tuple[int, ...] | None = None  # per layer, the layer whose K/V it reads; None: each its own
+
+    def kv_read(self, layers: range) -> list[int]:
+        """Layers whose K/V `layers` read, ascending: their own, and those of earlier layers that they share."""
+        return sorted({self.kv_layers[layer] if self.kv_layers else layer for layer in layers})
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,12 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns the text of `tide.json`."""
-        written = {name: value for name, value in asdict(self).items() if name not in OMITTED or value is not None}
+        written = asdict(self)
+        for path in OMITTED:
+            *parents, name = path.split(".")
+            owner = written[parents[0]] if parents else written
+            if owner[name] is None:
+                del owner[name]
         return json.dumps({"schema": SCHEMA, **written}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
@@ -234,6 +244,18 @@ def _check(manifest: Manifest, source: str) -> None:
     require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
     require(len(model.kv_shapes) == model.num_layers, "model.kv_shapes", "must have one entry per layer")
     require(all(h >= 1 and d >= 1 for h, d in model.kv_shapes), "model.kv_shapes", "holds a size below 1")
+    sources = model.kv_layers or tuple(range(model.num_layers))
+    require(len(sources) == model.num_layers, "model.kv_layers", "must have one entry per layer")
+    require(
+        all(0 <= source <= layer and sources[source] == source for layer, source in enumerate(sources)),
+        "model.kv_layers",
+        "must name the layer itself, or an earlier one with K/V of its own",
+    )
+    require(
+        all(model.kv_shapes[source] == shape for source, shape in zip(sources, model.kv_shapes, strict=True)),
+        "model.kv_shapes",
+        "must be equal where layers share K/V",
+    )
     require(list(points) == sorted(set(points)), "checkpoints", "must be distinct and ascending")
     require(all(1 <= p < model.num_layers for p in points), "checkpoints", f"must lie in 1..{model.num_layers - 1}")
     require(len(manifest.thresholds) == len(points), "thresholds", "must have one value per checkpoint")

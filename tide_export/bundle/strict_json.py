@@ -35,7 +35,7 @@ def parse_strictly(text: str | bytes) -> Any:
 
 
 def parse_object(kind: type[T], value: Any, source: str, omitted: Sequence[str] = ()) -> T:
-    """Returns an object from JSON as the dataclass `kind`; its fields in `omitted`, may be missing.
+    """Returns an object from JSON as the dataclass `kind`; its fields in `omitted`, dotted names, may be missing.
 
     Raises:
         BundleError: naming `source` and the first field that is missing, unknown or of another type.
@@ -73,7 +73,7 @@ def _check_value(value: Any, depth: int) -> None:
             _check_value(entry, depth + 1)
 
 
-def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
+def _parse(kind: Any, value: Any, source: str, where: str, omitted: Sequence[str] = ()) -> Any:
     """Returns `value` (from JSON) as the type `kind`; `where` is the dotted field name for the message."""
 
     def wrong(expected: str) -> BundleError:
@@ -86,14 +86,14 @@ def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         if not isinstance(value, dict):
             raise wrong("an object")
-        return _parse_fields(kind, value, source, where)
+        return _parse_fields(kind, value, source, where, omitted)
     if isinstance(kind, UnionType):
         options = [option for option in get_args(kind) if option is not NoneType]
         if value is None and NoneType in get_args(kind):
             return None
         if len(options) > 1:
             options = [option for option in options if type(value) is option] or options
-        return _parse(options[0], value, source, where)
+        return _parse(options[0], value, source, where, omitted)
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise wrong("an object")
@@ -120,15 +120,19 @@ def _parse(kind: Any, value: Any, source: str, where: str) -> Any:
     return value
 
 
-def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str, omitted: Sequence[str] = ()) -> T:
+def _parse_fields(kind: type[T], value: dict[str, Any], source: str, where: str, omitted: Sequence[str]) -> T:
     prefix = f"{where}." if where else ""
     hints = get_type_hints(kind)
     names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     for name in names:
-        if name not in value and name not in omitted:
+        if name not in value and f"{prefix}{name}" not in omitted:
             raise BundleError(f"{source}: field '{prefix}{name}' is missing")
     for name in sorted(value.keys() - set(names)):
         raise BundleError(f"{source}: field '{prefix}{shown_name(name)}' is unknown")
     return kind(
-        **{name: _parse(hints[name], value[name], source, f"{prefix}{name}") for name in names if name in value}
+        **{
+            name: _parse(hints[name], value[name], source, f"{prefix}{name}", omitted)
+            for name in names
+            if name in value
+        }
     )

@@ -2,18 +2,25 @@
 
 A piece is an `ir.Graph` with declared inputs and outputs; pieces share weights by name. Every attention op of the trace
 ends up in exactly one segment, or the cut is refused.
+
+What crosses a cut is the *state* of each token: its hidden state, and what later layers read that follows from its id
+alone (per-layer embeddings). So the states of pending tokens hold all that later segments need, and only segment 0
+reads token ids. Layers that attend to an earlier layer's keys and values (`kv_layers`) read that layer's K/V buffers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import onnx_ir as ir
 import onnx_ir.convenience as irc
 from onnx_ir.passes import common as common_passes
 
+from tide_export.compose.passes.carried_states import CarriedStatesPass, uncarried
 from tide_export.compose.passes.counted_positions import CountedPositionsPass
 from tide_export.compose.passes.masked_fills import MaskedFillsPass
 from tide_export.compose.passes.rotary_tables import RotaryTablesPass
+from tide_export.compose.passes.shared_keys import KV_LAYER, SharedKeysPass
 from tide_export.compose.passes.static_reshapes import StaticReshapesPass
 from tide_export.errors import GraphError, UnsupportedModelError
 from tide_export.names import DOMAIN, OP_ATTENTION
@@ -25,17 +32,20 @@ _NORMS = ("RMSNormalization", "LayerNormalization")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The parts of a model. B is the batch, S the number of tokens, D the hidden size, V the vocabulary.
+    """The parts of a model. B is the batch, S the number of tokens, D the hidden size, W >= D the width of the states
+    between segments, V the vocabulary.
 
     Attributes:
         boundaries: layers run where each segment starts, and the depth at the end: (0, checkpoints ..., depth).
-        embed: input_ids, position_ids [B, S] -> hidden states [B, S, D].
-        segments: hidden states [B, S, D], position_ids [B, S] -> hidden states, one per segment.
+        embed: input_ids, position_ids [B, S] -> states before segment 0, which may be wider than W.
+        segments: states [B, S, W], position_ids [B, S] -> states [B, S, W], one per segment; the last gives hidden
+            states [B, S, D].
         final_norm: hidden states [B, S, D] -> normalized states [B, S, D'] (final norm, projection).
         head: normalized states [B, S, D'] -> logits [B, S, V].
-        kv_shapes: (kv_heads, head_dim) of every layer.
-        keys_values: if the trace has a marker before every layer, for each layer hidden states [B, S, D], position_ids
-            [B, S] -> key, value [B, kv_heads, S, head_dim] as its attention reads them; else empty.
+        kv_shapes: (kv_heads, head_dim) of the keys and values that every layer reads.
+        kv_layers: the layer whose keys and values every layer reads: its own, or those of an earlier layer.
+        keys_values: if the trace has a marker before every layer, for each layer with K/V of its own states [B, S, W],
+            position_ids [B, S] -> key, value [B, kv_heads, S, head_dim] as its attention reads them; else empty.
     """
 
     boundaries: tuple[int, ...]
@@ -44,11 +54,22 @@ class Pieces:
     final_norm: ir.Graph
     head: ir.Graph
     kv_shapes: tuple[tuple[int, int], ...]
-    keys_values: tuple[ir.Graph, ...] = ()
+    kv_layers: tuple[int, ...]
+    keys_values: Mapping[int, ir.Graph] = field(default_factory=dict)
 
     @property
     def hidden_size(self) -> int:
-        return static_dim(self.embed.outputs[0], -1)
+        """Width D of the hidden states, which lenses and the final norm read."""
+        return static_dim(self.final_norm.inputs[0], -1)
+
+    @property
+    def state_size(self) -> int:
+        """Width W of the states that are passed from one segment to the next, and pending."""
+        return static_dim(self.segments[0].outputs[0], -1)
+
+    def kv_read(self, k: int) -> list[int]:
+        """Layers whose K/V buffers segment k reads, ascending: its own, and earlier ones that its layers share."""
+        return sorted({self.kv_layers[layer] for layer in range(self.boundaries[k], self.boundaries[k + 1])})
 
     @property
     def normalized_size(self) -> int:
@@ -107,10 +128,14 @@ def layer_of(attention: ir.Node) -> int:
     return attention.attributes["layer"].as_int()
 
 
-def sinks_and_bias(attention: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+def attention_inputs(attention: ir.Node) -> list[ir.Value | None]:
+    """Query, key, value, sinks and bias of a traced TideAttention; None where it has none."""
+    return [*attention.inputs, None, None, None, None][:5]
+
+
+def sinks_and_bias(attention: ir.Node) -> list[ir.Value | None]:
     """Sinks [H] and bias by head and key position [H, N], both float32, of a traced TideAttention; None if absent."""
-    _, _, _, sinks, bias = (*attention.inputs, None, None)[:5]
-    return sinks, bias
+    return attention_inputs(attention)[3:]
 
 
 def _cut(traced: TracedModel, max_length: int) -> Pieces:
@@ -126,6 +151,8 @@ def _cut(traced: TracedModel, max_length: int) -> Pieces:
         MaskedFillsPass(),
         CountedPositionsPass(),
         RotaryTablesPass(max_length),
+        SharedKeysPass(),
+        CarriedStatesPass(bounds),
         common_passes.RemoveUnusedNodesPass(),
     )
     token_ids, positions = graph.inputs
@@ -136,9 +163,10 @@ def _cut(traced: TracedModel, max_length: int) -> Pieces:
     def before(layer: int) -> ir.Value:
         return present(traced.marker(layer).inputs[0])
 
-    keys_values: list[ir.Graph] = []
+    kv_layers = tuple(node.attributes.get_int(KV_LAYER, layer) for layer, node in attention.items())
+    keys_values: dict[int, ir.Graph] = {}
     if traced.every_layer:
-        keys_values = [_keys_and_values(graph, after(layer), attention[layer]) for layer in range(bounds[-1])]
+        keys_values = {layer: _keys_and_values(graph, after(layer), attention[layer]) for layer in set(kv_layers)}
         _remove_inner_markers(traced)
 
     segments = []
@@ -163,7 +191,7 @@ def _cut(traced: TracedModel, max_length: int) -> Pieces:
     kv_shapes = tuple(
         (node.attributes["kv_num_heads"].as_int(), node.attributes["head_dim"].as_int()) for node in attention.values()
     )
-    return Pieces(bounds, embed, tuple(segments), final_norm, head, kv_shapes, tuple(keys_values))
+    return Pieces(bounds, embed, tuple(segments), final_norm, head, kv_shapes, kv_layers, keys_values)
 
 
 def _keys_and_values(graph: ir.Graph, hidden: ir.Value, attention: ir.Node) -> ir.Graph:
@@ -184,12 +212,13 @@ def _remove_inner_markers(traced: TracedModel) -> None:
     """Removes the markers within segments."""
     for layer in set(range(traced.boundaries[-1])) - set(traced.boundaries):
         marker = traced.marker(layer)
-        marker.outputs[0].replace_all_uses_with(present(marker.inputs[0]))
-        traced.model.graph.remove(marker, safe=True)
+        for after, before in uncarried(marker).items():
+            after.replace_all_uses_with(before)
+    run_passes(traced.model, common_passes.RemoveUnusedNodesPass())
 
 
 def _shapes_from_hidden_states(piece: ir.Graph) -> None:
-    """Makes a piece read shapes off its hidden states [B, S, D] instead of input_ids or position_ids [B, S]."""
+    """Makes a piece read shapes off its states [B, S, W] instead of input_ids or position_ids [B, S]."""
     hidden, positions, token_ids = piece.inputs
     for source in (token_ids, positions):
         for node, index in list(source.uses()):

@@ -37,8 +37,13 @@ def route(
 
 
 def exit_states(block: Block, pieces: Pieces, layers: int, lens: LensArrays | None, states: ir.Value) -> ir.Value:
-    """`states` [B, m, D] through the lens, if there is one, and the final norm: what the head reads, [B, m, D']."""
-    batch, tokens, _ = shape = dims(states)
+    """The hidden states in `states` [B, m, W] or [B, m, D] through the lens, if there is one, and the final norm: what
+    the head reads, [B, m, D']."""
+    batch, tokens, width = dims(states)
+    shape = [batch, tokens, pieces.hidden_size]
+    if width != pieces.hidden_size:
+        start, stop, axis = (block.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
+        states = block.op("Slice", [states, start, stop, axis], dtype=FLOAT, shape=shape)
     if lens is not None:
         down, up, bias = (
             block.weights.float32(f"lenses.{layers}.{name}", array)

@@ -68,7 +68,7 @@ class _PackedComposer:
         self.total = typed_value(names.TOTAL_LENGTH, INT32, [])
         self.inputs = [self.positions, self.last, self.total]
         self.outputs: dict[str, ir.Value] = {}
-        self.past = past_buffers(range(pieces.boundaries[-1]), pieces.kv_shapes, 1, "capacity")
+        self.past = past_buffers(sorted(set(pieces.kv_layers)), pieces.kv_shapes, 1, "capacity")
 
     def compose(self) -> tuple[ir.Model, list[Part]]:
         count = len(self.pieces.segments)
@@ -87,7 +87,7 @@ class _PackedComposer:
             entry = typed_value(names.INPUT_IDS, INT64, [1, TOKENS])
             (x,) = block.inline(pieces.embed, [entry, self.positions], 1, TOKENS)
         else:
-            x = entry = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.hidden_size])
+            x = entry = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.state_size])
         self.inputs.append(entry)
         start = len(block.nodes)
         (y,) = block.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
@@ -97,9 +97,7 @@ class _PackedComposer:
         if k + 1 < len(pieces.segments):
             values |= {names.NEW_HIDDEN_STATES: y, names.ROUTER_SCORE: self._score(layers, states)}
         shared = [names.POSITION_IDS, names.LAST_TOKENS, names.TOTAL_LENGTH]
-        shared += [
-            names.past(layer, kind) for layer in range(pieces.boundaries[k], layers) for kind in ("key", "value")
-        ]
+        shared += [names.past(layer, kind) for layer in pieces.kv_read(k) for kind in ("key", "value")]
         inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: str(entry.name)} | {i: i for i in shared}
         outputs = {output: f"{name}/{output}" for output in values} | {output: output for output in presents}
         self.outputs |= {f"{name}/{output}": value for output, value in values.items()} | presents
@@ -132,11 +130,11 @@ class _PackedComposer:
         """States [1, m, D] of tokens that exited before segment k, and their positions -> its layers' keys and
         values."""
         pieces, name = self.pieces, names.skipped(k)
-        states = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, CANDIDATES, pieces.hidden_size])
+        states = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, CANDIDATES, pieces.state_size])
         positions = typed_value(f"{name}/{names.POSITION_IDS}", INT64, [1, CANDIDATES])
         self.inputs += [states, positions]
         outputs = {}
-        for layer in range(pieces.boundaries[k], pieces.boundaries[k + 1]):
+        for layer in (layer for layer in pieces.kv_read(k) if layer >= pieces.boundaries[k]):
             kv_heads, head_dim = pieces.kv_shapes[layer]
             key_value = self.block.inline(pieces.keys_values[layer], [states, positions], 1, CANDIDATES)
             for kind, value in zip(("key", "value"), key_value, strict=True):

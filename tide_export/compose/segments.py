@@ -56,14 +56,14 @@ class _Segment:
         self.block = Block(names.segment(k), Weights())
         self.lengths = typed_value(names.PAST_LENGTHS, INT64, [BATCH])
         self.last = typed_value(names.LAST_TOKENS, INT64, [BATCH])
-        self.past = past_buffers(range(pieces.boundaries[k], self.layers), pieces.kv_shapes, BATCH, capacity)
+        self.past = past_buffers(pieces.kv_read(k), pieces.kv_shapes, BATCH, capacity)
 
     def model(self) -> ir.Model:
         block, pieces = self.block, self.pieces
         if self.k == 0:
             x = typed_value(names.INPUT_IDS, INT64, [BATCH, TOKENS])
         else:
-            x = typed_value(names.HIDDEN_STATES, FLOAT, [BATCH, TOKENS, pieces.hidden_size])
+            x = typed_value(names.HIDDEN_STATES, FLOAT, [BATCH, TOKENS, pieces.state_size])
         inputs = [x, self.lengths, self.last]
         positions = self._positions(x)
         if self.k == 0:
@@ -110,7 +110,7 @@ class _Segment:
         places_of_buffers = block.weights.constant("places", places)
         start = len(block.nodes)
         (y,) = block.inline(piece, [x, positions], BATCH, TOKENS)
-        y.shape = ir.Shape([BATCH, TOKENS, self.pieces.hidden_size])
+        y.shape = ir.Shape([BATCH, TOKENS, dims(y)[-1]])
         inputs = [self.lengths, positions, places_of_buffers]
         return y, attend_from_cache(block.nodes[start:], self.past, inputs)
 

@@ -46,7 +46,7 @@ from tide_export.compose.kv_cache import attend_from_cache, past_buffers
 from tide_export.compose.router_op import route_function
 from tide_export.errors import GraphError
 from tide_export.routers.router import LensArrays, RouterArrays
-from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, present, typed_value
+from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, dims, present, typed_value
 
 POSITIONS = "positions"  # the symbolic dimension of `logits_positions`
 END = np.iinfo(np.int64).max
@@ -109,14 +109,14 @@ class Composer:
         self.segments = len(pieces.segments)
         self.weights = Weights()
         self.main = Block("main", self.weights)
-        width, deeper = pieces.hidden_size, range(1, self.segments)
+        width, deeper = pieces.state_size, range(1, self.segments)
         self.token_ids = typed_value(names.INPUT_IDS, INT64, [1, "sequence"])
         self.total = typed_value(names.TOTAL_LENGTH, INT32, [])
         self.logits_positions = typed_value(names.LOGITS_POSITIONS, INT64, [POSITIONS, 2])
         self.thresholds = typed_value(names.THRESHOLDS, FLOAT, [self.segments - 1])
         self.skip_thresholds = {k: typed_value(names.skip_threshold(k), FLOAT, [1]) for k in deeper}
         self.pending = {k: typed_value(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in deeper}
-        self.past = past_buffers(range(self.bounds[-1]), pieces.kv_shapes, 1, "capacity")
+        self.past = past_buffers(sorted(set(pieces.kv_layers)), pieces.kv_shapes, 1, "capacity")
         self.biases: dict[str, ir.Value] = {}
         self.outputs: dict[str, ir.Value] = {}
 
@@ -195,7 +195,7 @@ class Composer:
         }
         types: dict[str, OutputType] = {name: (FLOAT, value.shape) for name, value in run_values.items()} | {
             "candidate": (FLOAT, [POSITIONS if k == self.segments - 1 else 1, self.pieces.normalized_size]),
-            "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.hidden_size]),
+            "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.state_size]),
             "score": (FLOAT, [1, 1]),
             "skip": (BOOL, [1, 1]),
         }
@@ -207,7 +207,7 @@ class Composer:
 
     def _pending(self, block: Block, k: int, y: ir.Value) -> ir.Value:
         """The pending states before segment k once the segment before it gave y."""
-        shape = [1, f"pending_{k}", self.pieces.hidden_size]
+        shape = [1, f"pending_{k}", self.pieces.state_size]
         return block.op("Concat", [self.pending[k], y], {"axis": 1}, dtype=FLOAT, shape=shape)
 
     def _segment(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
@@ -219,7 +219,7 @@ class Composer:
             values["score"], values["skip"] = self._route(block, k, values["candidate"])
             values["pending"] = self._pending(block, k + 1, y)
         elif self.pending:
-            none = np.zeros((1, 0, self.pieces.hidden_size), dtype=np.float32)
+            none = np.zeros((1, 0, self.pieces.state_size), dtype=np.float32)
             values["pending"] = block.copy(self.weights.constant("no_tokens", none))
         return block, {**values, **presents}
 
@@ -232,7 +232,7 @@ class Composer:
         if k < self.segments - 1:
             values["score"] = block.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
             values["skip"] = block.copy(present(step.skip))
-        for layer in range(self.bounds[k], self.bounds[k + 1]):
+        for layer in (layer for layer in self.pieces.kv_read(k) if layer >= self.bounds[k]):
             for kind, buffer in zip(("key", "value"), self._skipped(block, k, layer, pending), strict=True):
                 values[names.present(layer, kind)] = buffer
         return block, values
@@ -251,7 +251,8 @@ class Composer:
         biases = step_biases(block, piece, self.biases, x, tokens)
         start = len(block.nodes)
         (y,) = block.inline(piece, [x, positions], 1, tokens)
-        return y, attend_from_cache(block.nodes[start:], self.past, [self.total], biases)
+        past = {key: self.outputs.get(names.present(*key), buffer) for key, buffer in self.past.items()}
+        return y, attend_from_cache(block.nodes[start:], past, [self.total], biases)
 
     def _positions_of(self, block: Block, x: ir.Value, tokens: str) -> ir.Value:
         """position_ids [1, n] of the last n tokens of the sequence, for x of n tokens; removed later if unused."""
@@ -280,7 +281,7 @@ class Composer:
         lens = self.lenses.get(layers)
         if lens is not None or not (self.pieces.norm_alone or last):
             index = self.weights.integers("last", [-1])
-            y = block.op("Gather", [y, index], {"axis": 1}, dtype=FLOAT, shape=[1, 1, self.pieces.hidden_size])
+            y = block.op("Gather", [y, index], {"axis": 1}, dtype=FLOAT, shape=[1, 1, dims(y)[-1]])
         states, width = exit_states(block, self.pieces, layers, lens, y), self.pieces.normalized_size
         if last:
             return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width])

@@ -90,8 +90,8 @@ class SourceModel:
 
     @property
     def hidden_size(self) -> int:
-        """Width D of the residual stream."""
-        return int(self.text_config.hidden_size)
+        """Width D of raw states: the residual stream's, times the streams where layers pass several."""
+        return int(self.text_config.hidden_size) * (self.structure.streams or 1)
 
     @property
     def vocab_size(self) -> int:
@@ -280,8 +280,8 @@ def wrap_model(model: PreTrainedModel, name: str, remote_code: bool = False) -> 
     digest = _hash_weights(model, name)
     structure = ModelStructure.find(model)
     with torch.no_grad():
-        zeros = torch.zeros(1, 1, model.config.get_text_config().hidden_size, device=input_device(model))
-        normalized_size = structure.normalize(zeros).shape[-1]
+        width = model.config.get_text_config().hidden_size * (structure.streams or 1)
+        normalized_size = structure.normalize(torch.zeros(1, 1, width, device=input_device(model))).shape[-1]
     return SourceModel(model, name, digest, structure, normalized_size, remote_code=remote_code)
 
 

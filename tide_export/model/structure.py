@@ -2,13 +2,14 @@
 
 No architecture is known by name. The decoder layers are the `ModuleList` of `config.num_hidden_layers` modules that
 each run once on a text. The final modules (a norm, and a projection where there is one) lead, tensor by tensor, from
-the last layer's output to the backbone's `last_hidden_state`. The head is everything the model's own forward does after
+the last layer's output to the backbone's `last_hidden_state`; where layers pass several hidden states of a token, that
+is what the backbone's own forward does after its layers. The head is everything the model's own forward does after
 its backbone, scaling and softcaps included. `register_adapter` is for models whose parts cannot be found that way.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +40,18 @@ class ModelStructure:
     Attributes:
         backbone: the module that owns the layers and returns a `ModelOutput` with `last_hidden_state`, or a tuple that
             starts with it.
-        layers: its decoder layers, in order; each takes the hidden states [B, S, D] first, or as `hidden_states`.
+        layers: its decoder layers, in order; each takes the hidden states first, or as `hidden_states`.
         final_modules: the modules from the last layer's output to `last_hidden_state`, in order (norm, projection); may
-            be empty.
+            be empty. None: the backbone's own forward leads there.
+        streams: number N of hidden states of each token where layers pass several, [N, B, S, D]; None: [B, S, D].
         first_position: the position id of the first token; above 0 where a model counts on from its padding id
             (RoBERTa).
     """
 
     backbone: nn.Module
     layers: nn.ModuleList
-    final_modules: tuple[nn.Module, ...]
+    final_modules: tuple[nn.Module, ...] | None
+    streams: int | None = None
     first_position: int = 0
 
     @classmethod
@@ -69,7 +72,8 @@ class ModelStructure:
     def captured(
         self, layers: Sequence[int], keep: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> Iterator[dict[int, torch.Tensor]]:
-        """While open, this thread's forward passes fill the dict with the raw states [B, S, D] after `layers` layers.
+        """While open, this thread's forward passes fill the dict with the raw states after `layers` layers: [B, S, D],
+        several streams of a token one after another.
 
         Other threads may run the model at the same time. Each state is on the device of its layer. `keep` reduces it as
         soon as it is computed (say, to chosen rows on the CPU), so that the rest is not held until the pass ends.
@@ -80,7 +84,7 @@ class ModelStructure:
         def store(count: int) -> Callable:
             def hook(_module, _args, output):
                 if threading.get_ident() == here:
-                    state = first_tensor(output)
+                    state = self.by_token(first_tensor(output))
                     states[count] = state if keep is None else keep(state)
 
             return hook
@@ -101,34 +105,58 @@ class ModelStructure:
         with self.backbone.register_forward_hook(shorten):
             yield
 
+    def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Makes raw states [B, S, D] of what a layer takes or gives."""
+        return hidden if self.streams is None else hidden.permute(1, 2, 0, 3).flatten(2)
+
+    def by_stream(self, raw: torch.Tensor) -> torch.Tensor:
+        """Makes what a layer takes or gives of raw states [B, S, D]."""
+        return raw if self.streams is None else raw.unflatten(-1, (self.streams, -1)).permute(2, 0, 1, 3)
+
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Applies the final modules to raw states [..., D]; returns [..., D']."""
+        """Computes normalized states [..., D'] of raw states [..., D]: by the final modules, or by the backbone's own
+        forward, whose layers only return these states."""
+        if self.final_modules is None:
+            return self._run_without_layers(hidden)
         for module in self.final_modules:
             hidden = module(hidden)
         return hidden
 
     def head(self, model: PreTrainedModel, normalized: torch.Tensor) -> torch.Tensor:
         """Computes logits [B, S, V] by the model's own forward, whose backbone only returns `normalized` [B, S, D']."""
-        with _ReplacedForward.of(self.backbone) as replaced:
-            replaced.local.output = _NoOtherOutputs(last_hidden_state=normalized)
-            try:
-                ids = torch.zeros(normalized.shape[:2], dtype=torch.long, device=normalized.device)
-                return model(input_ids=ids, use_cache=False).logits
-            finally:
-                del replaced.local.output
+        with _returning([self.backbone], _NoOtherOutputs(last_hidden_state=normalized)):
+            ids = torch.zeros(normalized.shape[:2], dtype=torch.long, device=normalized.device)
+            return model(input_ids=ids, use_cache=False).logits
+
+    def _run_without_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.reshape(-1, 1, hidden.shape[-1])  # sequences of one token: the masks stay small
+        with _returning(self.layers, self.by_stream(tokens)):
+            ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=hidden.device)
+            return self.backbone(input_ids=ids, use_cache=False)[0].reshape(*hidden.shape[:-1], -1)
+
+
+@contextmanager
+def _returning(modules: Iterable[nn.Module], output: Any) -> Iterator[None]:
+    """While open, calls of `modules` from this thread return `output`."""
+    with ExitStack() as stack:
+        for module in modules:
+            replaced = stack.enter_context(_ReplacedForward.of(module))
+            replaced.local.output = output
+            stack.callback(delattr, replaced.local, "output")
+        yield
 
 
 class _ReplacedForward:
-    """Replaces a backbone's forward while any thread is in `ModelStructure.head`.
+    """Replaces a module's forward while any thread is in `_returning`.
 
-    Returns the output that a thread has set in `local`; for other threads it runs the backbone.
+    Returns the output that a thread has set in `local`; for other threads it runs the module.
     """
 
     _lock = threading.Lock()
 
-    def __init__(self, backbone: nn.Module):
-        self.overridden = backbone.__dict__.get("forward")  # accelerate sets one on a backbone it dispatches whole
-        self.forward = backbone.forward
+    def __init__(self, module: nn.Module):
+        self.overridden = module.__dict__.get("forward")  # accelerate sets one on a module it dispatches whole
+        self.forward = module.forward
         self.local = threading.local()
         self.threads = 0
 
@@ -138,21 +166,21 @@ class _ReplacedForward:
 
     @classmethod
     @contextmanager
-    def of(cls, backbone: nn.Module) -> "Iterator[_ReplacedForward]":
+    def of(cls, module: nn.Module) -> "Iterator[_ReplacedForward]":
         with cls._lock:
-            current = backbone.__dict__.get("forward")
-            replaced = current if isinstance(current, cls) else cls(backbone)
+            current = module.__dict__.get("forward")
+            replaced = current if isinstance(current, cls) else cls(module)
             replaced.threads += 1
-            backbone.forward = replaced
+            module.forward = replaced
         try:
             yield replaced
         finally:
             with cls._lock:
                 replaced.threads -= 1
                 if replaced.threads == 0:
-                    del backbone.forward  # the class's method is visible again
+                    del module.forward  # the class's method is visible again
                     if replaced.overridden is not None:
-                        backbone.forward = replaced.overridden
+                        module.forward = replaced.overridden
 
 
 Adapter = Callable[[PreTrainedModel], ModelStructure]
@@ -213,7 +241,7 @@ class _Run:
     outputs: dict[int, Any]
 
 
-def _watch(model: PreTrainedModel) -> _Run:
+def _watch(model: PreTrainedModel, ids: torch.Tensor | None = None) -> _Run:
     run = _Run([], Counter(), {})
 
     def record(module, args, output):
@@ -227,7 +255,7 @@ def _watch(model: PreTrainedModel) -> _Run:
         for module in model.modules():
             hooks.enter_context(module.register_forward_hook(record))
         with explained(model, "run on token ids alone"):
-            model(input_ids=_two_tokens(model), use_cache=False)
+            model(input_ids=_two_tokens(model) if ids is None else ids, use_cache=False)
     return run
 
 
@@ -255,10 +283,7 @@ def _find(model: PreTrainedModel) -> ModelStructure:
     while not _same(current, stop):
         step = next((call for call in steps if _same(call[1], current) and not _same(call[2], current)), None)
         if step is None:
-            raise UnsupportedModelError(
-                f"{kind}: between its last layer and its head something happens outside any module, "
-                "so its final norm cannot be applied at a checkpoint (see register_adapter)"
-            )
+            return _finished_by_forward(model, backbone, layers)
         chain.append(step[0])
         current = step[2]
     return ModelStructure(backbone, layers, tuple(chain), _first_position(model, run))
@@ -311,6 +336,28 @@ def _layers(model: PreTrainedModel, run: _Run) -> tuple[nn.Module, nn.ModuleList
     return max(alike, key=lambda owner: len(owner[1]))
 
 
+def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn.ModuleList) -> ModelStructure:
+    """The structure of a model that computes something between its last layer and its head outside any module.
+
+    Raises:
+        UnsupportedModelError: it does so to one hidden state of each token, which is left to adapters, or what it
+            computes depends on more than the last layer's states.
+    """
+    kind = type(model).__name__
+    run = _watch(
+        model, torch.tensor([[1, 2]], device=input_device(model))
+    )  # other tokens than `ModelStructure.normalize` gives
+    last, states = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
+    if last.ndim == 4 and last.shape[1:3] == (1, 2):
+        structure = ModelStructure(backbone, layers, None, streams=len(last))
+        if _leads_to(structure, last, states):
+            return structure
+    raise UnsupportedModelError(
+        f"{kind}: between its last layer and its head something happens outside any module, "
+        "so its final norm cannot be applied at a checkpoint (see register_adapter)"
+    )
+
+
 def _check(model: PreTrainedModel, structure: ModelStructure) -> None:
     """Raises UnsupportedModelError if an adapter's parts do not run, or compute something else than the model."""
     kind = type(model).__name__
@@ -319,12 +366,17 @@ def _check(model: PreTrainedModel, structure: ModelStructure) -> None:
     if calls != [1] * len(calls) or not calls:
         raise UnsupportedModelError(f"the adapter for {kind} names {len(calls)} layers that ran {sum(calls)} times")
     states = _states(kind, structure.backbone, run)
-    with torch.no_grad():
-        normalized = structure.normalize(first_tensor(run.outputs[id(structure.layers[-1])]))
-    if normalized.shape != states.shape or not torch.allclose(normalized, states, atol=1e-4, rtol=1e-4):
+    if not _leads_to(structure, first_tensor(run.outputs[id(structure.layers[-1])]), states):
         raise UnsupportedModelError(
             f"the adapter for {kind} names final modules that do not lead from its last layer to its last_hidden_state"
         )
+
+
+@torch.no_grad()
+def _leads_to(structure: ModelStructure, last: torch.Tensor, states: torch.Tensor) -> bool:
+    """Returns whether `normalize` computes `states` of the last layer's output."""
+    normalized = structure.normalize(structure.by_token(last))
+    return normalized.shape == states.shape and torch.allclose(normalized, states, atol=1e-4, rtol=1e-4)
 
 
 def _states(kind: str, backbone: nn.Module, run: _Run) -> torch.Tensor:

@@ -151,22 +151,22 @@ def save_tokenizer(request: ExportRequest, folder: Path) -> None:
 
 
 def make_manifest(
-    source: SourceModel, routers: RouterSet, config: TideConfig, graph: ir.Model, length: int
+    source: SourceModel, routers: RouterSet, config: TideConfig, pieces: Pieces, graph: ir.Model, length: int
 ) -> Manifest:
-    """Returns the manifest of a bundle, without its files."""
-    past = [value for value in graph.graph.inputs if (value.name or "").startswith("past_key_values.")]
-    keys = [value.shape for value in past if (value.name or "").endswith(".key")]
+    """Returns the manifest of a bundle with the graph that was composed of `pieces`, without its files."""
+    shares = pieces.kv_layers != tuple(range(source.num_layers))
     return Manifest(
         model=ModelInfo(
             name=source.name,
             architecture=source.architecture,
             weights_sha256=source.weights_sha256,
             num_layers=source.num_layers,
-            hidden_size=source.hidden_size,
+            hidden_size=pieces.state_size,
             vocab_size=source.vocab_size,
             context_length=length,
             eos_token_ids=source.eos_token_ids,
-            kv_shapes=tuple((int(shape[1]), int(shape[3])) for shape in keys if shape is not None),  # type: ignore[arg-type]
+            kv_shapes=pieces.kv_shapes,
+            kv_layers=pieces.kv_layers if shares else None,
         ),
         checkpoints=routers.checkpoints,
         thresholds=(config.exit_threshold,) * len(routers.checkpoints),

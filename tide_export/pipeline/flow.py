@@ -74,7 +74,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         composing = compose_propagating if request.propagates else compose
         graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
-    manifest = make_manifest(source, routers, request.config, graph, length)
+    manifest = make_manifest(source, routers, request.config, pieces, graph, length)
     references: list[References] = []
     if request.validate:
         with stage("running the model for the references the graph must give"):

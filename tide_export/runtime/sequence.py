@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tide_export.bundle.manifest import ModelInfo
 from tide_export.errors import GenerationError
 
 ROOM = 128  # tokens of K/V buffer beyond the prompt before the first growth
@@ -201,8 +202,8 @@ def check_step(ids: Sequence[int] | np.ndarray, length: int, limit: int | None) 
     return total
 
 
-def zeroed_kv(shapes: Sequence[tuple[int, int]], capacity: int) -> dict[tuple[int, str], np.ndarray]:
-    """K/V buffers float32 [1, heads, capacity, head_dim] by layer and kind, for `shapes` (heads, head_dim) by layer.
+def zeroed_kv(model: ModelInfo, capacity: int) -> dict[tuple[int, str], np.ndarray]:
+    """K/V buffers float32 [1, heads, capacity, head_dim] by layer and kind, of the layers with K/V of their own.
 
     The kernel provides zeroed pages when they are written: a large buffer uses no memory yet.
 
@@ -212,7 +213,8 @@ def zeroed_kv(shapes: Sequence[tuple[int, int]], capacity: int) -> dict[tuple[in
     try:
         return {
             (layer, kind): np.zeros((1, heads, capacity, head_dim), np.float32)
-            for layer, (heads, head_dim) in enumerate(shapes)
+            for layer in model.kv_read(range(model.num_layers))
+            for heads, head_dim in [model.kv_shapes[layer]]
             for kind in ("key", "value")
         }
     except MemoryError:

@@ -42,10 +42,10 @@ def remove_unused(model: ir.Model) -> None:
     )
 
 
-def require_arity(model: ir.Model, op_type: str, inputs: Sequence[int], outputs: int = 1) -> None:
-    """Raises PreconditionError if a `tide::op_type` has a number of inputs that is not in `inputs`, or of outputs."""
+def require_arity(model: ir.Model, op_type: str, inputs: Sequence[int], outputs: Sequence[int] = (1,)) -> None:
+    """Raises PreconditionError if a `tide::op_type` has a number of inputs not in `inputs`, or of outputs likewise."""
     for node in nodes_of(model.graph, op_type, DOMAIN):
-        if len(node.inputs) not in inputs or len(node.outputs) != outputs:
+        if len(node.inputs) not in inputs or len(node.outputs) not in outputs:
             raise ir.passes.PreconditionError(
                 f"{op_type} {node.name} has {len(node.inputs)} inputs and {len(node.outputs)} outputs"
             )

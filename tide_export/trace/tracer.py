@@ -180,13 +180,16 @@ def _markers(source: SourceModel, bounds: Sequence[int]) -> Iterator[None]:
     def before(layer: int) -> Callable:
         def hook(_module, args, kwargs):
             if args:
-                return (_mark(args[0], layer), *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": _mark(kwargs["hidden_states"], layer)}
+                return (mark(args[0], layer), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": mark(kwargs["hidden_states"], layer)}
 
         return hook
 
+    def mark(hidden: torch.Tensor, layer: int) -> torch.Tensor:
+        return structure.by_stream(_mark(structure.by_token(hidden), layer))
+
     def after_last(_module, _args, output):
-        return with_first_tensor(output, _mark(first_tensor(output), depth))
+        return with_first_tensor(output, mark(first_tensor(output), depth))
 
     def after_backbone(_module, _args, output):
         return with_states(output, _mark(output[0], depth + 1))

@@ -98,17 +98,20 @@ def _run_frozen(source: SourceModel, rule: _Rule, ids: torch.Tensor, propagate_f
 
     def after(layers: int):
         def hook(_module, args, kwargs, output):
-            before = args[0] if args else kwargs["hidden_states"]
-            state = torch.where(rule.exited[..., None], before, first_tensor(output))
+            before, after = args[0] if args else kwargs["hidden_states"], first_tensor(output)
+            raw = torch.where(rule.exited[..., None], structure.by_token(before), structure.by_token(after))
             if layers in rule.thresholds:
-                rule.decide(layers, state)
-            last[:] = [state]
-            return with_first_tensor(output, state)
+                rule.decide(layers, raw)
+            last[:] = [raw]
+            return with_first_tensor(output, structure.by_stream(raw))
 
         return hook
 
-    layers = source.structure.layers
-    handles = [layer.register_forward_hook(after(i), with_kwargs=True) for i, layer in enumerate(layers, start=1)]
+    structure = source.structure
+    handles = [
+        layer.register_forward_hook(after(number), with_kwargs=True)
+        for number, layer in enumerate(structure.layers, start=1)
+    ]
     try:
         source.model(input_ids=ids, use_cache=False)
     finally:

@@ -15,7 +15,7 @@ struct ModelInfo {
   std::string architecture;  // e.g. "LlamaForCausalLM"
   std::string weights_sha256;
   std::int64_t num_layers = 0;
-  std::int64_t hidden_size = 0;
+  std::int64_t hidden_size = 0;  // width of the states between segments
   std::int64_t vocab_size = 0;
   std::optional<std::int64_t> context_length;  // tokens; none: no limit
   std::vector<std::int64_t> eos_token_ids;
@@ -23,7 +23,11 @@ struct ModelInfo {
     std::int64_t heads = 0;
     std::int64_t head_dim = 0;
   };
-  std::vector<KvShape> kv_shapes;  // one per layer
+  std::vector<KvShape> kv_shapes;       // one per layer: of the K/V it reads
+  std::vector<std::int64_t> kv_layers;  // one per layer: the layer whose K/V it reads, its own or an earlier one
+
+  // Layers whose K/V the layers first .. first + count - 1 read, ascending: their own, and earlier ones they share.
+  std::vector<std::size_t> kv_read(std::size_t first, std::size_t count) const;
 };
 
 // Draft settings of `lossless` mode, as tuned by `tide-export tune --mode lossless`.

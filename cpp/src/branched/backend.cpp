@@ -29,7 +29,7 @@ NetworkSpec graph_spec(Manifest const& manifest) {
     add(names::skip_threshold(k), true, {1});
     if (!manifest.propagates()) add(names::pending(k), true, {1, kTokens, model.hidden_size});
   }
-  for (std::size_t layer = 0; layer < model.kv_shapes.size(); ++layer) {
+  for (std::size_t const layer : model.kv_read(0, model.kv_shapes.size())) {
     for (char const* kind : names::kKinds) {
       auto const [heads, head_dim] = model.kv_shapes[layer];
       add(names::past(layer, kind), true, {1, heads, kTokens, head_dim});

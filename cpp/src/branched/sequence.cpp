@@ -62,8 +62,8 @@ class BranchedSequence final : public Sequence {
     }
     bind_input(names::kTotalLength, &total_, {});
     std::size_t segment = 0;
-    for (std::size_t layer = 0; layer < manifest_.model.kv_shapes.size(); ++layer) {
-      if (static_cast<std::int64_t>(layer) == depths_[segment]) ++segment;
+    for (std::size_t const layer : manifest_.model.kv_read(0, manifest_.model.kv_shapes.size())) {
+      while (static_cast<std::int64_t>(layer) >= depths_[segment]) ++segment;
       for (char const* kind : names::kKinds) {
         caches_.push_back({names::past(layer, kind), names::present(layer, kind), segment,
                            KvBuffer(manifest_.model.kv_shapes[layer])});

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <set>
 
 #include "bundle/fields.h"
@@ -25,11 +26,12 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "tuning",     "drafting",     "networks",
                                           "engines",    "quantization", "remote_code",
                                           "files"};
-std::set<std::string> const kOmitted = {"quantization", "remote_code"};  // may be missing
+std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_layers"};  // may be missing
 
 ModelInfo model_of(Field const& field) {
   field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
-                "eos_token_ids", "kv_shapes"});
+                "eos_token_ids", "kv_shapes", "kv_layers"},
+               kOmitted);
   ModelInfo model;
   model.name = field["name"].text();
   model.architecture = field["architecture"].text();
@@ -43,6 +45,12 @@ ModelInfo model_of(Field const& field) {
     auto const [heads, head_dim] = entry.two_wholes();
     return ModelInfo::KvShape{heads, head_dim};
   });
+  if (field.has("kv_layers") && !field["kv_layers"].is_null()) {
+    model.kv_layers = field["kv_layers"].wholes();
+  } else {
+    model.kv_layers.resize(model.kv_shapes.size());
+    std::iota(model.kv_layers.begin(), model.kv_layers.end(), 0);
+  }
   return model;
 }
 
@@ -223,6 +231,16 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
           "must have one entry per layer");
   require(all(model.kv_shapes, [](auto shape) { return shape.heads >= 1 && shape.head_dim >= 1; }), "model.kv_shapes",
           "holds a size below 1");
+  require(model.kv_layers.size() == model.kv_shapes.size(), "model.kv_layers", "must have one entry per layer");
+  for (std::size_t layer = 0; layer < model.kv_layers.size(); ++layer) {
+    std::int64_t const source = model.kv_layers[layer];
+    bool const earlier = 0 <= source && source <= static_cast<std::int64_t>(layer);
+    require(earlier && model.kv_layers[static_cast<std::size_t>(source)] == source, "model.kv_layers",
+            "must name the layer itself, or an earlier one with K/V of its own");
+    ModelInfo::KvShape const shape = model.kv_shapes[layer], read = model.kv_shapes[static_cast<std::size_t>(source)];
+    require(shape.heads == read.heads && shape.head_dim == read.head_dim, "model.kv_shapes",
+            "must be equal where layers share K/V");
+  }
   for (std::size_t i = 1; i < points.size(); ++i) {
     require(points[i - 1] < points[i], "checkpoints", "must be distinct and ascending");
   }
@@ -268,6 +286,14 @@ void check_manifest_size(std::int64_t size, std::string const& source) {
   constexpr std::int64_t kMaxBytes = 1 << 24;  // those of large models have about 1 MB
   if (size <= kMaxBytes) return;
   throw BundleError(source + " is too large: a manifest has at most " + std::to_string(kMaxBytes) + " bytes");
+}
+
+std::vector<std::size_t> ModelInfo::kv_read(std::size_t first, std::size_t count) const {
+  std::set<std::size_t> layers;
+  for (std::size_t layer = first; layer < first + count; ++layer) {
+    layers.insert(static_cast<std::size_t>(kv_layers[layer]));
+  }
+  return {layers.begin(), layers.end()};
 }
 
 std::vector<std::int64_t> Manifest::depths() const {

@@ -11,11 +11,11 @@ namespace {
 constexpr std::size_t kBatchSizes[] = {8, 16, 32};  // a bundle has a set of networks for each
 constexpr std::size_t kMaxBatchSize = 32;
 
-// Adds the keys and values of the layers of segment k, named by `name`.
+// Adds the keys and values of `layers`, named by `name`.
 template <typename Name>
-void add_caches(NetworkSpec& spec, Manifest const& manifest, std::size_t k, bool is_input, Name const& name) {
-  Layers const layers = layers_of(manifest, k);
-  for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
+void add_caches(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& layers, bool is_input,
+                Name const& name) {
+  for (std::size_t const layer : layers) {
     auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
     for (char const* kind : names::kKinds) {
       spec.tensors.push_back({name(layer, kind), is_input, "float32", {1, heads, kTokens, head_dim}});
@@ -38,10 +38,13 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t sl
     spec.tensors.push_back({names::kNewHiddenStates, false, "float32", states});
     spec.tensors.push_back({names::kRouterScore, false, "float32", {kTokens, 1, 1}});
   }
+  Layers const layers = layers_of(manifest, k);
+  std::vector<std::size_t> const read = manifest.model.kv_read(layers.first, layers.count);
+  std::vector<std::size_t> const written = kv_written(manifest, k);
   for (std::size_t slot = 0; slot < slots; ++slot) {
-    add_caches(spec, manifest, k, true,
+    add_caches(spec, manifest, read, true,
                [&](std::size_t layer, char const* kind) { return names::slot(names::past(layer, kind), slot); });
-    add_caches(spec, manifest, k, false,
+    add_caches(spec, manifest, written, false,
                [&](std::size_t layer, char const* kind) { return names::slot(names::present(layer, kind), slot); });
   }
   return spec;
@@ -51,7 +54,7 @@ NetworkSpec skipped_spec(Manifest const& manifest, std::size_t k) {
   NetworkSpec spec{names::skipped(k),
                    {{names::kHiddenStates, true, "float32", {1, kTokens, manifest.model.hidden_size}},
                     {names::kPositionIds, true, "int64", {1, kTokens}}}};
-  add_caches(spec, manifest, k, false, names::new_kv);
+  add_caches(spec, manifest, kv_written(manifest, k), false, names::new_kv);
   return spec;
 }
 
@@ -77,6 +80,13 @@ Layers layers_of(Manifest const& manifest, std::size_t k) {
   std::vector<std::int64_t> const depths = manifest.depths();
   std::int64_t const first = k == 0 ? 0 : depths[k - 1];
   return {static_cast<std::size_t>(first), static_cast<std::size_t>(depths[k] - first)};
+}
+
+std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k) {
+  Layers const layers = layers_of(manifest, k);
+  std::vector<std::size_t> written = manifest.model.kv_read(layers.first, layers.count);
+  written.erase(written.begin(), std::lower_bound(written.begin(), written.end(), layers.first));
+  return written;
 }
 
 std::size_t BatchNetworks::max_batch_size() const {

@@ -23,6 +23,9 @@ struct Layers {
 };
 Layers layers_of(Manifest const& manifest, std::size_t k);
 
+// Those of segment k with K/V of their own, ascending.
+std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k);
+
 // Sessions for batches of up to `slots` sequences. `Run` of several threads at once is safe.
 struct BatchSessions {
   ReturnsFreeMemory returns_free_memory;

@@ -55,10 +55,10 @@ std::vector<StepResult> PropagatingBatch::step(std::vector<SlotRequest> const& r
 
 // Writes the keys and values that segment k's layers make of the frozen states of the sequences that exited before it.
 void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
-  Layers const layers = layers_of(manifest_, k);
+  std::vector<std::size_t> const layers = kv_written(manifest_, k);
   std::vector<std::string> output_names;
   std::vector<char const*> outputs;
-  for (std::size_t layer = layers.first; layer < layers.first + layers.count; ++layer) {
+  for (std::size_t const layer : layers) {
     for (char const* kind : names::kKinds) output_names.push_back(names::new_kv(layer, kind));
   }
   for (std::string const& name : output_names) outputs.push_back(name.c_str());
@@ -76,7 +76,7 @@ void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
     throw GenerationError("ONNX Runtime failed in " + names::skipped(k) + ": " + first_line(error));
   }
   for (std::size_t i = 0; i < keys_values.size(); ++i) {
-    std::size_t const layer = layers.first + i / std::size(names::kKinds), kind = i % std::size(names::kKinds);
+    std::size_t const layer = layers[i / std::size(names::kKinds)], kind = i % std::size(names::kKinds);
     auto const head_dim = static_cast<std::size_t>(manifest_.model.kv_shapes[layer].head_dim);
     float const* const values = keys_values[i].GetTensorData<float>();  // [1, heads, m, head_dim]
     for (std::size_t s = 0; s < exited.size(); ++s) {

@@ -12,6 +12,7 @@ SegmentRun::SegmentRun(BatchSessions& sessions, Manifest const& manifest, std::s
     : session_(sessions.segments[k]),
       k_(k),
       layers_(layers_of(manifest, k)),
+      kv_read_(manifest.model.kv_read(layers_.first, layers_.count)),
       last_(k + 1 == sessions.segments.size()),
       hidden_size_(manifest.model.hidden_size),
       exit_size_(static_cast<std::int64_t>(sessions.exit_size)),
@@ -25,10 +26,11 @@ SegmentRun::SegmentRun(BatchSessions& sessions, Manifest const& manifest, std::s
 }
 
 void SegmentRun::bind(std::size_t slot, PackedSequence& sequence) {
-  for (std::size_t layer = layers_.first; layer < layers_.first + layers_.count; ++layer) {
+  for (std::size_t const layer : kv_read_) {
     for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
       Ort::Value const value = sequence.buffer(layer, kind).tensor(memory_);
       binding_.BindInput(names::slot(names::past(layer, names::kKinds[kind]), slot).c_str(), value);
+      if (layer < layers_.first) continue;  // an earlier segment's
       binding_.BindOutput(names::slot(names::present(layer, names::kKinds[kind]), slot).c_str(), value);
     }
   }

@@ -50,6 +50,7 @@ class SegmentRun {
   Ort::Session& session_;
   std::size_t const k_;
   Layers const layers_;
+  std::vector<std::size_t> const kv_read_;  // layers whose K/V it reads
   bool const last_;
   std::int64_t const hidden_size_, exit_size_;
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);

@@ -44,8 +44,11 @@ void PackedSequence::reserve(std::size_t count) {
 
 void PackedSequence::allocate(std::int64_t capacity) {
   bound = false;
-  for (std::size_t i = 0; i < buffers_.size(); ++i) {
-    buffers_[i] = buffers_[i].grown(capacity, lengths[segment_of_[i / std::size(names::kKinds)]]);
+  for (std::size_t const layer : manifest_.model.kv_read(0, segment_of_.size())) {
+    for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
+      KvBuffer& held = buffer(layer, kind);
+      held = held.grown(capacity, lengths[segment_of_[layer]]);
+    }
   }
   capacity_ = capacity;
 }

@@ -39,7 +39,7 @@ class PackedSequence {
  private:
   Manifest const& manifest_;
   std::vector<std::size_t> segment_of_;  // by layer
-  std::vector<KvBuffer> buffers_;        // keys and values of each layer, interleaved
+  std::vector<KvBuffer> buffers_;        // keys and values of each layer, interleaved; empty of one that has none
   std::int64_t capacity_ = 0;
 };
 

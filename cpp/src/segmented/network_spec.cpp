@@ -47,10 +47,11 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
     output(names::kRouterScore, "float32", {kSequences, 1, 1});
     output(names::kExitFlag, "bool", {kSequences, 1, 1});
   }
-  for (std::size_t layer = first_layer; layer < end_layer; ++layer) {
+  for (std::size_t const layer : manifest.model.kv_read(first_layer, end_layer - first_layer)) {
     auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
     for (char const* kind : names::kKinds) {
       input(names::past(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
+      if (layer < first_layer) continue;  // an earlier segment's
       output(names::present(layer, kind), state, {kSequences, heads, info.capacity, head_dim});
     }
   }
@@ -76,6 +77,8 @@ std::size_t NetworkSpec::index(std::string const& tensor) const {
   auto const named = [&](Tensor const& other) { return other.name == tensor; };
   return static_cast<std::size_t>(std::find_if(tensors.begin(), tensors.end(), named) - tensors.begin());
 }
+
+bool NetworkSpec::is_kv_input(std::size_t number) const { return tensors[number].name.rfind(kPast, 0) == 0; }
 
 std::size_t NetworkSpec::alias(std::size_t number) const {
   Tensor const& tensor = tensors[number];

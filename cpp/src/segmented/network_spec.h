@@ -32,6 +32,9 @@ struct NetworkSpec {
   std::size_t index(std::string const& tensor) const;  // in `tensors`; their number if there is none of this name
   Tensor const& operator[](std::string const& tensor) const { return tensors.at(index(tensor)); }
 
+  // Whether it is an input that is a K/V buffer: of the segment, or of an earlier one that it reads.
+  bool is_kv_input(std::size_t number) const;
+
   // The index of a K/V output's input, which is the same memory; else `number` itself.
   std::size_t alias(std::size_t number) const;
 

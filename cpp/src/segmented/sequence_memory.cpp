@@ -81,6 +81,13 @@ SequenceBuffers::Segment SequenceBuffers::make_segment(std::size_t k) {
     segment.owned.push_back(allocate(spec.tensors[input].size()));
     segment.addresses[input] = segment.addresses[output] = segment.owned.back().address;
   }
+  for (std::size_t input = 0; input < spec.tensors.size(); ++input) {
+    if (!spec.is_kv_input(input) || segment.addresses[input] != nullptr) continue;
+    for (Segment const& earlier : segments_) {  // whose K/V buffer it reads
+      std::size_t const buffer = earlier.spec->index(spec.tensors[input].name);
+      if (buffer < earlier.addresses.size()) segment.addresses[input] = earlier.addresses[buffer];
+    }
+  }
   return segment;
 }
 

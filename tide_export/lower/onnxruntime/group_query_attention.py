@@ -3,7 +3,8 @@ attends.
 
 With past and present bound to the same memory, the new keys and values are written in place. The operator takes [B, S,
 heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; if query and key are
-rotated from tables just before, the rotation moves inside.
+rotated from tables just before, the rotation moves inside. Attention to an earlier layer's keys and values gets none of
+its own (no tokens), reads that layer's buffers, and has no present outputs.
 """
 
 import numpy as np
@@ -31,11 +32,11 @@ from tide_export.trace.rewriting import (
 
 
 class GroupQueryAttentionPass(ir.passes.InPlacePass):
-    """Inputs of each node: query, key, value, past key, past value, total length (int32 []), sinks or none, and a bias
-    [1, heads, tokens, total length] or none, as `compose` gives them; batch 1."""
+    """Inputs of each node: query, key and value or none, past key, past value, total length (int32 []), sinks or none,
+    and a bias [1, heads, tokens, total length] or none, as `compose` gives them; batch 1."""
 
     def requires(self, model: ir.Model) -> None:
-        require_arity(model, OP_ATTENTION, inputs=[8], outputs=3)
+        require_arity(model, OP_ATTENTION, inputs=[8], outputs=[1, 3])
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = nodes_of(model.graph, OP_ATTENTION, DOMAIN)
@@ -68,7 +69,7 @@ def _lower(graph: ir.Graph, node: ir.Node, last_index: ir.Value) -> None:
     cos = sin = None
     rotations = _common_rotation(query, key)
     if rotations is not None:
-        query, key = (rotation.inputs[0] for rotation in rotations)
+        query, key = rotations[0].inputs[0], rotations[1].inputs[0] if key is not None else None
         cos, sin = rotations[0].inputs[1:3]
         attributes["do_rotary"] = 1
         attributes["rotary_interleaved"] = rotations[0].attributes.get_int("interleaved", 0)
@@ -76,12 +77,12 @@ def _lower(graph: ir.Graph, node: ir.Node, last_index: ir.Value) -> None:
     while optional and optional[-1] is None:
         optional.pop()
     inputs = [
-        _flat(graph, node, present(item), count * head_dim, suffix)
+        _flat(graph, node, item, count * head_dim, suffix) if item is not None else _no_tokens(graph, count * head_dim)
         for item, count, suffix in ((query, heads, "_q"), (key, kv_heads, "_k"), (value, kv_heads, "_v"))
     ]
     batch, tokens = (list(node.outputs[0].shape)[:2]) if node.outputs[0].shape is not None else (1, None)
     dtype = node.outputs[0].dtype
-    buffers = [(dtype, present(past).shape) for past in (past_key, past_value)]
+    buffers = [(dtype, present(past).shape) for past in (past_key, past_value)][: len(node.outputs) - 1]
     attended, *presents = ops_before(
         node,
         "GroupQueryAttention",
@@ -97,8 +98,10 @@ def _lower(graph: ir.Graph, node: ir.Node, last_index: ir.Value) -> None:
 
 
 def _common_rotation(query: ir.Value | None, key: ir.Value | None) -> tuple[ir.Node, ir.Node] | None:
-    """The rotary nodes of query and key if both rotate alike by the same tables."""
-    q, k = producer(query, "RotaryEmbedding"), producer(key, "RotaryEmbedding")
+    """The rotary nodes of query and key (the query's twice if there is no key) if both rotate alike by the same
+    tables."""
+    q = producer(query, "RotaryEmbedding")
+    k = producer(key, "RotaryEmbedding") if key is not None else q
     if q is None or k is None or len(q.inputs) != 4 or list(q.inputs[1:]) != list(k.inputs[1:]):
         return None
     same = all(
@@ -120,6 +123,10 @@ def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: s
         return merged
     shape = integers(graph, "merge_heads", [0, 0, -1])
     return op_before(node, "Reshape", [split, shape], dtype=value.dtype, suffix=suffix)
+
+
+def _no_tokens(graph: ir.Graph, width: int) -> ir.Value:
+    return constant(graph, f"no_tokens_{width}", np.zeros((1, 0, width), dtype=np.float32))
 
 
 def _replace_output(graph: ir.Graph, node: ir.Node, attended: ir.Value, heads: int, head_dim: int) -> None:

@@ -3,7 +3,8 @@
 For the networks of a batch. The operator takes several sequences with one new token each, or one with several; a step
 over a batch has any number of each. So there is one operator per slot of the batch, on its slice of the packed queries,
 keys and values and its K/V buffers, inside an `If`: a slot without tokens costs a few microseconds, and sequences may
-join and leave between runs without a copy.
+join and leave between runs without a copy. An attention to an earlier layer's keys and values reads that layer's
+buffers, per slot.
 """
 
 from collections.abc import Sequence
@@ -76,35 +77,32 @@ class _Slots:
         active = op_before(first, "Greater", [self.tokens, zero], dtype=BOOL, shape=[slots], suffix="_active")
         self.total = per_slot(lengths, INT32, "_total")
         self.last = per_slot(last, INT32, "_last")
+        self.buffers: dict[ir.Value, list[ir.Value]] = {}  # every K/V buffer's, past and present, per slot
         self.active = per_slot(active, BOOL, "_active")
 
     def lower(self, attentions: list[ir.Node]) -> None:
-        presents: dict[str, list[ir.Value]] = {}
-        replaced = {names.TOTAL_LENGTH}
         for node in attentions:
-            replaced |= {str(present(value).name) for value in node.inputs[PAST : PAST + 2]}
-            for old, values in zip(node.outputs[1:], self._attention(node), strict=True):
-                presents[str(old.name)] = values
+            self._attention(node)
+        replaced = {names.TOTAL_LENGTH} | {value.name for value in self.buffers}
         self.graph.inputs[:] = [*(value for value in self.graph.inputs if value.name not in replaced), *self.inputs]
-        outputs = [presents.get(str(value.name), [value]) for value in self.graph.outputs]
+        outputs = [self.buffers.get(value, [value]) for value in self.graph.outputs]
         self.graph.outputs[:] = [value for values in outputs for value in values]
-        self.graph.remove(attentions, safe=True)
+        self.graph.remove(attentions[::-1], safe=True)
 
-    def _attention(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
-        """Adds all slots' attentions before `node`; returns the slots' present keys and values."""
+    def _attention(self, node: ir.Node) -> None:
+        """Adds all slots' attentions before `node`, and their present keys and values to `buffers`."""
         inputs = [self._split(node, index) for index in range(3)]
-        buffers = [present(value) for value in node.inputs[PAST : PAST + 2]]
+        buffers = [self._buffers(present(value)) for value in node.inputs[PAST : PAST + 2]]
         width = last_dim(node.outputs[0]) or 0
         results = list[ir.Value]()
-        presents: tuple[list[ir.Value], list[ir.Value]] = ([], [])
+        presents: list[list[ir.Value]] = [[] for _ in node.outputs[1:]]
         for slot in range(self.slots):
-            pasts = [_slot_buffer(value, slot) for value in buffers]
-            self.inputs += pasts
-            types = [(FLOAT, [1, None, width]), *((FLOAT, value.shape) for value in pasts)]
+            pasts = [values[slot] for values in buffers]
+            types = [(FLOAT, [1, None, width]), *((FLOAT, value.shape) for value in pasts[: len(presents)])]
             name = f"{node.name}/slot_{slot}"
             branches = {
                 "then_branch": self._run(node, slot, f"{name}/run", [values[slot] for values in inputs], pasts, types),
-                "else_branch": self._skip(f"{name}/skip", pasts, width),
+                "else_branch": self._skip(f"{name}/skip", pasts[: len(presents)], width),
             }
             result, *slot_presents = ops_before(
                 node, "If", [self.active[slot]], branches, types=types, suffix=f"_{slot}"
@@ -116,13 +114,20 @@ class _Slots:
         output = node.outputs[0]
         joined = op_before(node, "Concat", results, {"axis": 1}, dtype=FLOAT, shape=output.shape)
         output.replace_all_uses_with(joined, replace_graph_outputs=True)
-        return presents
+        self.buffers |= dict(zip(node.outputs[1:], presents, strict=True))
+
+    def _buffers(self, buffer: ir.Value) -> list[ir.Value]:
+        """Each slot's `buffer`: as an attention before has written it, or a new input of the graph."""
+        if buffer not in self.buffers:
+            self.buffers[buffer] = [_slot_buffer(buffer, slot) for slot in range(self.slots)]
+            self.inputs += self.buffers[buffer]
+        return self.buffers[buffer]
 
     def _split(self, node: ir.Node, index: int) -> Sequence[ir.Value | None]:
-        """Each slot's slice of an input [1, N, W], None for all if the attention has no such input."""
+        """Each slot's slice of an input [1, N, W]; the input itself for all if it is absent or has no tokens."""
         value = node.inputs[index]
-        if value is None:
-            return [None] * self.slots
+        if value is None or value.is_initializer():
+            return [value] * self.slots
         types = [(FLOAT, [1, None, last_dim(value)])] * self.slots
         return ops_before(node, "Split", [value, self.tokens], {"axis": 1}, types=types, suffix=f"_{index}")
 

@@ -4,7 +4,8 @@ New keys and values are scattered into the buffers at each row's length, which T
 boolean mask [B, 1, S, C] holds which of the C positions each token sees, so that rows of a batch may have any lengths
 and any number of new tokens. Sliding windows are in the mask, one mask per width. What TensorRT's Attention lacks is
 spelled out as two matmuls around a softmax in float32: softcaps, sinks (one more column in the softmax, which weighs
-no value) and biases by key position (ALiBi).
+no value) and biases by key position (ALiBi). Attention to an earlier layer's keys and values scatters none: it reads
+that layer's buffers, written in the same network or an input of it.
 """
 
 import itertools
@@ -37,10 +38,10 @@ LENGTHS, POSITIONS, PLACES, SINKS, BIAS = range(5, 10)  # inputs
 
 
 class ScatterAttentionPass(ir.passes.InPlacePass):
-    """Takes the nodes as `compose.segments` gives them: ten inputs and three outputs."""
+    """Takes the nodes as `compose.segments` gives them: ten inputs and three outputs, or one without key and value."""
 
     def requires(self, model: ir.Model) -> None:
-        require_arity(model, OP_ATTENTION, inputs=[10], outputs=3)
+        require_arity(model, OP_ATTENTION, inputs=[10], outputs=[1, 3])
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -104,18 +105,9 @@ def _bias(graph: ir.Graph, first: ir.Node, table: ir.Value) -> ir.Value:
 
 
 def _lower(graph: ir.Graph, node: ir.Node, mask: ir.Value, bias: ir.Value | None) -> None:
-    query, key, value, past_key, past_value, lengths = map(present, node.inputs[: LENGTHS + 1])
-    buffers = []
-    for new, past, output, suffix in zip(
-        (key, value), (past_key, past_value), node.outputs[1:], ("_k", "_v"), strict=True
-    ):
-        inputs = [past, new, lengths]
-        buffer = op_before(
-            node, "TensorScatter", inputs, {"axis": -2}, dtype=past.dtype, shape=past.shape, suffix=suffix
-        )
-        replace_value(output, buffer)
-        buffers.append(buffer)
-    keys, values = buffers
+    query, keys, values = present(node.inputs[0]), *map(present, node.inputs[3:LENGTHS])
+    if len(node.outputs) > 1:
+        keys, values = _with_new(node)
     if "softcap" in node.attributes or bias is not None or node.inputs[SINKS] is not None:
         attended = _SpelledOut(graph, node).attended(query, keys, values, mask, bias)
     else:
@@ -128,6 +120,22 @@ def _lower(graph: ir.Graph, node: ir.Node, mask: ir.Value, bias: ir.Value | None
     )
     old.replace_all_uses_with(by_token, replace_graph_outputs=True)
     drop_unused([node])
+
+
+def _with_new(node: ir.Node) -> list[ir.Value]:
+    """The K/V buffers with the new keys and values in them."""
+    _, key, value, past_key, past_value, lengths = map(present, node.inputs[: LENGTHS + 1])
+    buffers = []
+    for new, past, output, suffix in zip(
+        (key, value), (past_key, past_value), node.outputs[1:], ("_k", "_v"), strict=True
+    ):
+        inputs = [past, new, lengths]
+        buffer = op_before(
+            node, "TensorScatter", inputs, {"axis": -2}, dtype=past.dtype, shape=past.shape, suffix=suffix
+        )
+        replace_value(output, buffer)
+        buffers.append(buffer)
+    return buffers
 
 
 class _SpelledOut:

@@ -30,7 +30,7 @@ class BranchedSequence(SingleSequence):
         self._ort, self._session = ort, session
         self._limit, self._room = manifest.model.context_length, room
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
-        self._kv_shapes = manifest.model.kv_shapes
+        self._model = manifest.model
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
         self._ran = list(self.lengths)
@@ -187,7 +187,7 @@ class BranchedSequence(SingleSequence):
         capacity = max(2 * self._capacity, needed + (0 if self._capacity else self._room))
         if self._limit is not None:
             capacity = min(capacity, self._limit)
-        for (layer, kind), grown in zeroed_kv(self._kv_shapes, capacity).items():
+        for (layer, kind), grown in zeroed_kv(self._model, capacity).items():
             used = self.lengths[self._segment_of[layer]]
             if used:
                 grown[:, :, :used] = self._binding.arrays[names.past(layer, kind)][:, :, :used]

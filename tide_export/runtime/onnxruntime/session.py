@@ -55,7 +55,8 @@ def graph_spec(manifest: Manifest) -> NetworkSpec:
         inputs[names.skip_threshold(k)] = Tensor("float32", (1,))
         if manifest.kv_cache_strategy == EXACT:
             inputs[names.pending(k)] = outputs[names.NEW_PENDING] = waiting
-    for layer, (heads, head_dim) in enumerate(model.kv_shapes):
+    for layer in model.kv_read(range(model.num_layers)):
+        heads, head_dim = model.kv_shapes[layer]
         for kind in ("key", "value"):
             cache = Tensor("float32", (1, heads, TOKENS, head_dim))
             inputs[names.past(layer, kind)] = outputs[names.present(layer, kind)] = cache

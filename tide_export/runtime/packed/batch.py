@@ -67,6 +67,7 @@ class PackedBatch:
                 session,
                 k,
                 layers_of(manifest, k),
+                manifest.model.kv_read(layers_of(manifest, k)),
                 sessions.slots,
                 self._padding,
                 widths,

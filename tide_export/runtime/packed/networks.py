@@ -122,7 +122,8 @@ def _segment_spec(manifest: Manifest, k: int, slots: int, exit_size: int) -> Net
         outputs |= {names.NEW_HIDDEN_STATES: states, names.ROUTER_SCORE: Tensor("float32", (TOKENS, 1, 1))}
     for layer, kind, cache in _caches(manifest, k):
         inputs |= {names.slot(names.past(layer, kind), slot): cache for slot in range(slots)}
-        outputs |= {names.slot(names.present(layer, kind), slot): cache for slot in range(slots)}
+        if layer in layers_of(manifest, k):
+            outputs |= {names.slot(names.present(layer, kind), slot): cache for slot in range(slots)}
     return NetworkSpec(names.segment(k), inputs, outputs)
 
 
@@ -130,7 +131,9 @@ def _skipped_spec(manifest: Manifest, k: int) -> NetworkSpec:
     states = Tensor("float32", (1, TOKENS, manifest.model.hidden_size))
     inputs = {names.HIDDEN_STATES: states, names.POSITION_IDS: Tensor("int64", (1, TOKENS))}
     return NetworkSpec(
-        names.skipped(k), inputs, {names.new(layer, kind): new for layer, kind, new in _caches(manifest, k)}
+        names.skipped(k),
+        inputs,
+        {names.new(layer, kind): new for layer, kind, new in _caches(manifest, k) if layer in layers_of(manifest, k)},
     )
 
 
@@ -142,8 +145,8 @@ def _head_spec(manifest: Manifest, exit_size: int) -> NetworkSpec:
 
 
 def _caches(manifest: Manifest, k: int) -> Iterator[tuple[int, str, Tensor]]:
-    """Keys and values of the layers of segment k: layer, kind and tensor, whose tokens are a dimension."""
-    for layer in layers_of(manifest, k):
+    """Keys and values that segment k reads: layer, kind and tensor, whose tokens are a dimension."""
+    for layer in manifest.model.kv_read(layers_of(manifest, k)):
         heads, head_dim = manifest.model.kv_shapes[layer]
         for kind in ("key", "value"):
             yield layer, kind, Tensor("float32", (1, heads, TOKENS, head_dim))

@@ -82,7 +82,9 @@ class PropagatingBatch(PackedBatch):
 
     def _keys_values(self, k: int, feeds: dict[str, np.ndarray]) -> dict[tuple[int, str], np.ndarray]:
         """float32 [1, kv_heads, m, head_dim] by layer and kind."""
-        outputs = [(layer, kind) for layer in layers_of(self._manifest, k) for kind in ("key", "value")]
+        layers = layers_of(self._manifest, k)
+        written = [layer for layer in self._manifest.model.kv_read(layers) if layer in layers]
+        outputs = [(layer, kind) for layer in written for kind in ("key", "value")]
         session: Any = self._skipped[k - 1]
         try:
             return dict(zip(outputs, session.run([names.new(*one) for one in outputs], feeds), strict=True))

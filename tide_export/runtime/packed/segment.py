@@ -30,13 +30,15 @@ class SegmentRun:
         session: Any,
         k: int,
         layers: range,
+        read: Sequence[int],
         slots: int,
         padding: PackedSequence,
         widths: tuple[int, int],
         last: bool,
     ) -> None:
-        """`padding` is bound to empty slots; `widths` are D and D'."""
-        self._session, self._k, self._layers, self._last = session, k, layers, last
+        """`layers` are the segment's, `read` those whose K/V it reads; `padding` is bound to empty slots; `widths` are
+        those of states and exit states."""
+        self._session, self._k, self._layers, self._read, self._last = session, k, layers, read, last
         self._hidden_size, self._exit_size = widths
         self._binding = Binding(ort, session)
         self._slot_tokens = self._binding.input(names.SLOT_TOKENS, np.zeros(slots, np.int64))
@@ -49,11 +51,12 @@ class SegmentRun:
     def bind(self, slot: int, sequence: PackedSequence) -> None:
         """Binds the buffers of the sequence in a slot."""
         binding = self._binding.io
-        for layer in self._layers:
+        for layer in self._read:
             for kind in ("key", "value"):
                 value = sequence.values[layer, kind]
                 binding.bind_ortvalue_input(names.slot(names.past(layer, kind), slot), value)
-                binding.bind_ortvalue_output(names.slot(names.present(layer, kind), slot), value)
+                if layer in self._layers:
+                    binding.bind_ortvalue_output(names.slot(names.present(layer, kind), slot), value)
 
     def run(
         self,

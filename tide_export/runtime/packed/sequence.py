@@ -23,7 +23,7 @@ class PackedSequence(SequenceState):
     def __init__(self, ort: Any, manifest: Manifest) -> None:
         super().__init__(len(manifest.segment_sizes))
         self._ort = ort
-        self._kv_shapes = manifest.model.kv_shapes
+        self._model = manifest.model
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
         self._limit = manifest.model.context_length
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
@@ -67,7 +67,7 @@ class PackedSequence(SequenceState):
 
     def allocate(self, capacity: int) -> None:
         """Moves K/V to buffers of `capacity` tokens."""
-        for (layer, kind), grown in zeroed_kv(self._kv_shapes, capacity).items():
+        for (layer, kind), grown in zeroed_kv(self._model, capacity).items():
             used = self.lengths[self._segment_of[layer]]
             if used:
                 grown[:, :, :used] = self._buffers[layer, kind][:, :, :used]

@@ -20,7 +20,7 @@ from tide_export import names
 from tide_export.bundle.manifest import NetworksInfo
 from tide_export.runtime.segmented.buffers import Block, NetworkBuffers, aligned, grown
 from tide_export.runtime.segmented.device import Buffer, Device
-from tide_export.runtime.segmented.network_spec import KvBuffer, Network, NetworkSpec, kv_buffers
+from tide_export.runtime.segmented.network_spec import KvBuffer, Network, NetworkSpec, kv_buffers, shared_kv
 from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
 
 SCORES, FLAGS = 0, 1  # parts of a verdict
@@ -69,6 +69,9 @@ class BatchBuffers(NetworkBuffers):
         self._exit_size = specs[names.HEAD].inputs[names.EXIT_STATES].size()
         self._final_size = specs[names.segment(self._segments - 1)].outputs[names.FINAL_STATES].size()
         self._past = [self._allocate_past(specs[names.segment(k)]) for k in range(self._segments)]
+        written = {kv.name: (kv, buffer) for past in self._past for kv, buffer in past}
+        # Of each segment, the K/V buffers of earlier ones that it reads.
+        self._shared = [[written[n] for n in shared_kv(specs[names.segment(k)])] for k in range(self._segments)]
         self._written = [0] * slots  # tokens of each slot's K/V buffers that may not be zero
         self._pending = [self._allocate(slots * pending_capacity * size) for size in self._state_size[1:]]
         self._pending_capacity = pending_capacity
@@ -247,6 +250,8 @@ class BatchBuffers(NetworkBuffers):
         for kv, buffer in self._past[k]:
             addresses[kv.name] = buffer.address + run.start * kv.bytes
             addresses[kv.name.replace("past_key_values.", "present.")] = addresses[kv.name]
+        for kv, buffer in self._shared[k]:
+            addresses[kv.name] = buffer.address + run.start * kv.bytes
 
         def work() -> None:
             buffers.inputs.upload(*((IDS, 8 * slots * run.tokens) if k == 0 else (THRESHOLD, 4)))

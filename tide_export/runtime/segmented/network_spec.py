@@ -80,10 +80,16 @@ def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tu
 def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
     """{output: input} of the K/V buffers: each pair shares its memory."""
     return {
-        name.replace("past_key_values.", "present."): name
+        present: name
         for name in spec.inputs
-        if name.startswith("past_key_values.")
+        if (present := name.replace("past_key_values.", "present.")) != name and present in spec.outputs
     }
+
+
+def shared_kv(spec: NetworkSpec) -> list[str]:
+    """Inputs that are K/V buffers of earlier networks, which this one only reads."""
+    own = kv_aliases(spec).values()
+    return [name for name in spec.inputs if name.startswith("past_key_values.") and name not in own]
 
 
 class KvBuffer(NamedTuple):
@@ -101,7 +107,7 @@ class KvBuffer(NamedTuple):
 
 
 def kv_buffers(spec: NetworkSpec) -> list[KvBuffer]:
-    """The K/V buffers of a network, by the names of its inputs."""
+    """The K/V buffers that a network writes, by the names of its inputs."""
     buffers = []
     for name in kv_aliases(spec).values():
         _, heads, capacity, _ = spec.inputs[name].dims(1)
@@ -147,11 +153,13 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
             outputs[names.NEW_HIDDEN_STATES] = Tensor(state, (BATCH, TOKENS, width))
             outputs[names.ROUTER_SCORE] = Tensor("float32", (BATCH, 1, 1))
             outputs[names.EXIT_FLAG] = Tensor("bool", (BATCH, 1, 1))
-        for heads, head_dim in manifest.model.kv_shapes[layer : layer + size]:
+        for source in manifest.model.kv_read(range(layer, layer + size)):
+            heads, head_dim = manifest.model.kv_shapes[source]
             for kind in ("key", "value"):
-                inputs[names.past(layer, kind)] = Tensor(state, (BATCH, heads, info.capacity, head_dim))
-                outputs[names.present(layer, kind)] = Tensor(state, (BATCH, heads, info.capacity, head_dim))
-            layer += 1
+                inputs[names.past(source, kind)] = Tensor(state, (BATCH, heads, info.capacity, head_dim))
+                if source >= layer:
+                    outputs[names.present(source, kind)] = inputs[names.past(source, kind)]
+        layer += size
         networks[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
     head_in = {names.EXIT_STATES: Tensor(state, (BATCH, TOKENS, info.exit_size))}
     head_out = {names.LOGITS: Tensor("float32", (BATCH, TOKENS, manifest.model.vocab_size))}

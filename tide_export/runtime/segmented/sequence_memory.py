@@ -17,7 +17,7 @@ from tide_export import names
 from tide_export.bundle.manifest import NetworksInfo
 from tide_export.runtime.segmented.buffers import Block, NetworkBuffers, grown
 from tide_export.runtime.segmented.device import Buffer, Device
-from tide_export.runtime.segmented.network_spec import Network, NetworkSpec, kv_aliases, kv_buffers
+from tide_export.runtime.segmented.network_spec import Network, NetworkSpec, kv_aliases, kv_buffers, shared_kv
 from tide_export.runtime.segmented.run_plan import padded
 
 LENGTH, LAST, THRESHOLD = range(3)  # parts of a segment's small inputs
@@ -76,6 +76,8 @@ class SequenceBuffers(NetworkBuffers):
             fixed[names.EXIT_FLAG] = verdict.address(FLAG)
         for output, name in kv_aliases(spec).items():
             fixed[name] = fixed[output] = self._own(spec.inputs[name].size())
+        for name in shared_kv(spec):
+            fixed[name] = next(earlier[name] for earlier in self._fixed if name in earlier)
         self._fixed.append(fixed)
 
     def _own(self, size: int) -> int:

@@ -46,6 +46,12 @@ class Mask:
             return causal & (query // self.size == key // self.size)
         return causal
 
+    def __getitem__(self, index: tuple) -> "Mask":
+        """Itself for slices that keep everything, which is all that a model may do with its masks."""
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise TypeError("a mask's form has no parts")
+        return self
+
 
 class _UnknownMask:
     """A mask of another form: the model is refused if a layer uses it (Qwen2-MoE without sliding windows makes one of

@@ -42,6 +42,7 @@ def minimal_decompositions() -> Iterator[None]:
 
     def decompose_if_needed(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
         translated = set(_decomp.get_onnx_implemented_overloads(registry))
+        _fold_numbers(exported_program, translated)
         nodes = exported_program.graph.nodes
         in_place = {node: target for node in nodes if (target := functional(node)) is not None}
         if not all(_can_be_written(node, translated, in_place) for node in nodes):
@@ -73,6 +74,27 @@ def _can_be_written(node: Node, translated: set, in_place: Mapping[Node, OpOverl
         return target in translated and not target._schema.is_mutable
     # A part of a result, or arithmetic on the sizes of tensors.
     return node.target is operator.getitem or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+
+def _fold_numbers(program: ExportedProgram, translated: set) -> None:
+    """Replaces what the exporter cannot write by its value, where that is one number computed from constants (the
+    inverse error function of Gemma 3n's activation sparsity)."""
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    known: dict[Node, torch.Tensor] = {}
+    for node in list(program.graph.nodes):
+        if node.op == "placeholder" and node.name in constants:
+            known[node] = program.constants[constants[node.name]]
+        if not isinstance(node.target, OpOverload) or not set(node.all_input_nodes) <= known.keys():
+            continue
+        if not node.all_input_nodes or (node.target._schema.is_mutable and node.target not in IDENTITIES):
+            continue
+        value = node.target(*map_arg(node.args, known.get), **map_arg(node.kwargs, known.get))
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            continue
+        known[node] = value
+        if node.target not in translated and node.target not in (*CASTS, *IDENTITIES):
+            node.target, node.args = aten.full.default, (list(value.shape), value.item())
+            node.kwargs = {"dtype": value.dtype}
 
 
 def _simplify(module: GraphModule, program: ExportedProgram, in_place: Mapping[Node, OpOverload]) -> None:

@@ -162,7 +162,7 @@ def export_graph(source: SourceModel, routers: RouterSet, folder: Path) -> None:
     length = context_length(source, None)
     pieces = cut(trace(source, routers.checkpoints), length)
     graph = lower_for_onnxruntime(compose(pieces, routers.arrays()), source.quantized)
-    manifest = make_manifest(source, routers, TideConfig(), graph, length)
+    manifest = make_manifest(source, routers, TideConfig(), pieces, graph, length)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
         write_manifest(temporary, manifest)

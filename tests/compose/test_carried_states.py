@@ -1,0 +1,61 @@
+"""Values that follow from the token ids are concatenated to the hidden states before markers and split off after."""
+
+import onnx_ir as ir
+import pytest
+
+from tide_export.compose.passes.carried_states import CarriedStatesPass
+from tide_export.errors import UnsupportedModelError
+from tide_export.names import DOMAIN, OP_CHECKPOINT
+from tide_export.trace.rewriting import FLOAT, INT64, dims, nodes_of, typed_value
+
+WIDTHS = {"embed": 6, "extra_0": 2, "extra_1": 3}
+
+
+def traced(extra: tuple[str, str] = ("extra_0", "extra_1"), dtype: ir.DataType = FLOAT) -> ir.Model:
+    """Two layers, each of which adds a value made of the ids, with markers before, between and after."""
+    ids, shape = typed_value("ids", INT64, ["b", "s"]), ["b", "s"]
+    nodes: list[ir.Node] = []
+
+    def op(op_type: str, *inputs: ir.Value, width: int, layer: int | None = None, to: ir.DataType = FLOAT) -> ir.Value:
+        attributes = {} if layer is None else {"layer": layer}
+        node = ir.node(op_type, list(inputs), attributes=attributes, domain="" if layer is None else DOMAIN)
+        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(to), ir.Shape([*shape, width])
+        node.outputs[0].name = f"value_{len(nodes)}"
+        nodes.append(node)
+        return node.outputs[0]
+
+    values = {
+        name: op("Embed", ids, width=width, to=dtype if name != "embed" else FLOAT) for name, width in WIDTHS.items()
+    }
+    x = values["embed"]
+    for layer in (0, 1):
+        x = op(OP_CHECKPOINT, x, width=6, layer=layer)
+        x = op("Layer", x, values[extra[layer]], width=6)
+    x = op(OP_CHECKPOINT, x, width=6, layer=2)
+    graph = ir.Graph([ids], [x], nodes=nodes, opset_imports={"": 23, DOMAIN: 1}, name="traced")
+    return ir.Model(graph, ir_version=10)
+
+
+def widths(model: ir.Model) -> list[int]:
+    return [dims(node.outputs[0])[-1] for node in nodes_of(model.graph, OP_CHECKPOINT, DOMAIN)]
+
+
+def test_each_segment_gets_what_it_and_later_ones_read() -> None:
+    model = traced()
+    CarriedStatesPass((0, 1, 2))(model)
+    assert widths(model) == [6 + 2 + 3, 6 + 3, 6]
+    for layer in nodes_of(model.graph, "Layer"):
+        hidden, extra = layer.inputs
+        assert hidden.producer() is extra.producer()
+        assert hidden.producer().op_type == "Split"
+
+
+def test_a_value_that_several_layers_read_is_carried_once() -> None:
+    model = traced(("extra_1", "extra_1"))
+    CarriedStatesPass((0, 1, 2))(model)
+    assert widths(model) == [6 + 3, 6 + 3, 6]
+
+
+def test_a_value_that_is_no_vector_of_numbers_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"reads the token ids \(Layer\), so the model cannot be cut there"):
+        CarriedStatesPass((0, 1, 2))(traced(dtype=INT64))

@@ -1,0 +1,110 @@
+"""Adds to each token's state what later layers read of it besides hidden states, so that only segment 0 reads ids.
+
+Runs on the trace before it is cut. A layer may read values that follow from the token ids alone, such as its slice of a
+second embedding. A pending token's id is not there when a later segment runs, so these values are concatenated to the
+hidden states before every marker and split off after it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from tide_export.errors import UnsupportedModelError
+from tide_export.names import DOMAIN, OP_CHECKPOINT
+from tide_export.trace.rewriting import FLOAT, dims, integers, new_node, nodes_of, op_before, present, rank, static_dim
+
+
+class CarriedStatesPass(ir.passes.InPlacePass):
+    """Runs after `SharedKeysPass`, so that attention reads no value of an earlier segment."""
+
+    def __init__(self, boundaries: Sequence[int]):
+        """`boundaries`: layers run at the markers between segments, and the depth at the end."""
+        super().__init__()
+        self.first, *self.checkpoints, self.depth = boundaries
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Raises UnsupportedModelError where such a value is no vector of numbers per token."""
+        reads = _reads_of_ids(model.graph, self.depth)
+        after_checkpoints = [read for read in reads if self.checkpoints and read.layer >= self.checkpoints[0]]
+        current = {read.value: read.value for read in reads}  # each value as it was split off last
+        for marker in nodes_of(model.graph, OP_CHECKPOINT, DOMAIN) if reads else ():
+            layer = marker.attributes["layer"].as_int()
+            carried = list(dict.fromkeys(read.value for read in (reads if layer == self.first else after_checkpoints)))
+            if carried and layer < self.depth:
+                current |= dict(
+                    zip(carried, _carry(model.graph, marker, [current[value] for value in carried]), strict=True)
+                )
+            for read in reads:
+                if read.layer == layer:
+                    read.node.replace_input_with(read.index, current[read.value])
+        if reads:
+            model.graph.sort()  # what is carried from the embedding on may have been computed later
+        return ir.passes.PassResult(model, modified=bool(reads))
+
+
+def uncarried(marker: ir.Node) -> dict[ir.Value, ir.Value]:
+    """For each value that the graph reads after `marker`, the value before it, so that the marker can be removed."""
+    before, after = present(marker.inputs[0]), marker.outputs[0]
+    concat, split = before.producer(), next((use.node for use in after.uses() if use.node.op_type == "Split"), None)
+    if concat is None or split is None or concat.op_type != "Concat":
+        return {after: before}
+    return {after: before} | dict(zip(split.outputs, map(present, concat.inputs), strict=True))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Input number `index` of a node after the marker `layer` is a value that follows from the token ids alone."""
+
+    node: ir.Node
+    index: int
+    value: ir.Value
+    layer: int
+
+
+def _reads_of_ids(graph: ir.Graph, depth: int) -> list[_Read]:
+    token_ids = graph.inputs[0]
+    from_ids, layers = {token_ids}, dict[ir.Value, int]()  # values after a marker, with the last marker before them
+    reads = []
+    for node in graph:
+        inputs = [value for value in node.inputs if value is not None]
+        if (node.domain, node.op_type) == (DOMAIN, OP_CHECKPOINT):
+            layers[node.outputs[0]] = node.attributes["layer"].as_int()
+            continue
+        layer = max((layers[value] for value in inputs if value in layers), default=None)
+        if layer is None:
+            if node.op_type != "Shape" and not from_ids.isdisjoint(inputs):
+                from_ids.update(node.outputs)
+            continue
+        if node.op_type != "Shape":
+            layers |= dict.fromkeys(node.outputs, layer)
+        for index, value in enumerate(node.inputs):
+            if value is not None and value in from_ids and layer < depth:
+                _require_vectors(value, token_ids, node)
+                reads.append(_Read(node, index, value, layer))
+    return reads
+
+
+def _require_vectors(value: ir.Value, token_ids: ir.Value, reader: ir.Node) -> None:
+    if rank(value) != 3 or value.dtype != FLOAT or dims(value)[:2] != dims(token_ids):
+        raise UnsupportedModelError(
+            f"a layer after a checkpoint reads the token ids ({reader.op_type}), so the model cannot be cut there"
+        )
+
+
+def _carry(graph: ir.Graph, marker: ir.Node, carried: Sequence[ir.Value]) -> Sequence[ir.Value]:
+    """Makes `marker` mark hidden states and `carried` values; returns these as they are split off after it."""
+    hidden, marked = present(marker.inputs[0]), marker.outputs[0]
+    batch, tokens, _ = dims(hidden)
+    widths = [static_dim(value, -1) for value in (hidden, *carried)]
+    shape = [batch, tokens, sum(widths)]
+    state = op_before(marker, "Concat", [hidden, *carried], {"axis": -1}, dtype=FLOAT, shape=shape)
+    sizes = integers(graph, f"state_sizes_{'_'.join(map(str, widths))}", widths)
+    types = [(FLOAT, [batch, tokens, width]) for width in widths]
+    split = new_node("Split", [marked, sizes], {"axis": -1}, name=f"{marker.name}/Split", outputs=types)
+    graph.insert_after(marker, split)
+    marked.replace_all_uses_with(split.outputs[0])
+    split.replace_input_with(0, marked)
+    marker.replace_input_with(0, state)
+    marked.shape = ir.Shape(shape)
+    return split.outputs[1:]
