@@ -52,6 +52,6 @@ def test_layers_that_share_kv(
             assert facts(generation) == facts(python.generate(prompt, **OPTIONS, **options))
             exits |= set(generation.stats.exit_layer)
         if networks is None:
-            batched = cpp.generate(PROMPTS, **OPTIONS, **options)
+            batched = cpp.generate_batch(PROMPTS, **OPTIONS, **options)
             assert list(map(facts, batched)) == list(map(facts, python.generate(PROMPTS, **OPTIONS, **options)))
     assert len(exits) > 1
