@@ -85,7 +85,7 @@ class BranchedSequence(SingleSequence):
         for name, value in zip(self._pending_names, self._pending, strict=True):
             self._binding.io.bind_ortvalue_input(name, value)
         if self._capacity:
-            for layer in range(len(self._kv_shapes)):
+            for layer in self._model.kv_read(range(self._model.num_layers)):
                 for kind in ("key", "value"):
                     self._bind_buffer(layer, kind, self._binding.arrays[names.past(layer, kind)])
         self._one_id_bound = self._pending_output_empty = False
