@@ -172,6 +172,7 @@ def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, net
         (("model", "kv_shapes"), [[1, 8]], "field 'model.kv_shapes' must have one entry per layer"),
         (("model", "kv_shapes", 1), [1, 8, 2], "field 'model.kv_shapes.1' must be a list of 2"),
         (("model", "kv_shapes", 1), [1, 0], "field 'model.kv_shapes' holds a size below 1"),
+        (("model", "kv_layers"), [], "field 'model.kv_layers' must have one entry per layer"),
         (("model", "kv_layers"), [0, 1], "field 'model.kv_layers' must have one entry per layer"),
         (("model", "kv_layers"), [0, 2, 2], "field 'model.kv_layers' must name the layer itself, or an earlier one"),
         (("model", "kv_layers"), [0, 0, 1], "field 'model.kv_layers' must name the layer itself, or an earlier one"),

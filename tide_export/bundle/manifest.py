@@ -56,7 +56,7 @@ class ModelInfo:
 
     def kv_read(self, layers: range) -> list[int]:
         """Layers whose K/V `layers` read, ascending: their own, and those of earlier layers that they share."""
-        return sorted({self.kv_layers[layer] if self.kv_layers else layer for layer in layers})
+        return sorted({layer if self.kv_layers is None else self.kv_layers[layer] for layer in layers})
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _check(manifest: Manifest, source: str) -> None:
     require(all(i >= 0 for i in model.eos_token_ids), "model.eos_token_ids", "holds a negative token id")
     require(len(model.kv_shapes) == model.num_layers, "model.kv_shapes", "must have one entry per layer")
     require(all(h >= 1 and d >= 1 for h, d in model.kv_shapes), "model.kv_shapes", "holds a size below 1")
-    sources = model.kv_layers or tuple(range(model.num_layers))
+    sources = tuple(range(model.num_layers)) if model.kv_layers is None else model.kv_layers
     require(len(sources) == model.num_layers, "model.kv_layers", "must have one entry per layer")
     require(
         all(0 <= source <= layer and sources[source] == source for layer, source in enumerate(sources)),

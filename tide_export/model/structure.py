@@ -43,16 +43,16 @@ class ModelStructure:
         layers: its decoder layers, in order; each takes the hidden states first, or as `hidden_states`.
         final_modules: the modules from the last layer's output to `last_hidden_state`, in order (norm, projection); may
             be empty. None: the backbone's own forward leads there.
-        streams: number N of hidden states of each token where layers pass several, [N, B, S, D]; None: [B, S, D].
         first_position: the position id of the first token; above 0 where a model counts on from its padding id
             (RoBERTa).
+        streams: number N of hidden states of each token where layers pass several, [N, B, S, D]; None: [B, S, D].
     """
 
     backbone: nn.Module
     layers: nn.ModuleList
     final_modules: tuple[nn.Module, ...] | None
-    streams: int | None = None
     first_position: int = 0
+    streams: int | None = None
 
     @classmethod
     def find(cls, model: PreTrainedModel) -> "ModelStructure":
@@ -344,9 +344,8 @@ def _finished_by_forward(model: PreTrainedModel, backbone: nn.Module, layers: nn
             computes depends on more than the last layer's states.
     """
     kind = type(model).__name__
-    run = _watch(
-        model, torch.tensor([[1, 2]], device=input_device(model))
-    )  # other tokens than `ModelStructure.normalize` gives
+    other = torch.tensor([[1, 2]], device=input_device(model))  # than the tokens that `ModelStructure.normalize` gives
+    run = _watch(model, other)
     last, states = first_tensor(run.outputs[id(layers[-1])]), _states(kind, backbone, run)
     if last.ndim == 4 and last.shape[1:3] == (1, 2):
         structure = ModelStructure(backbone, layers, None, streams=len(last))
