@@ -9,8 +9,6 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
-import numpy as np
-
 from tide_export.errors import GenerationError, TideError
 
 MAX_WHOLE = 2**63 - 1  # the largest int64, which C++ and the graphs count in
@@ -42,8 +40,8 @@ def real_number(name: str, value: Any, error: type[TideError] = GenerationError)
     Raises:
         error: it is not a finite number; the message names it `name`.
     """
-    scalar = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
     try:
+        scalar = value[()] if getattr(value, "ndim", None) == 0 else value  # a NumPy array of one number
         number = float(scalar) if isinstance(scalar, Real) and not isinstance(scalar, bool) else None
     except Exception:  # an int beyond every float, or of an object's own `__float__`
         number = None
