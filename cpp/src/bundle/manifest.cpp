@@ -237,7 +237,10 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
     bool const earlier = 0 <= source && source <= static_cast<std::int64_t>(layer);
     require(earlier && model.kv_layers[static_cast<std::size_t>(source)] == source, "model.kv_layers",
             "must name the layer itself, or an earlier one with K/V of its own");
-    ModelInfo::KvShape const shape = model.kv_shapes[layer], read = model.kv_shapes[static_cast<std::size_t>(source)];
+  }
+  for (std::size_t layer = 0; layer < model.kv_layers.size(); ++layer) {
+    auto const source = static_cast<std::size_t>(model.kv_layers[layer]);
+    ModelInfo::KvShape const shape = model.kv_shapes[layer], read = model.kv_shapes[source];
     require(shape.heads == read.heads && shape.head_dim == read.head_dim, "model.kv_shapes",
             "must be equal where layers share K/V");
   }
