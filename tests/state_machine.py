@@ -6,184 +6,30 @@ docs/architecture/lazy-depth.md and docs/guide/batches.md give.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fuzz.settings import cases
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from judge import TEXT, Judge, Truth
+from stepped_engines import New
 
 from tide_export.errors import GenerationError
-from tide_export.model.source import SourceModel
-from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.sequence import NO_LIMIT, StepResult
-from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
-from tide_export.verify.oracle import OracleOutput, oracle
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.parity import UNDECIDED_GAP
 
 SEQUENCES = 3  # at a time
 TOLERANCE = 2e-4  # of logits
-TEXT = [(i * 37) % 500 + 3 for i in range(40)]
-AHEAD = 32
 # What a test can require to have happened, of any K/V cache and of an exact one.
 ALWAYS = ("exit after segment 0", "exit after segment 1", "exit after segment 2", "rows 1", "failed", "refused")
 EXACT = ("rows > 1", "forced", "caught up", "a burst over the most that may be pending", "the whole context")
 EXACT += ("rewound into pending tokens", "rewound into the cache")
 OUTSIDE = 10**6  # a token id outside the vocabulary
-
-New = Mapping[int, list[int]]  # tokens by the number of a sequence
-
-
-class Truth(NamedTuple):
-    """The oracle's result for the last token of a sequence. `full_logits` [S, V] are of all, where K/V are exact."""
-
-    exit_layer: int
-    logits: np.ndarray
-    scores: np.ndarray
-    full_logits: np.ndarray | None
-
-
-class Judge:
-    """The oracle on one model.
-
-    Attributes:
-        depths: layers up to the end of each segment.
-        thresholds: of each checkpoint, values that all, none or some of TEXT's scores exceed.
-    """
-
-    def __init__(self, source: SourceModel, routers: RouterSet) -> None:
-        self.depths = (*routers.checkpoints, source.num_layers)
-        self._source, self._routers = source, routers
-        scores = oracle(source, routers, TEXT, [NEVER_EXIT] * len(routers.checkpoints)).scores.numpy()
-        some = np.quantile(scores, [0.5, 0.2, 0.8], axis=0).T.tolist()
-        self.thresholds = [[NEVER_EXIT, ALWAYS_EXIT, *values, 0.0, 1.0] for values in some]
-        self._oracle = lru_cache(512)(self._run)
-
-    def truth(
-        self, ids: list[int], limits: list[tuple[float, ...]], following: Iterator[int], propagates: bool
-    ) -> Truth:
-        """The result after `ids`.
-
-        Args:
-            limits: the thresholds of each; where K/V are exact, those before the last have no effect.
-            following: tokens that probably follow. The oracle reads some of them too, so that it runs less often.
-        """
-        more = -len(ids) % AHEAD
-        text, last = (*ids, *islice(following, more)), len(ids) - 1
-        output = self._oracle(text, (*limits, *limits[-1:] * more) if propagates else limits[-1], propagates)
-        full = None if output.full_logits is None else output.full_logits[: last + 1].numpy()
-        return Truth(int(output.exit_layers[last]), output.logits[last].numpy(), output.scores[last].numpy(), full)
-
-    def _run(self, ids: tuple[int, ...], thresholds: tuple, propagates: bool) -> OracleOutput:
-        if propagates:
-            columns = [torch.tensor(column) for column in zip(*thresholds, strict=True)]
-            return oracle(self._source, self._routers, ids, columns, propagate_from=0)
-        return oracle(self._source, self._routers, ids, thresholds)
-
-
-# --- engines ---------------------------------------------------------------------------------------------------------
-
-
-class Singles:
-    """Sequences of one engine that are stepped one after the other.
-
-    Attributes:
-        checks_ids: whether a token id outside the vocabulary is an error at once.
-    """
-
-    def __init__(
-        self, start: Callable[[Sequence[float], int], Any], segment_of: Any = None, checks_ids: bool = True
-    ) -> None:
-        """`segment_of`: as in `Batched`, of a sequence."""
-        self._start, self._segment_of, self.checks_ids = start, segment_of, checks_ids
-        self._sequences: dict[int, Any] = {}
-
-    def begin(self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float) -> None:
-        self._sequences.clear()
-        self._options = thresholds, max_pending
-
-    def join(self, number: int) -> None:
-        self._sequences[number] = self._start(*self._options)
-
-    def leave(self, number: int) -> None:
-        del self._sequences[number]
-
-    def sequence(self, number: int) -> Any:
-        return self._sequences[number]
-
-    def step(self, new: New, keep: Mapping[int, int], full: Collection[int]) -> Iterator[tuple[int, StepResult]]:
-        for n, ids in new.items():
-            yield n, self._sequences[n].step(ids, keep.get(n, 1), n in full)
-
-    def failing(self, number: int, k: int) -> Any:
-        """A context in which segment k of a sequence's step runs and then fails; None where that cannot be made."""
-        return None if self._segment_of is None else _failing(*self._segment_of(self._sequences[number], k))
-
-
-class Batched:
-    """Sequences of one engine in a batch."""
-
-    def __init__(
-        self, start: Callable[[Sequence[float], int, float], Any], segment_of: Any = None, checks_ids: bool = True
-    ) -> None:
-        """`segment_of`: gives, of a batch and k, the object and the name of the method that runs segment k, and k if
-        that is the method's first argument, else None."""
-        self._start, self._segment_of, self.checks_ids = start, segment_of, checks_ids
-        self._slots: dict[int, int] = {}
-
-    def begin(self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float) -> None:
-        self._slots.clear()
-        self._batch = None  # so that its buffers serve the next one
-        self._batch = self._start(thresholds, max_pending, compaction_threshold)
-
-    def join(self, number: int) -> None:
-        free = self._batch.free_slots
-        self._slots[number] = self._batch.join()
-        assert self._batch.free_slots == free - 1
-
-    def leave(self, number: int) -> None:
-        self._batch.leave(self._slots.pop(number))
-        assert set(self._batch.sequences) == set(self._slots.values())
-
-    def sequence(self, number: int) -> Any:
-        return self._batch.sequences[self._slots[number]]
-
-    def step(self, new: New, keep: Mapping[int, int], full: Collection[int]) -> list[tuple[int, StepResult]]:
-        slots = self._slots
-        results = self._batch.step(
-            {slots[n]: ids for n, ids in new.items()},
-            logits_to_keep={slots[n]: count for n, count in keep.items()},
-            full={slots[n] for n in full},
-        )
-        assert results.keys() == {slots[n] for n in new}
-        return [(n, results[slots[n]]) for n in new]
-
-    def failing(self, number: int, k: int) -> Any:
-        return None if self._segment_of is None else _failing(*self._segment_of(self._batch, k))
-
-
-@contextmanager
-def _failing(owner: Any, method: str, k: int | None) -> Iterator[None]:
-    """Lets a method fail after it has run; of segment k, its first argument, unless that is None."""
-    run = getattr(owner, method)
-
-    def runs_and_fails(*arguments: Any, **options: Any) -> None:
-        run(*arguments, **options)
-        if k is None or arguments[0] == k:
-            raise GenerationError("injected")
-
-    with patch.object(owner, method, runs_and_fails):
-        yield
-
-
-# --- actions ---------------------------------------------------------------------------------------------------------
 
 
 class Expected:

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 from cpp_builds import cuda_headers
 from cpp_engine import CppBatch, CppEngine
-from state_machine import ALWAYS, EXACT, Batched, Judge, Player, Singles, play
+from judge import Judge
+from state_machine import ALWAYS, EXACT, Player, play
+from stepped_engines import Batched, Singles
 
 CONTEXT = 256
 

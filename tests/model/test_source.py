@@ -149,7 +149,7 @@ def test_every_end_of_sequence_id_counts():
 
 def test_layers_that_cannot_be_found():
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA_LIKE))
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA_LIKE | {"num_hidden_layers": 1}))
     model.config.num_hidden_layers = 5
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no list of 5 decoder layers"):
         wrap_model(model, "tiny")

@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from state_machine import ALWAYS, EXACT, Batched, Judge, Player, Singles, play
+from judge import Judge
+from state_machine import ALWAYS, EXACT, Player, play
+from stepped_engines import Batched, Singles
 
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented import cuda
