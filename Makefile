@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out/demo
 # Each worker has half of the files, and takes from the other what is left: what a file makes once is made once.
-PYTEST_OPTIONS ?= -n 2 --dist worksteal --cov --cov-report=term:skip-covered
+PYTEST_OPTIONS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 # Python compiles what is imported; pip would compile ten times as much, for minutes.

@@ -55,7 +55,7 @@ def test_the_whole_chain(file: Path, tmp_path: Path, capsys) -> None:
     assert manifest.model.weights_sha256 == load_model(file).weights_sha256
     assert (manifest.model.name, manifest.remote_code) == (str(file), None)
     assert main(["generate", bundle, "--prompt", "def f(", "--max-new-tokens", "4", "-q"]) == 0
-    assert capsys.readouterr().err == ""
+    assert all("the router at checkpoint 1 gives all" in line for line in capsys.readouterr().err.splitlines())
     engine, theirs = load(bundle, provider="cpu", threads=1), hugging_face(file)
     tokens = engine.generate(IDS[0].tolist(), max_new_tokens=12, mode="full", stop_token_ids=()).tokens
     with torch.no_grad():
