@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+from collections.abc import Iterator
 
 import pytest
 from fuzz.settings import cases
@@ -90,7 +91,15 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@cases(2000)
+@pytest.fixture(scope="module", autouse=True)
+def offline() -> Iterator[None]:
+    """A word that is no path may be a model of the hub: it is not tried for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        yield
+
+
+@cases(500)
 @given(command_lines())
 def test_a_command_line(paths: dict[str, str], words: list[str]) -> None:
     out, err = io.StringIO(), io.StringIO()
