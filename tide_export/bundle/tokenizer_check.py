@@ -111,7 +111,7 @@ def _replacement(pattern: dict[str, str], content: str) -> Step:
     written, size = frozenset(content), len(content.encode())
     if literal := pattern.get("String"):
         return Step(frozenset(literal), written, size / len(literal.encode()))
-    try:
+    try:  # the module has no public function for the length of the shortest match; without it, the bound is stricter
         width = re._parser.parse(pattern.get("Regex", "")).getwidth()[0]  # type: ignore[attr-defined]
     except Exception:  # a pattern that Python does not know
         width = 0

@@ -81,7 +81,7 @@ def load_session(
 
     Raises:
         BundleError: it does not load, or a file was changed since the bundle was opened.
-        ConfigError: threads below 1.
+        ConfigError: threads not in 1..1024.
     """
     file, options = bundle.file(name), session_options(ort, threads)
     # Where ONNX Runtime would look for weights that are not in `weights`: no folder, so that it finds none.
