@@ -32,6 +32,7 @@ LESS = {
     "export": LESS_TEXT,
     "export --routers": [],
     "validate": ["--prompts", "4", "--new-tokens", "8", "--longest-prompt", "32"],
+    "validate --quality": ["--prompts", "4", "--new-tokens", "8", "--longest-prompt", "32", "--quality", "64"],
     "bench": ["--repeat", "1", "--new-tokens", "16"],
     "tune exit": ["--epsilon", "0.1", "--prompts", "45", "--prompts-per-document", "12", "--positions", "1"],
     "tune lossless": ["--prompts", "6", "--new-tokens", "12"],
@@ -51,6 +52,8 @@ def less(options: argparse.Namespace) -> list[str]:
         kind = f"tune {options.mode}"
     elif kind == "export" and options.routers:
         kind = "export --routers"
+    elif kind == "validate" and options.quality:
+        kind = "validate --quality"
     return LESS.get(kind, [])
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 PROGRAM = "tide-export"
+QUALITY_TOKENS = 2048  # of `validate --quality`
 
 
 def _layers(text: str) -> str | tuple[int, ...]:
@@ -231,6 +232,15 @@ def _add_validate(commands) -> None:
         help="thresholds to try (0.3,0.5,0.7,0.85,0.95)",
     )
     parser.add_argument("--max-pending", type=int, metavar="N", help="(the bundle's)")
+    parser.add_argument(
+        "--quality",
+        type=int,
+        nargs="?",
+        const=QUALITY_TOKENS,
+        metavar="N",
+        help=f"measure perplexity, and how often the most likely token is full depth's, on N tokens of text that the "
+        f"routers have not seen ({QUALITY_TOKENS})",
+    )
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--provider", help="check only this engine (the graph and the segment networks, on the CPU)")
     _add_plugins(parser)

@@ -9,7 +9,7 @@ import glob
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Documents:
         count: documents read so far.
         hashes: `document_hash` of each of them, in order; calibration records them, so that `tune` recognizes the
             documents that the routers saw.
+        omitted: documents left out, whose hashes are in `omit`; they are not in `count`, `hashes` and `sha256`.
 
     Iterating yields non-blank `str`. A document is a row of a .jsonl, .json, .parquet or hub dataset (the column
     `text`, or else the first column of strings), a part of a plain text file (see `split_documents`), or an article of
@@ -43,9 +44,10 @@ class Documents:
             a file is broken, the hub does not have the dataset or cannot be reached, or there is no text.
     """
 
-    def __init__(self, spec: str):
+    def __init__(self, spec: str, omit: Collection[str] = ()):
         self.spec = spec
-        self.count = 0
+        self.count = self.omitted = 0
+        self._omit = omit
         self.hashes: list[str] = []
         self._digest = hashlib.sha256()
         self._files = _local_files(spec)
@@ -62,8 +64,12 @@ class Documents:
                     if not text.strip():
                         continue
                     text = text.encode("utf-8", "replace").decode()  # a lone surrogate would stop the tokenizer
+                    name = document_hash(text)
+                    if name in self._omit:
+                        self.omitted += 1
+                        continue
                     self._digest.update(text.encode() + b"\0")
-                    self.hashes.append(document_hash(text))
+                    self.hashes.append(name)
                     self.count += 1
                     yield text
         except DatasetError:

@@ -8,7 +8,7 @@ one batch with the same ones alone (`batch_parity`). The report's `holds` is the
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,8 @@ from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import whole_number
 from tide_export.verify.batch_parity import BatchCheck, check_batch
 from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, check_exit, check_full, check_lossless
+from tide_export.verify.quality import Quality, measure_quality, quality_texts
+from tide_export.verify.quality import render as render_quality
 from tide_export.verify.quantized import graph_engines, restore
 
 logger = logging.getLogger("tide_export")
@@ -52,6 +54,7 @@ class ValidationReport:
     checks: list[Check]
     batches: list[BatchCheck]
     weight_error: float | None = None  # of quantized weights: root of their squared error over the squared weights
+    quality: list[Quality] = field(default_factory=list)  # full depth first; empty unless asked for
 
     @property
     def holds(self) -> bool:
@@ -66,6 +69,7 @@ class ValidationReport:
             "holds": self.holds,
             "checks": [check.as_dict() for check in self.checks],
             "batches": [batch.as_dict() for batch in self.batches],
+            "quality": [one.as_dict() for one in self.quality],
         }
 
     def render(self) -> str:
@@ -93,6 +97,7 @@ class ValidationReport:
             *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
             *(f"  {c.name}: the logits are off by {c.max_error:.2g}" for c in self.checks if not c.logits_equal),
             *(line for batch in self.batches for line in batch.lines()),
+            *([render_quality(self.quality), ""] if self.quality else []),
         ]
         tolerated = sum(check.within_tolerance for check in self.checks)
         verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"
@@ -124,6 +129,7 @@ def validate(
     new_tokens: int = 32,
     thresholds: Sequence[float] | None = None,
     max_pending: int | None = None,
+    quality: int | None = None,
     threads: int | None = None,
     provider: str | None = None,
     plugins: str | os.PathLike[str] | None = None,
@@ -138,6 +144,7 @@ def validate(
         prompts: how many, of 1 to `longest_prompt` tokens.
         thresholds: each used at all checkpoints alike, with no minimum of layers; None: `THRESHOLDS`.
         max_pending: None: the bundle's.
+        quality: measure perplexity and agreement on this many tokens of text that the routers have not seen, too.
         provider: None: the graph, and the segment networks of a bundle that has them, on the CPU. Otherwise the engine
             to check, as `load` takes it, within the rounding of its precision.
         plugins: for the engine to check, as `load` takes it.
@@ -153,7 +160,7 @@ def validate(
     """
     opened = open_bundle(bundle)
     pending = opened.manifest.max_pending if max_pending is None else max_pending
-    _check_numbers(opened, prompts, longest_prompt, new_tokens, pending)
+    _check_numbers(opened, prompts, longest_prompt, new_tokens, pending, quality)
     check_exits(opened, "exit", {"threshold": thresholds, "max_pending": max_pending})
     if plugins not in (None, NONE) and provider in (None, "cpu"):
         raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: omit --plugins")
@@ -162,7 +169,9 @@ def validate(
     source = load_model(model_name, trust_remote_code=trust_remote_code)
     opened.require_weights(source.weights_sha256, model_name)
     weight_error = restore(source, opened) if opened.manifest.quantization is not None else None
-    texts = pick_prompts(load_tokenizer(model_name, trust_remote_code), spec, prompts, longest_prompt)
+    tokenizer = load_tokenizer(model_name, trust_remote_code)
+    texts = pick_prompts(tokenizer, spec, prompts, longest_prompt)
+    read = [] if quality is None else quality_texts(opened.manifest, tokenizer, spec, quality)
     routers = _routers(opened, source)
     engines = _engines(opened, provider, threads, plugins)
     checks, batches = list[Check](), list[BatchCheck]()
@@ -177,9 +186,15 @@ def validate(
             if tested.as_deployed:
                 name, chosen = tested.name, _one_per_mode(settings, single)
                 batches.append(check_batch(tested.engine, source, routers, texts, chosen, pending, name, advance))
+    qualities = list[Quality]()
+    if read:
+        deployed = next(tested.engine for tested in engines if tested.as_deployed)
+        exits = [(setting.name, setting.thresholds) for setting in settings if setting.mode == "exit"]
+        with stage("measuring quality", total=len(read) * (1 + len(exits))) as advance:
+            qualities = measure_quality(deployed, exits, read, pending, advance)
     lengths = [len(ids) for ids in texts]
     return ValidationReport(
-        str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, batches, weight_error
+        str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, batches, weight_error, qualities
     )
 
 
@@ -294,12 +309,15 @@ def _dataset(bundle: Bundle, dataset: str | None) -> str:
     return spec
 
 
-def _check_numbers(bundle: Bundle, prompts: int, longest_prompt: int, new_tokens: int, max_pending: int) -> None:
+def _check_numbers(
+    bundle: Bundle, prompts: int, longest_prompt: int, new_tokens: int, max_pending: int, quality: int | None
+) -> None:
     for name, value, minimum in (
         ("prompts", prompts, 1),
         ("longest_prompt", longest_prompt, 1),
         ("new_tokens", new_tokens, 1),
         ("max_pending", max_pending, 0),
+        ("quality", 2 if quality is None else quality, 2),
     ):
         whole_number(name, value, minimum, error=ConfigError)
     context = bundle.manifest.model.context_length
