@@ -93,7 +93,7 @@ def test_every_step_equals_the_plain_model(
     logits, exit_layers, scores = tiny.reference(ids, thresholds)
     state = tiny_engine.start(thresholds, max_pending, room=0)  # room 0: the buffers grow on the way
     for start, stop in [(0, prompt), *((t, t + 1) for t in range(prompt, len(ids)))]:
-        result = state.step(ids[start:stop])
+        result = state.step(np.array(ids[start:stop], np.int32))
         np.testing.assert_allclose(result.logits, logits[stop - 1], atol=2e-5)
         assert result.exit_layer == exit_layers[stop - 1]
         reached = result.segments_run if result.segments_run < 3 else 2
@@ -227,6 +227,8 @@ def test_a_step_needs_a_token(tiny_engine: Engine) -> None:
 def test_start_wants_one_threshold_per_checkpoint(tiny_engine: Engine) -> None:
     with pytest.raises(GenerationError, match="1 thresholds for 2 checkpoints"):
         tiny_engine.start([0.5])
+    with pytest.raises(GenerationError, match="a threshold must be a number"):
+        tiny_engine.start(["x", 0.5])
 
 
 # --- verifying and undoing -------------------------------------------------------------------------------------------

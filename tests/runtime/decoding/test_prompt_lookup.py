@@ -57,12 +57,28 @@ def test_length_follows_success() -> None:
     assert next_length(8, 8, 8, 0) == 1
     assert next_length(1, 8, 1, 1) == 2
     assert next_length(4, 8, 4, 2) == 3
+    assert next_length(3, 8, 3, 3) == 6
     lookup = known([1, 1, 1, 1])
     assert len(lookup.draft([], 20)) == 8
     lookup.update(8, 0)
     assert lookup.draft([], 20) == [1]
     lookup.update(1, 1)
     assert lookup.draft([], 20) == [1, 1]
+    lookup.update(2, 2)
+    assert lookup.draft([], 20) == [1] * 4
+
+
+def test_restored_it_drafts_as_before() -> None:
+    lookup = known([1, 2, 3, 1, 2], min_match=2, max_tokens=4)
+    saved = lookup.save()
+    for _ in range(2):
+        lookup.extend([9, 1, 2, 7, 1, 2])
+        lookup.update(4, 1)
+        assert lookup.draft([], 9) == [7, 1]
+        lookup.restore(saved)
+        assert lookup.draft([], 9) == [3, 1, 2, 3]
+    lookup.extend([3, 1])
+    assert lookup.draft([], 3) == [2, 3, 1]
 
 
 def test_nothing_is_guessed_where_nothing_may_be() -> None:

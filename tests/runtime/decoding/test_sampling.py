@@ -106,6 +106,40 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform() -> None:
     np.testing.assert_allclose(probabilities, 0.1)
 
 
+def test_a_tiny_temperature_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    Sampler(1e-300)(LOGITS)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("number", "weights", "drawn"),
+    [
+        (0.0, [0.0, 1.0, 1.0], 6),  # a weight of 0 is never drawn
+        (0.5, [1.0, 1.0, 2.0], 7),  # a token's share begins at its edge
+        (0.75, [1.0, 3.0, 12.0], 7),
+        (1.0, [1.0, 1.0, 2.0], 7),  # as a product that is rounded up
+    ],
+)
+def test_a_draw_takes_the_token_whose_share_holds_the_number(
+    number: float, weights: list[float], drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = Sampler(1.0)
+    monkeypatch.setattr(sampler, "uniform", lambda: number)
+    assert sampler.draw(np.array([5, 6, 7]), np.array(weights)) == drawn
+
+
+def test_restored_it_draws_the_same_again() -> None:
+    sampler = Sampler(1.0, seed=3)
+    sampler(LOGITS)
+    saved = sampler.save()
+    drawn = [sampler(LOGITS) for _ in range(20)]
+    sampler.restore(saved)
+    assert [sampler(LOGITS) for _ in range(20)] == drawn
+    greedy = Sampler()
+    assert greedy.save() is None
+    greedy.restore(None)
+
+
 def test_tokens_masked_with_minus_infinity_are_never_drawn() -> None:
     logits = LOGITS.copy()
     logits[1] = logits[3] = -np.inf

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tide_export.runtime.decoding.stats import ExitStats
+from tide_export.runtime.decoding.stats import LOOKUP_DRAFT, ExitStats
 
 
 def filled() -> ExitStats:
@@ -39,6 +39,7 @@ def test_nothing_generated_divides_by_nothing() -> None:
     assert (stats.exit_rate, stats.layers_run_per_token, stats.layers_skipped_per_token) == (0.0, 0.0, 0.0)
     assert stats.tokens_per_second == 0.0
     assert "0 tokens generated" in stats.summary()
+    assert "after layer  12 of 12:     0 tokens    0.0%" in stats.summary()
 
 
 def test_summary_says_what_matters() -> None:
@@ -53,6 +54,18 @@ def test_summary_says_what_matters() -> None:
     assert lines[5] == "layer passes per token: 8.00 of 12 run, 4.00 skipped"
     assert lines[6] == "never computed: 18 of 108 (positions x layers, prompt included)"
     assert lines[7] == "prefill 0.500 s, decode 0.250 s (16.0 tokens/s)"
+
+
+def test_summary_of_drafts() -> None:
+    stats = ExitStats(checkpoints=(4,), num_layers=12, prompt_tokens=5)
+    for exit_layer, layers_run in [(12, 12), (LOOKUP_DRAFT, 0), (4, 4), (LOOKUP_DRAFT, 0)]:
+        stats.record(exit_layer, layers_run)
+    stats.drafted, stats.accepted, stats.lookup_drafted, stats.lookup_accepted = 8, 3, 5, 2
+    lines = stats.summary().splitlines()
+    assert lines[4].split() == ["prompt", "lookup:", "2", "tokens", "50.0%"]
+    assert lines[6] == "drafts: 3 of 8 accepted (37.5%): 1 of 3 early exits, 2 of 5 by prompt lookup"
+    assert lines[7] == "never computed: 0 of 0 (positions x layers, prompt included)"
+    assert lines[8] == "prefill 0.000 s, decode 0.000 s (one step only)"
 
 
 def test_as_dict_is_json_and_complete() -> None:

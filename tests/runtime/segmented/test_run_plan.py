@@ -15,6 +15,7 @@ INFO = NetworksInfo("fp32", 100, max_tokens=32, max_logits=8, exit_size=16, max_
 )
 def test_runs_are_padded_to_a_power_of_two_that_fits(count: int, length: int, tokens: int) -> None:
     assert padded(count, length, max_tokens=48, capacity=100) == tokens
+    assert padded(count, length, max_tokens=tokens, capacity=100) == tokens
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ def test_runs_are_padded_to_a_power_of_two_that_fits(count: int, length: int, to
         ({0: 4, 1: 1, 2: 4}, [7, 99, 7, 0, 0, 0], [Run((0,), 4), Run((1,), 1), Run((2,), 4)]),
         ({0: 4, 2: 4}, [7, 100, 7, 0, 0, 0], [Run((0,), 4), Run((2,), 4)]),  # nor for one that is idle
         ({0: 3, 1: 3}, [7, 97, 7, 0, 0, 0], [Run((0, 1), 3)]),  # not a power of two, but together
+        ({0: 4, 1: 1}, [7, 7, 99, 0, 0, 0], [Run((0, 1), 4)]),  # a full slot after them does not count
+        ({3: 62}, [7, 7, 7, 37, 0, 0], [Run((3,), 32), Run((3,), 30, 32)]),  # the last part ends with the buffer
     ],
 )
 def test_neighbours_go_together_where_there_is_room(counts, lengths, runs) -> None:

@@ -56,7 +56,7 @@ class BranchedSequence(SingleSequence):
         self._one_id_bound = False
         self._total = self._binding.input(names.TOTAL_LENGTH, np.zeros((), np.int32))
         self._thresholds = _Thresholds(thresholds, NO_LIMIT if self._propagates else max_pending)
-        self._scores = np.full((1, len(thresholds)), np.nan, np.float32)
+        self._scores = np.empty((1, len(thresholds)), np.float32)
         if thresholds:
             self._thresholds.bind(self._binding)
             self._binding.output(names.SCORES, self._scores)

@@ -55,7 +55,7 @@ class PromptLookup:
             return []
         last = [*self._text[-MAX_NGRAM:], *drafts][-MAX_NGRAM:]
         for n in self._matches:
-            position = self._follows.get(tuple(last[-n:])) if n <= len(last) else None
+            position = self._follows.get(tuple(last[-n:]))  # of a shorter text: all of it
             if position is not None:
                 found = [*self._text[position : position + max_tokens], *drafts][:max_tokens]
                 while len(found) < max_tokens:  # the end of the text: it goes on repeating itself

@@ -24,15 +24,16 @@ class SlotStep:
         states: input of the next segment: token ids int64 [n], then hidden states float32 [n, D], pending ones first.
         segments_run: so far.
         exit_segment: the segment that the token exited after.
-        exit_states: float32 [m, D'], the head's input; None: not exited yet.
+        exit_states: float32 [m, D'], the head's input.
     """
 
+    exit_segment: int
+    exit_states: np.ndarray
     __slots__ = ("exit_segment", "exit_states", "segments_run", "sequence", "states", "total")
 
     def __init__(self, sequence: PackedSequence, ids: np.ndarray) -> None:
         self.sequence, self.states, self.total = sequence, ids, sequence.lengths[0] + len(ids)
-        self.segments_run, self.exit_segment = 0, 0
-        self.exit_states: np.ndarray | None = None
+        self.segments_run = 0
 
 
 class PackedBatch:
@@ -149,7 +150,7 @@ class PackedBatch:
 
     def _results(self, steps: Mapping[int, SlotStep]) -> dict[int, StepResult]:
         """Runs the head on the exit states."""
-        states = [one.exit_states for one in steps.values() if one.exit_states is not None]  # of all
+        states = [one.exit_states for one in steps.values()]
         logits = self._logits(np.concatenate(states)[None])
         stops = accumulate(map(len, states))
         return {

@@ -18,11 +18,15 @@ from tide_export.runtime.packed.sequence import PackedSequence
 class SegmentRun:
     """Attributes:
     states: float32 [1, m, D'], exit states of the requested positions of the last run: the head's input.
-    scores: float32 [m], the router's of them; empty after the last segment.
-    hidden: float32 [1, N, D], the new hidden states; empty after the last segment.
+    scores: float32 [m], the router's of them; not of the last segment.
+    hidden: float32 [1, N, D], the new hidden states; not of the last segment.
 
     The arrays change with the next run.
     """
+
+    states: np.ndarray
+    scores: np.ndarray
+    hidden: np.ndarray
 
     def __init__(
         self,
@@ -44,7 +48,6 @@ class SegmentRun:
         self._slot_tokens = self._binding.input(names.SLOT_TOKENS, np.zeros(slots, np.int64))
         self._slot_lengths = self._binding.input(names.SLOT_LENGTHS, np.ones(slots, np.int32))
         self._shape = (-1, -1)
-        self.states = self.scores = self.hidden = np.zeros(0, np.float32)
         for slot in range(slots):
             self.bind(slot, padding)
 

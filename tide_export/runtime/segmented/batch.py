@@ -68,7 +68,7 @@ class SegmentedBatch:
     ) -> dict[int, StepResult]:
         everyone, buffers, keep = sorted(new), self._buffers, logits_to_keep or {}
         totals = {slot: check_step(new[slot], self.sequences[slot].lengths[0], self._capacity) for slot in everyone}
-        ids = {slot: np.asarray(new[slot], np.int64) for slot in everyone}
+        ids = {slot: np.asarray(new[slot]) for slot in everyone}
         ran: list[list[int]] = []
         buffers.busy = True
         exits: dict[int, int] = {}  # the first segment that each could exit after

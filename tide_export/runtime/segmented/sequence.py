@@ -30,7 +30,7 @@ class SegmentedSequence(SingleSequence):
         super().__init__(len(manifest.segment_sizes))
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
         self._max_pending, self._capacity = max_pending, capacity
-        self._scores = np.full(len(thresholds), np.nan, np.float32)
+        self._scores = np.empty(len(thresholds), np.float32)
         self._buffers = buffers
         self.set_thresholds(thresholds)
 
