@@ -6,7 +6,7 @@
 #include "decoding/continuous_batching.h"
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
-#include "formatting.h"
+#include "generation_error.h"
 #include "packed/networks.h"
 #include "request.h"
 #include "sequence.h"
@@ -89,13 +89,8 @@ State Engine::start(std::vector<double> const& thresholds, std::optional<std::in
   check_thresholds(manifest(), thresholds);
   room = std::min(whole_number("room", room, 0), kNoLimit);
   std::int64_t const limit = pending_limit(manifest(), max_pending);
-  try {
-    return State(backend_, thresholds, limit, room);
-  } catch (TideError const&) {
-    throw;
-  } catch (std::exception const& error) {  // of ONNX Runtime, or std::bad_alloc
-    throw GenerationError("cannot start a sequence: " + first_line(error));
-  }
+  return or_generation_error("cannot start a sequence",
+                             [&] { return State(backend_, thresholds, limit, room); });
 }
 
 }  // namespace tide

@@ -49,13 +49,18 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   if (is_flavour(options.provider)) return open_engines(std::move(bundle), options.provider, options.plugins, log);
   if (options.provider == "auto" && bundle.manifest.engines) {
     std::string const flavour = bundle.manifest.engines->flavour, path = quoted(bundle.path);
+    std::vector<std::string> sentences;  // logged after the `try`: exceptions of the caller's function are passed on
+    std::shared_ptr<Backend> opened;
     try {
-      std::shared_ptr<Backend> opened = open_engines(bundle, flavour, options.plugins, log);
-      log("running " + path + " with " + title_of(flavour));
-      return opened;
+      opened = open_engines(bundle, flavour, options.plugins,
+                            [&](std::string const& sentence) { sentences.push_back(sentence); });
+      sentences.push_back("running " + path + " with " + title_of(flavour));
     } catch (ProviderError const& error) {
-      log("running " + path + " with ONNX Runtime on the CPU, not with " + flavour + ": " + error.what());
+      sentences.push_back("running " + path + " with ONNX Runtime on the CPU, not with " + flavour + ": " +
+                          error.what());
     }
+    for (std::string const& sentence : sentences) log(sentence);
+    if (opened) return opened;
   }
   return std::make_shared<BranchedBackend>(std::move(bundle), options.threads);
 }

@@ -1,6 +1,7 @@
 // Checks the arguments of a state's methods, whatever backend runs the sequence.
 #include "tide/state.h"
 
+#include "generation_error.h"
 #include "request.h"
 #include "sequence.h"
 #include "tide/errors.h"
@@ -28,7 +29,8 @@ StepResult State::step(std::int64_t const* ids, std::size_t count, std::int64_t 
   }
   std::int64_t const total = length_after(length(), count, sequence_->limit());
   whole_number("logits_to_keep", logits_to_keep, 1);
-  return sequence_->step(ids, count, total, logits_to_keep, full);
+  return or_generation_error("the step failed",
+                             [&] { return sequence_->step(ids, count, total, logits_to_keep, full); });
 }
 
 StepResult State::step(std::vector<std::int64_t> const& ids, std::int64_t logits_to_keep, bool full) {
@@ -37,7 +39,7 @@ StepResult State::step(std::vector<std::int64_t> const& ids, std::int64_t logits
 
 void State::rewind(std::int64_t length) {
   check_rewind(backend_->manifest(), this->length(), length);
-  sequence_->rewind(length);
+  or_generation_error("the rewind failed", [&] { sequence_->rewind(length); });
 }
 
 void State::set_thresholds(std::vector<double> const& thresholds) {

@@ -1,5 +1,6 @@
 #include "batch.h"
 
+#include "allocations.h"
 #include "lists.h"
 #include "options.h"
 #include "packed/propagate.h"
@@ -51,7 +52,7 @@ std::string BatchDriver::step(std::vector<std::string> const& words) {
     requests.push_back({slot, steps[i], keep > 0});
   }
   std::string text;
-  for (tide::StepResult const& result : batch_->step(requests)) {
+  for (tide::StepResult const& result : injected([&] { return batch_->step(requests); })) {
     text += (text.empty() ? "" : ", ") + ("{\"exit_layer\": " + std::to_string(result.exit_layer)) +
             ", \"segments_run\": " + std::to_string(result.segments_run) +
             ", \"vocabulary\": " + std::to_string(result.vocabulary) +

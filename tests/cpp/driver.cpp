@@ -6,9 +6,10 @@
 #include <iterator>
 #include <map>
 #include <sstream>
-#include <stdexcept>
+#include <new>
 #include <thread>
 
+#include "allocations.h"
 #include "batch.h"
 #include "lists.h"
 #include "networks.h"
@@ -29,6 +30,19 @@ std::string as_json(std::vector<tide::Generation> const& generations) {
 
 std::vector<std::int64_t> prompt_of(Options const& options) {
   return options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts.at(0);
+}
+
+// A callback's exception, of a base that the runtime itself catches.
+struct CallbackError : std::bad_alloc {
+  explicit CallbackError(std::int64_t number) : token(number) {}
+  std::int64_t token;
+};
+
+// Whether a callback wants more than `count` tokens. It throws if `max_tokens` is `-count`.
+bool goes_on(std::size_t count, std::int64_t max_tokens) {
+  auto const number = static_cast<std::int64_t>(count);
+  if (number == -max_tokens) throw CallbackError(number);
+  return max_tokens < 0 || number < max_tokens;
 }
 
 // The results of `make` in `count` threads, all of which begin at once.
@@ -56,6 +70,7 @@ class Driver {
  public:
   std::string answer(std::string const& command, Words words) {
     if (command == "load") return load(parse(words));
+    if (command == "load_log_throws") return load_with_a_log_that_throws(parse(words));
     if (command == "manifest") return parsed_manifest(words.at(0));
     if (command == "networks") return load_networks(words.at(0), parse({words.begin() + 1, words.end()}));
     if (command == "gpu_memory") return limit_gpu_memory(whole_numbers(command, words.at(0)).at(0));
@@ -63,12 +78,14 @@ class Driver {
     if (command == "machine") return checked_machine(words.at(0), words.at(1), whole_numbers(command, words.at(2)));
     if (command == "profiles") return picked_profiles(words.at(0), whole_numbers(command, words.at(1)));
     if (command == "plugins") return found_plugins(words.at(0));
-    if (command == "generate") return as_json(engine().generate(prompt_of(parse(words)), parse(words).config));
-    if (command == "generate_batch") return as_json(engine().generate(parse(words).prompts, parse(words).config));
+    if (command == "allocation_failed") return allocation_failed() ? "true" : "false";
+    if (command == "generate") return generate(parse(words));
+    if (command == "generate_batch") return generate_batch(parse(words));
     if (command.rfind("batch_", 0) == 0) return batch_.answer(command, words);
     if (command == "thresholds") return thresholds(parse(words).config);
     if (command == "max_batch_size") return std::to_string(engine().max_batch_size());
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
+    if (command == "fail_allocation") return fail_next(number);
     if (command == "stream") return stream(number, parse({words.begin() + 1, words.end()}));
     if (command == "at_once") return prompts_at_once(number, parse({words.begin() + 1, words.end()}));
     if (command == "batches_at_once") return batches_at_once(number, parse({words.begin() + 1, words.end()}));
@@ -77,7 +94,7 @@ class Driver {
     if (command == "start") return start(number, words);
     tide::State& state = states_.at(number);
     if (command == "step") return step(state, words);
-    if (command == "rewind") state.rewind(whole_numbers(command, words.at(1)).at(0));
+    if (command == "rewind") rewind(state, whole_numbers(command, words.at(1)).at(0));
     if (command == "set_thresholds") state.set_thresholds(real_numbers(command, words.at(1)));
     return described(state) + "}";
   }
@@ -92,6 +109,17 @@ class Driver {
     return list(log.data(), log.size(), [](std::string const& text) { return text; });
   }
 
+  // Whether an exception of the log reaches the caller.
+  std::string load_with_a_log_that_throws(Options options) {
+    options.load.log = [](std::string const&) { throw CallbackError(0); };
+    try {
+      engine_ = tide::Engine::load(options.bundle, options.load);
+    } catch (CallbackError const&) {
+      return "true";
+    }
+    return "false";
+  }
+
   static std::string parsed_manifest(std::string const& path) {
     std::ifstream stream(path, std::ios::binary);
     tide::Manifest::from_json({std::istreambuf_iterator<char>(stream), {}}, "'" + path + "'");
@@ -104,39 +132,58 @@ class Driver {
     return "null";
   }
 
+  static std::string fail_next(std::int64_t number) {
+    fail_allocation(number);
+    return "null";
+  }
+
+  std::string generate(Options const& options) const {
+    std::vector<std::int64_t> const prompt = prompt_of(options);
+    return as_json(injected([&] { return engine().generate(prompt, options.config); }));
+  }
+
+  std::string generate_batch(Options const& options) const {
+    return as_json(injected([&] { return engine().generate(options.prompts, options.config); }));
+  }
+
   std::string thresholds(tide::GenerationConfig const& config) const {
     std::vector<double> const values = resolve_thresholds(engine().manifest(), config);
     std::vector<float> const shown(values.begin(), values.end());
     return list(shown.data(), shown.size());
   }
 
-  // The callback cancels after `max_tokens` tokens; if that is negative, it throws at the first.
+  // The callback cancels after `max_tokens` tokens; if that is negative, it throws at the token of that number.
   std::string stream(std::int64_t max_tokens, Options const& options) const {
     std::vector<std::int64_t> taken;
     auto const on_token = [&](tide::Token const& token) {
-      if (max_tokens < 0) throw std::out_of_range("the callback's own");
       taken.push_back(token.id);
-      return static_cast<std::int64_t>(taken.size()) < max_tokens;
+      return goes_on(taken.size(), max_tokens);
     };
-    tide::Generation const generation = engine().stream(prompt_of(options), options.config, on_token);
-    return "{\"taken\": " + list(taken) + ", \"generation\": " + as_json(generation) + "}";
+    try {
+      tide::Generation const generation = engine().stream(prompt_of(options), options.config, on_token);
+      return "{\"taken\": " + list(taken) + ", \"generation\": " + as_json(generation) + "}";
+    } catch (CallbackError const& error) {
+      return "{\"taken\": " + list(taken) + ", \"thrown\": " + std::to_string(error.token) + "}";
+    }
   }
 
   // NUMBER MAX_TOKENS OPTIONS: of several prompts, the callback cancels the one of this number after `max_tokens` tokens;
-  // if that is negative, it throws at its first.
+  // if that is negative, it throws at its token of that number.
   std::string stream_batch(std::int64_t number, Words const& words) const {
     std::int64_t const max_tokens = whole_numbers("stream_batch", words.at(1)).at(0);
     Options const options = parse({words.begin() + 2, words.end()});
     std::vector<std::vector<std::int64_t>> taken(options.prompts.size());
     auto const on_token = [&](std::size_t prompt, tide::Token const& token) {
       taken.at(prompt).push_back(token.id);
-      if (static_cast<std::int64_t>(prompt) != number) return true;
-      if (max_tokens < 0) throw std::out_of_range("the callback's own");
-      return static_cast<std::int64_t>(taken.at(prompt).size()) < max_tokens;
+      return static_cast<std::int64_t>(prompt) != number || goes_on(taken.at(prompt).size(), max_tokens);
     };
-    std::vector<tide::Generation> const generations = engine().stream(options.prompts, options.config, on_token);
-    std::string const tokens = list(taken.data(), taken.size(), [](auto const& ids) { return list(ids); });
-    return "{\"taken\": " + tokens + ", \"generations\": " + as_json(generations) + "}";
+    auto const tokens = [&] { return list(taken.data(), taken.size(), [](auto const& ids) { return list(ids); }); };
+    try {
+      std::vector<tide::Generation> const generations = engine().stream(options.prompts, options.config, on_token);
+      return "{\"taken\": " + tokens() + ", \"generations\": " + as_json(generations) + "}";
+    } catch (CallbackError const& error) {
+      return "{\"taken\": " + tokens() + ", \"thrown\": " + std::to_string(error.token) + "}";
+    }
   }
 
   // Generates in `count` threads at once, in thread t for the prompt without its last t tokens.
@@ -187,12 +234,17 @@ class Driver {
     std::int64_t const keep = whole_numbers("step", words.at(1)).at(0);
     std::vector<std::int64_t> const ids =
         words.size() > 3 ? whole_numbers("step", words.at(3)) : std::vector<std::int64_t>{};
-    tide::StepResult const result = state.step(ids, keep, words.at(2) == "1");
+    bool const full = words.at(2) == "1";
+    tide::StepResult const result = injected([&] { return state.step(ids, keep, full); });
     return described(state) + ", \"exit_layer\": " + std::to_string(result.exit_layer) +
            ", \"segments_run\": " + std::to_string(result.segments_run) +
            ", \"scores\": " + list(result.scores, engine().manifest().checkpoints.size()) +
            ", \"vocabulary\": " + std::to_string(result.vocabulary) +
            ", \"rows\": " + list(result.logits, result.rows * result.vocabulary) + "}";
+  }
+
+  static void rewind(tide::State& state, std::int64_t length) {
+    injected([&] { state.rewind(length); });
   }
 
   static std::string described(tide::State const& state) {

@@ -192,6 +192,12 @@ def test_a_machine_that_engines_do_not_run_on(driver, built: Path, version: str,
         driver.call("machine", str(built), version, device)
 
 
+def test_a_log_that_throws_ends_the_load(driver, built: Path) -> None:
+    expected = driver.generate([1, 2], max_new_tokens=4).tokens
+    assert driver.call("load_log_throws", str(built), "--no-verify")
+    assert driver.generate([1, 2], max_new_tokens=4).tokens == expected, "the engine before it stays"
+
+
 def test_engines_for_all_gpus_from_8_0_on(driver, changed) -> None:
     bundle = changed(compute_capabilities=())
     for device in ("8,0", "12,0"):

@@ -6,7 +6,8 @@
 
 namespace tide {
 
-// Base of every error a user can cause or fix; the text is one sentence that names the file or option.
+// Base of every error a user can cause or fix; the text is one sentence that names the file or option. Any call may throw
+// std::bad_alloc too, where there is no memory for a few bytes; an engine and its states are then as before the call.
 struct TideError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "branched/backend.h"
 #include "onnxruntime/kv_buffer.h"
@@ -44,13 +45,9 @@ class BranchedSequence final : public Sequence {
         scores_(thresholds.size(), std::numeric_limits<float>::quiet_NaN()),
         logits_(static_cast<std::size_t>(manifest_.model.vocab_size)) {
     no_tokens_ = tensor(&no_state_, {1, 0, manifest_.model.hidden_size});
-    for (std::size_t k = 1; k <= thresholds_.size() && !propagates_; ++k) {
-      pending_names_.push_back(names::pending(k));
-      pending_.emplace_back(nullptr);
-      binding_.BindInput(pending_names_.back().c_str(), no_tokens_);
-    }
+    for (std::size_t k = 1; k <= thresholds_.size() && !propagates_; ++k) pending_.push_back({names::pending(k)});
     // Outputs of unknown size first: `GetOutputValues` returns them in the order of the first binding.
-    if (!pending_names_.empty()) binding_.BindOutput(names::kNewPending, memory_);
+    if (!pending_.empty()) binding_.BindOutput(names::kNewPending, memory_);
     select_logits(1);
     if (!thresholds_.empty()) {
       std::int64_t const count = static_cast<std::int64_t>(thresholds_.size());
@@ -74,27 +71,33 @@ class BranchedSequence final : public Sequence {
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t total, std::int64_t logits_to_keep,
                   bool full) override {
     std::size_t segments_run = 1;
+    StepResult result;
     try {
       if (total > capacity_) grow(total);
+      bind_sequence();
       bind_ids(ids, count);
       total_ = static_cast<std::int32_t>(total);
       set_step_thresholds(total, full || (propagates_ && (count > 1 || total == 1)));
       std::int64_t const keep = std::min(logits_to_keep, total - lengths_.back());  // tokens of the last segment's run
       if (keep != num_logits_ || keep > 1) select_logits(keep);
-      if (!pending_names_.empty() && (may_skip_ || !no_pending_output_)) {
+      if (!pending_.empty() && (may_skip_ || !no_pending_output_)) {
         binding_.BindOutput(names::kNewPending, memory_);  // bound again, or it keeps the last step's shape
         no_pending_output_ = false;
       }
       backend_.session().Run(run_options_, binding_);
       segments_run += first_above(scores_, skip_thresholds_);
-      take_outputs(segments_run, total, static_cast<std::int64_t>(count));
+      bool const new_pending = !pending_.empty() && segments_run < lengths_.size();
+      std::vector<Ort::Value> outputs;
+      if (new_pending || num_logits_ > 1) outputs = binding_.GetOutputValues();
+      rows_ = num_logits_ > 1 ? std::move(outputs[pending_.empty() ? 0 : 1]) : Ort::Value(nullptr);
+      result.rows = rows_ ? static_cast<std::size_t>(rows_.GetTensorTypeAndShapeInfo().GetShape()[0]) : 1;
+      result.logits = rows_ ? rows_.GetTensorData<float>() : logits_.data();
+      commit(segments_run, total, static_cast<std::int64_t>(count),
+             new_pending ? std::move(outputs[0]) : Ort::Value(nullptr));
     } catch (Ort::Exception const& error) {
       throw GenerationError("ONNX Runtime failed at token " + std::to_string(total) + ": " + first_line(error));
     }
-    StepResult result;
     result.vocabulary = logits_.size();
-    result.rows = rows_ ? static_cast<std::size_t>(rows_.GetTensorTypeAndShapeInfo().GetShape()[0]) : 1;
-    result.logits = rows_ ? rows_.GetTensorData<float>() : logits_.data();
     result.exit_layer = depths_[first_above(scores_, exit_thresholds_)];
     result.segments_run = static_cast<std::int64_t>(segments_run);
     result.scores = scores_.data();
@@ -102,11 +105,13 @@ class BranchedSequence final : public Sequence {
   }
 
   void rewind(std::int64_t length) override {
+    std::vector<std::pair<Pending*, Ort::Value>> replaced;  // and by what
     for (std::size_t k = 0; k < pending_.size(); ++k) {
-      if (lengths_[k] <= length || !pending_[k]) continue;
+      if (lengths_[k] <= length || !pending_[k].states) continue;
       std::int64_t const left = std::max<std::int64_t>(length - lengths_[k + 1], 0);
-      set_pending(k, left > 0 ? first_states(pending_[k], left) : Ort::Value(nullptr));
+      replaced.emplace_back(&pending_[k], left > 0 ? first_states(pending_[k].states, left) : Ort::Value(nullptr));
     }
+    for (auto& [pending, states] : replaced) pending->replace(std::move(states));
     // K/V beyond the new length are overwritten before they are read.
     for (std::int64_t& segment_length : lengths_) segment_length = std::min(segment_length, length);
   }
@@ -126,7 +131,19 @@ class BranchedSequence final : public Sequence {
   struct Cache {
     std::string past, present;
     std::size_t segment;
-    KvBuffer buffer;  // of the sequence's capacity, except after a failed `grow`
+    KvBuffer buffer;
+  };
+
+  // States pending before a segment.
+  struct Pending {
+    std::string name;
+    Ort::Value states{nullptr};  // [1, n, D]; null: none
+    bool bound = false;
+
+    void replace(Ort::Value value) {
+      states = std::move(value);
+      bound = false;
+    }
   };
 
   template <typename T>
@@ -137,6 +154,22 @@ class BranchedSequence final : public Sequence {
   template <typename T>
   void bind_input(char const* name, T* data, std::vector<std::int64_t> const& shape) {
     binding_.BindInput(name, tensor(data, shape));
+  }
+
+  // Binds the buffers and states that were replaced since the last step, or before one that failed.
+  void bind_sequence() {
+    for (Pending& pending : pending_) {
+      if (pending.bound) continue;
+      binding_.BindInput(pending.name.c_str(), pending.states ? pending.states : no_tokens_);
+      pending.bound = true;
+    }
+    if (caches_bound_) return;
+    for (Cache const& cache : caches_) {
+      Ort::Value const value = cache.buffer.tensor(memory_);
+      binding_.BindInput(cache.past.c_str(), value);
+      binding_.BindOutput(cache.present.c_str(), value);
+    }
+    caches_bound_ = true;
   }
 
   void bind_ids(std::int64_t const* ids, std::size_t count) {
@@ -156,7 +189,7 @@ class BranchedSequence final : public Sequence {
   // forced segments are the deepest.
   void set_step_thresholds(std::int64_t total, bool full) {
     std::size_t forced = thresholds_.size();
-    while (forced > 0 && !pending_names_.empty() && total - lengths_[forced] > max_pending_) --forced;
+    while (forced > 0 && !pending_.empty() && total - lengths_[forced] > max_pending_) --forced;
     if (thresholds_.empty() || (forced == forced_from_ && full == all_forced_)) return;
     // In place: this memory is bound.
     for (std::size_t k = 0; k < thresholds_.size(); ++k) {
@@ -171,55 +204,44 @@ class BranchedSequence final : public Sequence {
   // Requests the logits of the last `count` positions. One row is written to `logits_`; of several, ONNX Runtime
   // allocates the output, because their number is known only when the last segment runs.
   void select_logits(std::int64_t count) {
-    if (count != num_logits_) {
+    std::int64_t const bound = std::exchange(num_logits_, 0);  // in case of an exception
+    if (count != bound) {
       logits_positions_.assign(static_cast<std::size_t>(2 * count), 0);
       for (std::int64_t i = 0; i < count; ++i) logits_positions_[static_cast<std::size_t>(2 * i + 1)] = i - count;
       bind_input(names::kLogitsPositions, logits_positions_.data(), {count, 2});
     }
     if (count > 1) {
       binding_.BindOutput(names::kLogits, memory_);
-    } else if (num_logits_ != 1) {
+    } else if (bound != 1) {
       binding_.BindOutput(names::kLogits, tensor(logits_.data(), {1, manifest_.model.vocab_size}));
     }
     num_logits_ = count;
   }
 
-  // Takes the step's outputs. New pending states become an input of the next step without a copy. Segments that ran
-  // have no pending tokens, and of the others only the first has new ones.
-  void take_outputs(std::size_t segments_run, std::int64_t total, std::int64_t count) {
-    bool const new_pending = !pending_names_.empty() && segments_run < lengths_.size();
-    std::vector<Ort::Value> outputs;
-    if (new_pending || num_logits_ > 1) outputs = binding_.GetOutputValues();
-    rows_ = num_logits_ > 1 ? std::move(outputs[pending_names_.empty() ? 0 : 1]) : Ort::Value(nullptr);
+  // Updates the sequence at the end of a step, when nothing can fail any more. New pending states become an input of the
+  // next step without a copy. Segments that ran have no pending tokens, and of the others only the first has new ones.
+  void commit(std::size_t segments_run, std::int64_t total, std::int64_t count, Ort::Value new_pending) noexcept {
     if (propagates_) {
       std::fill(lengths_.begin(), lengths_.end(), total);
       for (std::size_t k = 0; k < segments_run; ++k) ran_[k] += count;
       return;
     }
     for (std::size_t k = 0; k + 1 < segments_run; ++k) {
-      if (pending_[k]) set_pending(k, Ort::Value(nullptr));
+      if (pending_[k].states) pending_[k].replace(Ort::Value(nullptr));
     }
-    if (new_pending) set_pending(segments_run - 1, std::move(outputs[0]));
     no_pending_output_ = !new_pending;
+    if (new_pending) pending_[segments_run - 1].replace(std::move(new_pending));
     std::fill_n(lengths_.begin(), segments_run, total);
   }
 
-  void set_pending(std::size_t k, Ort::Value value) {
-    binding_.BindInput(pending_names_[k].c_str(), value ? value : no_tokens_);
-    pending_[k] = std::move(value);
-  }
-
-  // Moves K/V to buffers of at least `needed` tokens, one after the other so that only one exists twice at a time.
+  // Moves K/V to buffers of at least `needed` tokens, all or none.
   void grow(std::int64_t needed) {
-    std::int64_t const larger = grown_capacity(manifest_, capacity_, needed, room_);
-    for (Cache& cache : caches_) {
-      KvBuffer buffer = cache.buffer.grown(larger, lengths_[cache.segment]);
-      Ort::Value const value = buffer.tensor(memory_);
-      binding_.BindInput(cache.past.c_str(), value);
-      binding_.BindOutput(cache.present.c_str(), value);
-      cache.buffer = std::move(buffer);
-    }
-    capacity_ = larger;
+    std::int64_t const capacity = grown_capacity(manifest_, capacity_, needed, room_);
+    std::vector<KvBuffer> larger;
+    for (Cache const& cache : caches_) larger.push_back(cache.buffer.grown(capacity, lengths_[cache.segment]));
+    for (std::size_t i = 0; i < larger.size(); ++i) caches_[i].buffer = std::move(larger[i]);
+    capacity_ = capacity;
+    caches_bound_ = false;
   }
 
   // A copy of the first `count` of the states [1, n, D].
@@ -247,8 +269,9 @@ class BranchedSequence final : public Sequence {
   std::vector<Cache> caches_;
   std::int64_t capacity_ = 0;
 
-  std::vector<std::string> pending_names_;  // empty where tokens are never pending
-  std::vector<Ort::Value> pending_;         // states pending before segment 1, 2, ...; null: none
+  bool caches_bound_ = false;
+
+  std::vector<Pending> pending_;  // before segment 1, 2, ...; empty where tokens are never pending
   float no_state_ = 0;
   Ort::Value no_tokens_{nullptr};  // [1, 0, D]
 

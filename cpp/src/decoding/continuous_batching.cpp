@@ -3,7 +3,7 @@
 #include <chrono>
 #include <map>
 
-#include "formatting.h"
+#include "generation_error.h"
 #include "packed/propagate.h"
 #include "tide/errors.h"
 
@@ -23,15 +23,13 @@ struct Active {
 
 std::unique_ptr<PackedBatch> empty_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
                                          Request const& request) {
-  try {
+  return or_generation_error("cannot start a batch", [&]() -> std::unique_ptr<PackedBatch> {
     if (manifest.propagates()) {
       return std::make_unique<PropagatingBatch>(std::move(sessions), manifest, request.thresholds);
     }
     return std::make_unique<PackedBatch>(std::move(sessions), manifest, request.thresholds, request.max_pending,
                                          request.compaction_threshold);
-  } catch (std::exception const& error) {  // of ONNX Runtime, or std::bad_alloc
-    throw GenerationError("cannot start a batch: " + first_line(error));
-  }
+  });
 }
 
 void generate_batch(PackedBatch& batch, std::vector<Progress>& progress,

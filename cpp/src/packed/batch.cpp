@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "formatting.h"
+#include "generation_error.h"
 #include "names.h"
 #include "tide/errors.h"
 
@@ -18,7 +18,8 @@ PackedBatch::PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const
       max_pending_(max_pending),
       compaction_threshold_(compaction_threshold),
       padding_(manifest),
-      sequences_(sessions_->slots) {
+      sequences_(sessions_->slots),
+      bound_(sessions_->slots, true) {
   padding_.allocate(1);
   for (std::size_t slot = sessions_->slots; slot > 0; --slot) free_.push_back(slot - 1);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
@@ -34,12 +35,16 @@ std::size_t PackedBatch::join() {
 }
 
 void PackedBatch::leave(std::size_t slot) {
-  bind(slot, padding_);
   sequences_[slot].reset();
+  bound_[slot] = false;
   free_.push_back(slot);
 }
 
 std::vector<StepResult> PackedBatch::step(std::vector<SlotRequest> const& requests) {
+  return or_generation_error("the step failed", [&] { return run_step(requests); });
+}
+
+std::vector<StepResult> PackedBatch::run_step(std::vector<SlotRequest> const& requests) {
   std::vector<SlotStep> all = begin(requests);
   Steps everyone;
   for (SlotStep& one : all) everyone.push_back(&one);
@@ -70,12 +75,12 @@ std::vector<PackedBatch::SlotStep> PackedBatch::begin(std::vector<SlotRequest> c
   for (SlotRequest const& request : requests) {
     std::vector<std::int64_t> const& ids = request.request.ids;
     PackedSequence& sequence = *sequences_[request.slot];
-    sequence.reserve(ids.size());
-    if (!sequence.bound) bind(request.slot, sequence);
+    if (sequence.reserve(ids.size())) bound_[request.slot] = false;
     auto const count = static_cast<std::int64_t>(ids.size());
     all.push_back({&request, &sequence, sequence.length() + count, count});
     ids_.insert(ids_.end(), ids.begin(), ids.end());
   }
+  bind();
   return all;
 }
 
@@ -182,13 +187,15 @@ void PackedBatch::commit(std::vector<SlotStep>& all) {
   }
 }
 
-void PackedBatch::bind(std::size_t slot, PackedSequence& sequence) {
-  try {
+// Binds the buffers that were replaced, also those that an earlier step that failed left unbound: a run has all slots.
+void PackedBatch::bind() {
+  for (std::size_t slot = 0; slot < bound_.size(); ++slot) {
+    if (bound_[slot]) continue;
+    bool const has_buffers = sequences_[slot] != nullptr && sequences_[slot]->capacity() > 0;
+    PackedSequence& sequence = has_buffers ? *sequences_[slot] : padding_;
     for (auto const& segment : segments_) segment->bind(slot, sequence);
-  } catch (Ort::Exception const& error) {
-    throw GenerationError("ONNX Runtime failed to bind K/V buffers: " + first_line(error));
+    bound_[slot] = true;
   }
-  sequence.bound = true;
 }
 
 }  // namespace tide

@@ -34,15 +34,17 @@ class PackedBatch {
 
   std::size_t free_slots() const { return free_.size(); }
   std::size_t join();            // adds an empty sequence and returns its slot
-  void leave(std::size_t slot);  // frees the slot and the buffers of its sequence
+  void leave(std::size_t slot);  // frees the slot and the buffers of its sequence; never fails
   PackedSequence& sequence(std::size_t slot) { return *sequences_[slot]; }
 
   // Runs the new tokens of some sequences, by ascending slots. The results are in the same order, without scores, and
   // valid until the next step. Throws GenerationError: no ids, more tokens than the model's context holds, not enough
   // memory for their K/V, or ONNX Runtime failed; the sequences are then as before the step.
-  virtual std::vector<StepResult> step(std::vector<SlotRequest> const& requests);
+  std::vector<StepResult> step(std::vector<SlotRequest> const& requests);
 
  protected:
+  virtual std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests);
+
   // One sequence in a step.
   struct SlotStep {
     SlotRequest const* request;
@@ -83,7 +85,7 @@ class PackedBatch {
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
 
  private:
-  void bind(std::size_t slot, PackedSequence& sequence);
+  void bind();
   Steps still_active(Steps const& active, std::size_t k) const;
   float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
   void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
@@ -93,6 +95,7 @@ class PackedBatch {
   double const compaction_threshold_;
   PackedSequence padding_;  // in slots without a sequence
   std::vector<std::unique_ptr<PackedSequence>> sequences_;  // by slot
+  std::vector<bool> bound_;  // by slot: whether every segment has its present buffers bound
   std::vector<std::size_t> free_;                           // slots; the next is the last
   std::vector<std::int64_t> ids_;
   std::vector<float> exit_states_;

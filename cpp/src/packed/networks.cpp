@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "generation_error.h"
 #include "names.h"
 #include "tide/errors.h"
 
@@ -99,7 +100,7 @@ std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
   std::lock_guard<std::mutex> const lock(mutex_);
   if (!opened_ || opened_->slots < slots) {
     opened_.reset();  // first, so that only a batch that is still running keeps a second size in memory
-    opened_ = open(slots);
+    opened_ = or_generation_error("cannot open the networks for batches", [&] { return open(slots); });
   }
   return opened_;
 }

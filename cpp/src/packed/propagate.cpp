@@ -6,7 +6,7 @@
 
 namespace tide {
 
-std::vector<StepResult> PropagatingBatch::step(std::vector<SlotRequest> const& requests) {
+std::vector<StepResult> PropagatingBatch::run_step(std::vector<SlotRequest> const& requests) {
   std::vector<SlotStep> all = begin(requests);
   Steps active, exited;
   for (SlotStep& one : all) active.push_back(&one);

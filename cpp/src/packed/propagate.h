@@ -16,11 +16,10 @@ class PropagatingBatch final : public PackedBatch {
                    std::vector<double> const& thresholds)
       : PackedBatch(std::move(sessions), manifest, thresholds, 0, 1.0) {}
 
-  // As `PackedBatch::step`, but returns one row of logits for each sequence: there is no lossless mode. A sequence's
-  // first step and every step of several tokens run every segment.
-  std::vector<StepResult> step(std::vector<SlotRequest> const& requests) override;
-
  private:
+  // As in `PackedBatch`, but returns one row of logits for each sequence: there is no lossless mode. A sequence's first
+  // step and every step of several tokens run every segment.
+  std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests) override;
   void skip(std::size_t k, Steps const& exited);
 
   std::vector<float> frozen_states_;  // [m, D], of the sequences that exited

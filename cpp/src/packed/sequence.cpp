@@ -1,6 +1,7 @@
 #include "packed/sequence.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "names.h"
 #include "packed/networks.h"
@@ -37,19 +38,22 @@ void PackedSequence::rewind(std::int64_t length) {
   for (std::int64_t& segment_length : lengths) segment_length = std::min(segment_length, length);
 }
 
-void PackedSequence::reserve(std::size_t count) {
+bool PackedSequence::reserve(std::size_t count) {
   std::int64_t const total = length_after(lengths[0], count, context_of(manifest_));
-  if (total > capacity_) allocate(grown_capacity(manifest_, capacity_, total, kRoom));
+  if (total <= capacity_) return false;
+  allocate(grown_capacity(manifest_, capacity_, total, kRoom));
+  return true;
 }
 
 void PackedSequence::allocate(std::int64_t capacity) {
-  bound = false;
+  std::vector<std::pair<KvBuffer*, KvBuffer>> replaced;  // and by what
   for (std::size_t const layer : manifest_.model.kv_read(0, segment_of_.size())) {
     for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
       KvBuffer& held = buffer(layer, kind);
-      held = held.grown(capacity, lengths[segment_of_[layer]]);
+      replaced.emplace_back(&held, held.grown(capacity, lengths[segment_of_[layer]]));
     }
   }
+  for (auto& [held, larger] : replaced) *held = std::move(larger);
   capacity_ = capacity;
 }
 

@@ -24,14 +24,14 @@ class PackedSequence {
   // propagated.
   void rewind(std::int64_t length);
 
-  // Makes room for `count` more tokens. Throws GenerationError: no tokens, more than the model's context holds, or not
-  // enough memory for them.
-  void reserve(std::size_t count);
+  // Makes room for `count` more tokens; whether the buffers changed. Throws GenerationError: no tokens, more than the
+  // model's context holds, or not enough memory for them; the buffers are then as before.
+  bool reserve(std::size_t count);
 
-  // Moves K/V to buffers of `capacity` tokens.
+  // Moves K/V to buffers of `capacity` tokens, all or none.
   void allocate(std::int64_t capacity);
 
-  bool bound = false;  // whether the batch has bound these buffers; false once any of them has been replaced
+  std::int64_t capacity() const { return capacity_; }  // tokens that the buffers hold
 
   // kind: an index into `names::kKinds`.
   KvBuffer& buffer(std::size_t layer, std::size_t kind) { return buffers_[2 * layer + kind]; }

@@ -158,6 +158,7 @@ void SequenceBuffers::run_chunk(std::size_t k, std::byte* source, std::int64_t c
   std::byte* const result = target == 0 ? destination : scratch_.address;
   segment.addresses[segment.input] = source;
   segment.addresses[segment.output] = result;
+  queued_.insert(k);
   device_->launch({k, tokens, source, result}, [&] {
     if (k == 0) {
       device_->upload(ids_.address, ids_host_.address, static_cast<std::size_t>(tokens) * sizeof(std::int64_t));
@@ -166,7 +167,6 @@ void SequenceBuffers::run_chunk(std::size_t k, std::byte* source, std::int64_t c
     networks_[k]->run(segment.addresses, tokens);
     if (has_router) device_->download(segment.decision_host.address, segment.decision.address, segment.decision.size);
   });
-  queued_.insert(k);
   if (target != 0) device_->copy(destination, scratch_.address, static_cast<std::size_t>(chunk) * row);
 }
 
