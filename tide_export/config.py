@@ -44,7 +44,14 @@ class TideConfig(BaseModel):
     lens_epochs: int = Field(3, ge=1, description="epochs of fitting a lens")
     lens_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of fitting a lens")
     calibration_dataset: str = Field("wikitext", min_length=1, description="text to calibrate on, a SPEC as below")
-    calibration_samples: int = Field(2000, ge=2, description="sequences read at most")
+    self_generated: str | None = Field(
+        None,
+        min_length=1,
+        description="file of prompts, one a line (.jsonl: field prompt): calibrate on the model's own answers to them, "
+        "not on --dataset",
+    )
+    self_generated_temperature: float = Field(0.8, gt=0.0, description="temperature of sampling these answers")
+    calibration_samples: int = Field(2000, ge=2, description="sequences (or prompts) read at most")
     calibration_length: int = Field(512, ge=2, description="tokens per sequence at most")
     calibration_batch: int = Field(8, ge=1, description="sequences per forward pass")
     calibration_tokens_kept: int | None = Field(

@@ -63,9 +63,12 @@ def test_two_processes_give_what_one_gives(expected, tmp_path):
 
 
 def test_two_processes_calibrate_to_the_file_that_one_writes(tmp_path):
-    """All the way through the command line: checkpoints chosen, lenses and routers fitted, one report written."""
+    """All the way through the command line: prompts answered, checkpoints chosen, lenses and routers fitted, one report
+    written."""
     command = ["calibrate", str(ROOT / "demo" / "demo-llama"), "-q"]
-    command += ["--dataset", str(ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl")]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(f"def {name}(value):" for name in "abcdefghijklmnopqrst"))
+    command += ["--self-generated", str(prompts), "--calibration-batch", "6"]
     command += ["--checkpoints", "auto", "--exit-strategy", "lens", "--lens-rank", "4", "--router-epochs", "2"]
     command += ["--calibration-samples", "16", "--calibration-length", "64"]
     for name in ("one", "two"):

@@ -4,12 +4,10 @@
 is tokens kept x layers x width floats, whatever the number of tokens read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +21,6 @@ from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import CalibrationError
 from tide_export.model.source import SourceModel
-from tide_export.progress import stage
 
 CPU_TOKENS = 1024  # per forward pass: a larger one is no faster on a CPU, and allocates larger attention matrices
 HELD_OUT_RATIO = 0.25  # tokens kept of the validation and of the test split, each, relative to the training split
@@ -115,7 +112,7 @@ def collect(
             batch = plan.batch(number)
             return number, batch, _run(source, batch, layers)
 
-        with _progress(title, float(plan.tokens[numbers].sum()), processes) as advance:
+        with processes.stage(title, float(plan.tokens[numbers].sum())) as advance:
             for number, batch, states in in_parallel(source, run, numbers):
                 _check_finite(source, states)
                 store.put(number, batch.slots, states)
@@ -160,16 +157,6 @@ def _run(source: SourceModel, batch: Batch, layers: Sequence[int]) -> dict[int, 
         return state[batch.rows.to(state.device), batch.positions.to(state.device)].float().cpu()
 
     return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
-
-
-@contextmanager
-def _progress(title: str, total: float, processes: Processes) -> Iterator[Callable[[float], Any]]:
-    """Shows the progress of the main process, which represents all."""
-    if processes.main:
-        with stage(title, total=total) as advance:
-            yield advance
-    else:
-        yield lambda amount: None
 
 
 def _check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:

@@ -11,15 +11,19 @@ the others give up after `TIMEOUT`.
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any, TypeVar
 
 from tide_export.errors import CalibrationError, one_line
+from tide_export.progress import stage
 
 # Work is distributed evenly, so the wait for the slowest process is only the difference of their speeds.
 TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,31 @@ class Processes:
             "another process of this calibration ended or hangs",
         )
         return values[0]
+
+    @contextmanager
+    def stage(self, title: str, total: float) -> Iterator[Callable[[float], Any]]:
+        """Shows the progress of the main process, which represents all; as `progress.stage`."""
+        if self.main:
+            with stage(title, total=total) as advance:
+                yield advance
+        else:
+            yield lambda amount: None
+
+    def gather(self, value: T) -> list[T]:
+        """Exchanges a value of each process, which pickle takes; those of all, by rank.
+
+        Raises:
+            CalibrationError: as `barrier`.
+        """
+        values: list[Any] = [value] * self.count
+        if self.count > 1:
+            import torch
+
+            _attempt(
+                lambda: torch.distributed.all_gather_object(values, value),
+                "another process of this calibration ended or hangs",
+            )
+        return values
 
 
 @cache

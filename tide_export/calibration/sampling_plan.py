@@ -41,7 +41,7 @@ class Plan:
 
     Attributes:
         sequences: the split.
-        seen: number of its tokens.
+        seen: number of its tokens from the `first` of each sequence on.
         locations: (number of the sequence, position in it) of each kept token, int64 [n, 2], in ascending order.
         batches: numbers of the sequences of each batch, int64 [B].
         tokens: number of tokens in each batch without padding, int64 [batches].
@@ -62,7 +62,8 @@ class Plan:
         rows_per_pass: int,
         tokens_per_pass: int | None,
     ) -> "Plan":
-        """Draws `capacity` tokens uniformly without replacement, or keeps all if there are no more.
+        """Draws `capacity` tokens uniformly without replacement from the `first` of each sequence on, or keeps all if
+        there are no more.
 
         A batch has at most `rows_per_pass` sequences of similar length and, unless it has only one, at most
         `tokens_per_pass` tokens with padding.
@@ -70,15 +71,16 @@ class Plan:
         Raises:
             CalibrationError: `sequences` have no token.
         """
-        ends = np.cumsum([len(sequence.ids) for sequence in sequences], dtype=np.int64)
+        sizes = np.array([len(sequence.ids) - sequence.first for sequence in sequences], np.int64)
+        ends = np.cumsum(sizes)
         seen = int(ends[-1]) if len(ends) else 0
         if not seen:
             raise CalibrationError("the calibration text gives no usable token")
         size = min(capacity, seen)
         kept = np.sort(np.random.default_rng(seed).choice(seen, size, replace=False, shuffle=False))
         numbers = np.searchsorted(ends, kept, side="right")
-        starts = ends - [len(sequence.ids) for sequence in sequences]
-        locations = np.stack([numbers, kept - starts[numbers]], axis=1)
+        firsts = np.array([sequence.first for sequence in sequences], np.int64)
+        locations = np.stack([numbers, kept - (ends - sizes)[numbers] + firsts[numbers]], axis=1)
         lengths = np.zeros(len(sequences), np.int64)
         np.maximum.at(lengths, locations[:, 0], locations[:, 1] + 1)  # a sequence is run up to its last kept token
         batches = tuple(_batches(lengths, rows_per_pass, tokens_per_pass))

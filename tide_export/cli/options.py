@@ -125,7 +125,8 @@ def _config_type(name: str, field: "FieldInfo") -> dict[str, Any]:
         return {"type": _layers, "metavar": "N,N"}
     if kinds == [bool]:
         return {"type": _yes_or_no, "metavar": "X"}
-    return {"type": kinds[0], "metavar": {int: "N", float: "X"}.get(kinds[0], "SPEC")}
+    text = "PROMPTS" if name == "self_generated" else "SPEC"
+    return {"type": kinds[0], "metavar": {int: "N", float: "X"}.get(kinds[0], text)}
 
 
 def _add_calibrate(commands, config: bool) -> None:

@@ -31,10 +31,12 @@ class TokenSequence:
         document: number of the document in the dataset, from 0.
         ids: token ids, int32 [n] (a list needs nine times the memory); begins with the tokenizer's prefix (the BOS
             token, where it has one).
+        first: the first position whose state matters to calibration; those before it are a prompt's.
     """
 
     document: int
     ids: np.ndarray
+    first: int = 0
 
 
 def load_tokenizer(name: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from tide_export.calibration.distributed import Processes
+from tide_export.calibration.self_generated import answer_length, prompts_to_answer
 from tide_export.config import TideConfig
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import load_tokenizer
@@ -47,7 +48,7 @@ def check_source(
         raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
     settings = request.quantization_settings
     if routers is None or (settings is not None and settings.method in CALIBRATED):
-        check_text(request)
+        check_text(source, request)
     return length, checkpoints
 
 
@@ -62,15 +63,18 @@ def planned_checkpoints(config: TideConfig, num_layers: int) -> tuple[int, ...]:
     return config.resolve_checkpoints(num_layers)
 
 
-def check_text(request: ExportRequest) -> None:
-    """Loads the tokenizer and reads the first document of the dataset.
+def check_text(source: SourceModel, request: ExportRequest) -> None:
+    """Loads the tokenizer and reads the first document of the dataset, or the prompts that the model is to answer.
 
     Raises:
         ModelError: the model has no tokenizer that can be read.
-        DatasetError: the dataset cannot be read or holds no text.
+        DatasetError: the dataset, or the file of prompts, cannot be read or holds no text.
     """
-    load_tokenizer(request.model, request.trust_remote_code)
-    next(iter(Documents(request.config.calibration_dataset)))
+    tokenizer, config = load_tokenizer(request.model, request.trust_remote_code), request.config
+    if config.self_generated is not None and request.routers is None:
+        prompts_to_answer(tokenizer, config.self_generated, answer_length(source, config), config.calibration_samples)
+    else:
+        next(iter(Documents(config.calibration_dataset)))
 
 
 def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None:

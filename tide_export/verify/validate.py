@@ -303,7 +303,8 @@ def _dataset(bundle: Bundle, dataset: str | None) -> str:
     """The SPEC to read: `dataset`, else the one of the calibration record."""
     record = bundle.manifest.calibration or {}
     config = record.get("config", {})
-    spec = dataset or (config.get("calibration_dataset") if isinstance(config, dict) else None)
+    config = config if isinstance(config, dict) else {}
+    spec = dataset or config.get("self_generated") or config.get("calibration_dataset")
     if not isinstance(spec, str):
         raise ConfigError(f"bundle {bundle.path} records no calibration dataset: say which text with --dataset")
     return spec

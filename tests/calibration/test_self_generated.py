@@ -1,0 +1,154 @@
+"""`--self-generated`: answers are the model's own, whole and the same after a kill; only their positions are kept."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tide_export.calibration import self_generated
+from tide_export.calibration.flow import calibrate
+from tide_export.calibration.sampling_plan import Plan
+from tide_export.calibration.self_generated import answer_prompts, prompts_to_answer
+from tide_export.cli.main import main
+from tide_export.config import TideConfig
+from tide_export.data.sequences import TokenSequence
+from tide_export.errors import CalibrationError, DatasetError
+from tide_export.routers.router_set import RouterSet
+
+MODEL = Path(__file__).parents[2] / "demo" / "demo-llama"
+PROMPTS = [
+    "import os\n",
+    "def main(argv=None):",
+    "x",
+    "class Reader:\n    def read(self, size):\n        return",
+    "for i in range(10):\n    print(",
+    "# Copyright",
+    'raise ValueError("',
+]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
+    return path
+
+
+def config_of(prompts: Path, **options) -> TideConfig:
+    return TideConfig(self_generated=str(prompts), calibration_length=40, calibration_batch=3, **options)
+
+
+def test_without_chance_the_answers_are_greedy_decoding_of_each_prompt_alone(demo, tokenizer, prompts):
+    answered = answer_prompts(demo, tokenizer, config_of(prompts, self_generated_temperature=1e-4), None)
+    assert [sequence.document for sequence in answered.sequences] == list(range(len(PROMPTS)))
+    for sequence, prompt in zip(answered.sequences, PROMPTS, strict=True):
+        ids = tokenizer(prompt)["input_ids"]
+        assert sequence.first == len(ids) - 1
+        expected, made = list(ids), len(sequence.ids) - len(ids)
+        for _ in range(made):
+            with torch.no_grad():
+                expected.append(int(demo.model(input_ids=torch.tensor([expected])).logits[0, -1].argmax()))
+        assert sequence.ids.tolist() == expected
+        assert made > 0
+        assert sequence.ids[-1] in demo.eos_token_ids or len(sequence.ids) <= 40
+        assert not set(sequence.ids[len(ids) : -1].tolist()) & set(demo.eos_token_ids)
+
+
+def test_answers_depend_on_the_seed_alone(demo, tokenizer, prompts):
+    def answers(seed: int) -> list[list[int]]:
+        answered = answer_prompts(demo, tokenizer, config_of(prompts, seed=seed), None)
+        return [sequence.ids.tolist() for sequence in answered.sequences]
+
+    torch.manual_seed(3)
+    first, drawn = answers(0), torch.rand(1)
+    assert answers(0) == first != answers(1)
+    torch.manual_seed(3)
+    assert torch.rand(1) == drawn, "PyTorch's own generator must be left alone"
+
+
+def test_a_killed_run_resumes_with_the_batches_that_are_missing(demo, tokenizer, prompts, tmp_path, monkeypatch):
+    whole = answer_prompts(demo, tokenizer, config_of(prompts), None)
+    real, batches = self_generated._answer, []
+
+    def killed(source, batch, *rest):
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        batches.append(batch)
+        return real(source, batch, *rest)
+
+    monkeypatch.setattr(self_generated, "_answer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        answer_prompts(demo, tokenizer, config_of(prompts), tmp_path)
+    batches.clear()
+    resumed = answer_prompts(demo, tokenizer, config_of(prompts), tmp_path)
+    assert len(batches) == 1
+    assert [s.ids.tolist() for s in resumed.sequences] == [s.ids.tolist() for s in whole.sequences]
+    for file in (tmp_path / "answers").iterdir():
+        file.write_text("[[1, ")
+    with pytest.raises(CalibrationError, match=r"is damaged \(.*-0000.json\): delete it"):
+        answer_prompts(demo, tokenizer, config_of(prompts), tmp_path)
+
+
+def test_the_chat_template_is_used(demo, tokenizer, prompts, monkeypatch):
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    _, usable = prompts_to_answer(tokenizer, str(prompts), 100, 2)
+    assert [tokenizer.decode(ids) for ids in usable.values()] == [
+        f"# user: {prompt}\n# assistant:" for prompt in PROMPTS[:2]
+    ]
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('only systems may speak') }}")
+    with pytest.raises(DatasetError, match="the chat template refuses the prompt 'import os.*only systems may speak"):
+        prompts_to_answer(tokenizer, str(prompts), 100, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("empty.txt", "\n\n", "holds no prompts"),
+        ("rows.jsonl", '{"text": "x"}', "entry 1 is no JSON object with a string `prompt`"),
+        ("none.txt", None, "cannot read prompts from"),
+        ("long.txt", "word " * 200, "none of its 1 prompts has 1 to 20 tokens, half of calibration_length"),
+    ],
+)
+def test_bad_prompts_are_one_sentence(demo, tokenizer, tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DatasetError, match=says):
+        answer_prompts(demo, tokenizer, config_of(tmp_path / name), None)
+
+
+def test_a_model_that_cannot_generate_is_one_sentence(demo, tokenizer, prompts, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    monkeypatch.setattr(demo.model, "generate", fails)
+    with pytest.raises(CalibrationError, match=r"cannot answer prompts: probability tensor .*calibrate on text with"):
+        answer_prompts(demo, tokenizer, config_of(prompts), None)
+
+
+def test_positions_of_a_prompt_are_not_kept():
+    sequences = [TokenSequence(n, np.arange(10, dtype=np.int32), first=n) for n in range(8)]
+    for capacity in (10**6, 20):
+        plan = Plan.make(sequences, capacity, seed=1, rows_per_pass=3, tokens_per_pass=None)
+        assert plan.seen == sum(10 - n for n in range(8))
+        assert all(position >= number for number, position in plan.locations)
+        assert len({tuple(one) for one in plan.locations.tolist()}) == plan.kept == min(capacity, plan.seen)
+
+
+def test_the_command_calibrates_on_the_answers(demo, tokenizer, prompts, tmp_path):
+    file, cache = tmp_path / "routers.safetensors", tmp_path / "cache"
+    words = ["--self-generated", str(prompts), "--calibration-length", "64", "--checkpoints", "6", "-q"]
+    words += ["--router-epochs", "1", "--cache", str(cache)]
+    assert main(["calibrate", str(MODEL), "-o", str(file), *words]) == 0
+    record = RouterSet.load(file).provenance
+    assert record["dataset"] == record["config"]["self_generated"] == str(prompts)
+    assert record["documents"] == record["sequences"] == len(PROMPTS)
+    assert 0 < record["tokens"] <= 64 * len(PROMPTS) - sum(len(tokenizer(one)["input_ids"]) - 1 for one in PROMPTS)
+    assert len(list((cache / "answers").iterdir())) == 1
+
+    answered = calibrate(
+        demo, tokenizer, TideConfig(**record["config"]), cache
+    )  # the same, from the answers and states that were kept
+    assert answered.routers.provenance["report"] == record["report"]

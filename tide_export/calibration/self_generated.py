@@ -1,0 +1,203 @@
+"""Generates the calibration text with the model itself: with `self_generated`, in place of reading a dataset.
+
+The model answers prompts by sampling, as LLM-QAT (Liu et al., https://arxiv.org/abs/2305.17888) does for want of
+training data: routers and lenses then see the text that the model writes at work, and only the positions it wrote.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from tide_export.calibration.distributed import Processes
+from tide_export.config import TideConfig
+from tide_export.data.documents import document_hash
+from tide_export.data.sequences import TokenSequence
+from tide_export.errors import CalibrationError, DatasetError, GenerationError, one_line
+from tide_export.files import failure, replace_files
+from tide_export.model.source import SourceModel
+from tide_export.progress import quiet_transformers
+from tide_export.runtime.tokenizer import read_prompts
+from tide_export.values import parse_json
+
+Answers = list[list[int]]  # token ids, per prompt of a batch
+MAX_PROMPT_SHARE = 0.5  # of a sequence; longer prompts are left out
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Prompts with the model's answers.
+
+    Attributes:
+        sequences: prompt and answer; `document` is the number of the prompt, `first` where the answer begins.
+        hashes: `document_hash` of each prompt of the file.
+        sha256: over all prompts.
+    """
+
+    sequences: list[TokenSequence]
+    hashes: list[str]
+    sha256: str
+
+
+def prompts_to_answer(
+    tokenizer: PreTrainedTokenizerBase, path: str, length: int, limit: int
+) -> tuple[list[str], dict[int, list[int]]]:
+    """Reads the first `limit` prompts of a file, and encodes those that leave room for an answer.
+
+    A tokenizer with a chat template gets each prompt as a user's message.
+
+    Returns:
+        The prompts, and by number the token ids of those with at most half of `length` tokens.
+
+    Raises:
+        DatasetError: the file cannot be read, holds no prompt, or a prompt that the chat template refuses; all of them
+            are too long.
+    """
+    try:
+        prompts = read_prompts(Path(path))[:limit]
+    except GenerationError as error:
+        raise DatasetError(str(error)) from None
+    encoded = {number: _encode(tokenizer, prompt) for number, prompt in enumerate(prompts)}
+    usable = {number: ids for number, ids in encoded.items() if 0 < len(ids) <= MAX_PROMPT_SHARE * length}
+    if not usable:
+        raise DatasetError(
+            f"{path}: none of its {len(prompts)} prompts has 1 to {int(MAX_PROMPT_SHARE * length)} tokens, half of "
+            "calibration_length"
+        )
+    return prompts, usable
+
+
+def answer_prompts(
+    source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: TideConfig, cache: Path | None
+) -> Answered:
+    """Answers the prompts of `config.self_generated` by sampling from `source` at `config.self_generated_temperature`.
+
+    An answer ends with the model's end-of-sequence token, or when prompt and answer have `config.calibration_length`
+    tokens. Processes started by a launcher share the work.
+
+    Args:
+        cache: a folder whose subfolder `answers` gets a file for each batch; a run that was killed resumes from them.
+
+    Raises:
+        DatasetError: as `prompts_to_answer`.
+        CalibrationError: the model gives NaN or cannot generate; a folder that cannot be used; another process ended.
+    """
+    assert config.self_generated is not None
+    length = answer_length(source, config)
+    prompts, usable = prompts_to_answer(tokenizer, config.self_generated, length, config.calibration_samples)
+    numbers = sorted(usable, key=lambda number: len(usable[number]))  # neighbours of similar length: less padding
+    size = config.calibration_batch
+    batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+    processes = Processes.current()
+    settings = {
+        "weights_sha256": source.weights_sha256,
+        "quantized": source.quantized is not None,
+        "prompts": [[usable[number] for number in batch] for batch in batches],
+        "length": length,
+        "temperature": config.self_generated_temperature,
+        "seed": config.seed,
+        "versions": {package: version(package) for package in ("torch", "transformers")},
+    }
+    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    ours: dict[int, Answers] = {}
+    with processes.stage("answering prompts", float(len(batches[processes.rank :: processes.count]))) as advance:
+        for number in range(processes.rank, len(batches), processes.count):
+            encoded, seed = [usable[one] for one in batches[number]], config.seed * 1_000_003 + number
+            file = None if cache is None else cache / "answers" / f"{key}-{number:04}.json"
+            ours[number] = _kept(file, partial(_answer, source, encoded, length, config, seed))
+            advance(1)
+    answers = {number: batch for share in processes.gather(ours) for number, batch in share.items()}
+    sequences = [
+        TokenSequence(number, np.array(usable[number] + answer, np.int32), first=len(usable[number]) - 1)
+        for batch, one in enumerate(batches)
+        for number, answer in zip(one, answers[batch], strict=True)
+    ]
+    return Answered(
+        sorted(sequences, key=lambda sequence: sequence.document),
+        [document_hash(prompt) for prompt in prompts],
+        hashlib.sha256(b"".join(prompt.encode() + b"\0" for prompt in prompts)).hexdigest(),
+    )
+
+
+def answer_length(source: SourceModel, config: TideConfig) -> int:
+    """Tokens of a prompt and its answer at most."""
+    return min(config.calibration_length, source.context_length or config.calibration_length)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        return list(tokenizer(prompt)["input_ids"])
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # Jinja's own, and what a template raises
+        raise DatasetError(f"the chat template refuses the prompt {prompt[:40]!r}: {one_line(error)}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@torch.no_grad()
+def _answer(
+    source: SourceModel, prompts: Sequence[Sequence[int]], length: int, config: TideConfig, seed: int
+) -> list[list[int]]:
+    """Samples one answer to each prompt, its end-of-sequence token included."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    stop = list(source.eos_token_ids)
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=config.self_generated_temperature,
+        top_k=0,
+        top_p=1.0,
+        repetition_penalty=1.0,
+        max_new_tokens=length - width,
+        eos_token_id=stop or None,
+        pad_token_id=stop[0] if stop else 0,
+    )
+    devices = [source.device] if source.device.type == "cuda" else []
+    try:
+        with quiet_transformers(), torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            rows = source.model.generate(  # type: ignore[operator]  # transformers' mixin
+                ids.to(source.device), attention_mask=mask.to(source.device), generation_config=settings
+            )
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
+        raise CalibrationError(
+            f"model {source.name!r} cannot answer prompts: {one_line(error)}; calibrate on text with --dataset"
+        ) from error
+    return [_until(row[width:].tolist(), stop) for row in rows]
+
+
+def _kept(file: Path | None, answer: Callable[[], Answers]) -> Answers:
+    """The answers that `file` holds, or those that `answer` makes, which it then holds."""
+    if file is None:
+        return answer()
+    try:
+        if not file.exists():
+            answers = answer()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_files({file: json.dumps(answers).encode()})
+        return [[int(token) for token in one] for one in parse_json(file.read_text())]
+    except OSError as error:
+        raise CalibrationError(
+            f"cannot write the calibration folder {file.parent}: {failure(error, file.parent)}"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise CalibrationError(
+            f"calibration folder {file.parent} is damaged ({file.name}): delete it or use another"
+        ) from error
+
+
+def _until(answer: list[int], stop: Sequence[int]) -> list[int]:
+    end = next((place for place, token in enumerate(answer) if token in stop), len(answer))
+    return answer[: end + 1]
