@@ -99,7 +99,7 @@ def test_the_chat_template_is_used(demo, tokenizer, prompts, monkeypatch):
         f"# user: {prompt}\n# assistant:" for prompt in PROMPTS[:2]
     ]
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('only systems may speak') }}")
-    with pytest.raises(DatasetError, match="the chat template refuses the prompt 'import os.*only systems may speak"):
+    with pytest.raises(DatasetError, match=r"the chat template refuses the prompt 'import os.*only systems may speak"):
         prompts_to_answer(tokenizer, str(prompts), 100, 2)
 
 
