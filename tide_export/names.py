@@ -77,8 +77,8 @@ EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
 # LAST_TOKENS [m] (indices into the N) and the K/V buffers `slot(past(..), r)` of each slot; they give
 # NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m, D'], ROUTER_SCORE [m, 1, 1] and `slot(present(..), r)`. The head takes
 # EXIT_STATES and gives LOGITS [1, m, V]. All float32. Where K/V are propagated, each segment after the first has one
-# more network, `skipped(k)`, from the HIDDEN_STATES [1, m, D] of m tokens that exited before it, and their POSITION_IDS
-# [1, m], to `new(..)` of its layers.
+# more network if it has K/V of its own, `skipped(k)`, from the HIDDEN_STATES [1, m, D] of m tokens that exited before
+# it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
 POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's position in its sequence
 SLOT_TOKENS = "slot_tokens"  # input: int64 [R], how many of the N are each slot's; 0: the slot is not changed
 SLOT_LENGTHS = "slot_lengths"  # input: int32 [R], tokens in each slot's K/V cache after the run; 1 if not changed

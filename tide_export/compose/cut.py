@@ -71,6 +71,10 @@ class Pieces:
         """Layers whose K/V buffers segment k reads, ascending: its own, and earlier ones that its layers share."""
         return sorted({self.kv_layers[layer] for layer in range(self.boundaries[k], self.boundaries[k + 1])})
 
+    def kv_written(self, k: int) -> list[int]:
+        """Layers of segment k with K/V of their own, ascending."""
+        return [layer for layer in self.kv_read(k) if layer >= self.boundaries[k]]
+
     @property
     def normalized_size(self) -> int:
         """Width D' of what routers and head read."""

@@ -74,7 +74,7 @@ class _PackedComposer:
         count = len(self.pieces.segments)
         parts = [self._segment(k) for k in range(count)]
         if self.pieces.keys_values:
-            parts += [self._skipped(k) for k in range(1, count)]
+            parts += [self._skipped(k) for k in range(1, count) if self.pieces.kv_written(k)]
         parts.append(self._head())
         functions = [route_function(next(iter(self.routers.values())))] if count > 1 else []
         inputs = [*self.inputs, *self.past.values()]
@@ -134,7 +134,7 @@ class _PackedComposer:
         positions = typed_value(f"{name}/{names.POSITION_IDS}", INT64, [1, CANDIDATES])
         self.inputs += [states, positions]
         outputs = {}
-        for layer in (layer for layer in pieces.kv_read(k) if layer >= pieces.boundaries[k]):
+        for layer in pieces.kv_written(k):
             kv_heads, head_dim = pieces.kv_shapes[layer]
             key_value = self.block.inline(pieces.keys_values[layer], [states, positions], 1, CANDIDATES)
             for kind, value in zip(("key", "value"), key_value, strict=True):

@@ -232,7 +232,7 @@ class Composer:
         if k < self.segments - 1:
             values["score"] = block.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
             values["skip"] = block.copy(present(step.skip))
-        for layer in (layer for layer in self.pieces.kv_read(k) if layer >= self.bounds[k]):
+        for layer in self.pieces.kv_written(k):
             for kind, buffer in zip(("key", "value"), self._skipped(block, k, layer, pending), strict=True):
                 values[names.present(layer, kind)] = buffer
         return block, values

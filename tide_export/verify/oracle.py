@@ -95,13 +95,19 @@ def _run_frozen(source: SourceModel, rule: _Rule, ids: torch.Tensor, propagate_f
     """
     rule.may_exit[:, :propagate_from] = False
     last: list[torch.Tensor] = []
+    deciding = False
 
     def after(layers: int):
         def hook(_module, args, kwargs, output):
+            nonlocal deciding
+            if deciding:  # the final norm may be the backbone's own forward, whose layers are called again
+                return output
             before, after = args[0] if args else kwargs["hidden_states"], first_tensor(output)
             raw = torch.where(rule.exited[..., None], structure.by_token(before), structure.by_token(after))
             if layers in rule.thresholds:
+                deciding = True
                 rule.decide(layers, raw)
+                deciding = False
             last[:] = [raw]
             return with_first_tensor(output, structure.by_stream(raw))
 

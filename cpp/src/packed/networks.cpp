@@ -125,8 +125,10 @@ std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t slots) const {
     check(opened->segments.back(), segment_spec(manifest, k, slots, exit_size), file);
   }
   for (std::size_t k = 1; k < segments && manifest.propagates(); ++k) {
-    opened->skipped.push_back(load(opened->env, batch_file(names::skipped(k))));
-    check(opened->skipped.back(), skipped_spec(manifest, k), batch_file(names::skipped(k)));
+    if (kv_written(manifest, k).empty()) continue;
+    std::string const file = batch_file(names::skipped(k));
+    Ort::Session const& session = opened->skipped.emplace(k, load(opened->env, file)).first->second;
+    check(session, skipped_spec(manifest, k), file);
   }
   return opened;
 }

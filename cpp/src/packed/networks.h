@@ -6,6 +6,7 @@
 
 #include <onnxruntime_cxx_api.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,7 +35,8 @@ struct BatchSessions {
   std::vector<Ort::Session> segments;  // shallowest first
   Ort::Session head{nullptr};          // takes the states that tokens exited with
   std::size_t exit_size = 0;           // width D' of these
-  std::vector<Ort::Session> skipped;   // for tokens that skip segment 1, 2, ...; empty unless K/V are propagated
+  // By segment, for tokens that skip it: of those with K/V of their own, if K/V are propagated.
+  std::map<std::size_t, Ort::Session> skipped;
 };
 
 // The batch networks of a backend. May be used by several threads at once.

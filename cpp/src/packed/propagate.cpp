@@ -13,7 +13,7 @@ std::vector<StepResult> PropagatingBatch::run_step(std::vector<SlotRequest> cons
   frozen_states_.clear();
   float* input = nullptr;
   for (std::size_t k = 0; k < segments_.size(); ++k) {
-    if (!exited.empty()) skip(k, exited);
+    if (!exited.empty() && sessions_->skipped.count(k) == 1) skip(k, exited);
     if (active.empty()) continue;
     run(k, active, std::vector<std::int64_t>(active.size(), 1), input);
     SegmentRun& segment = *segments_[k];
@@ -70,7 +70,7 @@ void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
   try {
     Ort::Value const values[] = {view(memory_, frozen_states_.data(), {1, count, manifest_.model.hidden_size}),
                                  view(memory_, positions_.data(), {1, count})};
-    keys_values = sessions_->skipped[k - 1].Run(Ort::RunOptions{}, inputs, values, std::size(values), outputs.data(),
+    keys_values = sessions_->skipped.at(k).Run(Ort::RunOptions{}, inputs, values, std::size(values), outputs.data(),
                                                 outputs.size());
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed in " + names::skipped(k) + ": " + first_line(error));

@@ -7,7 +7,7 @@ batch stays open: a larger one replaces a smaller one and serves smaller batches
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tide_export import names
@@ -35,14 +35,14 @@ class BatchSessions:
         segments: shallowest first.
         head: takes exit states.
         exit_size: width D' of these.
-        skipped: for tokens that skip segment 1, 2, ..; none where the K/V cache is exact.
+        skipped: by segment, for tokens that skip it; none where the K/V cache is exact or another segment's.
     """
 
     slots: int
     segments: tuple[Any, ...]
     head: Any
     exit_size: int
-    skipped: tuple[Any, ...] = ()
+    skipped: Mapping[int, Any] = field(default_factory=dict)
 
 
 class BatchNetworks:
@@ -89,12 +89,13 @@ class BatchNetworks:
             for k in range(count)
         ]
         propagates = manifest.kv_cache_strategy == PROPAGATE
-        skipped = [
-            self._session(names.batch_file(names.skipped(k)), _skipped_spec(manifest, k))
-            for k in (range(1, count) if propagates else ())
-        ]
+        skipped = {
+            k: self._session(names.batch_file(names.skipped(k)), _skipped_spec(manifest, k))
+            for k in range(1, count)
+            if propagates and kv_written(manifest, k)
+        }
         logger.info("opened the networks for batches of up to %d sequences", slots)
-        return BatchSessions(slots, tuple(segments), head, exit_size, tuple(skipped))
+        return BatchSessions(slots, tuple(segments), head, exit_size, skipped)
 
     def _session(self, name: str, spec: NetworkSpec | None = None) -> Any:
         session = load_session(import_onnxruntime(), self._bundle, name, self._threads)
@@ -110,6 +111,12 @@ def layers_of(manifest: Manifest, k: int) -> range:
     return range(start, start + sizes[k])
 
 
+def kv_written(manifest: Manifest, k: int) -> list[int]:
+    """The layers of segment k with K/V of their own, ascending."""
+    layers = layers_of(manifest, k)
+    return [layer for layer in manifest.model.kv_read(layers) if layer in layers]
+
+
 def _segment_spec(manifest: Manifest, k: int, slots: int, exit_size: int) -> NetworkSpec:
     """The tensors of segment k's network for so many slots."""
     states = Tensor("float32", (1, TOKENS, manifest.model.hidden_size))
@@ -122,7 +129,7 @@ def _segment_spec(manifest: Manifest, k: int, slots: int, exit_size: int) -> Net
         outputs |= {names.NEW_HIDDEN_STATES: states, names.ROUTER_SCORE: Tensor("float32", (TOKENS, 1, 1))}
     for layer, kind, cache in _caches(manifest, k):
         inputs |= {names.slot(names.past(layer, kind), slot): cache for slot in range(slots)}
-        if layer in layers_of(manifest, k):
+        if layer in kv_written(manifest, k):
             outputs |= {names.slot(names.present(layer, kind), slot): cache for slot in range(slots)}
     return NetworkSpec(names.segment(k), inputs, outputs)
 
@@ -133,7 +140,7 @@ def _skipped_spec(manifest: Manifest, k: int) -> NetworkSpec:
     return NetworkSpec(
         names.skipped(k),
         inputs,
-        {names.new(layer, kind): new for layer, kind, new in _caches(manifest, k) if layer in layers_of(manifest, k)},
+        {names.new(layer, kind): new for layer, kind, new in _caches(manifest, k) if layer in kv_written(manifest, k)},
     )
 
 

@@ -15,7 +15,7 @@ from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.errors import GenerationError, first_line
 from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.packed.networks import BatchSessions, layers_of
+from tide_export.runtime.packed.networks import BatchSessions, kv_written
 from tide_export.runtime.sequence import StepResult
 
 
@@ -43,7 +43,7 @@ class PropagatingBatch(PackedBatch):
         decoding = {slot for slot, one in steps.items() if len(one.states) == 1 < one.total}
         frozen: dict[int, np.ndarray] = {}  # the hidden state [D] of each that exited
         for k, segment in enumerate(self._segments):
-            if frozen:
+            if frozen and k in self._skipped:
                 self._skip(k, frozen, [steps[slot].total - 1 for slot in frozen])
             if not running:
                 continue
@@ -82,10 +82,8 @@ class PropagatingBatch(PackedBatch):
 
     def _keys_values(self, k: int, feeds: dict[str, np.ndarray]) -> dict[tuple[int, str], np.ndarray]:
         """float32 [1, kv_heads, m, head_dim] by layer and kind."""
-        layers = layers_of(self._manifest, k)
-        written = [layer for layer in self._manifest.model.kv_read(layers) if layer in layers]
-        outputs = [(layer, kind) for layer in written for kind in ("key", "value")]
-        session: Any = self._skipped[k - 1]
+        outputs = [(layer, kind) for layer in kv_written(self._manifest, k) for kind in ("key", "value")]
+        session: Any = self._skipped[k]
         try:
             return dict(zip(outputs, session.run([names.new(*one) for one in outputs], feeds), strict=True))
         except Exception as error:  # ONNX Runtime's exceptions share no base class
