@@ -59,7 +59,7 @@ class Matrices:
     """The matrices of a model that can be quantized.
 
     Attributes:
-        outside: those outside the layers (embedding and head; one matrix where they are tied).
+        outside: those outside the layers (embeddings of tokens and head; one matrix where they are tied).
         linear: for every layer, those of its linear modules, by module.
         experts: for every layer, those of its experts.
         unquantized: names of the layers' other parameters of two or more dimensions, which stay float32.
@@ -96,7 +96,7 @@ def find_matrices(source: SourceModel) -> Matrices:
     """Finds the matrices of `source` that can be quantized, by running it on two tokens."""
     model, names = source.model, parameter_names(source.model)
     experts = {getattr(source.text_config, name, None) for name in EXPERT_COUNTS}
-    executed = _executed_modules(source)
+    executed, embeddings = _run_once(source)
 
     def quantizable(module: nn.Module) -> bool:
         if not is_linear(module) or module not in executed:
@@ -125,9 +125,8 @@ def find_matrices(source: SourceModel) -> Matrices:
                 seen.add(id(parameter))
         unquantized += [names[id(p)] for p in layer.parameters() if p.ndim >= 2 and id(p) not in seen]
     outside = []
-    embedding = model.get_input_embeddings()
     others = [module for module in model.modules() if quantizable(module)]
-    for module in ([embedding] if isinstance(embedding, nn.Embedding) else []) + others:
+    for module in (*embeddings, *others):
         parameter = module.weight  # type: ignore[assignment]
         if id(parameter) not in seen and min(parameter.shape) >= MIN_SIZE:
             outside.append(Matrix(names[id(parameter)], parameter, isinstance(module, Conv1D)))
@@ -141,10 +140,19 @@ def _size(module: nn.Module) -> tuple[int, int]:
     return (int(columns), int(rows)) if isinstance(module, Conv1D) else (int(rows), int(columns))
 
 
-def _executed_modules(source: SourceModel) -> set[nn.Module]:
+def _run_once(source: SourceModel) -> tuple[set[nn.Module], list[nn.Embedding]]:
+    """Runs the model on two tokens; returns the modules that ran, and the embeddings among them that read token ids."""
+    ids = torch.tensor([[5, 2]])  # as no positions, counted on from whatever number, can be
     executed: set[nn.Module] = set()
+    embeddings: list[nn.Embedding] = []
+
+    def record(module: nn.Module, args: tuple, _result: object) -> None:
+        if isinstance(module, nn.Embedding) and module not in executed and args and torch.equal(args[0].cpu(), ids):
+            embeddings.append(module)
+        executed.add(module)
+
     with ExitStack() as hooks:
         for module in source.model.modules():
-            hooks.enter_context(module.register_forward_hook(lambda module, *_: executed.add(module)))
-        source.run(torch.zeros((1, 2), dtype=torch.long, device=source.device), [])
-    return executed
+            hooks.enter_context(module.register_forward_hook(record))
+        source.run(ids.to(source.device), [])
+    return executed, embeddings
