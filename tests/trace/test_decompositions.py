@@ -128,6 +128,22 @@ DECOMPOSED = (
 )
 
 
+def test_a_norm_by_a_power_is_recognised() -> None:
+    class Norm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return states * torch.pow(states.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5) * self.weight
+
+    states = torch.arange(12.0).reshape(1, 4, 3)
+    with minimal_decompositions():
+        program = torch.onnx.export(Norm().eval(), (states,), dynamo=True, opset_version=23)
+    assert [node.op_type for node in program.model.graph] == ["RMSNormalization"]
+    np.testing.assert_allclose(program(states)[0], Norm()(states).detach(), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("function", "decomposed"), [*((f, 0) for f in TRANSLATED), *((f, 1) for f in DECOMPOSED)])
 def test_what_is_decomposed(function: Callable, decomposed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = decompositions(monkeypatch)

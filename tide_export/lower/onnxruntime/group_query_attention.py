@@ -30,6 +30,8 @@ from tide_export.trace.rewriting import (
     require_arity,
 )
 
+ROTATED = 16  # the operator rotates heads of a multiple of this width only
+
 
 class GroupQueryAttentionPass(ir.passes.InPlacePass):
     """Inputs of each node: query, key and value or none, past key, past value, total length (int32 []), sinks or none,
@@ -67,7 +69,7 @@ def _lower(graph: ir.Graph, node: ir.Node, last_index: ir.Value) -> None:
     if "softcap" in node.attributes:
         attributes["softcap"] = node.attributes["softcap"].as_float()
     cos = sin = None
-    rotations = _common_rotation(query, key)
+    rotations = _common_rotation(query, key) if head_dim % ROTATED == 0 else None
     if rotations is not None:
         query, key = rotations[0].inputs[0], rotations[1].inputs[0] if key is not None else None
         cos, sin = rotations[0].inputs[1:3]

@@ -43,6 +43,7 @@ def minimal_decompositions() -> Iterator[None]:
     def decompose_if_needed(exported_program: ExportedProgram, registry: ONNXRegistry) -> ExportedProgram:
         translated = set(_decomp.get_onnx_implemented_overloads(registry))
         _fold_numbers(exported_program, translated)
+        _write_roots(exported_program)
         nodes = exported_program.graph.nodes
         in_place = {node: target for node in nodes if (target := functional(node)) is not None}
         if not all(_can_be_written(node, translated, in_place) for node in nodes):
@@ -95,6 +96,13 @@ def _fold_numbers(program: ExportedProgram, translated: set) -> None:
         if node.target not in translated and node.target not in (*CASTS, *IDENTITIES):
             node.target, node.args = aten.full.default, (list(value.shape), value.item())
             node.kwargs = {"dtype": value.dtype}
+
+
+def _write_roots(program: ExportedProgram) -> None:
+    """Replaces powers of -1/2 by reciprocal roots, the form in which the exporter recognises a norm."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.pow.Tensor_Scalar):
+        if node.args[1] == -0.5:
+            node.target, node.args = aten.rsqrt.default, node.args[:1]
 
 
 def _simplify(module: GraphModule, program: ExportedProgram, in_place: Mapping[Node, OpOverload]) -> None:
