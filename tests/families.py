@@ -10,13 +10,13 @@ import torch
 import transformers as tf
 from further_families import FURTHER
 from tiny_configs import (
-    CHECKPOINTS,  # noqa: F401 (tests read it here)
     CONTEXT,
     EXPERTS,
     FALCON,
     GPT,
     GROUPED,
     HEADS,
+    LATENT,
     LAYERS,
     LLAMA3,
     LONGROPE,
@@ -85,11 +85,7 @@ FAMILIES: dict[str, Family] = {
             topk_group=2,
             n_shared_experts=1,
             first_k_dense_replace=1,
-            q_lora_rank=24,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=12,
-            v_head_dim=12,
+            **LATENT,
             **rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
         ),
         ("latent attention", "experts", "shared experts", "yarn rotary scaling"),
@@ -178,8 +174,8 @@ FAMILIES: dict[str, Family] = {
             attention_k_eq_v=True,
             sliding_window=WINDOW,
             final_logit_softcapping=3.0,
-            # Layer 3 reads the keys of layer 0, in another segment, and layer 4 those of layer 2, in its own.
-            layer_types=[*TWO_SLIDING[:2], "full_attention", "sliding_attention", "full_attention"],
+            # Layer 3 reads the keys of layer 2, in its own segment, and layer 4 those of layer 1, in another.
+            layer_types=[*TWO_SLIDING, "sliding_attention", "full_attention"],
             num_kv_shared_layers=2,
             use_double_wide_mlp=True,
             vocab_size_per_layer_input=512,
@@ -364,6 +360,10 @@ def build(name: str) -> SourceModel:
                 parameter.copy_(torch.randn_like(parameter) * 0.06)
             else:
                 parameter.mul_(3.0)  # the default scale leaves attention almost uniform
+        for module in model.modules():
+            # Trained norms keep scores small that are not scaled; else each layer makes rounding several times larger.
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                module.q_norm.weight.mul_(module.head_dim**-0.5)
         stored = model.state_dict()
         for key, buffer in model.named_buffers():
             if key in stored and buffer.is_floating_point():

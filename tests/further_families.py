@@ -3,7 +3,7 @@
 from typing import Any
 
 import transformers as tf
-from tiny_configs import CONTEXT, EXPERTS, GPT, GROUPED, HEADS, SIZES, TINY, VISION, WINDOW, YARN, Family, rope
+from tiny_configs import CONTEXT, EXPERTS, GPT, GROUPED, HEADS, LATENT, SIZES, TINY, VISION, WINDOW, YARN, Family, rope
 from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig, DbrxFFNConfig
 
 LAYERS = 2
@@ -55,7 +55,8 @@ FURTHER: dict[str, Family] = {
     "ministral": row(
         tf.MinistralConfig, WIDE, "sliding window", "per-layer types", sliding_window=WINDOW, layer_types=MIXED
     ),
-    "arcee": row(tf.ArceeConfig, WIDE, "yarn rotary scaling", **YARN),
+    # Heads of a width that ONNX Runtime's attention does not rotate.
+    "arcee": row(tf.ArceeConfig, {**WIDE, "head_dim": 24}, "yarn rotary scaling", "heads of 24", **YARN),
     "glm4": row(tf.Glm4Config, WIDE, "partial rotary", "interleaved rotary", "biases", **PARTIAL),
     "glm4_moe": row(
         tf.Glm4MoeConfig,
@@ -104,11 +105,7 @@ FURTHER: dict[str, Family] = {
         n_routed_experts=8,
         n_shared_experts=1,
         first_k_dense_replace=1,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=12,
-        v_head_dim=12,
+        **LATENT,
         num_key_value_heads=4,
     ),
     "hunyuan_v1_dense": row(tf.HunYuanDenseV1Config, WIDE, "q/k norms"),

@@ -35,6 +35,7 @@ GPT = {
 TINY = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
 FALCON = {**TINY, "num_hidden_layers": LAYERS, "max_position_embeddings": CONTEXT}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12}
 TWO_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 VISION = {
     "hidden_size": 32,
@@ -44,6 +45,18 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+
+
+def small_llama(vocab_size: int, width: int, layers: int, context: int) -> tf.LlamaConfig:
+    """A Llama of two heads, for tests of files and processes."""
+    return tf.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=context,
+    )
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:

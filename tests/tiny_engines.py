@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from families import CHECKPOINTS, CONTEXT, build
+from families import build
+from tiny_configs import CHECKPOINTS, CONTEXT
 
 from tide_export.bundle.manifest import EXACT, PROPAGATE
 from tide_export.bundle.opened import open_bundle

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from families import HEADS
+from tiny_configs import HEADS
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide_export import names

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import mutated_bytes, mutated_json
 from settings import cases
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_configs import small_llama
+from transformers import LlamaForCausalLM
 
 from tide_export.errors import TideError
 from tide_export.model.source import SourceModel, load_model, wrap_model
@@ -33,15 +34,7 @@ DTYPES = ("F32", "F16", "BF16", "F64", "I64", "I32", "U8", "BOOL", "F8_E4M3", "C
 @pytest.fixture(scope="module")
 def source() -> SourceModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=13,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-    )
-    return wrap_model(LlamaForCausalLM(config), "tiny")
+    return wrap_model(LlamaForCausalLM(small_llama(vocab_size=13, width=8, layers=2, context=16)), "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from families import CHECKPOINTS, GROUPED
+from tiny_configs import CHECKPOINTS, GROUPED
 from tiny_engines import engine_of, pieces_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM

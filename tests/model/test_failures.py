@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import SIZES
+from tiny_configs import SIZES
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 

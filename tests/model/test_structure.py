@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from families import SIZES
+from tiny_configs import SIZES
 from tiny_engines import engine_of
 from transformers.modeling_outputs import CausalLMOutput
 

@@ -8,7 +8,8 @@ features of the rows matter to these prompts.
 from pathlib import Path
 
 import pytest
-from families import BRIEF, CHECKPOINTS, EXPORTED, FAMILIES, REFUSED, build
+from families import BRIEF, EXPORTED, FAMILIES, REFUSED, build
+from tiny_configs import CHECKPOINTS
 from tiny_engines import engine_of, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError

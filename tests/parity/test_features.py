@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import CONTEXT, FAMILIES, WINDOW, build
+from families import FAMILIES, build
 from parity.test_families import PROMPTS
+from tiny_configs import CONTEXT, WINDOW
 from transformers import masking_utils
 
 from tide_export.errors import ConfigError, UnsupportedModelError

@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 from bundles import names_in
+from tiny_configs import small_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.calibration import state_store
@@ -172,9 +173,9 @@ def export(given: Path, out: Path) -> Action:
     source = load_model(model)
     random_routers(source, (1, 2), range(3, 60)).save(routers)
     pieces = flow._trace_and_cut(source, flow.ExportRequest(model, bundle), (1, 2), 64)
-    flow.load_model = lambda *_, **options: source  # type: ignore[attr-defined]
-    flow._trace_and_cut = lambda *_: pieces  # type: ignore[attr-defined]
-    SourceModel.release = lambda self: None  # type: ignore[method-assign]
+    flow.load_model = lambda *_, **options: source
+    flow._trace_and_cut = lambda *_: pieces
+    SourceModel.release = lambda self: None
 
     def arguments(number: int) -> list[str]:
         options = ["--routers", str(routers), "--min-layers", "1", "--overwrite", "-q", "--max-length", "64"]
@@ -194,7 +195,7 @@ def calibrate(given: Path, out: Path) -> Action:
     text.write_text(TEXT)
     routers, report, cache = out / "r.safetensors", out / "r.html", out / "cache"
     source = load_model(model)
-    calibration.load_model = lambda *_, **options: source  # type: ignore[attr-defined]
+    calibration.load_model = lambda *_, **options: source
     state_store.FLUSH_SECONDS = 0.0  # batches are marked done one by one
     first: list[RouterSet] = []
 
@@ -235,16 +236,7 @@ def tiny_model(folder: Path) -> str:
     )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    LlamaForCausalLM(small_llama(vocab_size=256, width=32, layers=3, context=64)).save_pretrained(folder / "model")
     return str(folder / "model")
 
 

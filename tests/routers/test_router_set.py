@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_configs import small_llama
+from transformers import LlamaForCausalLM
 
 from tide_export.errors import RouterFileError
 from tide_export.model.source import wrap_model
@@ -18,15 +19,7 @@ from tide_export.routers.router_set import FORMAT, RouterSet
 
 def tiny_llama(layers=4, width=16, seed=0, name="tiny"):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=31,
-        hidden_size=width,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return wrap_model(LlamaForCausalLM(config), name)
+    return wrap_model(LlamaForCausalLM(small_llama(vocab_size=31, width=width, layers=layers, context=64)), name)
 
 
 def random_routers(checkpoints=(1, 3), width=16, bottleneck=4, shortlist=0, lens_rank=0, **provenance):

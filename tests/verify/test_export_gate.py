@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 import torch
 import transformers as tf
-from families import GROUPED
+from tiny_configs import GROUPED
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.config import TideConfig

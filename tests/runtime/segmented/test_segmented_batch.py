@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from batch_prompts import PROMPTS, TEXT
 from fake_cudart import FakeCudart
-from families import CHECKPOINTS, LAYERS
+from tiny_configs import CHECKPOINTS, LAYERS
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding import continuous_batching as batch_generate
