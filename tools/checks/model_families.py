@@ -194,6 +194,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def page(lines: Sequence[str], families: ModuleType) -> str:
     """docs/reference/models.md, of its rows."""
+    sizes = importlib.import_module("tiny_configs")
     cells = [line.removeprefix("| ").split(" | ") for line in lines]
     status = {row[0]: row[COLUMNS.index("onnxruntime")] for row in cells}
     equal = [
@@ -205,11 +206,11 @@ def page(lines: Sequence[str], families: ModuleType) -> str:
     head = INTRODUCTION.format(
         summary=summary + (f"; not so: {', '.join(others)}." if others else "."),
         head=table,
-        layers=families.LAYERS,
-        checkpoints=" and ".join(map(str, families.CHECKPOINTS)),
+        layers=sizes.LAYERS,
+        checkpoints=" and ".join(map(str, sizes.CHECKPOINTS)),
         further=next(iter(families.FURTHER)),
         longest=len(PROMPTS[-1]),
-        window=families.WINDOW,
+        window=sizes.WINDOW,
         new=NEW_TOKENS,
     )
     return head + "\n".join(lines) + "\n" + CLOSING
@@ -240,11 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(make_row(families, name, Path(folder)))
             print(rows[-1].markdown(), flush=True)
+            if options.update or not options.only:  # row by row, so that an interrupted run keeps what it has
+                lines = {**read_rows(options.output), name: rows[-1].markdown()}
+                options.output.write_text(page([lines[key] for key in families.FAMILIES if key in lines], families))
     finally:  # main may be called from a program that has a log of its own
         logger.setLevel(level)
-    if options.update or not options.only:
-        lines = {**read_rows(options.output), **{row.family: row.markdown() for row in rows}}
-        options.output.write_text(page([lines[name] for name in families.FAMILIES if name in lines], families))
     return 0 if all(row.expected for row in rows) else 1
 
 
