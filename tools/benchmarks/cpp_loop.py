@@ -93,7 +93,8 @@ def timed_engine(bundle: str, clock: Clock, max_batch_size: int) -> Engine:
     engine.clock = clock
     if max_batch_size > 1:
         opened = backend.batch_networks.sessions(max_batch_size)
-        segments, skipped = (tuple(Timed(one, clock) for one in some) for some in (opened.segments, opened.skipped))
+        segments = tuple(Timed(one, clock) for one in opened.segments)
+        skipped = {k: Timed(one, clock) for k, one in opened.skipped.items()}
         timed = replace(opened, segments=segments, head=Timed(opened.head, clock), skipped=skipped)
         backend.batch_networks._opened = timed
     return engine
