@@ -6,12 +6,12 @@
 #include <iterator>
 #include <map>
 #include <sstream>
-#include <new>
 #include <thread>
 
 #include "allocations.h"
 #include "batch.h"
 #include "lists.h"
+#include "load.h"
 #include "networks.h"
 #include "options.h"
 
@@ -31,12 +31,6 @@ std::string as_json(std::vector<tide::Generation> const& generations) {
 std::vector<std::int64_t> prompt_of(Options const& options) {
   return options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts.at(0);
 }
-
-// A callback's exception, of a base that the runtime itself catches.
-struct CallbackError : std::bad_alloc {
-  explicit CallbackError(std::int64_t number) : token(number) {}
-  std::int64_t token;
-};
 
 // Whether a callback wants more than `count` tokens. It throws if `max_tokens` is `-count`.
 bool goes_on(std::size_t count, std::int64_t max_tokens) {
@@ -90,6 +84,7 @@ class Driver {
     if (command == "at_once") return prompts_at_once(number, parse({words.begin() + 1, words.end()}));
     if (command == "batches_at_once") return batches_at_once(number, parse({words.begin() + 1, words.end()}));
     if (command == "stream_batch") return stream_batch(number, words);
+    if (command == "threads") return threads(number, words);
     if (command == "draw") return draw(number, parse({words.begin() + 1, words.end()}));
     if (command == "start") return start(number, words);
     tide::State& state = states_.at(number);
@@ -202,6 +197,14 @@ class Driver {
       prompts.resize(prompts.size() - t);
       return as_json(engine().generate(prompts, options.config));
     });
+  }
+
+  // COUNT SECONDS SEED OPTIONS
+  std::string threads(std::int64_t count, Words const& words) const {
+    double const seconds = real_numbers("threads", words.at(1)).at(0);
+    auto const seed = static_cast<unsigned>(whole_numbers("threads", words.at(2)).at(0));
+    std::vector<std::vector<std::int64_t>> const prompts = parse({words.begin() + 3, words.end()}).prompts;
+    return load_of_threads(engine(), prompts, static_cast<std::size_t>(count), seconds, seed);
   }
 
   // Counts, over the seeds 0 .. count - 1, the second token (the first if only one is generated).
