@@ -155,6 +155,13 @@ def external(**place: str) -> Callable[[Path], object]:
     return damage
 
 
+def no_weights(bundle: Path) -> None:
+    """The file of the weights is empty, and listed as that."""
+    external()(bundle)
+    (bundle / "model.onnx.data").write_bytes(b"")
+    write_manifest(bundle, Manifest.from_json((bundle / "tide.json").read_text()))
+
+
 LINK = "is a symbolic link, or in a folder that is one: copy the bundle with the files themselves"
 
 
@@ -249,6 +256,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights elsewhere": (external(location="tide.json"), r"ONNX Runtime cannot load '.*model\.onnx': "),
     "weights on the disk": (external(location="../other.data"), r"ONNX Runtime cannot load '.*model\.onnx': "),
     "weights after the end": (external(offset="4096000"), r"has the tensor \w+ outside of the file of its weights"),
+    "no weights": (no_weights, r"has the tensor \w+ outside of the file of its weights"),
     "no ONNX": (no_graph, r"ONNX Runtime cannot load '.*model\.onnx': "),
     "another graph": (
         graph_of(TinyModel(layers=5)),

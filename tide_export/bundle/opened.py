@@ -77,14 +77,15 @@ class BundleFile:
             return b"".join(self._chunks(self.size or 1))
 
     @contextlib.contextmanager
-    def mapped(self) -> Iterator[mmap.mmap]:
+    def mapped(self) -> Iterator[mmap.mmap | bytes]:
         """Yields the content as read-only memory. The process dies (SIGBUS) if something truncates the file meanwhile.
 
         Raises:
             BundleError: it was changed since it was opened, by the end too.
         """
         with self._unchanged():
-            yield mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
+            # No system maps nothing.
+            yield mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
 
     def check(self, expected: FileInfo, verify: bool) -> None:
         """Compares it with the manifest's record: the size, and the sha256 if `verify`.

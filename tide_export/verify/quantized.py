@@ -126,7 +126,7 @@ def _stored(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
             yield names, Blocks(packed, scales, zeros, columns, bits)
 
 
-def _columns(gather: ir.Node, weights: mmap) -> int | None:
+def _columns(gather: ir.Node, weights: mmap | bytes) -> int | None:
     """The columns that the graph keeps of a gather, where it cuts the last block."""
     users = [use.node for use in gather.outputs[0].uses()]
     if len(users) != 1 or users[0].op_type != "Slice":
@@ -135,7 +135,7 @@ def _columns(gather: ir.Node, weights: mmap) -> int | None:
     return None if end is None else int(end[0])
 
 
-def _array(value: ir.Value | None, weights: mmap) -> np.ndarray | None:
+def _array(value: ir.Value | None, weights: mmap | bytes) -> np.ndarray | None:
     """The constant `value`; `weights`: what the file of the external weights holds."""
     tensor = None if value is None else value.const_value
     if isinstance(tensor, ir.ExternalTensor):

@@ -76,7 +76,9 @@ bool was_replaced(fs::path const& path, int folder) {
 
 }  // namespace
 
-Mapping::~Mapping() { ::munmap(data_, size_); }
+Mapping::~Mapping() {
+  if (size_ > 0) ::munmap(data_, size_);
+}
 
 BundleFile::BundleFile(fs::path path, int folder, std::string const& name) : path_(std::move(path)) {
   Descriptor opened(open_at(folder, name));
@@ -113,6 +115,7 @@ std::string BundleFile::read() const {
 std::unique_ptr<Mapping> BundleFile::map() const {
   check_unchanged();
   auto const size = static_cast<std::size_t>(size_);
+  if (size == 0) return std::make_unique<Mapping>(nullptr, 0);  // no system maps nothing
   void* const data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor_, 0);
   if (data == MAP_FAILED) throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
   return std::make_unique<Mapping>(data, size);
