@@ -31,9 +31,9 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {tools!r})
 from calibration_cost import layers_of, peak_bytes, read
-from tide_export.calibrate.collect import collect
+from tide_export.calibration.collect import collect
 from tide_export.config import TideConfig
-from tide_export.model import load_model
+from tide_export.model.source import load_model
 source = load_model({model!r})
 sequences = read({model!r}, {text!r}, {tokens}, {length})
 before = peak_bytes()

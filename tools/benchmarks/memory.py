@@ -22,9 +22,9 @@ from pathlib import Path
 ROUTERS = """
 import sys
 sys.path.insert(0, {tools!r})
-from decode import random_routers
+from harness.graphs import random_routers
 from tide_export.config import TideConfig
-from tide_export.model import load_model
+from tide_export.model.source import load_model
 config = TideConfig()
 source = load_model({model!r}, device_map={device_map!r})
 routers = random_routers(source, config.resolve_checkpoints(source.num_layers), config.router_bottleneck_dim, 256)
@@ -33,7 +33,7 @@ routers.save({scratch!r} + "/routers.safetensors")
 EXPORT = """
 import logging
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-from tide_export.pipeline import export
+from tide_export.pipeline.flow import export
 export({model!r}, {scratch!r} + "/bundle", routers={scratch!r} + "/routers.safetensors", targets=({target!r},),
        weights={weights!r}, engines=False, device_map={device_map!r})
 """
