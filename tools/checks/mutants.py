@@ -149,14 +149,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutants at a time (1)")
     parser.add_argument("--seconds", type=float, default=60, metavar="N", help="of tests for each mutant (60)")
     parser.add_argument(
-        "--tests", nargs="+", metavar="ARGUMENT", help="of pytest, instead of the tests in pyproject.toml"
+        "--tests",
+        nargs=argparse.REMAINDER,
+        metavar="ARGUMENT",
+        help="the rest is for pytest, instead of the tests in pyproject.toml",
     )
     options = parser.parse_args()
     root, mutants = Path.cwd(), generated(options.patterns, options.every)
     forks = Forks(mutants, options.jobs, options.seconds)
     os.chdir("mutants")
-    selection = options.tests or config().pytest_add_cli_args_test_selection
-    code = pytest.main(["-q", "-s", *config().pytest_add_cli_args, *selection], plugins=[forks])
+    arguments = ["-q", "-s", "-p", "no:faulthandler", *config().pytest_add_cli_args]
+    code = pytest.main(arguments + (options.tests or config().pytest_add_cli_args_test_selection), plugins=[forks])
     os.chdir(root)
     rows = defaultdict[str, Counter[str]](Counter)
     for mutant, verdict in forks.verdicts.items():

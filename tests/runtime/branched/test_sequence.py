@@ -165,6 +165,7 @@ def test_buffers_grow_by_doubling_and_stop_at_the_context(tiny_engine: Engine) -
     for t in range(256 - 3):
         state.step([t % 48])
         if state.capacity != capacities[-1]:
+            assert state.length == capacities[-1] + 1
             capacities.append(state.capacity)
     assert capacities == [7, 14, 28, 56, 112, 224, 256]
     assert state._binding.arrays[names.past(0, "key")].shape == (1, 1, 256, HEAD_DIM)
@@ -253,6 +254,7 @@ def test_no_more_logits_come_than_the_last_segment_had_tokens(tiny: TinyModel, t
     np.testing.assert_allclose(
         state.step([5, 6, 7], 9).position_logits, tiny.reference([5, 6, 7], [NEVER_EXIT, NEVER_EXIT])[0], atol=2e-5
     )
+    assert tiny_engine.start([NEVER_EXIT, NEVER_EXIT]).step([5, 6, 7]).position_logits.shape == (1, 48)
     assert state.step([8], 9).position_logits.shape == state.step([9]).position_logits.shape == (1, 48)
 
 

@@ -57,8 +57,8 @@ class SequenceBuffers(NetworkBuffers):
         for k in range(self._segments):
             self._add_segment(k, pending_capacity)
         self._pending.append(self._allocate(pending_capacity * self._state_size[-1]))
-        self._positions = 0  # last tokens of the last segment's last run whose logits can be computed ...
-        self._first_position = 0  # ... and the index of the first of them in the buffer before the head
+        self._positions: int  # last tokens of the last segment's last run whose logits can be computed ...
+        self._first_position: int  # ... and the index of the first of them in the buffer before the head
         self._written = [0] * self._segments  # tokens of each segment's K/V buffers that may not be zero
         self._queued: set[int] = set()  # segments whose control block may not have been read yet
 
