@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from tide_export.runtime.decoding.decoder import OneByOne, Token
+from tide_export.runtime.decoding.decoder import OneByOne, Token, run_block
 from tide_export.runtime.decoding.generation import Progress
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
@@ -37,6 +37,41 @@ def test_no_draft_is_made_that_could_not_be_returned() -> None:
     assert requests([1, 2], tokens=3) == [([9], 1, False), ([1], 2, False), ([2], 3, True)]
     assert requests([1, 7], stop={7}) == [([9], 1, False), ([1], 2, False), ([7], 3, True)]
     assert requests([1, 2], context=6) == [([9], 1, False), ([1], 2, False), ([2], 3, True)]
+
+
+class Reader:
+    """Reads blocks of a decoder that drafts by prompt lookup alone, of tokens that the full model is said to choose."""
+
+    def __init__(self, stop: Collection[int] = ()) -> None:
+        self._state = SequenceState(2)
+        self._decoder = LosslessDecoder(self._state, Sampler(), (2, 4), DraftLimits(0, 4, 1), frozenset(stop), None)
+
+    def read(self, ids: list[int], chosen: list[int]) -> tuple[list[int], list[Token], int]:
+        """The ids that a block requests, its tokens, and the length of the sequence after it."""
+        requested: list[int] = []
+
+        def step(ids: list[int], logits_to_keep: int, full: bool) -> StepResult:
+            requested.extend(ids)
+            assert (logits_to_keep, full) == (len(chosen), True)
+            self._state.lengths = [self._state.length + len(ids)] * 2
+            logits = np.eye(10)[chosen]
+            return StepResult(logits[-1], logits, exit_layer=4, segments_run=2)
+
+        tokens = run_block(self._decoder.block(ids, 9), step)
+        return requested, tokens, self._state.length
+
+
+def test_an_ngram_draft_costs_nothing_and_is_shorter_after_it_was_rejected() -> None:
+    reader = Reader()
+    assert reader.read([1, 2, 3, 1], [2]) == ([1, 2, 3, 1], [Token(2, 4, 4)], 4)
+    assert reader.read([2], [1, 0, 0, 0, 0]) == ([2, 3, 1, 2, 3], [Token(1, 4, 4)], 5)
+    assert reader.read([1], [2, 6]) == ([1, 2], [Token(2, 0, 0), Token(6, 4, 4)], 7)
+
+
+def test_an_ngram_draft_ends_with_a_stop_token() -> None:
+    reader = Reader(stop={1})
+    reader.read([1, 2, 3, 1], [2])
+    assert reader.read([2], [3, 1, 5]) == ([2, 3, 1], [Token(3, 0, 0), Token(1, 0, 0), Token(5, 4, 4)], 7)
 
 
 def test_seconds_of_the_prompt_and_of_what_follows(tiny_engine: Engine) -> None:
