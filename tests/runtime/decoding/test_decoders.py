@@ -79,3 +79,14 @@ def test_seconds_of_the_prompt_and_of_what_follows(tiny_engine: Engine) -> None:
     for number, seconds in enumerate([0.5, 0.25, 0.125]):
         progress.take([Token(7, 6, 6)], decoder, [2 + number] * 3, seconds)
     assert (progress.stats.prefill_seconds, progress.stats.decode_seconds) == (0.5, 0.375)
+
+
+def test_the_context_is_full_when_the_first_segment_has_computed_it(tiny_engine: Engine) -> None:
+    progress, decoder = Progress(tiny_engine.manifest, np.array([1, 2]), 9, frozenset()), OneByOne(Sampler(), (2, 4, 6))
+    decoder.undone = 3
+    assert progress.take([Token(7, 2, 4), Token(8, 6, 6)], decoder, [256, 200, 100], 0.5) == [7, 8]
+    assert progress.finish_reason == "context"
+    stats = progress.stats
+    assert (stats.exit_layer, stats.layers_run) == ([2, 6], [4, 6])
+    assert stats.layer_tokens_run == 2 * (256 + 200 + 100) + 6 * 3
+    assert stats.layer_tokens_total == 6 * 256
