@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <vector>
 
 using Work = std::function<void()>;
@@ -151,7 +152,11 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
   ++graphs;
-  *executable = new CUgraphExec_st{graph->work};
+  try {
+    *executable = new CUgraphExec_st{graph->work};
+  } catch (std::bad_alloc const&) {
+    return cudaErrorMemoryAllocation;
+  }
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

@@ -42,11 +42,15 @@ def shown(result: StepResult) -> Any:
     return result.position_logits.tobytes(), result.exit_layer, result.segments_run, result.scores.tobytes()
 
 
+@pytest.fixture(scope="module")
+def engines(tiny_llama, open_cpp: Callable[..., CppEngine]) -> dict[str, CppEngine]:
+    bundles = {name: tiny_llama.propagating if name == "propagating" else tiny_llama.exact for name in DEVICES}
+    return {name: open_cpp(bundles[name], networks=name if name in DEVICES[2:] else None) for name in DEVICES}
+
+
 @pytest.fixture(params=DEVICES)
-def engine(request: pytest.FixtureRequest, tiny_llama, open_cpp: Callable[..., CppEngine]) -> CppEngine:
-    networks = request.param if request.param in ("host", "gpu") else None
-    bundle = tiny_llama.propagating if request.param == "propagating" else tiny_llama.exact
-    return open_cpp(bundle, networks=networks)
+def engine(request: pytest.FixtureRequest, engines: dict[str, CppEngine]) -> CppEngine:
+    return engines[request.param]
 
 
 # --- one sequence ----------------------------------------------------------------------------------------------------
@@ -94,12 +98,12 @@ def test_a_step_of_one_token(engine: CppEngine) -> None:
     assert exhausted(engine, lambda state: shown(state.step([5], 1))) > 5
 
 
-def test_a_rewind(tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
+def test_a_rewind(engines: dict[str, CppEngine]) -> None:
     def rewind(state: CppState) -> Any:
         state.rewind(4)
         return facts_of(state)
 
-    assert exhausted(open_cpp(tiny_llama.exact), rewind) > 1
+    assert exhausted(engines["graph"], rewind) > 1
 
 
 # --- a batch ---------------------------------------------------------------------------------------------------------
@@ -107,12 +111,10 @@ def test_a_rewind(tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
 LONG = [(7 * i) % 32 for i in range(130)]  # more than a packed sequence has room for at first
 
 
-@pytest.fixture(params=["exact", "propagating"])
-def packed(request: pytest.FixtureRequest, tiny_llama, open_cpp: Callable[..., CppEngine]) -> CppEngine:
-    bundle = getattr(tiny_llama, request.param)
-    engine = open_cpp(bundle)
-    CppBatch.load(engine, bundle)
-    return engine
+@pytest.fixture(scope="module", params=["exact", "propagating"])
+def packed(request: pytest.FixtureRequest, tiny_llama, engines: dict[str, CppEngine]) -> CppEngine:
+    CppBatch.load(engines["graph"], getattr(tiny_llama, request.param))
+    return engines["graph"]
 
 
 def step(batch: CppBatch, new: dict[int, list[int]], keep: int = 1) -> dict[int, Any]:
@@ -176,10 +178,10 @@ def test_a_step_of_a_batch(packed: CppEngine, call: Callable[[CppBatch], Any]) -
 
 
 @pytest.mark.parametrize("mode", ["full", "lossless"])
-@pytest.mark.parametrize("networks", [None, *DEVICES[2:]])
-def test_a_generation(tiny_llama, open_cpp: Callable[..., CppEngine], networks: str | None, mode: str) -> None:
-    engine = open_cpp(tiny_llama.exact, networks=networks)
-    options = {"mode": mode, "threshold": None if mode == "full" else 0.5, "stop_token_ids": []}
+@pytest.mark.parametrize("device", ["graph", *DEVICES[2:]])
+def test_a_generation(engines: dict[str, CppEngine], device: str, mode: str) -> None:
+    engine = engines[device]
+    options: dict[str, Any] = {"mode": mode, "threshold": None if mode == "full" else 0.5, "stop_token_ids": []}
 
     def generate(prompt: list[int]) -> Any:
         return facts(engine.generate(prompt, 4, **options))
