@@ -203,6 +203,7 @@ class Player:
         assert result.logits.argmax() == logits[-1].argmax() or best - second < 2 * TOLERANCE, where
         if not self.batched:
             reached = min(ran, len(truth.scores))
+            assert result.scores.dtype == np.float32, where
             np.testing.assert_allclose(result.scores[:reached], truth.scores[:reached], atol=1e-5, err_msg=where)
             assert np.isnan(result.scores[reached:]).all(), where
         self.seen[f"rows {'> 1' if len(logits) > 1 else '1'}"] += 1

@@ -105,9 +105,12 @@ def test_one_prompt_or_several(bundle: Bundle) -> None:
     assert not any(is_list_of_prompts(ids) for ids in ([1, 2], np.zeros(3, int), [], "text", np.zeros((1, 1, 3), int)))
     prompt = check_prompt(bundle.manifest, np.array([3, 1], np.uint8))
     assert (prompt.dtype, prompt.tolist()) == (np.int64, [3, 1])
+    assert check_prompt(bundle.manifest, [0, 47] * 128).tolist() == [0, 47] * 128
     for ids, sentence in [
         ([[1]], "the prompt must be a flat list"),
-        ([1, 1000], "the prompt holds token id 1000"),
+        ([1, 48], r"the prompt holds token id 48, outside the vocabulary 0\.\.47"),
+        ([1, -1], "the prompt holds token id -1"),
+        ([1] * 257, "the prompt has 257 tokens but the model's context holds 256"),
         ([], "the prompt is empty"),
     ]:
         with pytest.raises(GenerationError, match=sentence):

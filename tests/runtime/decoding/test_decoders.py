@@ -90,3 +90,18 @@ def test_the_context_is_full_when_the_first_segment_has_computed_it(tiny_engine:
     assert (stats.exit_layer, stats.layers_run) == ([2, 6], [4, 6])
     assert stats.layer_tokens_run == 2 * (256 + 200 + 100) + 6 * 3
     assert stats.layer_tokens_total == 6 * 256
+
+
+def test_drafts_drawn_as_the_full_model_draws_are_all_accepted() -> None:
+    state, logits = SequenceState(2), np.linspace(0, 1, 10)
+    state.lengths = [3, 3]
+    decoder = LosslessDecoder(state, Sampler(1.0, seed=0), (2, 4), DraftLimits(4, 0), frozenset(), None)
+
+    def step(ids: list[int], logits_to_keep: int, full: bool) -> StepResult:
+        total = state.length + len(ids)
+        state.lengths = [total, total if full else 3]
+        exit_layer, segments_run = (4, 2) if full else (2, 1)
+        return StepResult(logits, np.tile(logits, (logits_to_keep, 1)), exit_layer, segments_run)
+
+    assert [token.exit_layer for token in run_block(decoder.block([9], 9), step)] == [2, 2, 2, 2, 4]
+    assert (decoder.drafted, decoder.accepted, decoder.undone) == (4, 4, 0)
