@@ -154,6 +154,12 @@ def test_a_graph_without_checkpoints(tmp_path: Path) -> None:
     assert (state.lengths, state.pending) == ([20], [])
 
 
+def test_where_keys_and_values_are_propagated_max_pending_forces_nothing(tiny_llama) -> None:
+    state = tiny_llama.graph(tiny_llama.propagating).start([0.0] * 2, max_pending=0)
+    assert state.step([1, 2]).segments_run == 3
+    assert state.step([3]).segments_run == 1
+
+
 # --- growth and limits -----------------------------------------------------------------------------------------------
 
 
