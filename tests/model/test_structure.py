@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tf
-from tiny_configs import SIZES
+from families import build
+from tiny_configs import CONTEXT, SIZES
 from tiny_engines import engine_of
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -104,6 +105,13 @@ def test_an_adapter_that_is_wrong_is_refused(example: dict, wrong, says: str) ->
             wrap_model(loud(example), "loud")
     finally:
         tide_export.register_adapter(NAME, None)
+
+
+def test_the_head_takes_more_tokens_than_the_context_holds() -> None:
+    source = build("bert")
+    states = torch.randn(2, CONTEXT, 64)
+    logits = source.head(states.flatten(0, 1)[None])
+    torch.testing.assert_close(logits[0].unflatten(0, (2, CONTEXT)), source.head(states))
 
 
 def test_an_adapter_serves_subclasses(adapter: dict) -> None:

@@ -114,8 +114,7 @@ class ModelStructure:
         return raw if self.streams is None else raw.unflatten(-1, (self.streams, -1)).permute(2, 0, 1, 3)
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes normalized states [..., D'] of raw states [..., D]: by the final modules, or by the backbone's own
-        forward, whose layers only return these states."""
+        """Computes normalized states [..., D'] of raw states [..., D], by the final modules or the backbone."""
         if self.final_modules is None:
             return self._run_without_layers(hidden)
         for module in self.final_modules:
@@ -124,9 +123,10 @@ class ModelStructure:
 
     def head(self, model: PreTrainedModel, normalized: torch.Tensor) -> torch.Tensor:
         """Computes logits [B, S, V] by the model's own forward, whose backbone only returns `normalized` [B, S, D']."""
-        with _returning([self.backbone], _NoOtherOutputs(last_hidden_state=normalized)):
-            ids = torch.zeros(normalized.shape[:2], dtype=torch.long, device=normalized.device)
-            return model(input_ids=ids, use_cache=False).logits
+        tokens = normalized.reshape(-1, 1, normalized.shape[-1])  # sequences of one token: there may be more than fit
+        ids = torch.zeros(tokens.shape[:2], dtype=torch.long, device=normalized.device)
+        with _returning([self.backbone], _NoOtherOutputs(last_hidden_state=tokens)):
+            return model(input_ids=ids, use_cache=False).logits.unflatten(0, normalized.shape[:2]).squeeze(2)
 
     def _run_without_layers(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens = hidden.reshape(-1, 1, hidden.shape[-1])  # sequences of one token: the masks stay small
