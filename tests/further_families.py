@@ -53,7 +53,13 @@ def row(
 
 FURTHER: dict[str, Family] = {
     "ministral": row(
-        tf.MinistralConfig, WIDE, "sliding window", "per-layer types", sliding_window=WINDOW, layer_types=MIXED
+        tf.MinistralConfig,
+        WIDE,
+        "sliding window",
+        "per-layer types",
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        costly=True,
     ),
     # Heads of a width that ONNX Runtime's attention does not rotate.
     "arcee": row(tf.ArceeConfig, {**WIDE, "head_dim": 24}, "yarn rotary scaling", "heads of 24", **YARN),
@@ -67,8 +73,9 @@ FURTHER: dict[str, Family] = {
         n_routed_experts=8,
         first_k_dense_replace=1,
         use_qk_norm=True,
+        costly=True,
     ),
-    "olmo": row(tf.OlmoConfig, SHARED, clip_qkv=0.5),
+    "olmo": row(tf.OlmoConfig, SHARED, clip_qkv=0.5, costly=True),
     "olmo3": row(
         tf.Olmo3Config,
         SHARED,
@@ -76,7 +83,7 @@ FURTHER: dict[str, Family] = {
         sliding_window=WINDOW,
         layer_types=MIXED,
     ),
-    "olmoe": row(tf.OlmoeConfig, SHARED, "experts", "q/k norms", num_experts=8, num_experts_per_tok=2),
+    "olmoe": row(tf.OlmoeConfig, SHARED, "experts", "q/k norms", num_experts=8, num_experts_per_tok=2, costly=True),
     "ernie4_5": row(tf.Ernie4_5Config, WIDE, "interleaved rotary", "biases", use_bias=True),
     "ernie4_5_moe": row(
         tf.Ernie4_5_MoeConfig,
@@ -87,6 +94,7 @@ FURTHER: dict[str, Family] = {
         moe_k=2,
         moe_num_shared_experts=1,
         moe_layer_start_index=1,
+        costly=True,
     ),
     "exaone4": row(
         tf.Exaone4Config,
@@ -95,8 +103,8 @@ FURTHER: dict[str, Family] = {
         sliding_window=WINDOW,
         layer_types=MIXED,
     ),
-    "nemotron": row(tf.NemotronConfig, WIDE, "partial rotary", **PARTIAL),
-    "seed_oss": row(tf.SeedOssConfig, WIDE, "biases"),
+    "nemotron": row(tf.NemotronConfig, WIDE, "partial rotary", **PARTIAL, costly=True),
+    "seed_oss": row(tf.SeedOssConfig, WIDE, "biases", costly=True),
     "deepseek_v2": row(
         tf.DeepseekV2Config,
         PLAIN,
@@ -107,16 +115,26 @@ FURTHER: dict[str, Family] = {
         first_k_dense_replace=1,
         **LATENT,
         num_key_value_heads=4,
+        costly=True,
     ),
-    "hunyuan_v1_dense": row(tf.HunYuanDenseV1Config, WIDE, "q/k norms"),
+    "hunyuan_v1_dense": row(tf.HunYuanDenseV1Config, WIDE, "q/k norms", costly=True),
     "hunyuan_v1_moe": row(
-        tf.HunYuanMoEV1Config, WIDE, "q/k norms", "experts", "shared experts", num_experts=8, moe_topk=2
+        tf.HunYuanMoEV1Config, WIDE, "q/k norms", "experts", "shared experts", num_experts=8, moe_topk=2, costly=True
     ),
-    "minimax_m2": row(tf.MiniMaxM2Config, WIDE, "experts", "q/k norms", "partial rotary", **EXPERTS, **PARTIAL),
-    "nanochat": row(tf.NanoChatConfig, SHARED, "q/k norms", "softcaps", final_logit_softcapping=3.0),
-    "bitnet": row(tf.BitNetConfig, SHARED, note="a full-precision checkpoint"),
+    "minimax_m2": row(
+        tf.MiniMaxM2Config, WIDE, "experts", "q/k norms", "partial rotary", **EXPERTS, **PARTIAL, costly=True
+    ),
+    "nanochat": row(tf.NanoChatConfig, SHARED, "q/k norms", "softcaps", final_logit_softcapping=3.0, costly=True),
+    "bitnet": row(tf.BitNetConfig, SHARED, note="a full-precision checkpoint", costly=True),
     "granitemoe": row(
-        tf.GraniteMoeConfig, SHARED, "experts", "logit scaling", **EXPERTS, logits_scaling=3.0, residual_multiplier=0.5
+        tf.GraniteMoeConfig,
+        SHARED,
+        "experts",
+        "logit scaling",
+        **EXPERTS,
+        logits_scaling=3.0,
+        residual_multiplier=0.5,
+        costly=True,
     ),
     "qwen2_moe": row(
         tf.Qwen2MoeConfig,
@@ -184,7 +202,9 @@ FURTHER: dict[str, Family] = {
     ),
     "apertus": row(tf.ApertusConfig, SHARED, "q/k norms", "llama3 rotary scaling", costly=True),
     "helium": row(tf.HeliumConfig, WIDE, "interleaved rotary"),
-    "persimmon": row(tf.PersimmonConfig, PLAIN, "partial rotary", "q/k norms", "packed projections", **PARTIAL),
+    "persimmon": row(
+        tf.PersimmonConfig, PLAIN, "partial rotary", "q/k norms", "packed projections", **PARTIAL, costly=True
+    ),
     "jetmoe": row(
         tf.JetMoeConfig,
         {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS},

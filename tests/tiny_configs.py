@@ -86,7 +86,7 @@ class Family:
         refused: part of the sentence with which `trace` refuses the model; empty where it is exported.
         note: a sentence for the last column.
         layers: of the tiny model; there is a checkpoint after each but the last.
-        costly: so slow to trace that only `tools/checks/model_families.py` runs it.
+        costly: slow to trace, or all that it has is in other rows: only `tools/checks/model_families.py` runs it.
     """
 
     config: Callable[[], tf.PreTrainedConfig]
