@@ -82,6 +82,7 @@ OFF: dict[str, tuple[str, Callable[[SourceModel], None]]] = {
 # Without these the model would have other parameters, so their presence shows.
 IN_THE_SHAPES = {
     "grouped queries",
+    "heads of 24",
     "tied embeddings",
     "latent attention",
     "packed projections",
