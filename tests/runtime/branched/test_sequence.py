@@ -280,3 +280,5 @@ def test_a_sequence_is_rewound_to_what_it_has_been(tiny_engine: Engine) -> None:
     for length in (-1, 3):
         with pytest.raises(GenerationError, match=f"2 tokens cannot be rewound to {length}"):
             state.rewind(length)
+    state.rewind(0)
+    assert state.length == 0

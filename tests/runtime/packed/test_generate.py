@@ -240,3 +240,18 @@ def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
     bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
     with pytest.raises(GenerationError, match="propagates"):
         Engine(bundle, engine.backend).generate([[5], [6]], max_new_tokens=2, mode="lossless")
+
+
+def test_prompts_join_a_step_while_its_tokens_are_few(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """A prompt that is longer than a step may be is read when nothing else runs."""
+    steps, step = [], PackedBatch.step
+
+    def recorded(batch, new, *rest, **options):
+        steps.append([len(ids) for _, ids in sorted(new.items())])
+        return step(batch, new, *rest, **options)
+
+    monkeypatch.setattr(PackedBatch, "step", recorded)
+    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 10)
+    prompts = [list(range(1, size + 1)) for size in (4, 5, 1, 12, 3)]
+    engine.generate(prompts, mode="full", max_new_tokens=2, stop_token_ids=[])
+    assert [sorted(sizes) for sizes in steps] == [[1, 4, 5], [1, 1, 1], [12], [1, 3], [1]]
