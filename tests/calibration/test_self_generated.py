@@ -119,6 +119,14 @@ def test_bad_prompts_are_one_sentence(demo, tokenizer, tmp_path, name, content, 
         answer_prompts(demo, tokenizer, config_of(tmp_path / name), None)
 
 
+def test_prompts_that_leave_no_room_are_counted(tokenizer, tmp_path, caplog):
+    path = tmp_path / "prompts.txt"
+    path.write_text("x\n" + "word " * 200)
+    _, usable = prompts_to_answer(tokenizer, str(path), 40, 10)
+    assert list(usable) == [0]
+    assert "1 of 2 prompts are left out" in caplog.text
+
+
 def test_a_model_that_cannot_generate_is_one_sentence(demo, tokenizer, prompts, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

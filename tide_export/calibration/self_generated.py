@@ -6,11 +6,13 @@ training data: routers and lenses then see the text that the model writes at wor
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,8 @@ from tide_export.model.source import SourceModel
 from tide_export.progress import quiet_transformers
 from tide_export.runtime.tokenizer import read_prompts
 from tide_export.values import parse_json
+
+logger = logging.getLogger("tide_export")
 
 Answers = list[list[int]]  # token ids, per prompt of a batch
 MAX_PROMPT_SHARE = 0.5  # of a sequence; longer prompts are left out
@@ -49,7 +53,8 @@ class Answered:
 def prompts_to_answer(
     tokenizer: PreTrainedTokenizerBase, path: str, length: int, limit: int
 ) -> tuple[list[str], dict[int, list[int]]]:
-    """Reads the first `limit` prompts of a file, and encodes those that leave room for an answer.
+    """Reads the first `limit` prompts of a file, and encodes those that leave room for an answer; a warning counts the
+    others.
 
     A tokenizer with a chat template gets each prompt as a user's message.
 
@@ -57,8 +62,7 @@ def prompts_to_answer(
         The prompts, and by number the token ids of those with at most half of `length` tokens.
 
     Raises:
-        DatasetError: the file cannot be read, holds no prompt, or a prompt that the chat template refuses; all of them
-            are too long.
+        DatasetError: the file cannot be read or holds no prompt, the chat template refuses one, or all are too long.
     """
     try:
         prompts = read_prompts(Path(path))[:limit]
@@ -70,6 +74,14 @@ def prompts_to_answer(
         raise DatasetError(
             f"{path}: none of its {len(prompts)} prompts has 1 to {int(MAX_PROMPT_SHARE * length)} tokens, half of "
             "calibration_length"
+        )
+    if len(usable) < len(prompts):
+        logger.warning(
+            "%s: %d of %d prompts are left out: they have no token, or more than half of calibration_length (%d)",
+            path,
+            len(prompts) - len(usable),
+            len(prompts),
+            length,
         )
     return prompts, usable
 
@@ -164,14 +176,15 @@ def _answer(
         eos_token_id=stop or None,
         pad_token_id=stop[0] if stop else 0,
     )
+    model: Any = source.model  # PyTorch's modules do not declare `generate`
     devices = [source.device] if source.device.type == "cuda" else []
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            rows = source.model.generate(  # type: ignore[operator]  # transformers' mixin
+            rows = model.generate(
                 ids.to(source.device), attention_mask=mask.to(source.device), generation_config=settings
             )
-    except (RuntimeError, ValueError, NotImplementedError, AttributeError, TypeError) as error:
+    except Exception as error:  # models and transformers raise many types
         raise CalibrationError(
             f"model {source.name!r} cannot answer prompts: {one_line(error)}; calibrate on text with --dataset"
         ) from error

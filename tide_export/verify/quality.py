@@ -158,7 +158,7 @@ def _predict(
 def _quality(name: str, read: _Predictions, full: _Predictions) -> Quality:
     nll, top1, layers = (np.concatenate(values) for values in read)
     sizes = np.array([len(values) for values in read.nll])
-    more = np.array([(mine - its).sum() for mine, its in zip(read.nll, full.nll, strict=True)])  # nats, per text
+    more = np.array([(nll - at_full).sum() for nll, at_full in zip(read.nll, full.nll, strict=True)])  # nats, per text
     mean = more.sum() / sizes.sum()
     error = None
     if len(more) > 1:  # of a ratio of sums over texts, by the delta method

@@ -38,7 +38,7 @@ def test_a_threshold_that_float32_rounds_to_the_score_lets_nothing_exit(engine: 
     never = [NEVER_EXIT] * len(engine.manifest.checkpoints)
     batch = engine.start_batch(never, NO_LIMIT, 1.0, 2)
     batch.step({batch.join(): np.array(IDS, np.int32)})
-    score = batch._segments[0].scores[0]  # type: ignore[attr-defined]
+    score = batch._segments[0].scores[0]
     for threshold, segments_run in [
         (np.nextafter(np.float64(score), 0), len(never) + 1),
         (np.nextafter(score, np.float32(0)), 1),

@@ -4,18 +4,23 @@ They take numbers up to 1e-8 for zero, so `x + 1e-8` would become `x`: a norm wi
 for states of zeros, such as the embedding of a padding token.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
 from onnxscript.rewriter._pattern_ir import Constant
 
 
-@contextmanager
-def exact_constants() -> Iterator[None]:
+class _NoTolerance:
+    """Reads as 0 on every constant; what is written is kept for later."""
+
+    def __get__(self, constant: Any, _owner: type) -> float:
+        return 0.0
+
+    def __set__(self, constant: Any, tolerance: float) -> None:
+        constant.__dict__["_abs_tol"] = tolerance
+
+
+def exact_constants() -> AbstractContextManager[Any]:
     """While open, small constants are no zeros for the rules."""
-    keep = lambda constant, tolerance: constant.__dict__.update(_abs_tol=tolerance)  # noqa: E731
-    setattr(Constant, "_abs_tol", property(lambda _: 0.0, keep))  # noqa: B010
-    try:
-        yield
-    finally:
-        delattr(Constant, "_abs_tol")
+    return patch.object(Constant, "_abs_tol", _NoTolerance(), create=True)
