@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tide_export.errors import (
+    AdaptError,
     BuildError,
     BundleError,
     CalibrationError,
@@ -27,6 +28,8 @@ from tide_export.errors import (
 from tide_export.version import __version__
 
 if TYPE_CHECKING:
+    from tide_export.adaptation.config import AdaptConfig
+    from tide_export.adaptation.flow import adapt
     from tide_export.config import TideConfig
     from tide_export.model.structure import ModelStructure, register_adapter
     from tide_export.pipeline.calibrate import calibrate
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from tide_export.verify.validate import validate
 
 __all__ = [
+    "AdaptConfig",
+    "AdaptError",
     "BuildError",
     "BundleError",
     "CalibrationError",
@@ -61,6 +66,7 @@ __all__ = [
     "TuneError",
     "UnsupportedModelError",
     "__version__",
+    "adapt",
     "bench",
     "calibrate",
     "export",
@@ -71,12 +77,14 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AdaptConfig": "adaptation.config",
     "Engine": "runtime.engine",
     "ExportRequest": "pipeline.request",
     "Generation": "runtime.decoding.generation",
     "GenerationConfig": "runtime.config",
     "ModelStructure": "model.structure",
     "TideConfig": "config",
+    "adapt": "adaptation.flow",
     "bench": "runtime.bench",
     "calibrate": "pipeline.calibrate",
     "export": "pipeline.flow",

@@ -41,6 +41,10 @@ class CalibrationError(TideError):
     """Routers cannot be fitted from the text and model given."""
 
 
+class AdaptError(TideError):
+    """A model cannot be trained for early exit, or the result or the state to resume from cannot be written or read."""
+
+
 class RouterFileError(TideError):
     """A router file is unreadable or was made for another depth, width or model."""
 

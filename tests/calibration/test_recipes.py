@@ -1,13 +1,16 @@
 """Every recipe that ships is valid and fits the models it names; a mistake in one's own is told in one line."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tide_export.cli.main import main
 from tide_export.config import TideConfig
+from tide_export.routers.router_set import RouterSet
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "calibration" / "recipes"
@@ -18,6 +21,7 @@ DEPTHS = {  # of models each recipe names
     "gemma": (18, 26, 28, 42),
     "gpt2": (12, 24, 36, 48),
     "gpt_neox": (12, 16, 24, 32),
+    "layerskip": (16, 32, 40),
     "llama": (16, 28, 32),
     "mistral": (32, 40),
     "mixtral": (32,),
@@ -60,6 +64,35 @@ def test_a_recipe_says_what_it_costs_in_memory(name):
     assert checkpoints in {len(config.resolve_checkpoints(depth)) for depth in DEPTHS[name]}
     assert kept == pytest.approx(config.tokens_kept(int(hidden), int(checkpoints) + 1), abs=500)
     assert kept >= config.lens_tokens
+
+
+def test_a_model_trained_to_exit_is_calibrated_as_it_is(tmp_path, monkeypatch):
+    """With the config of a LayerSkip checkpoint (a plain Llama's): no lens, and exits at the identity."""
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+        "num_hidden_layers": 16,
+    }
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    config = AutoConfig.for_model(**described, **sizes, vocab_size=4096, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "layerskip")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "demo" / "demo-llama" / name, tmp_path / "layerskip" / name)
+    less = ["--calibration-samples", "8", "--calibration-length", "16", "--router-epochs", "1", "--checkpoints", "4,8"]
+    text = ["--dataset", str(ROOT / "calibration" / "text" / "python-stdlib.jsonl"), "-q"]
+    output = tmp_path / "routers.safetensors"
+    recipe = str(RECIPES / "layerskip.toml")
+    assert main(["calibrate", str(tmp_path / "layerskip"), "-o", str(output), "--recipe", recipe, *text, *less]) == 0
+    routers = RouterSet.load(output)
+    assert routers.lenses == {}
+    assert routers.provenance["exit_strategy"] == "identity"
 
 
 def refused(capsys, recipe) -> str:

@@ -19,6 +19,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tide_export.cli.adapt import run_adapt
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.torch_environment import prepare
 from tide_export.errors import ConfigError, TideError
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if not word.startswith("-")), None)
     try:
-        options = build_parser(config=command in ("calibrate", "export")).parse_args(words)
+        options = build_parser(config=command in ("adapt", "calibrate", "export")).parse_args(words)
     except ModuleNotFoundError as error:  # pydantic
         return _fail(f"error: {_sentence(error)}", TideError.exit_code)
     prepare()  # before PyTorch is loaded
@@ -204,6 +205,7 @@ def _inspect(options: Namespace) -> int:
 
 
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
+    "adapt": run_adapt,
     "calibrate": _calibrate,
     "export": _export,
     "build": _build,

@@ -5,27 +5,16 @@ function, the recipe or the bundle holds.
 """
 
 import argparse
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+from typing import NoReturn
 
 from tide_export.bundle.manifest import FLAVOURS, NETWORK_PRECISIONS, TARGETS, WEIGHTS
+from tide_export.cli.adapt import add_adapt_options
+from tide_export.cli.fields import field_option, yes_or_no
 from tide_export.thresholds.resolve import MODES
 from tide_export.version import __version__
 
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
 PROGRAM = "tide-export"
 QUALITY_TOKENS = 2048  # of `validate --quality`
-
-
-def _layers(text: str) -> str | tuple[int, ...]:
-    if text == "auto":
-        return text
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto, nor a list of layer counts such as 3,6,9") from None
 
 
 def _thresholds(text: str) -> float | list[float]:
@@ -35,12 +24,6 @@ def _thresholds(text: str) -> float | list[float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a threshold such as 0.85, nor a list of them") from None
     return values[0] if len(values) == 1 else values
-
-
-def _yes_or_no(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not yes or no")
-    return text == "yes"
 
 
 def _threshold_list(text: str) -> list[float]:
@@ -71,6 +54,7 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="From a Hugging Face causal LM to an engine that really skips layers.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_adapt(commands, config)
     _add_calibrate(commands, config)
     _add_export(commands, config)
     _add_build(commands)
@@ -101,32 +85,18 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("calibration and exits (defaults in parentheses)")
     group.add_argument("--recipe", metavar="FILE", help="TOML file with these settings, dashes written as underscores")
     for name, field in TideConfig.model_fields.items():
-        group.add_argument(config_flag(name), dest=name, help=_config_help(field), **_config_type(name, field))
+        group.add_argument(config_flag(name), dest=name, **field_option(name, field))
 
 
-def _config_help(field: "FieldInfo") -> str:
-    default = field.default
-    shown = "" if default is None else f" ({_shown(default)})"
-    return f"{field.description}{shown}"
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "yes" if default else "no"
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _config_type(name: str, field: "FieldInfo") -> dict[str, Any]:
-    """The type, and choices or metavar, of an option for a field."""
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
-    if get_origin(field.annotation) is Literal:
-        return {"choices": get_args(field.annotation)}
-    if name == "checkpoints":
-        return {"type": _layers, "metavar": "N,N"}
-    if kinds == [bool]:
-        return {"type": _yes_or_no, "metavar": "X"}
-    text = "PROMPTS" if name == "self_generated" else "SPEC"
-    return {"type": kinds[0], "metavar": {int: "N", float: "X"}.get(kinds[0], text)}
+def _add_adapt(commands, config: bool) -> None:
+    parser = _command(
+        commands,
+        "adapt",
+        "Train a model so that its early layers agree with its last one, before `calibrate`.",
+        SPEC_HELP,
+    )
+    _add_trust(parser)
+    add_adapt_options(parser, config)
 
 
 def _add_calibrate(commands, config: bool) -> None:
@@ -173,7 +143,7 @@ def _add_export(commands, config: bool) -> None:
         metavar="N",
         help="int8, int4: matmuls in 0 any type, 1 float32, 2 float16, 3 bfloat16, 4 int8 (4, much the fastest)",
     )
-    parser.add_argument("--symmetric", type=_yes_or_no, metavar="X", help="int8, int4: no zero points, yes or no (yes)")
+    parser.add_argument("--symmetric", type=yes_or_no, metavar="X", help="int8, int4: no zero points, yes or no (yes)")
     parser.add_argument(
         "--no-engines", dest="engines", action="store_false", help="build no engines: `build` does, on another machine"
     )

@@ -36,7 +36,7 @@ FLOORS = (
     ("lower",),
     ("engines",),
     ("report", "tuning", "verify"),
-    ("pipeline",),
+    ("adaptation", "pipeline"),
     ("cli",),
     (PACKAGE,),
 )

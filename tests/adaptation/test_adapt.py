@@ -1,0 +1,295 @@
+"""Early-exit training on a tiny model: what it learns and keeps, what it writes, how it goes on after a kill."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_configs import small_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from tide_export.adaptation import training
+from tide_export.adaptation.config import AdaptConfig
+from tide_export.adaptation.flow import adapt
+from tide_export.adaptation.layer_dropout import dropped_layers, skip_rates
+from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weights
+from tide_export.adaptation.training import learning_rate
+from tide_export.errors import AdaptError, ConfigError
+from tide_export.model.source import wrap_model
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+LAYERS = 4
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """A random Llama whose layers matter, in bfloat16, with the demo model's tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = small_llama(4096, 32, LAYERS, 64)
+        config.initializer_range = 0.3
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo_model / name, folder / name)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    lines = (ROOT / "calibration" / "text" / "python-stdlib.jsonl").read_text().splitlines()[:8]
+    rows = [{"text": json.loads(line)["text"][:1500]} for line in lines]
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def config(text: str, **options) -> AdaptConfig:
+    given = {"tokens": STEPS * 4 * 32, "length": 32, "checkpoints": (1, 2), "held_out_tokens": 128, "save_minutes": 0.0}
+    return AdaptConfig(dataset=text, **{**given, "precision": "fp32", "label_share": 0.0, **options})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, text: str, tmp_path_factory: pytest.TempPathFactory):
+    output = tmp_path_factory.mktemp("trained") / "model"
+    report = adapt(str(model), output, config(text, layer_dropout=0.1, micro_batch=3))
+    assert report is not None
+    return report, output
+
+
+def test_early_layers_learn_and_full_depth_stays(demo_model: Path, tmp_path: Path) -> None:
+    text = str(ROOT / "calibration" / "text" / "python-stdlib.jsonl")
+    settings = config(text, tokens=25 * 256, length=64, held_out_tokens=512, full_weight=2.0, save_minutes=5.0)
+    report = adapt(str(demo_model), tmp_path / "out", settings)
+    assert report is not None
+    for layers in (1, 2):
+        assert report.after.agreement[layers - 1] > report.before.agreement[layers - 1] + 0.03
+    assert report.same_tokens > 0.75
+    assert report.after.perplexity < 1.2 * report.before.perplexity
+
+
+def test_the_output_is_a_plain_model(trained, model: Path) -> None:
+    report, output = trained
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, output))
+    assert after == before
+    assert weights(output).keys() == weights(model).keys()
+    assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a"
+    assert (output / "generation_config.json").read_text() == (model / "generation_config.json").read_text()
+    assert json.loads((output / "adapt.json").read_text()) == json.loads(json.dumps(report.as_dict()))
+    assert (output / "adapt.png").stat().st_size > 1000
+    assert {file.stat().st_mode & 0o777 for file in output.iterdir()} == {
+        (output / "config.json").stat().st_mode & 0o777
+    }
+    assert [entry.name for entry in output.parent.iterdir()] == ["model"]  # the state to resume from is gone
+    assert "agrees after 2 layers" in report.render()
+
+
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
+    trained, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, steps = training.Trainer._step, []
+
+    def interrupted(trainer):
+        steps.append(trainer.step)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return original(trainer)
+
+    monkeypatch.setattr(training.Trainer, "_step", interrupted)
+    settings = config(text, layer_dropout=0.1, micro_batch=3)
+    with pytest.raises(KeyboardInterrupt):
+        adapt(str(model), tmp_path / "out", settings)
+    assert [entry.name for entry in tmp_path.iterdir()] == [".out.adapt"]
+    with pytest.raises(AdaptError, match=r"training with seed 0, not 7: give the same settings"):
+        adapt(str(model), tmp_path / "out", settings.model_copy(update={"seed": 7}))
+    report = adapt(str(model), tmp_path / "out", settings)
+    assert steps[:7] == [0, 1, 2, 3, 4, 5, 5]
+    assert report is not None
+    assert report.before == trained[0].before
+    expected, found = weights(trained[1]), weights(tmp_path / "out")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert any(not torch.equal(found[name], before) for name, before in weights(model).items())
+
+
+def test_lora_is_merged(model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tide_export.adaptation.lora import Lora
+
+    merge, seen = Lora.merge, {}
+    ids = torch.arange(8)[None]
+
+    def compared(lora):
+        inner = lora._model.base_model.model
+        with torch.no_grad(), lora.original():
+            seen["original"] = inner(ids).logits
+        with torch.no_grad():
+            seen["unmerged"] = inner(ids).logits
+            merge(lora)
+            seen["merged"] = inner(ids).logits
+
+    monkeypatch.setattr(Lora, "merge", compared)
+    assert adapt(str(model), tmp_path / "out", config(text, lora_rank=4)) is not None
+    torch.testing.assert_close(seen["merged"], seen["unmerged"], atol=1e-4, rtol=1e-4)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(seen["original"], before(ids).logits, atol=1e-4, rtol=1e-4)
+    assert (seen["merged"] - seen["original"]).abs().max() > 1e-3
+    assert weights(tmp_path / "out").keys() == weights(model).keys()
+
+
+def test_lora_without_peft(model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(AdaptError, match=r"needs the package peft: pip install 'tide_export\[adapt\]'"):
+        adapt(str(model), tmp_path / "out", config(text, lora_rank=4))
+
+
+def test_the_gradient_is_that_of_the_loss_as_a_whole(model: Path) -> None:
+    """In blocks and on padded sequences, as without both."""
+    source, teacher = (wrap_model(LlamaForCausalLM.from_pretrained(model, dtype=torch.float32), "tiny") for _ in "ab")
+    source.model.requires_grad_(True)
+    with torch.no_grad():
+        for weight in source.model.parameters():
+            weight.mul_(1.1)
+    ids, settings = torch.randint(1, 4096, (2, 9)), AdaptConfig(full_weight=2.0, label_share=0.25)
+    lengths = torch.tensor([9, 6])
+    chosen = exit_weights((1, 3), LAYERS, settings)
+
+    def log_probabilities(one, row, layers):
+        with one.structure.captured([layers]) as states:
+            one.model(ids[row : row + 1, : lengths[row]])
+        return one.model.lm_head(one.model.model.norm(states[layers]))[0].log_softmax(-1)
+
+    loss = torch.zeros(())
+    for row in range(2):
+        with torch.no_grad():
+            expected = log_probabilities(teacher, row, LAYERS)
+        full = log_probabilities(source, row, LAYERS)
+        following = ids[row, 1 : lengths[row]]
+        loss = loss + 2.0 * 0.25 * torch.nn.functional.nll_loss(full[:-1], following, reduction="sum")
+        loss = loss + 2.0 * 0.75 * torch.nn.functional.kl_div(full, expected, log_target=True, reduction="sum")
+        for layers, weight in chosen.items():
+            loss = loss - weight * (full.detach().exp() * log_probabilities(source, row, layers)).sum()
+    (loss / 15).backward()
+    wanted = [parameter.grad.clone() for parameter in source.model.parameters()]
+    source.model.zero_grad()
+    states, original = source.structure.captured([1, 3, LAYERS]), teacher.raw_states(ids, [LAYERS])[LAYERS]
+    with states as raw:
+        source.model(ids)
+    accumulate_gradients(source, raw, (teacher, original), Batch(ids, lengths), chosen, settings, 15)
+    for parameter, gradient in zip(source.model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_dropped_layers_pass_their_sequences_unchanged(model: Path) -> None:
+    source = wrap_model(LlamaForCausalLM.from_pretrained(model, dtype=torch.float32), "tiny")
+    ids = torch.randint(1, 4096, (8, 5))
+    with dropped_layers(source.structure, [0.0, 0.5, 0.0, 0.0], 8, torch.Generator().manual_seed(0)):
+        states = source.raw_states(ids, [1, 2])
+    same = [bool(torch.equal(a, b)) for a, b in zip(states[1], states[2], strict=True)]
+    assert same == (torch.rand(8, generator=_after(0, 8)) < 0.5).tolist()
+    assert 0 < sum(same) < 8
+    assert skip_rates(5, 0.2)[0] == 0
+    assert skip_rates(5, 0.2)[4] == pytest.approx(0.2)
+
+
+def _after(seed: int, draws: int) -> torch.Generator:
+    generator = torch.Generator().manual_seed(seed)
+    torch.rand(draws, generator=generator)
+    return generator
+
+
+def test_weights_grow_with_depth_and_the_rate_warms_up_and_falls() -> None:
+    found = exit_weights((4, 8, 12), 16, AdaptConfig(early_weight=2.0, depth_power=1.0))
+    assert list(found.values()) == pytest.approx([2 * 4 / 24, 2 * 8 / 24, 2 * 12 / 24])
+    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
+    assert rates.index(max(rates)) in (4, 5)
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[-1] < 0.06
+
+
+class TestRefusals:
+    def test_output_exists(self, model: Path, text: str, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        with pytest.raises(AdaptError, match=r"out' already exists: choose another name or delete it"):
+            adapt(str(model), tmp_path / "out", config(text))
+
+    def test_output_cannot_be_written(self, model: Path, text: str, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(AdaptError, match=r"cannot write to .*file: "):
+            adapt(str(model), tmp_path / "file" / "out", config(text))
+        assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+    def test_full_disk(self, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+        with pytest.raises(
+            AdaptError, match=r"no space left on the disk for the model in .*: it takes .* and 1.0 kB are"
+        ):
+            adapt(str(model), tmp_path / "out", config(text))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_disk_fills_while_training(
+        self, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(state, file):
+            Path(file).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(torch, "save", full)
+        with pytest.raises(AdaptError, match=r"cannot save the training to .*training.pt: no space left on the disk"):
+            adapt(str(model), tmp_path / "out", config(text))
+        assert list((tmp_path / ".out.adapt").iterdir()) == []
+
+    def test_quantized_model(self, model: Path, text: str, tmp_path: Path) -> None:
+        shutil.copytree(model, tmp_path / "gptq")
+        described = json.loads((model / "config.json").read_text())
+        described["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        (tmp_path / "gptq" / "config.json").write_text(json.dumps(described))
+        for name, what in ((str(tmp_path / "gptq"), "GPTQ, 4 bits"), (str(tmp_path / "model.gguf"), "GGUF")):
+            with pytest.raises(AdaptError, match=rf"is quantized \({what}\): train the model it was made from"):
+                adapt(name, tmp_path / "out", config(text))
+
+    def test_text_too_short(self, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "short.jsonl").write_text('{"text": "import os"}\n')
+        with pytest.raises(AdaptError, match=r"short.jsonl' is too short: it gives 1 sequences of 1 documents"):
+            adapt(str(model), tmp_path / "out", config(str(tmp_path / "short.jsonl")))
+
+    def test_loss_not_finite(self, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The state before is kept, and a smaller learning rate goes on from it."""
+        monkeypatch.setattr(training, "learning_rate", lambda step, *_: float("nan") if step == 3 else 1e-3)
+        with pytest.raises(AdaptError) as raised:
+            adapt(str(model), tmp_path / "out", config(text))
+        assert str(raised.value).startswith(f"the training diverged after 4 of {STEPS} steps, a loss or weight is not")
+        assert str(raised.value).endswith(f"the last good state is in {tmp_path}/.out.adapt/training.pt")
+        monkeypatch.undo()
+        assert adapt(str(model), tmp_path / "out", config(text, learning_rate=1e-4)) is not None
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"checkpoints": (4,)}, r"checkpoints must lie in 1..3"),
+            ({"checkpoint_interval": 9, "checkpoints": None}, "9 leaves"),
+        ],
+    )
+    def test_no_such_checkpoint(self, model: Path, text: str, tmp_path: Path, options, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            adapt(str(model), tmp_path / "out", config(text, **options))
+
+    def test_option_out_of_range(self) -> None:
+        with pytest.raises(ConfigError, match=r"option tokens: Input should be greater than or equal to 1 \(got 0\)"):
+            AdaptConfig.from_options(tokens=0)
+
+    def test_damaged_state(self, model: Path, text: str, tmp_path: Path) -> None:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "training.pt").write_bytes(b"PK\x03\x04 half")
+        with pytest.raises(AdaptError, match=r"training.pt is damaged \(.*\): delete it to begin anew"):
+            adapt(str(model), tmp_path / "out", config(text), cache=tmp_path / "cache")

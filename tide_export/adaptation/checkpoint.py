@@ -1,0 +1,75 @@
+"""Keeps the state of a training on the disk, so that one that was interrupted goes on from there.
+
+A state is one file, written under a temporary name and renamed: after a kill there is the last whole state or none.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tide_export.errors import AdaptError, first_line
+from tide_export.files import TEMPORARY, failure, fsync
+
+STATE_FILE = "training.pt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a training in `folder`.
+
+    Attributes:
+        settings: what a training must have in common with the one that wrote the state, to go on from it.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+
+    @property
+    def file(self) -> Path:
+        return self.folder / STATE_FILE
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replaces the state.
+
+        Raises:
+            AdaptError: it cannot be written; the one before is kept.
+        """
+        temporary = self.folder / f"{STATE_FILE}.{TEMPORARY}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save({"settings": self.settings, **state}, temporary)
+            fsync(temporary)
+            temporary.replace(self.file)
+            fsync(self.folder)
+        except (OSError, RuntimeError) as error:  # PyTorch's writer raises RuntimeError on a full disk
+            temporary.unlink(missing_ok=True)
+            raise AdaptError(f"cannot save the training to {self.file}: {failure(error, self.folder)}") from error
+
+    def load(self) -> dict[str, Any] | None:
+        """Returns the state; None where there is none.
+
+        Raises:
+            AdaptError: it cannot be read, or a training with other settings wrote it.
+        """
+        if not self.file.exists():
+            return None
+        try:
+            state = torch.load(self.file, map_location="cpu", weights_only=True)
+            written = state["settings"]
+        except Exception as error:  # zipfile, pickle and PyTorch raise many types
+            raise AdaptError(f"{self.file} is damaged ({first_line(error)}): delete it to begin anew") from error
+        for name, value in self.settings.items():
+            if written.get(name) != value:
+                raise AdaptError(
+                    f"{self.file} is of a training with {name} {written.get(name)!r}, not {value!r}: give the same "
+                    "settings to continue it, or delete it to begin anew"
+                )
+        return state
+
+    def remove(self) -> None:
+        """Removes the state, and the folder if nothing else is in it."""
+        self.file.unlink(missing_ok=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()

@@ -1,0 +1,167 @@
+"""`tide-export adapt`: loads a model, measures it, trains it to exit early, measures it again and writes it."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tide_export.adaptation.checkpoint import Checkpoint
+from tide_export.adaptation.config import AdaptConfig
+from tide_export.adaptation.lora import Lora
+from tide_export.adaptation.losses import Batch
+from tide_export.adaptation.output import check_output, check_space, round_weights, write_model
+from tide_export.adaptation.quality import Quality, measure
+from tide_export.adaptation.report import AdaptReport
+from tide_export.adaptation.training import Trainer, padded
+from tide_export.calibration.distributed import Processes
+from tide_export.calibration.fast_attention import fast_attention
+from tide_export.data.documents import Documents
+from tide_export.data.sequences import TokenSequence, load_tokenizer, read_sequences
+from tide_export.errors import AdaptError, ModelError
+from tide_export.model.pretrained import is_gguf, read_config
+from tide_export.model.quantized_checkpoints import prepare_quantized
+from tide_export.model.source import SourceModel, load_model
+from tide_export.progress import stage
+
+logger = logging.getLogger("tide_export")
+
+# A training may go on with other values of these.
+CHANGEABLE = {"learning_rate", "precision", "micro_batch", "save_minutes", "clip"}
+
+
+def adapt(
+    model: str,
+    output: str | os.PathLike[str],
+    config: AdaptConfig | None = None,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+) -> AdaptReport | None:
+    """Trains `model` (folder or hub id) for early exit and writes it to the folder `output`, as Hugging Face has it.
+
+    A run that was interrupted goes on from the last state in `cache` when it is started again.
+
+    Args:
+        cache: a folder for the state (a hidden folder beside the output).
+        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
+
+    Returns:
+        The report; None in all but the main one of several processes.
+
+    Raises:
+        AdaptError: the model is quantized; too little text; the output exists or cannot be written; a loss is not
+            finite; peft is missing.
+        TideError: the model or the text cannot be read.
+    """
+    config, target = config or AdaptConfig(), Path(output).absolute()
+    folder = target.parent / f".{target.name}.adapt" if cache is None else Path(cache)
+    check_output(target, Checkpoint(folder, {}))
+    dtype = _stored_dtype(model, trust_remote_code)
+    processes = Processes.current()
+    device = f"cuda:{processes.rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    with stage("loading the model"):
+        source = load_model(model, device=device, trust_remote_code=trust_remote_code)
+    exits = config.exits(source.num_layers)
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    documents = Documents(config.dataset)
+    with stage("reading text"):
+        texts, held_out = _read(documents, source, tokenizer, config)
+    steps = -(-config.tokens // max(1, round(config.batch * float(np.mean([len(text.ids) for text in texts])))))
+    settings = config.model_dump(mode="json", exclude=CHANGEABLE) | {"exits": list(exits), "steps": steps}
+    settings |= {"model": source.weights_sha256, "text": documents.sha256}
+    checkpoint = Checkpoint(folder, settings)
+    saved = checkpoint.load()
+    measured = [
+        padded(held_out[i : i + config.micro_batch], source.device) for i in range(0, len(held_out), config.micro_batch)
+    ]
+
+    with fast_attention(source, texts[0].ids.tolist(), [source.num_layers]):
+        before = _measure_before(source, measured, saved) if processes.main else None
+        lora = Lora(source, config.lora_rank, config.seed) if config.lora_rank else None
+        trainer = Trainer(source, texts, config, exits, steps, checkpoint, lora)
+        check_space(source, target, checkpoint, dtype, sum(weight.numel() for weight in trainer.parameters))
+        if saved is not None:
+            trainer.resume(saved)
+            logger.info("going on after step %d of %d, saved in %s", trainer.step, steps, checkpoint.file)
+        with processes.stage("training", float(steps)) as advance:
+            advance(trainer.step)
+            trainer.train({} if before is None else {"before": asdict(before)}, advance)
+        if before is None:  # another process than the main one
+            return None
+        if lora is not None:
+            lora.merge()
+        round_weights(source, dtype)
+        with stage("measuring the result"):
+            after = measure(source, measured)
+    tokens = steps * config.batch * round(float(np.mean([len(text.ids) for text in texts])))
+    recorded = settings | config.model_dump(mode="json", include=CHANGEABLE) | {"source": model}
+    report = AdaptReport(str(output), recorded, exits, tokens, before, after)
+    with stage("writing the model"):
+        write_model(source, tokenizer, target, dtype, report.write)
+    checkpoint.remove()
+    return report
+
+
+def _stored_dtype(model: str, trust_remote_code: bool) -> torch.dtype:
+    """Returns the dtype of the model's weights on the disk.
+
+    Raises:
+        AdaptError: they are quantized.
+    """
+    config = None if is_gguf(model) else read_config(model, trust_remote_code)
+    quantized = "GGUF" if config is None else prepare_quantized(config, model)
+    if config is None or quantized is not None:
+        raise AdaptError(
+            f"{model} is quantized ({quantized}): train the model it was made from, and quantize the result again"
+        )
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
+
+
+def _read(
+    documents: Documents, source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: AdaptConfig
+) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Reads the text to train on, and of other documents the text to measure on.
+
+    Raises:
+        AdaptError: too little text, or a token that the model does not know.
+    """
+    length = min(config.length, source.context_length or config.length)
+    limit = -(-(config.tokens + config.held_out_tokens) // length) * 5 // 4 + 2
+    sequences = [sequence for sequence in read_sequences(documents, tokenizer, length, limit) if len(sequence.ids) > 1]
+    total, order = sum(len(one.ids) for one in sequences), np.random.default_rng(config.seed)
+    held, wanted = set[int](), min(config.held_out_tokens, total // 5)
+    taken = 0
+    numbers = order.permutation(sorted({sequence.document for sequence in sequences})).tolist()
+    for number in numbers[: len(numbers) // 2]:
+        if taken < wanted:
+            held.add(number)
+            taken += sum(len(one.ids) for one in sequences if one.document == number)
+    texts = [sequence for sequence in sequences if sequence.document not in held]
+    held_out = [sequence for sequence in sequences if sequence.document in held]
+    if not held_out or len(texts) < config.batch:
+        raise AdaptError(
+            f"dataset {config.dataset!r} is too short: it gives {len(sequences)} sequences of {len(numbers)} documents "
+            f"and training needs {config.batch} (--batch) and another document"
+        )
+    held_out = held_out[: max(1, -(-config.held_out_tokens // length))]
+    largest = max(int(sequence.ids.max()) for sequence in sequences)
+    if largest >= source.vocab_size:
+        raise ModelError(f"the tokenizer gives token {largest}, and the model knows {source.vocab_size}")
+    return texts, held_out
+
+
+def _measure_before(source: SourceModel, batches: Sequence[Batch], saved: dict[str, Any] | None) -> Quality:
+    if saved is not None:
+        return Quality(**saved["before"])
+    with stage("measuring the model"):
+        quality = measure(source, batches)
+    if not np.isfinite(quality.perplexity):
+        raise AdaptError("the model's perplexity on the held-out text is not finite: it cannot be trained on this text")
+    return quality

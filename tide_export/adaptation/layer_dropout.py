@@ -1,0 +1,40 @@
+"""Skips layers for some sequences while training, deeper ones more often, so that the model depends less on them."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from tide_export.model.structure import ModelStructure, first_tensor, with_first_tensor
+
+
+def skip_rates(num_layers: int, largest: float) -> list[float]:
+    """Returns the share of sequences that skip each layer: 0 at the first, `largest` at the last, exponential between
+    (LayerSkip, https://arxiv.org/abs/2404.16710, equation 2)."""
+    return [largest * (math.exp(math.log(2) * layer / max(1, num_layers - 1)) - 1) for layer in range(num_layers)]
+
+
+@contextmanager
+def dropped_layers(
+    structure: ModelStructure, rates: Sequence[float], sequences: int, generator: torch.Generator
+) -> Iterator[None]:
+    """While open, each of `sequences` sequences of a batch passes a layer unchanged with the layer's rate."""
+
+    def hook(skipped: torch.Tensor):
+        def skip(_module, args, kwargs, output):
+            states = first_tensor(output)
+            before = args[0] if args else kwargs["hidden_states"]
+            batch = 0 if structure.streams is None else 1
+            shape = [-1 if axis == batch else 1 for axis in range(states.ndim)]
+            mixed = torch.where(skipped.to(states.device).view(shape), before.to(states.dtype), states)
+            return with_first_tensor(output, mixed)
+
+        return skip
+
+    with ExitStack() as hooks:
+        for layer, rate in zip(structure.layers, rates, strict=True):
+            skipped = torch.rand(sequences, generator=generator) < rate
+            if bool(skipped.any()):
+                hooks.enter_context(layer.register_forward_hook(hook(skipped), with_kwargs=True))
+        yield

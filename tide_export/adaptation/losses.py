@@ -1,0 +1,108 @@
+"""The loss of a batch and its gradient: full depth stays what it was, early exits learn full depth's distribution.
+
+As LayerSkip (Elhoushi et al., https://arxiv.org/abs/2404.16710), every exit uses the model's own norm and head and its
+loss weighs more with depth. Unlike it, the label of an exit is a distribution: that of the model's own full depth. Full
+depth learns the next token, and the distribution of the frozen original (self-distillation).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from tide_export.adaptation.config import AdaptConfig
+from tide_export.calibration.labels import blocks
+from tide_export.model.source import SourceModel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one step or a part of them.
+
+    Attributes:
+        ids: int64 [B, S], shorter sequences padded on the right.
+        lengths: int64 [B], their tokens.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+
+    def positions(self) -> torch.Tensor:
+        """Returns the indices of tokens, not padding, in the flattened [B * S], int64 [n]."""
+        inside = torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths[:, None]
+        return inside.flatten().nonzero()[:, 0]
+
+    def labels(self) -> torch.Tensor:
+        """Returns the next token at each of `positions`, int64 [n]; -100 at a sequence's last one."""
+        following = torch.cat([self.ids[:, 1:], self.ids[:, :1]], dim=1)
+        following = following.scatter(1, self.lengths[:, None] - 1, -100)
+        return following.flatten()[self.positions()]
+
+    def parts(self, size: int) -> "list[Batch]":
+        """Splits into batches of at most `size` sequences, each cut to its longest."""
+        pairs = zip(self.ids.split(size), self.lengths.split(size), strict=True)
+        return [Batch(ids[:, : int(lengths.max())], lengths) for ids, lengths in pairs]
+
+
+def exit_weights(exits: Sequence[int], num_layers: int, config: AdaptConfig) -> dict[int, float]:
+    """Returns the weight of each exit's loss; they sum to `config.early_weight`."""
+    weights = {layers: (layers / num_layers) ** config.depth_power for layers in exits}
+    return {layers: config.early_weight * weight / sum(weights.values()) for layers, weight in weights.items()}
+
+
+def accumulate_gradients(
+    source: SourceModel,
+    states: Mapping[int, torch.Tensor],
+    original: tuple[SourceModel, torch.Tensor],
+    batch: Batch,
+    weights: Mapping[int, float],
+    config: AdaptConfig,
+    tokens: int,
+) -> dict[int, torch.Tensor]:
+    """Adds the gradient of the batch's loss to the parameters of `source`.
+
+    Logits exist for a block of tokens at a time: their gradient is accumulated on the states, and the layers' backward
+    pass follows once.
+
+    Args:
+        states: layers -> raw states [B, S, D] with their graph, of every exit in `weights` and of full depth.
+        original: the frozen model, and its raw states after the last layer.
+        weights: of each exit's loss.
+        tokens: the step's, by which the sums of losses are divided.
+
+    Returns:
+        layers -> the sum of the losses over the batch's tokens, unweighted: cross entropy with full depth's
+        distribution of each exit; the divergence of full depth from the original.
+    """
+    positions, labels = batch.positions(), batch.labels()
+    teacher, teacher_states = original[0], original[1].flatten(0, 1)[positions]
+    leaves = {layers: state.detach().flatten(0, 1)[positions].requires_grad_() for layers, state in states.items()}
+    sums = {layers: torch.zeros((), device=labels.device) for layers in states}
+    for rows in blocks(source, len(positions)):
+        with torch.no_grad():
+            expected = _log_probabilities(teacher, teacher_states[rows])
+        full = _log_probabilities(source, leaves[source.num_layers][rows])
+        divergence = (expected.exp() * (expected - full)).sum()
+        next_token = torch.nn.functional.nll_loss(full, labels[rows], ignore_index=-100, reduction="sum")
+        kept = config.full_weight * (1 - config.label_share) * divergence
+        loss = kept + config.full_weight * config.label_share * next_token
+        sums[source.num_layers] += divergence.detach()
+        target = full.detach().exp()
+        for layers, weight in weights.items():
+            early = -(target * _log_probabilities(source, leaves[layers][rows])).sum()
+            sums[layers] += early.detach()
+            loss = loss + weight * early
+        (loss / tokens).backward()
+    gradients = []
+    for layers, state in states.items():
+        gradient = torch.zeros_like(state).flatten(0, 1)
+        gradient[positions] = cast(torch.Tensor, leaves[layers].grad)
+        gradients.append(gradient.view_as(state))
+    torch.autograd.backward(list(states.values()), gradients)
+    return sums
+
+
+def _log_probabilities(source: SourceModel, raw: torch.Tensor) -> torch.Tensor:
+    """Computes float32 log-probabilities [n, V] of raw states [n, D]."""
+    return source.head(source.normalize(raw)[None])[0].float().log_softmax(-1)

@@ -1,0 +1,218 @@
+"""The training loop: steps over shuffled text, gradients, learning rate, checkpoints; stops where a loss is not finite.
+
+Step `n` depends on the parameters, the optimizer's state and `n` alone (order and dropout are drawn from seed and `n`),
+so a training that resumes gives the weights of one that was not interrupted.
+"""
+
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide_export.adaptation.checkpoint import Checkpoint
+from tide_export.adaptation.config import AdaptConfig
+from tide_export.adaptation.layer_dropout import dropped_layers, skip_rates
+from tide_export.adaptation.lora import Lora
+from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weights
+from tide_export.calibration.distributed import Processes
+from tide_export.data.sequences import TokenSequence
+from tide_export.errors import AdaptError
+from tide_export.model.source import SourceModel, wrap_model
+
+logger = logging.getLogger("tide_export")
+
+WARM_UP = 0.05  # of the steps
+FINAL_RATE = 0.05  # of the learning rate, at the end of the cosine
+BETAS = (0.9, 0.95)
+LOG_SECONDS = 60.0
+
+
+@dataclass
+class Trainer:
+    """A training of `source`.
+
+    Attributes:
+        texts: the sequences to train on.
+        exits: checkpoints that learn to exit.
+        steps: in all.
+        lora: the matrices that are trained; None where every weight is.
+    """
+
+    source: SourceModel
+    texts: Sequence[TokenSequence]
+    config: AdaptConfig
+    exits: tuple[int, ...]
+    steps: int
+    checkpoint: Checkpoint
+    lora: Lora | None
+
+    def __post_init__(self) -> None:
+        if self.lora is None:
+            self.teacher = wrap_model(copy.deepcopy(self.source.model), self.source.name)
+            self.source.model.requires_grad_(True)
+        else:
+            self.teacher = self.source
+        self.parameters = [weight for weight in self.source.model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=BETAS, weight_decay=0.0)
+        self.processes = Processes.current()
+        self.step = 0
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+        with torch.no_grad():
+            for parameter, saved in zip(self.parameters, state["parameters"], strict=True):
+                parameter.copy_(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def state(self) -> dict[str, Any]:
+        """What `resume` needs."""
+        return {
+            "step": self.step,
+            "parameters": [parameter.detach() for parameter in self.parameters],
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def train(self, more_state: dict[str, Any], advance: Callable[[float], None]) -> None:
+        """Runs the steps that are left.
+
+        Args:
+            more_state: saved with the state.
+            advance: called after each step.
+
+        Raises:
+            AdaptError: the loss or the gradient is not finite; the state cannot be saved. The last state is kept.
+        """
+        began = saved = logged = time.monotonic()
+        first = self.step
+        while self.step < self.steps:
+            losses = self._step()
+            self.step += 1
+            advance(1)
+            now = time.monotonic()
+            if not self.processes.main:
+                continue
+            if now - logged >= LOG_SECONDS:
+                left = (now - began) / (self.step - first) * (self.steps - self.step) / 60
+                logger.info("step %d of %d, %.0f minutes left: %s", self.step, self.steps, left, losses)
+                logged = now
+            if now - saved >= 60 * self.config.save_minutes and self.step < self.steps:
+                if not all(bool(torch.isfinite(parameter).all()) for parameter in self.parameters):
+                    raise self._diverged()
+                self.checkpoint.save(self.state() | more_state)
+                saved = time.monotonic()
+        for parameter in self.source.model.parameters():
+            parameter.requires_grad_(False)
+
+    def _step(self) -> str:
+        """Changes the weights by one batch; returns its losses in words."""
+        config, source = self.config, self.source
+        batch = self._batch(self.step)
+        count = config.exits_per_step or len(self.exits)
+        start = self.step * count
+        chosen = sorted({self.exits[(start + index) % len(self.exits)] for index in range(count)})
+        weights = exit_weights(chosen, source.num_layers, config)
+        tokens = int(batch.lengths.sum())
+        totals: dict[int, float] = dict.fromkeys([*chosen, source.num_layers], 0.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = batch.parts(min(config.micro_batch, -(-config.batch // self.processes.count)))
+        for number, part in enumerate(parts):
+            if number % self.processes.count != self.processes.rank:
+                continue
+            generator = torch.Generator().manual_seed((config.seed * 1_000_003 + self.step) * 1009 + number)
+            for layers, loss in self._part(part, weights, tokens, generator).items():
+                totals[layers] += float(loss) / tokens
+        self._share_gradients()
+        totals = {layers: sum(values[layers] for values in self.processes.gather(totals)) for layers in totals}
+        norm = float(torch.nn.utils.clip_grad_norm_([p for p in self.parameters if p.grad is not None], config.clip))
+        if not math.isfinite(norm) or not all(map(math.isfinite, totals.values())):
+            raise self._diverged()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.steps, config.learning_rate)
+        self.optimizer.step()
+        *early, full = (f"{layers}: {loss:.3f}" for layers, loss in totals.items())
+        return f"cross entropy after layers {', '.join(early)}; full depth from the original {full.split(': ')[1]}"
+
+    def _diverged(self) -> AdaptError:
+        file = self.checkpoint.file
+        kept = f"the last good state is in {file}" if file.exists() else "no state was saved yet"
+        return AdaptError(
+            f"the training diverged after {self.step} of {self.steps} steps, a loss or weight is not finite: go on "
+            f"with a lower --learning-rate, or with --precision fp32; {kept}"
+        )
+
+    def _part(
+        self, part: Batch, weights: dict[int, float], tokens: int, generator: torch.Generator
+    ) -> dict[int, torch.Tensor]:
+        source, depth = self.source, self.source.num_layers
+        original = nullcontext() if self.lora is None else self.lora.original()
+        rates = skip_rates(depth, self.config.layer_dropout)
+        with autocast(source.device, self.config):
+            with torch.no_grad(), original:
+                teacher_states = self.teacher.raw_states(part.ids, [depth])[depth]
+            with ExitStack() as hooks:
+                hooks.enter_context(dropped_layers(source.structure, rates, len(part.ids), generator))
+                states = hooks.enter_context(source.structure.captured([*weights, depth]))
+                hooks.enter_context(source.structure.last_position_only())
+                source.model(input_ids=part.ids, use_cache=False)
+            return accumulate_gradients(
+                source, states, (self.teacher, teacher_states), part, weights, self.config, tokens
+            )
+
+    def _batch(self, step: int) -> Batch:
+        size = self.config.batch
+        chosen = []
+        for index in range(step * size, (step + 1) * size):
+            epoch, position = divmod(index, len(self.texts))
+            order = np.random.default_rng([self.config.seed, epoch]).permutation(len(self.texts))
+            chosen.append(self.texts[order[position]])
+        return padded(chosen, self.source.device)
+
+    def _share_gradients(self) -> None:
+        """Sums the gradients of all processes, which each have their sequences'."""
+        if self.processes.count == 1:
+            return
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad)
+
+
+def padded(sequences: Sequence[TokenSequence], device: torch.device) -> Batch:
+    """Makes one batch of sequences."""
+    lengths = [len(sequence.ids) for sequence in sequences]
+    ids = torch.zeros(len(sequences), max(lengths), dtype=torch.long)
+    for row, sequence in zip(ids, sequences, strict=True):
+        row[: len(sequence.ids)] = torch.from_numpy(sequence.ids)
+    return Batch(ids.to(device), torch.tensor(lengths, device=device))
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Returns the learning rate of a step: a linear warm-up, then a cosine."""
+    warm_up = max(1, math.ceil(WARM_UP * steps))
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return peak * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+@contextmanager
+def autocast(device: torch.device, config: AdaptConfig) -> Iterator[None]:
+    """While open, matmuls are bfloat16 where `config.precision` and the device allow."""
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else fast_bfloat16()
+    enabled = config.precision == "bf16" or (config.precision == "auto" and fast)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+        yield
+
+
+def fast_bfloat16() -> bool:
+    """Tells whether this CPU multiplies bfloat16 matrices by instructions of its own."""
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))

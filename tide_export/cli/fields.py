@@ -1,0 +1,49 @@
+"""Makes command-line options of the fields of pydantic settings."""
+
+import argparse
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+
+def field_option(name: str, field: "FieldInfo") -> dict[str, Any]:
+    """Returns help, type, and choices or metavar, of an option for a field."""
+    default = field.default
+    shown = "" if default is None else f" ({_shown(default)})"
+    return {"help": f"{field.description}{shown}", **_field_type(name, field)}
+
+
+def yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not yes or no")
+    return text == "yes"
+
+
+def _layers(text: str) -> str | tuple[int, ...]:
+    if text == "auto":
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, nor a list of layer counts such as 3,6,9") from None
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _field_type(name: str, field: "FieldInfo") -> dict[str, Any]:
+    """The type, and choices or metavar, of an option for a field."""
+    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType] or [field.annotation]
+    if get_origin(field.annotation) is Literal:
+        return {"choices": get_args(field.annotation)}
+    if name == "checkpoints":
+        return {"type": _layers, "metavar": "N,N"}
+    if kinds == [bool]:
+        return {"type": yes_or_no, "metavar": "X"}
+    text = "PROMPTS" if name == "self_generated" else "SPEC"
+    return {"type": kinds[0], "metavar": {int: "N", float: "X"}.get(kinds[0], text)}
