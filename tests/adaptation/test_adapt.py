@@ -15,8 +15,12 @@ from tide_export.adaptation.flow import adapt
 from tide_export.adaptation.layer_dropout import dropped_layers, skip_rates
 from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weights
 from tide_export.adaptation.training import learning_rate
+from tide_export.calibration.distributed import Processes
+from tide_export.config import TideConfig
 from tide_export.errors import AdaptError, ConfigError
 from tide_export.model.source import wrap_model
+from tide_export.pipeline.flow import export
+from tide_export.runtime.engine import load
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -92,6 +96,13 @@ def test_the_output_is_a_plain_model(trained, model: Path) -> None:
     }
     assert [entry.name for entry in output.parent.iterdir()] == ["model"]  # the state to resume from is gone
     assert "agrees after 2 layers" in report.render()
+
+
+def test_the_output_exports(trained, text: str, tmp_path: Path) -> None:
+    settings = {"checkpoints": (1, 2), "min_layers": 1, "calibration_samples": 12, "calibration_length": 32}
+    given = TideConfig(**settings, calibration_dataset=text, router_epochs=1, router_bottleneck_dim=8)
+    made = export(str(trained[1]), tmp_path / "bundle", config=given, report=False, validate=False, max_length=64)
+    assert load(made).generate([5, 6, 7], max_new_tokens=4).tokens
 
 
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
@@ -187,6 +198,24 @@ def test_the_gradient_is_that_of_the_loss_as_a_whole(model: Path) -> None:
     accumulate_gradients(source, raw, (teacher, original), Batch(ids, lengths), chosen, settings, 15)
     for parameter, gradient in zip(source.model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_two_processes_sum_to_the_gradient_of_one(
+    model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients: list[list[torch.Tensor]] = []
+
+    def stop(trainer):
+        gradients.append([parameter.grad.clone() for parameter in trainer.parameters])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "_share_gradients", stop)
+    for rank, count in ((0, 1), (0, 2), (1, 2)):
+        monkeypatch.setattr(training.Processes, "current", lambda rank=rank, count=count: Processes(rank, count))
+        with pytest.raises(KeyboardInterrupt):
+            adapt(str(model), tmp_path / "out", config(text, micro_batch=3))
+    for whole, first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first + second, whole, atol=1e-5, rtol=1e-3)
 
 
 def test_dropped_layers_pass_their_sequences_unchanged(model: Path) -> None:

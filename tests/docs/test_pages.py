@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from documents import DOCUMENTS, GUIDE, README, ROOT, blocks, commands, name
 
+import tide_export
 from tide_export.cli.main import COMMANDS, _config, main
 from tide_export.cli.options import build_parser
 
@@ -28,6 +29,7 @@ PYTHON_ELSEWHERE = {"adapters.md": "tests/model/test_structure.py"}
 # The same commands with less to do: of an option that is given twice the last one counts.
 LESS_TEXT = ["--calibration-samples", "24", "--calibration-length", "96", "--router-epochs", "1"]
 LESS = {
+    "adapt": ["--tokens", "256", "--length", "32", "--held-out-tokens", "64"],
     "calibrate": LESS_TEXT,
     "export": LESS_TEXT,
     "export --routers": [],
@@ -194,15 +196,13 @@ def test_a_page_of_the_guide_is_short(page: Path) -> None:
     assert len(page.read_text().split()) < 1000
 
 
-def test_every_setting_is_in_the_reference_with_its_default() -> None:
-    from tide_export.config import TideConfig
-
-    rows = re.findall(
-        r"^\| `(\w+)` \| `?([^|`]+?)`? \|", (ROOT / "docs/reference/settings.md").read_text(), re.MULTILINE
-    )
+@pytest.mark.parametrize(("page", "settings"), [("settings", "TideConfig"), ("adapt", "AdaptConfig")])
+def test_every_setting_is_in_the_reference_with_its_default(page: str, settings: str) -> None:
+    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text().partition("## `adapt.json`")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", text, re.MULTILINE)
     written = {"none": None, "yes": True, "no": False}
     defaults = {setting: written.get(default, default) for setting, default in rows}
-    fields = TideConfig.model_fields
+    fields = getattr(tide_export, settings).model_fields
     assert defaults.keys() == fields.keys()
     for setting, default in defaults.items():
         expected = fields[setting].default
