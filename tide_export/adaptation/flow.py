@@ -99,7 +99,7 @@ def adapt(
         round_weights(source, dtype)
         with stage("measuring the result"):
             after = measure(source, measured)
-    tokens = steps * config.batch * round(float(np.mean([len(text.ids) for text in texts])))
+    tokens = round(steps * config.batch * float(np.mean([len(text.ids) for text in texts])))
     recorded = settings | config.model_dump(mode="json", include=CHANGEABLE) | {"source": model}
     report = AdaptReport(str(output), recorded, exits, tokens, before, after)
     with stage("writing the model"):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=BETAS, weight_decay=0.0)
         self.processes = Processes.current()
         self.step = 0
+        self._order = lru_cache(2)(
+            lambda epoch: np.random.default_rng([self.config.seed, epoch]).permutation(len(self.texts)).tolist()
+        )
 
     def resume(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
@@ -168,12 +172,8 @@ class Trainer:
 
     def _batch(self, step: int) -> Batch:
         size = self.config.batch
-        chosen = []
-        for index in range(step * size, (step + 1) * size):
-            epoch, position = divmod(index, len(self.texts))
-            order = np.random.default_rng([self.config.seed, epoch]).permutation(len(self.texts))
-            chosen.append(self.texts[order[position]])
-        return padded(chosen, self.source.device)
+        places = [divmod(index, len(self.texts)) for index in range(step * size, (step + 1) * size)]
+        return padded([self.texts[self._order(epoch)[position]] for epoch, position in places], self.source.device)
 
     def _share_gradients(self) -> None:
         """Sums the gradients of all processes, which each have their sequences'."""

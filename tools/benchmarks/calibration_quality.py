@@ -1,6 +1,6 @@
 """What routers are worth: labels and lenses compared at equal quality, on documents that were not used to fit them.
 
-    python tools/benchmarks/calibration_quality.py MODEL... --dataset SPEC [--out FOLDER]
+    python tools/benchmarks/calibration_quality.py MODEL... --dataset SPEC [--out FOLDER] [--variant NAME]...
 
 For each model six calibrations on the same text and the same split: TIDE's (cosine label, its own router, the state as
 it is), TIDE's router taught with `agreement`, ours (`agreement`, a shortlist of the default 256 head rows), with 1,024
@@ -101,15 +101,17 @@ def rows_of(name: str, variant: str, found: Findings, depth: int, router: float)
     return rows
 
 
-def measure_model(path: str, dataset: str, options: dict[str, Any], cache: Path) -> tuple[list[Row], dict[str, Any]]:
+def measure_model(
+    path: str, dataset: str, options: dict[str, Any], cache: Path, variants: Sequence[str]
+) -> tuple[list[Row], dict[str, Any]]:
     source = load_model(path)
     tokenizer = load_tokenizer(path)
     name = Path(path).name
     depth = source.num_layers
     rows: list[Row] = []
     curves: dict[str, Any] = {}
-    for variant, own in VARIANTS.items():
-        config = _config(source, dataset, options | own)
+    for variant in variants:
+        config = _config(source, dataset, options | VARIANTS[variant])
         started = time.perf_counter()
         try:
             made = calibrate(source, tokenizer, config, cache)
@@ -196,6 +198,7 @@ def main() -> int:
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--dataset", required=True, metavar="SPEC")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
+    parser.add_argument("--variant", action="append", choices=VARIANTS, metavar="NAME", help="one of the six (all)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of every calibration")
     options = parser.parse_args()
     given = dict(item.split("=", 1) for item in options.set)
@@ -203,7 +206,8 @@ def main() -> int:
     curves: dict[str, dict[str, Any]] = {}
     for path in options.models:
         with tempfile.TemporaryDirectory() as cache:
-            found, curves[Path(path).name] = measure_model(path, options.dataset, given, Path(cache))
+            name, variants = Path(path).name, options.variant or tuple(VARIANTS)
+            found, curves[name] = measure_model(path, options.dataset, given, Path(cache), variants)
         rows += found
     text = _markdown(rows)
     (options.out / "table.md").write_text(text + "\n")
