@@ -61,9 +61,10 @@ def adapt(
     """
     config, target = config or AdaptConfig(), Path(output).absolute()
     folder = target.parent / f".{target.name}.adapt" if cache is None else Path(cache)
-    check_output(target, Checkpoint(folder, {}))
-    dtype = _stored_dtype(model, trust_remote_code)
     processes = Processes.current()
+    if processes.main:
+        check_output(target, Checkpoint(folder, {}))
+    dtype = _stored_dtype(model, trust_remote_code)
     device = f"cuda:{processes.rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     with stage("loading the model"):
         source = load_model(model, device=device, trust_remote_code=trust_remote_code)
@@ -82,10 +83,10 @@ def adapt(
     ]
 
     with fast_attention(source, texts[0].ids.tolist(), [source.num_layers]):
-        before = _measure_before(source, measured, saved) if processes.main else None
         lora = Lora(source, config.lora_rank, config.seed) if config.lora_rank else None
         trainer = Trainer(source, texts, config, exits, steps, checkpoint, lora)
         check_space(source, target, checkpoint, dtype, sum(weight.numel() for weight in trainer.parameters))
+        before = _measure_before(source, measured, saved) if processes.main else None
         if saved is not None:
             trainer.resume(saved)
             logger.info("going on after step %d of %d, saved in %s", trainer.step, steps, checkpoint.file)

@@ -1,5 +1,6 @@
 """Writes the trained model as a plain Hugging Face folder, in one step; checks beforehand that it can be written."""
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def check_output(output: Path, checkpoint: Checkpoint) -> None:
             raise AdaptError(f"cannot write to {folder}: {failure(error, folder)}") from error
         finally:
             for entry in made:
-                if entry.is_dir() and not any(entry.iterdir()):
+                with contextlib.suppress(OSError):
                     entry.rmdir()
 
 
