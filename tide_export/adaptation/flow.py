@@ -31,8 +31,17 @@ from tide_export.progress import stage
 
 logger = logging.getLogger("tide_export")
 
-# A training may go on with other values of these.
-CHANGEABLE = {"learning_rate", "precision", "micro_batch", "save_minutes", "clip"}
+# A training may go on with other values of these: none changes which text a step reads, or how many there are.
+CHANGEABLE = {
+    "learning_rate",
+    "full_weight",
+    "early_weight",
+    "label_share",
+    "precision",
+    "micro_batch",
+    "save_minutes",
+    "clip",
+}
 
 
 def adapt(
