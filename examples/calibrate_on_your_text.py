@@ -12,7 +12,6 @@ def main(model: str, text: str, bundle: str) -> None:
         calibration_dataset=text,
         checkpoint_interval=3,
         min_layers=3,
-        exit_strategy="lens",  # for models that were not trained to answer early
         calibration_samples=200,
         calibration_length=128,
     )

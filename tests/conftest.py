@@ -82,6 +82,7 @@ def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
                 calibration_samples=40,
                 calibration_length=256,
                 router_epochs=8,
+                exit_strategy="identity",
             )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pipeline, "trace", traces)

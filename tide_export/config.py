@@ -31,8 +31,10 @@ class TideConfig(BaseModel):
         le=1.0,
         description="when a smaller share of a batch than this needs a segment, only those sequences run it",
     )
-    exit_strategy: Literal["identity", "lens"] = Field(
-        "identity", description="the state that exits: unchanged (TIDE's rule), or translated by a lens"
+    exit_strategy: Literal["auto", "identity", "lens"] = Field(
+        "auto",
+        description="the state that exits: unchanged (identity, TIDE's rule), translated by a lens, or auto: by a lens "
+        "where it saves more than it costs",
     )
     kv_cache_strategy: Literal["exact", "propagate"] = Field(
         "exact",
@@ -40,8 +42,8 @@ class TideConfig(BaseModel):
         "once from the exit state",
     )
     lens_rank: int = Field(64, ge=1, description="width of a lens, at most half the hidden size")
-    lens_tokens: int = Field(32768, ge=64, description="tokens a lens is fitted to in each epoch")
-    lens_epochs: int = Field(3, ge=1, description="epochs of fitting a lens")
+    lens_tokens: int = Field(500_000, ge=64, description="tokens that lenses are fitted to in all")
+    lens_epochs: int = Field(3, ge=1, description="passes over a text that has fewer tokens")
     lens_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of fitting a lens")
     calibration_dataset: str = Field("wikitext", min_length=1, description="text to calibrate on, a SPEC as below")
     self_generated: str | None = Field(

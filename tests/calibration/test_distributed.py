@@ -69,7 +69,8 @@ def test_two_processes_calibrate_to_the_file_that_one_writes(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(f"def {name}(value):" for name in "abcdefghijklmnopqrst"))
     command += ["--self-generated", str(prompts), "--calibration-batch", "6"]
-    command += ["--checkpoints", "auto", "--exit-strategy", "lens", "--lens-rank", "4", "--router-epochs", "2"]
+    command += ["--checkpoints", "auto", "--exit-strategy", "lens", "--lens-rank", "4", "--lens-epochs", "1"]
+    command += ["--router-epochs", "2"]
     command += ["--calibration-samples", "16", "--calibration-length", "64"]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -29,6 +29,7 @@ def config(**options):
         "calibration_samples": 16,
         "calibration_length": 64,
         "router_epochs": 2,
+        "exit_strategy": "identity",
         "router_bottleneck_dim": 8,
     }
     return TideConfig.from_options(**(given | options))
@@ -142,23 +143,29 @@ def test_survives_the_file(made, tmp_path):
     assert same_weights(loaded, made)
 
 
-@pytest.mark.parametrize("options", [{}, {"exit_strategy": "lens", "lens_rank": 4, "lens_learning_rate": 1e-4}])
+@pytest.mark.parametrize("options", [{}, {"exit_strategy": "lens", "lens_rank": 4, "lens_epochs": 1}])
 def test_repeats_exactly(demo, tokenizer, options):
     first, again = (calibrate(demo, tokenizer, config(**options)).routers for _ in range(2))
     assert again.provenance == first.provenance
     assert same_weights(again, first)
 
 
-def test_a_lens_stands_at_every_checkpoint_and_is_reported(demo, tokenizer):
-    options = {"exit_strategy": "lens", "lens_rank": 4, "lens_learning_rate": 1e-4}
-    made = calibrate(demo, tokenizer, config(**options))
+@pytest.mark.parametrize("strategy", ["lens", "auto"])
+def test_lenses_are_fitted_to_the_training_split_and_reported(demo, tokenizer, strategy):
+    made = calibrate(demo, tokenizer, config(exit_strategy=strategy, lens_rank=4, lens_epochs=1))
     routers = made.routers
-    assert routers.lenses.keys() == routers.routers.keys() == {3, 9}
+    reports = {int(layers): record["lens"] for layers, record in routers.provenance["report"].items()}
+    assert set(routers.lenses) == {layers for layers, report in reports.items() if report["used"]}
+    assert 3 in routers.lenses
     assert routers.provenance["exit_strategy"] == "lens"
-    assert made.assessment.costs.lens == 2 * 2 * 128 * 4
-    for record in routers.provenance["report"].values():
-        assert record["lens"]["rank"] == 4
-        assert record["lens"]["kl_after"] <= record["lens"]["kl_before"]
+    assert routers.provenance["config"]["exit_strategy"] == strategy
+    assert made.assessment.costs.lens == 2 * 2 * 128 * 4 * len(routers.lenses) / 2
+    trained = sum(
+        len(s.ids) for s in split_sequences(list(read_sequences(str(TEXT), tokenizer, 64, 16)), 0.15, 0.15, 0).train
+    )
+    for report in reports.values():
+        assert (report["rank"], report["tokens"]) == (4, trained)
+        assert report["kl_after"] <= report["kl_before"]
 
 
 def test_a_cache_gives_the_same_routers_and_is_read_instead_of_running_the_model(
@@ -216,7 +223,7 @@ def test_a_router_that_learned_nothing_is_named(demo, tokenizer, caplog, monkeyp
     assert "the router at checkpoint 9 gives all" not in caplog.text
 
 
-@pytest.mark.parametrize("options", [{}, {"exit_strategy": "lens", "lens_rank": 4}])
+@pytest.mark.parametrize("options", [{}, {"exit_strategy": "lens", "lens_rank": 4, "lens_epochs": 1}])
 def test_a_checkpoint_with_labels_of_one_class_is_dropped_with_a_warning(demo, tokenizer, caplog, options):
     cosine = config(label="cosine", checkpoints=(1, 9), convergence_threshold=0.975, **options)
     with caplog.at_level(logging.WARNING, logger="tide_export"):

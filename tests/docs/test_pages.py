@@ -27,7 +27,16 @@ PARSED_ONLY = {
 ELSEWHERE = {"tide-export export demo/demo-llama -o out/demo": "the slow test of demo/run.sh"}
 PYTHON_ELSEWHERE = {"adapters.md": "tests/model/test_structure.py"}
 # The same commands with less to do: of an option that is given twice the last one counts.
-LESS_TEXT = ["--calibration-samples", "24", "--calibration-length", "96", "--router-epochs", "1"]
+LESS_TEXT = [
+    "--calibration-samples",
+    "24",
+    "--calibration-length",
+    "96",
+    "--router-epochs",
+    "1",
+    "--lens-tokens",
+    "999",
+]
 LESS = {
     "adapt": ["--tokens", "256", "--length", "32", "--held-out-tokens", "64"],
     "calibrate": LESS_TEXT,

@@ -7,11 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import report_data
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from report_reader import read
 
 from tide_export.calibration.assessment import Example
 from tide_export.report.findings import halves, investigate
+from tide_export.report.html_tables import lens_reports
+from tide_export.report.plots import learning_panel
+from tide_export.report.theme import LIGHT
 from tide_export.report.write import write_report
 
 NASTY = "<script>alert('1')</script> & \"x\"</span></div>"
@@ -186,3 +190,16 @@ def test_the_exit_histogram_never_counts_the_last_layer(assessment):
     assert heights == pytest.approx([*shares, 1 - sum(shares)])
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == ["3", "6", "9", "all 12\n(no exit)"]
+
+
+def test_what_lenses_learned_is_drawn_where_there_are_some(assessment, page, unpictured, tmp_path):
+    assert "What the lenses learned" not in page.text
+    curve = {"tokens": [0, 500, 1000], "kl": [4.0, 2.0, 1.5], "may_exit": [0.1, 0.2, 0.25]}
+    report = {str(c): {"lens": {"used": c != 9, "curve": curve}} for c in (3, 6, 9)}
+    with_lenses = replace(assessment, provenance=assessment.provenance | {"report": report})
+    write_report(with_lenses, tmp_path / "r.html")
+    assert "What the lenses learned" in read(tmp_path / "r.html").text
+    axes = Figure().add_subplot()
+    learning_panel(lens_reports(with_lenses), "kl")(axes, LIGHT)
+    assert [line.get_ydata().tolist() for line in axes.lines] == [curve["kl"]] * 3
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "-", "--"]

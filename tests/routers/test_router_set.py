@@ -278,17 +278,24 @@ def test_damaged_lenses_and_shortlists(path, name, change, reason):
 @pytest.mark.parametrize(
     ("without", "reason"),
     [
-        ("lenses.3", r"holds lenses for \[1\] but routers for \[1, 3\]"),
         ("routers.3", r"holds lenses for \[1, 3\] but routers for \[1\]"),
         ("routers.", "holds no router"),
     ],
 )
-def test_lenses_and_routers_stand_together(path, without, reason):
+def test_every_lens_has_a_router(path, without, reason):
     tensors = random_routers(lens_rank=3).tensors()
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(without)}
     save_file(kept, path, metadata={"format": FORMAT, "provenance": "{}"})
     with pytest.raises(RouterFileError, match=reason):
         RouterSet.load(path)
+
+
+def test_a_checkpoint_may_have_no_lens(path):
+    tensors = random_routers(lens_rank=3).tensors()
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("lenses.3")}
+    save_file(kept, path, metadata={"format": FORMAT, "provenance": "{}"})
+    loaded = RouterSet.load(path)
+    assert (loaded.checkpoints, tuple(loaded.lenses), loaded.strategy) == ((1, 3), (1,), "lens")
 
 
 def test_a_file_of_an_older_release_says_calibrate_again(path):

@@ -124,7 +124,7 @@ class Costs:
         layer: mean of one decoder layer, without attention over the cache.
         head: final norm and head, run once per token at any exit.
         router: one router with its norm, run at each checkpoint that a token reaches.
-        lens: one lens; 0 with identity exits.
+        lens: one lens, times the share of the checkpoints that have one.
     """
 
     layer: float

@@ -99,7 +99,7 @@ def collect(
     """
     on_cpu = source.device.type == "cpu"
     plan = Plan.make(sequences, capacity, config.seed, config.calibration_batch, CPU_TOKENS if on_cpu else None)
-    _check_ids(source, sequences)
+    check_ids(source, sequences)
     processes = Processes.current()
     first = sequences[int(plan.locations[0, 0])].ids
     with (
@@ -159,7 +159,8 @@ def _run(source: SourceModel, batch: Batch, layers: Sequence[int]) -> dict[int, 
     return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
 
 
-def _check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:
+def check_ids(source: SourceModel, sequences: Sequence[TokenSequence]) -> None:
+    """Raises CalibrationError where `sequences` have a token id that the model does not."""
     known = next(source.model.get_input_embeddings().parameters()).shape[0]
     largest = max(int(sequence.ids.max(initial=0)) for sequence in sequences)
     if largest >= known:

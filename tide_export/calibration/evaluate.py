@@ -132,18 +132,27 @@ def read_examples(
     return tuple(examples)
 
 
-def count_costs(source: SourceModel, config: TideConfig) -> Costs:
-    """Counts the operations per token of the model's parts: two for each weight that multiplies a token's state."""
+def count_costs(source: SourceModel, config: TideConfig, lenses: float = 1.0) -> Costs:
+    """Counts the operations per token of the model's parts: two for each weight that multiplies a token's state.
+
+    Args:
+        lenses: share of the checkpoints that have a lens, where `config` allows them.
+    """
     layer = sum(p.numel() for p in source.structure.layers.parameters()) / source.num_layers
     width = source.normalized_size
     shortlist = min(config.router_shortlist, source.vocab_size)
-    rank = max(1, min(config.lens_rank, source.hidden_size // 2)) if config.exit_strategy == "lens" else 0
+    rank = 0 if config.exit_strategy == "identity" else lens_rank(source, config)
     return Costs(
         layer=2.0 * layer,
         head=2.0 * width * source.vocab_size,
         router=2.0 * (width * (config.router_bottleneck_dim + shortlist) + config.router_bottleneck_dim),
-        lens=2.0 * 2 * source.hidden_size * rank,
+        lens=2.0 * 2 * source.hidden_size * rank * lenses,
     )
+
+
+def lens_rank(source: SourceModel, config: TideConfig) -> int:
+    """Returns the rank of a lens: `config.lens_rank`, at most half the hidden size."""
+    return max(1, min(config.lens_rank, source.hidden_size // 2))
 
 
 def _log(layers: int, report: dict[str, Any]) -> None:

@@ -1,13 +1,12 @@
-"""Fits the lenses and routers of all checkpoints: the step of `calibrate` between `collect` and `evaluate`."""
+"""Fits the routers of all checkpoints: the step of `calibrate` between the lenses and `evaluate`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tide_export.calibration.collect import Sample
-from tide_export.calibration.fit_lens import fit_lens
 from tide_export.calibration.fit_router import FittedRouter, LabelledStates, fit_router
 from tide_export.calibration.labels import may_exit, normalize, top1
 from tide_export.calibration.parallel import in_parallel
@@ -22,12 +21,18 @@ logger = logging.getLogger("tide_export")
 
 
 def fit_checkpoints(
-    source: SourceModel, config: TideConfig, checkpoints: Sequence[int], train: Sample, validation: Sample
+    source: SourceModel,
+    config: TideConfig,
+    checkpoints: Sequence[int],
+    train: Sample,
+    validation: Sample,
+    fitted_lenses: Mapping[int, Lens],
 ) -> tuple[RouterSet, dict[int, dict[str, Any]]]:
-    """Fits the routers and lenses of `checkpoints`; drops those where the labels are all of one class.
+    """Fits the routers of `checkpoints`; drops those where the labels are all of one class.
 
     Args:
         train, validation: their states at the checkpoints are freed as they are used.
+        fitted_lenses: checkpoint -> its lens, where states do not exit unchanged.
 
     Returns:
         The routers without provenance, and the report of each checkpoint.
@@ -47,14 +52,11 @@ def fit_checkpoints(
         )
         return fit_router(for_training, for_validation, config, layers, shortlist)
 
-    title = "fitting lenses and routers" if config.exit_strategy == "lens" else "fitting routers"
-    with stage(title, total=2 * len(checkpoints)) as advance:
+    with stage("fitting routers", total=2 * len(checkpoints)) as advance:
         full_top1 = [top1(source, normalize(source, sample.raw[source.num_layers])) for sample in samples]
         shortlist = _shortlist(source, config, full_top1[0])
         for layers in checkpoints:
-            lens, report = None, {}
-            if config.exit_strategy == "lens":
-                lens, report["lens"] = fit_lens(source, train, validation, config, layers)
+            lens = fitted_lenses.get(layers)
             truth = [
                 may_exit(source, sample, config, layers, normalize(source, sample.raw[layers], lens), tokens)
                 for sample, tokens in zip(samples, full_top1, strict=True)
@@ -62,14 +64,14 @@ def fit_checkpoints(
             if _is_one_class(layers, truth[0], config.label):
                 advance(1)
             else:
-                labels[layers], reports[layers] = truth, report
+                labels[layers] = truth
                 if lens is not None:
                     lenses[layers] = lens
             advance(1)
         routers = {}
         for layers, fitted in zip(labels, in_parallel(source, fit, labels), strict=True):
             routers[layers] = fitted.router
-            reports[layers] = fitted.report | reports[layers]
+            reports[layers] = fitted.report
             advance(1)
     if not routers:
         raise CalibrationError(

@@ -63,7 +63,7 @@ def compose(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None =
     With no checkpoint (one segment) this is the full-depth model.
 
     Raises:
-        GraphError: `routers`, or `lenses` if there are any, lacks one of the right width for a checkpoint.
+        GraphError: `routers` lack one of the right width for a checkpoint, or a lens has another width.
     """
     check_routers(pieces, routers, lenses)
     return Composer(pieces, routers, lenses or {}).compose()
@@ -79,8 +79,8 @@ def check_routers(pieces: Pieces, routers: RouterWeights, lenses: LensWeights | 
     for layers in checkpoints:
         if layers not in routers or routers[layers].down.shape[0] != pieces.normalized_size:
             raise GraphError(f"no router of width {pieces.normalized_size} for the checkpoint after layer {layers}")
-        if lenses and (layers not in lenses or lenses[layers].bias.shape != (pieces.hidden_size,)):
-            raise GraphError(f"no lens of width {pieces.hidden_size} for the checkpoint after layer {layers}")
+        if lenses and layers in lenses and lenses[layers].bias.shape != (pieces.hidden_size,):
+            raise GraphError(f"the lens for the checkpoint after layer {layers} is not of width {pieces.hidden_size}")
     shortlists = [router.shortlist for router in routers.values()]
     if not all(a is b is None or np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairwise(shortlists)):
         raise GraphError("the routers differ in their shortlists: one graph takes routers of one")

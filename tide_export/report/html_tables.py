@@ -59,6 +59,12 @@ def record_tables(provenance: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
+def lens_reports(assessment: Assessment) -> dict[int, Mapping[str, Any]]:
+    """Returns checkpoint -> the report of its lens, where one was fitted."""
+    reports = assessment.provenance.get("report", {})
+    return {int(layers): report["lens"] for layers, report in reports.items() if "lens" in report}
+
+
 def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], headline: int | None = None) -> str:
     """A table that scrolls sideways on a narrow screen; row number `headline` stands out."""
     head = "".join(f'<th scope="col">{escaped(header)}</th>' for header in headers)

@@ -12,7 +12,7 @@ from tide_export.calibration.calibration_error import BINS
 from tide_export.report import plots
 from tide_export.report.examples import colours_css, legend, passage
 from tide_export.report.findings import Findings
-from tide_export.report.html_tables import quality_table, record_tables, routers_table
+from tide_export.report.html_tables import lens_reports, quality_table, record_tables, routers_table
 from tide_export.report.sentence import HEADLINE_TARGET, Verdict, default_sentence, saved_share
 from tide_export.report.theme import DARK, LIGHT
 from tide_export.report.wording import change, counted, escaped, flops, number, percent
@@ -33,6 +33,7 @@ def render(assessment: Assessment, findings: Findings, verdict: Verdict) -> str:
         _default(assessment, findings),
         _costs(assessment, findings),
         _convergence(assessment),
+        _lenses(assessment),
         _routers(findings),
         _examples(assessment),
         _made(assessment),
@@ -145,6 +146,23 @@ def _convergence(assessment: Assessment) -> str:
         "<section><h2>How early the answer is there</h2>"
         "<p>The final norm and head on every layer's own state, without any lens, on "
         f"{counted(assessment.convergence.tokens, 'token')}: where agreement rises is where checkpoints pay.</p>"
+        f"{_panels(panels)}</section>"
+    )
+
+
+def _lenses(assessment: Assessment) -> str:
+    reports = lens_reports(assessment)
+    if not reports:
+        return ""
+    panels = [
+        (plots.learning_panel(reports, "may_exit"), "Tokens that may exit, over the tokens lenses were fitted to"),
+        (plots.learning_panel(reports, "kl"), "KL divergence, over the tokens lenses were fitted to"),
+    ]
+    return (
+        "<section><h2>What the lenses learned</h2>"
+        "<p>Measured on validation text while the lenses were fitted; at 0 tokens, without a lens. Dashed: states exit "
+        "unchanged there, because a lens gains too little. A curve that still moves at its end wants more text "
+        "(lens_tokens).</p>"
         f"{_panels(panels)}</section>"
     )
 

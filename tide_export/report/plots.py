@@ -6,7 +6,7 @@ canvas, never through pyplot, so a program that uses pyplot is not affected.
 
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,31 @@ def convergence_panel(assessment: Assessment, what: str) -> Panel:
             axes.set_ylim(-0.02, 1.04)
         elif what == "kl":
             axes.set_ylim(bottom=min(0.0, float(np.nanmin(values))))
+        axes.legend(loc="best")
+
+    return draw
+
+
+def learning_panel(reports: Mapping[int, Mapping[str, Any]], what: str) -> Panel:
+    """`may_exit` or `kl` on validation tokens over the tokens that lenses were fitted to, a line per checkpoint."""
+    titles = {"may_exit": "tokens that may exit", "kl": "KL divergence from the full model, nats"}
+
+    def draw(axes: Axes, theme: Theme) -> None:
+        for (layers, report), colour in zip(reports.items(), theme.checkpoints(len(reports)), strict=True):
+            curve = report["curve"]
+            axes.plot(
+                curve["tokens"],
+                curve[what],
+                color=colour,
+                linestyle="-" if report["used"] else "--",
+                marker="o",
+                markersize=4,
+                label=f"after {layers}",
+            )
+        axes.set(title="Lenses", xlabel="tokens they were fitted to", ylabel=titles[what])
+        if what == "may_exit":
+            axes.yaxis.set_major_formatter(PERCENT)
+        axes.set_ylim(bottom=0.0)
         axes.legend(loc="best")
 
     return draw

@@ -21,9 +21,9 @@ REASONS = {
     "routers": "its routers cannot tell which tokens may leave",
 }
 ADVICE = {
-    "heads": "What can help: a lens at each checkpoint (exit_strategy lens); a model trained with an early-exit loss, "
+    "heads": "What can help: more text for the lenses (lens_tokens); a model trained with an early-exit loss, "
     "as LayerSkip is; a lower agreement, if the use allows it.",
-    "late": "What can help: a lens at each checkpoint (exit_strategy lens), which moves agreement to earlier layers; "
+    "late": "What can help: more text for the lenses (lens_tokens), which move agreement to earlier layers; "
     "checkpoints placed where the convergence curve below rises; a model trained with an early-exit loss.",
     "routers": "What can help: more calibration text, and text like the text the model will write; another label; a "
     "larger router_bottleneck_dim; fewer checkpoints; a lower agreement, if the use allows it.",

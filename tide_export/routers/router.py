@@ -1,4 +1,4 @@
-"""Defines the networks at a checkpoint: a router, and with `exit_strategy = "lens"` a lens.
+"""Defines the networks at a checkpoint: a router, and where it pays a lens.
 
 A lens maps the raw state of its checkpoint towards the last layer's (tuned lens, https://arxiv.org/abs/2303.08112);
 without one the state is used unchanged, which is TIDE's rule. A router reads the normalized state after the lens, the

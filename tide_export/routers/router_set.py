@@ -32,7 +32,7 @@ class RouterSet:
         routers: checkpoint (the number of layers run) -> its router, ascending.
         provenance: JSON-serializable record of how they were made: source model, weights hash, dataset, config,
             versions, per-checkpoint report. Empty for a file of TIDE, which records nothing.
-        lenses: checkpoint -> its lens; empty for identity exits, else one for every checkpoint.
+        lenses: checkpoint -> its lens; none where states exit unchanged.
     """
 
     routers: dict[int, Router]
@@ -185,7 +185,7 @@ def _load_safetensors(path: Path) -> RouterSet:
         raise RouterFileError(f"router file {path} is corrupt: its provenance is not an object")
     routers = _build(parts["routers"], path, shortlist)
     lenses = {layers: _build_lens(weights, layers, path) for layers, weights in sorted(parts["lenses"].items())}
-    if lenses and lenses.keys() != routers.keys():
+    if not lenses.keys() <= routers.keys():
         raise RouterFileError(f"router file {path} holds lenses for {list(lenses)} but routers for {list(routers)}")
     return RouterSet(routers, provenance, lenses)
 

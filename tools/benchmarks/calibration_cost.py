@@ -1,11 +1,12 @@
-"""What collecting hidden states costs: time against one plain forward pass, and memory against the text read.
+"""What collecting hidden states and fitting lenses costs: time against one plain forward pass, memory against the text.
 
     python tools/benchmarks/calibration_cost.py MODEL --dataset SPEC [--text SPEC] [--json FILE] [--plot FILE.png]
 
 Time: `collect` and Hugging Face's own forward pass (logits and all) over the same tokens in the same batches,
 interleaved in one process; the ratio is that of the medians. Fitting is not included. Memory: reading and collecting
-with a fixed number of kept tokens from 10 thousand, 100 thousand and 1 million tokens, each in a new process; the
-largest resident set as Linux counts it (VmHWM). `--text` is for the latter, where the dataset is too short.
+(`--lenses`: and fitting lenses to all of the text) with a fixed number of kept tokens from 10 thousand, 100 thousand
+and 1 million tokens, each in a new process; the largest resident set as Linux counts it (VmHWM). `--text` is for the
+latter, where the dataset is too short.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from pathlib import Path
 sys.path.insert(0, {tools!r})
 from calibration_cost import layers_of, peak_bytes, read
 from tide_export.calibration.collect import collect
+from tide_export.calibration.fit_lenses import fit_lenses
 from tide_export.config import TideConfig
 from tide_export.model.source import load_model
 source = load_model({model!r})
@@ -40,7 +42,11 @@ before = peak_bytes()
 started = time.perf_counter()
 sample = collect(source, sequences, layers_of(source), TideConfig(), {capacity}, "collecting", {folder})
 seconds = time.perf_counter() - started
-print("MEASURED", sample.seen, sample.kept, before, peak_bytes(), seconds)
+config = TideConfig(exit_strategy="lens", lens_tokens={tokens}, lens_epochs=1)
+if {lenses}:
+    fit_lenses(source, sequences, sample, config, layers_of(source)[:-1])
+fitting = time.perf_counter() - started - seconds
+print("MEASURED", sample.seen, sample.kept, before, peak_bytes(), seconds, fitting)
 """
 
 
@@ -112,8 +118,10 @@ def measure_time(model: str, spec: str, tokens: int, length: int, capacity: int,
     }
 
 
-def measure_memory(model: str, spec: str, tokens: int, length: int, capacity: int, in_folder: bool) -> dict:
-    """Peak resident set of reading and collecting in a fresh process."""
+def measure_memory(
+    model: str, spec: str, tokens: int, length: int, capacity: int, in_folder: bool, lenses: bool
+) -> dict:
+    """Peak resident set of reading, collecting and, with `lenses`, fitting them in a fresh process."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         body = MEMORY.format(
             tools=str(Path(__file__).parent),
@@ -122,19 +130,21 @@ def measure_memory(model: str, spec: str, tokens: int, length: int, capacity: in
             tokens=tokens,
             length=length,
             capacity=capacity,
+            lenses=lenses,
             folder=f"Path({folder!r}) / 'cache'" if in_folder else None,
         )
         done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
     line = next((line for line in done.stdout.splitlines() if line.startswith("MEASURED")), None)
     if line is None:
         raise SystemExit(done.stderr.strip())
-    seen, kept, before, peak, seconds = line.split()[1:]
+    seen, kept, before, peak, seconds, fitting = line.split()[1:]
     return {
         "tokens_read": int(seen),
         "tokens_kept": int(kept),
         "before_bytes": int(before),
         "peak_bytes": int(peak),
         "seconds": float(seconds),
+        "fitting_seconds": float(fitting),
     }
 
 
@@ -167,6 +177,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="of the timing")
     parser.add_argument("--in-folder", action="store_true", help="memory: keep the states in a folder")
+    parser.add_argument("--lenses", action="store_true", help="memory: fit lenses to the text, too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
@@ -195,11 +206,13 @@ def main() -> None:
             arguments.length,
             arguments.capacity,
             arguments.in_folder,
+            arguments.lenses,
         )
         rows.append(row)
         print(
             f"{row['tokens_read']:>9,} tokens read, {row['tokens_kept']:,} kept: peak {row['peak_bytes'] / 2**20:.0f} "
-            f"MiB ({row['before_bytes'] / 2**20:.0f} before collecting), {row['seconds']:.1f} s"
+            f"MiB ({row['before_bytes'] / 2**20:.0f} before collecting), {row['seconds']:.1f} s, "
+            f"{row['fitting_seconds']:.1f} s fitting lenses"
         )
     if arguments.json:
         arguments.json.write_text(

@@ -41,12 +41,13 @@ from tide_export.model.source import SourceModel, load_model
 from tide_export.report.findings import Findings, investigate
 
 TARGETS = (0.99, 0.98, 0.95)
+IDENTITY: dict[str, Any] = {"label": "agreement", "exit_strategy": "identity"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "cosine / identity (TIDE)": {"label": "cosine", "router_shortlist": 0},
-    "agreement / identity, TIDE's router": {"label": "agreement", "router_shortlist": 0},
-    "agreement / identity": {"label": "agreement"},
-    "agreement / identity, 1,024 rows": {"label": "agreement", "router_shortlist": 1024},
-    "agreement / identity, the whole head": {"label": "agreement", "router_shortlist": 1 << 20},
+    "cosine / identity (TIDE)": IDENTITY | {"label": "cosine", "router_shortlist": 0},
+    "agreement / identity, TIDE's router": IDENTITY | {"router_shortlist": 0},
+    "agreement / identity": IDENTITY,
+    "agreement / identity, 1,024 rows": IDENTITY | {"router_shortlist": 1024},
+    "agreement / identity, the whole head": IDENTITY | {"router_shortlist": 1 << 20},
     "agreement / lens": {"label": "agreement", "exit_strategy": "lens"},
 }
 

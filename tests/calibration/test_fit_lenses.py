@@ -1,0 +1,175 @@
+"""Fitting lenses: they start as nothing, bring exits nearer to the full model, and are used only where they gain."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from tide_export.calibration import fit_lenses as module
+from tide_export.calibration import lens_checkpoint
+from tide_export.calibration.collect import collect
+from tide_export.calibration.fit_lenses import fit_lenses
+from tide_export.calibration.labels import agreement, divergence, normalize, top1
+from tide_export.config import TideConfig
+from tide_export.data.sequences import read_sequences
+from tide_export.errors import CalibrationError
+
+TEXT = Path(__file__).parents[2] / "calibration" / "text" / "python-stdlib.jsonl"
+CHECKPOINTS = (4, 8)
+
+
+def config(**options):
+    return TideConfig.from_options(**({"lens_rank": 16, "lens_epochs": 1, "exit_strategy": "lens"} | options))
+
+
+@pytest.fixture(scope="module")
+def text(demo, tokenizer):
+    """Sequences of some thousand training tokens, and a sample of a fifth of that from other documents."""
+    sequences = list(read_sequences(str(TEXT), tokenizer, length=64, limit=60))
+    documents = sorted({sequence.document for sequence in sequences})
+    held = [s for s in sequences if s.document in documents[-len(documents) // 6 :]]
+    known = [s for s in sequences if s not in held]
+    return known, collect(demo, held, (*CHECKPOINTS, 12), TideConfig(), 10_000, "test")
+
+
+@pytest.fixture(scope="module")
+def fitted(demo, text):
+    return fit_lenses(demo, *text, config(), CHECKPOINTS)
+
+
+def same(one, other):
+    return all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
+def test_the_report_is_of_what_is_returned(demo, text, fitted):
+    """Fitted to states of unit size, applied to raw ones by the routers' path: the size is folded into the bias."""
+    lenses, reports = fitted
+    validation = text[1]
+    full = normalize(demo, validation.raw[12])
+    for layers in CHECKPOINTS:
+        report = reports[layers]
+        for lens, when in ((None, "before"), (lenses[layers], "after")):
+            exits = normalize(demo, validation.raw[layers], lens)
+            share = agreement(demo, exits, top1(demo, full)).float().mean()
+            assert report[f"kl_{when}"] == pytest.approx(float(divergence(demo, exits, full).mean()), rel=1e-3)
+            assert report[f"may_exit_{when}"] == pytest.approx(float(share), abs=2e-3)
+        assert not 0.5 < float(validation.raw[layers].square().mean().sqrt()) < 2  # or folding would hardly show
+
+
+def test_exits_come_nearer_on_text_they_were_not_fitted_to(text, fitted):
+    lenses, reports = fitted
+    for layers, report in reports.items():
+        assert report["used"]
+        assert report["kl_after"] < 0.9 * report["kl_before"]
+        assert report["may_exit_after"] > report["may_exit_before"]
+        assert report["rank"] == lenses[layers].down.out_features == 16
+        assert report["tokens"] == sum(len(sequence.ids) for sequence in text[0])
+        tokens = report["curve"]["tokens"]
+        assert tokens == sorted(set(tokens))
+        assert (tokens[0], tokens[-1], len(tokens)) == (0, report["tokens"], 1 + module.MEASUREMENTS)
+        assert report["curve"]["kl"][0] == report["kl_before"]
+
+
+def test_identity_has_none(demo, text):
+    assert fit_lenses(demo, *text, config(exit_strategy="identity"), CHECKPOINTS) == ({}, {})
+
+
+def test_tokens_bound_what_is_read_and_repeated(demo, text):
+    _, reports = fit_lenses(demo, *text, config(lens_tokens=200), (4,))
+    assert 200 <= reports[4]["tokens"] < 400
+    whole = sum(len(sequence.ids) for sequence in text[0])
+    twice = fit_lenses(demo, *text, config(lens_epochs=2, lens_rank=1000), (4,))[1][4]
+    assert (twice["tokens"], twice["rank"]) == (2 * whole, 64)  # half the width at most
+
+
+def test_the_same_again_whatever_the_global_generator(demo, text, fitted):
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    again, reports = fit_lenses(demo, *text, config(), CHECKPOINTS)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert reports == fitted[1]
+    assert all(same(again[layers], fitted[0][layers]) for layers in CHECKPOINTS)
+
+
+def test_they_are_frozen_and_the_model_untouched(demo, fitted):
+    assert not any(parameter.requires_grad for lens in fitted[0].values() for parameter in lens.parameters())
+    assert all(parameter.grad is None for parameter in demo.model.parameters())
+
+
+def test_one_that_gets_worse_is_not_used_and_said(demo, text, caplog):
+    lenses, reports = fit_lenses(demo, *text, config(lens_learning_rate=3.0, lens_tokens=500), (4,))
+    assert lenses == {}
+    assert (reports[4]["used"], reports[4]["reason"]) == (False, "is worse than none")
+    assert reports[4]["kl_after"] == reports[4]["kl_before"]
+    assert "the lens at checkpoint 4 is worse than none on held-out text: states exit unchanged there" in caplog.text
+
+
+def test_one_that_diverges_is_not_used_and_said_while_the_others_go_on(demo, text, caplog, monkeypatch):
+    def update(fit, loss, rate):
+        if fit.size == size:
+            fit.lens.up.weight.data.fill_(float("nan"))
+        else:
+            plain(fit, loss, rate)
+
+    size = float(text[1].raw[4].square().mean().sqrt())
+    plain = module._update
+    monkeypatch.setattr(module, "_update", update)
+    lenses, reports = fit_lenses(demo, *text, config(lens_tokens=500), CHECKPOINTS)
+    assert set(lenses) == {8}
+    assert (reports[4]["used"], reports[4]["reason"]) == (False, "diverges")
+    assert "the lens at checkpoint 4 diverges (its loss is not a number)" in caplog.text
+
+
+def test_auto_uses_one_only_where_it_saves_more_than_it_costs(demo, text, fitted, monkeypatch, caplog):
+    """A lens of rank 16 costs a fiftieth of a layer of this model; the early checkpoint has eight layers to save."""
+    with caplog.at_level(logging.INFO, logger="tide_export"):
+        lenses, reports = fit_lenses(demo, *text, config(exit_strategy="auto"), CHECKPOINTS)
+    assert same(lenses[4], fitted[0][4])
+    assert "lenses are used at 4, 8: held-out tokens that may exit there" in caplog.text
+    dear = dataclasses.replace(module.count_costs(demo, config()), lens=1e12)
+    monkeypatch.setattr(module, "count_costs", lambda *_: dear)
+    with caplog.at_level(logging.INFO, logger="tide_export"):
+        lenses, reports = fit_lenses(demo, *text, config(exit_strategy="auto"), CHECKPOINTS)
+    assert lenses == {}
+    assert {report["reason"] for report in reports.values()} == {module.COSTS_MORE}
+    assert reports[4]["tokens"] < 0.5 * fitted[1][4]["tokens"]  # given up early
+    assert "exits use the model's own states" in caplog.text
+
+
+def test_a_killed_run_resumes_to_the_same_lenses(demo, text, fitted, tmp_path, monkeypatch):
+    monkeypatch.setattr(lens_checkpoint, "SAVE_SECONDS", 0.0)
+    passes = []
+    run = module._run
+
+    def dies(*arguments):
+        passes.append(1)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return run(*arguments)
+
+    monkeypatch.setattr(module, "_run", dies)
+    with pytest.raises(KeyboardInterrupt):
+        fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)
+    lenses, reports = fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)
+    total = len(passes) - 1
+    assert reports == fitted[1]
+    assert all(same(lenses[layers], fitted[0][layers]) for layers in CHECKPOINTS)
+    again, _ = fit_lenses(demo, *text, config(), CHECKPOINTS, tmp_path)  # complete: only read
+    assert len(passes) - 1 == total
+    assert same(again[4], lenses[4])
+
+
+def test_a_damaged_file_of_lenses_is_refused(demo, text, tmp_path):
+    small = config(lens_tokens=100)
+    fit_lenses(demo, *text, small, (4,), tmp_path)
+    (file,) = (tmp_path / "lenses").iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CalibrationError, match=r"lenses is damaged .*delete it or use another"):
+        fit_lenses(demo, *text, small, (4,), tmp_path)
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("in the way")
+    with pytest.raises(CalibrationError, match="cannot write the calibration folder"):
+        fit_lenses(demo, *text, small, (4,), tmp_path)

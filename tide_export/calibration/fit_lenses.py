@@ -1,0 +1,334 @@
+"""Fits the lenses of all checkpoints on a stream of text: between `collect` and the labels of the routers.
+
+A tuned lens (Belrose et al., https://arxiv.org/abs/2303.08112) of low rank brings the head's distribution for its
+output near the full model's (`lens_loss`); everything else is frozen. The model runs over a batch of text, its head
+once for all checkpoints, every lens is updated, and the states are freed: memory does not grow with the text.
+
+On validation tokens the lenses are measured while they are fitted, and the best state of each is kept. A lens is used
+where that state is better than none, and with `exit_strategy = "auto"` only where it saves more than it costs.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide_export.calibration.collect import CPU_TOKENS, Sample, check_ids
+from tide_export.calibration.evaluate import count_costs, lens_rank
+from tide_export.calibration.fast_attention import fast_attention
+from tide_export.calibration.labels import Target, blocks, normalize, predict
+from tide_export.calibration.lens_checkpoint import LensCheckpoint
+from tide_export.calibration.lens_loss import PartialHead, top1_share
+from tide_export.calibration.parallel import in_parallel
+from tide_export.calibration.placement import RECALL
+from tide_export.calibration.sampling_plan import Batch, Plan
+from tide_export.config import TideConfig
+from tide_export.data.sequences import TokenSequence
+from tide_export.model.source import SourceModel
+from tide_export.progress import stage
+from tide_export.routers.router import Lens
+
+logger = logging.getLogger("tide_export")
+
+UPDATE_TOKENS = 512  # per update, or fewer, so that a short text gives `UPDATES` of them too
+UPDATES = 200
+MIN_UPDATE_TOKENS = 64
+VALIDATION_TOKENS = 2048
+MEASUREMENTS = 5  # on validation tokens, evenly over the tokens seen
+TRIAL = 0.35  # share of the tokens after which a lens that does not pay is given up, with `exit_strategy = "auto"`
+MAX_GRADIENT = 1.0  # norm
+
+
+@dataclass
+class LensFit:
+    """The lens of one checkpoint while it is fitted.
+
+    Attributes:
+        size: root mean square of the states there: the lens is fitted to states of unit size, as routers are.
+        curve: measurements on validation tokens, the first without a lens: `tokens` seen, `loss` and `kl` in nats,
+            and `may_exit`, the share of tokens that may exit by the label.
+        best: the state of the measurement with the smallest `loss`.
+        given_up: why it is no longer fitted, or "".
+    """
+
+    lens: Lens
+    optimizer: torch.optim.Optimizer
+    size: float
+    curve: list[dict[str, float]] = field(default_factory=list)
+    best: dict[str, torch.Tensor] = field(default_factory=dict)
+    given_up: str = ""
+
+    def best_measurement(self) -> dict[str, float]:
+        return min(self.curve, key=lambda point: point["loss"])
+
+    def translate(self, raw: torch.Tensor) -> torch.Tensor:
+        """Applies the lens to raw states [n, D]."""
+        return self.lens(raw / self.size) * self.size
+
+    def folded(self) -> Lens:
+        """Returns the best state as a frozen lens for raw states, on the CPU."""
+        lens = copy.deepcopy(self.lens).cpu()
+        lens.load_state_dict(self.best)
+        with torch.no_grad():
+            lens.up.bias.mul_(self.size)
+        return lens.eval().requires_grad_(False)
+
+
+def fit_lenses(
+    source: SourceModel,
+    sequences: Sequence[TokenSequence],
+    validation: Sample,
+    config: TideConfig,
+    checkpoints: Sequence[int],
+    folder: Path | None = None,
+) -> tuple[dict[int, Lens], dict[int, dict[str, Any]]]:
+    """Fits the lenses of `checkpoints` to `sequences`, the training split; none with `exit_strategy = "identity"`.
+
+    Args:
+        validation: states at the checkpoints and after the last layer.
+        folder: where the lenses are saved while they are fitted; a run that was killed resumes from there.
+
+    Returns:
+        The lenses of the checkpoints where one is used, and the report of each checkpoint: `used`, `reason` where it is
+        not, `rank`, `tokens` seen; on validation tokens `kl_before`, `kl_after`, `may_exit_before`, `may_exit_after`
+        and `curve`, a list for each field of `LensFit.curve`.
+
+    Raises:
+        CalibrationError: a token id the model does not have; a folder that cannot be used.
+    """
+    if config.exit_strategy == "identity":
+        return {}, {}
+    check_ids(source, sequences)
+    text = _Stream.make(source, sequences, config)
+    fits = {layers: _start(source, validation, config, layers) for layers in checkpoints}
+    saved = LensCheckpoint(source, config, text.sha256, checkpoints, folder)
+    held_out = _some(validation, config.seed)
+    with stage("fitting lenses", total=float(text.tokens)) as advance:
+        first = saved.restore(fits)
+        if not first:
+            _measure(source, held_out, config, fits, 0)
+        advance(float(text.ends[first - 1]) if first else 0.0)
+        _train(source, text, held_out, config, fits, first, saved, advance)
+    reports = {layers: _report(source, config, layers, fit) for layers, fit in fits.items()}
+    logger.info("%s", _sentence(reports))
+    return {layers: fits[layers].folded() for layers, report in reports.items() if report["used"]}, reports
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The passes over the text: numbers of batches of `plan`, epoch after epoch; `ends`: tokens seen after each."""
+
+    plan: Plan
+    order: list[int]
+    ends: np.ndarray
+
+    @classmethod
+    def make(cls, source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> "_Stream":
+        """Draws sequences with `lens_tokens` tokens, or repeats all of them, at most `lens_epochs` times."""
+        generator = np.random.default_rng(config.seed)
+        chosen, tokens = list[TokenSequence](), 0
+        for number in generator.permutation(len(sequences)).tolist():
+            if tokens >= config.lens_tokens:
+                break
+            chosen.append(sequences[number])
+            tokens += len(sequences[number].ids) - sequences[number].first
+        per_pass = CPU_TOKENS if source.device.type == "cpu" else None
+        plan = Plan.make(chosen, tokens, config.seed, config.calibration_batch, per_pass)
+        epochs = max(1, min(config.lens_epochs, round(config.lens_tokens / tokens)))
+        order = [int(n) for _ in range(epochs) for n in generator.permutation(len(plan.batches))]
+        return cls(plan, order, np.cumsum([len(plan.batch(number).slots) for number in order]))
+
+    @property
+    def tokens(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def sha256(self) -> str:
+        return self.plan.sha256
+
+
+def _start(source: SourceModel, validation: Sample, config: TideConfig, layers: int) -> LensFit:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed * 1013 + layers)
+        lens = Lens(source.hidden_size, lens_rank(source, config)).to(source.device)
+    optimizer = torch.optim.Adam(lens.parameters(), lr=config.lens_learning_rate)
+    size = float(validation.raw[layers][:8192].square().mean().sqrt().clamp_min(1e-12))
+    return LensFit(lens, optimizer, size, best=copy.deepcopy(lens.state_dict()))
+
+
+def _train(
+    source: SourceModel,
+    text: _Stream,
+    held_out: Sample,
+    config: TideConfig,
+    fits: dict[int, LensFit],
+    first: int,
+    saved: "LensCheckpoint",
+    advance: Any,
+) -> None:
+    head = PartialHead(source, config.label)
+    depth, seen = source.num_layers, int(text.ends[first - 1]) if first else 0
+    wanted = max(MIN_UPDATE_TOKENS, min(UPDATE_TOKENS, text.tokens // UPDATES))
+    rows = min(wanted, next(blocks(source, UPDATE_TOKENS)).stop)  # fewer where their logits would be too large
+    some = text.plan.sequences[int(text.plan.locations[0, 0])].ids.tolist()
+    with fast_attention(source, some, [*fits, depth]):
+        for number in range(first, len(text.order)):
+            fitted = {layers: fit for layers, fit in fits.items() if not fit.given_up}
+            if not fitted:
+                break
+            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
+            batch = text.plan.batch(text.order[number])
+            states = _run(source, head, batch, [*fitted, depth])
+            rate = config.lens_learning_rate * (1 - seen / text.tokens)
+            for part in torch.randperm(len(batch.slots), generator=generator).split(rows):
+                part = part.to(source.device)
+                with torch.no_grad():
+                    full = source.normalize(states[depth][part].float())
+                target = head.target(full, generator)
+                for layers, fit in fitted.items():
+                    exits = source.normalize(fit.translate(states[layers][part].float()))
+                    _update(fit, target.loss(exits), rate)
+            before, seen = seen, int(text.ends[number])
+            if seen * MEASUREMENTS // text.tokens > before * MEASUREMENTS // text.tokens:
+                _measure(source, held_out, config, fitted, seen)
+                if config.exit_strategy == "auto" and seen >= TRIAL * text.tokens:
+                    _give_up(source, config, fitted)
+            advance(float(seen - before))
+            saved.save(fits, number + 1, last=number + 1 == len(text.order))
+
+
+@torch.no_grad()
+def _run(source: SourceModel, head: PartialHead, batch: Batch, layers: Sequence[int]) -> dict[int, torch.Tensor]:
+    """Computes the states [k, D] of the batch's k tokens, on the model's device."""
+
+    def keep(state: torch.Tensor) -> torch.Tensor:
+        return state[batch.rows.to(state.device), batch.positions.to(state.device)].to(source.device)
+
+    with head.autocast():
+        return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
+
+
+def _update(fit: LensFit, loss: torch.Tensor, rate: float) -> None:
+    for group in fit.optimizer.param_groups:
+        group["lr"] = rate
+    fit.optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(fit.lens.parameters(), MAX_GRADIENT)
+    fit.optimizer.step()
+
+
+def _some(validation: Sample, seed: int) -> Sample:
+    """Draws `VALIDATION_TOKENS` of the validation tokens."""
+    rows = torch.randperm(validation.kept, generator=torch.Generator().manual_seed(seed))[:VALIDATION_TOKENS]
+    return replace(
+        validation,
+        raw={layers: state[rows] for layers, state in validation.raw.items()},
+        next_ids=validation.next_ids[rows],
+        documents=validation.documents[rows],
+        locations=validation.locations[rows],
+    )
+
+
+@torch.no_grad()
+def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: dict[int, LensFit], seen: int) -> None:
+    """Adds a point to the curve of each of `fits`, and keeps the best lenses; gives up those that diverged."""
+
+    def translated(layers: int, fit: LensFit, rows: slice) -> torch.Tensor:
+        return source.normalize(fit.translate(held_out.raw[layers][rows].to(source.device)).float())
+
+    def measure(rows: slice) -> dict[int, torch.Tensor]:
+        """Computes loss, KL and label of each token of a block, [3, n]."""
+        with torch.no_grad():
+            last = held_out.raw[source.num_layers][rows]
+            full = predict(source, normalize(source, last))
+            target, full_top1 = Target(full), full.top1()
+            found = {}
+            for layers, fit in fits.items():
+                here = predict(source, translated(layers, fit, rows))
+                kl = target.divergence(here)
+                if config.label == "agreement":
+                    label = here.agree(full_top1)
+                elif config.label == "kl":
+                    label = kl < config.kl_bound
+                else:  # no lens changes the raw states
+                    cosine = torch.cosine_similarity(held_out.raw[layers][rows], last, dim=-1)
+                    label = cosine > config.convergence_threshold
+                loss = torch.lerp(kl, here.nll(full_top1), share_of_top1)
+                found[layers] = torch.stack([loss, kl, label.float()])
+            return found
+
+    share_of_top1 = top1_share(config.label)
+    parts = list(in_parallel(source, measure, blocks(source, held_out.kept)))
+    for layers, fit in fits.items():
+        loss, kl, share = torch.cat([part[layers] for part in parts], dim=1).mean(1).tolist()
+        if loss != loss:
+            fit.given_up = "diverges"
+            logger.warning(
+                "the lens at checkpoint %d diverges (its loss is not a number): states exit unchanged there; "
+                "a lower --lens-learning-rate may help",
+                layers,
+            )
+            continue
+        fit.curve.append({"tokens": seen, "loss": loss, "kl": kl, "may_exit": share})
+        if fit.best_measurement() is fit.curve[-1]:
+            fit.best = copy.deepcopy(fit.lens.state_dict())
+
+
+def _give_up(source: SourceModel, config: TideConfig, fits: dict[int, LensFit]) -> None:
+    for layers, fit in fits.items():
+        if not fit.given_up and _net_gain(source, config, layers, fit) <= 0:
+            fit.given_up = COSTS_MORE
+
+
+COSTS_MORE = "costs more than it saves"
+
+
+def _net_gain(source: SourceModel, config: TideConfig, layers: int, fit: LensFit) -> float:
+    """Estimates the layers that the lens saves per token that reaches the checkpoint, its cost taken off.
+
+    As for placement, a router is assumed to find the share `RECALL` of the tokens that may exit.
+    """
+    costs = count_costs(source, config)
+    more = fit.best_measurement()["may_exit"] - fit.curve[0]["may_exit"]
+    return more * RECALL * (source.num_layers - layers) - costs.lens / costs.layer
+
+
+def _report(source: SourceModel, config: TideConfig, layers: int, fit: LensFit) -> dict[str, Any]:
+    before, best = fit.curve[0], fit.best_measurement()
+    reason = fit.given_up
+    if not reason and best is before:
+        reason = "is worse than none"
+        logger.warning("the lens at checkpoint %d %s on held-out text: states exit unchanged there", layers, reason)
+    if not reason and config.exit_strategy == "auto" and _net_gain(source, config, layers, fit) <= 0:
+        reason = COSTS_MORE
+    return {
+        "used": not reason,
+        **({"reason": reason} if reason else {}),
+        "rank": fit.lens.down.out_features,
+        "tokens": int(fit.curve[-1]["tokens"]),
+        "kl_before": before["kl"],
+        "kl_after": best["kl"],
+        "may_exit_before": before["may_exit"],
+        "may_exit_after": best["may_exit"],
+        "curve": {name: [point[name] for point in fit.curve] for name in fit.curve[0]},
+    }
+
+
+def _sentence(reports: dict[int, dict[str, Any]]) -> str:
+    """Says where lenses are used, and what they change on held-out tokens."""
+    used = [layers for layers, report in reports.items() if report["used"]]
+    others = [layers for layers in reports if layers not in used]
+    if not used:
+        return "exits use the model's own states: on held-out text a lens gains too little at every checkpoint"
+    shares = ", ".join(
+        f"{100 * reports[n]['may_exit_before']:.0f} -> {100 * reports[n]['may_exit_after']:.0f} %" for n in used
+    )
+    unchanged = (
+        f"; states exit unchanged at {', '.join(map(str, others))}, where one gains too little" if others else ""
+    )
+    return f"lenses are used at {', '.join(map(str, used))}: held-out tokens that may exit there {shares}{unchanged}"

@@ -1,0 +1,126 @@
+"""Computes the loss of lenses: how far an exit's distribution is from the full model's, over a part of the vocabulary.
+
+It is the KL divergence, and where routers learn agreement half of it is the cross entropy with the full model's top-1
+token: exits then agree more often, and are sure more often where they do.
+
+The head is the most expensive part of training a lens. So the loss of a batch takes the tokens that the full model
+considers there, and a random sample of the others whose logits are shifted to stand for all of them.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from tide_export.model.source import SourceModel
+
+WHOLE_VOCABULARY = 8192  # up to this size the loss takes every token
+SAMPLED_TOKENS = 2048
+TOP1_SHARE = 0.5  # of the loss, with the label "agreement"
+MARGIN = 4.0  # nats below a position's largest logit: tokens above it are taken
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The full model's distribution for n tokens, over K tokens of the vocabulary.
+
+    Attributes:
+        logits: computes the logits [n, K] of normalized states [n, D'].
+        shift: added to them, [K]: 0, or for the sampled tokens the logarithm of how many each one stands for.
+        probabilities: [n, K]; mixed with the top-1 token by the share of the cross entropy.
+    """
+
+    logits: Logits
+    shift: torch.Tensor
+    probabilities: torch.Tensor
+
+    def loss(self, normalized: torch.Tensor) -> torch.Tensor:
+        """Computes the mean loss for the exits' normalized states [n, D']; off by a constant."""
+        log_exit = (self.logits(normalized).float() + self.shift).log_softmax(-1)
+        return torch.nn.functional.kl_div(log_exit, self.probabilities, reduction="batchmean")
+
+
+class PartialHead:
+    """Makes the targets of batches, in bfloat16 where the device computes that faster."""
+
+    def __init__(self, source: SourceModel, label: str):
+        self.source = source
+        self.top1_share = top1_share(label)
+        self.dtype = fast_dtype(source.device)
+        rows = source.head_rows()
+        self._rows = None
+        if rows is not None and _is_product(source, rows):
+            self._rows = rows.to(source.device, self.dtype or torch.float32)
+
+    def autocast(self) -> AbstractContextManager:
+        """Returns the context in which matrix products run in `dtype`."""
+        return torch.autocast(
+            self.source.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None
+        )
+
+    def target(self, full: torch.Tensor, generator: torch.Generator) -> Target:
+        """Computes the full model's distribution for its normalized states [n, D'].
+
+        Args:
+            generator: draws the sampled tokens, on the CPU.
+        """
+        with torch.no_grad():
+            logits = self._logits(None)(full)
+            vocabulary = logits.shape[-1]
+            if vocabulary <= WHOLE_VOCABULARY:
+                return self._mixed(None, logits, torch.zeros(vocabulary, device=logits.device))
+            considered = (logits > logits.amax(-1, keepdim=True) - MARGIN).any(0)
+            others = (~considered).nonzero()[:, 0]
+            chosen = considered.nonzero()[:, 0]
+            shift = torch.zeros(len(chosen), device=logits.device)
+            if len(others):
+                drawn = torch.randint(len(others), (SAMPLED_TOKENS,), generator=generator).to(others.device)
+                chosen = torch.cat([chosen, others[drawn]])
+                shift = torch.cat([shift, shift.new_full((SAMPLED_TOKENS,), len(others) / SAMPLED_TOKENS).log()])
+            return self._mixed(chosen, logits[:, chosen], shift)
+
+    def _mixed(self, tokens: torch.Tensor | None, logits: torch.Tensor, shift: torch.Tensor) -> Target:
+        probabilities = (logits.float() + shift).softmax(-1).mul_(1 - self.top1_share)
+        best = (logits == logits.amax(-1, keepdim=True)).float()  # a token drawn twice counts once
+        probabilities += self.top1_share * best / best.sum(-1, keepdim=True)
+        return Target(self._logits(tokens), shift, probabilities)
+
+    def _logits(self, tokens: torch.Tensor | None) -> Logits:
+        """Returns the head for `tokens`, int64 [K], or for the whole vocabulary."""
+        if self._rows is not None:
+            rows = self._rows if tokens is None else self._rows[tokens]
+            return lambda normalized: normalized.to(rows.dtype) @ rows.T
+
+        def head(normalized: torch.Tensor) -> torch.Tensor:
+            with self.autocast():
+                logits = self.source.head(normalized[None])[0]
+            return logits if tokens is None else logits[:, tokens]
+
+        return head
+
+
+def top1_share(label: str) -> float:
+    """Returns the share of the cross entropy with the full model's top-1 token in the loss."""
+    return TOP1_SHARE if label == "agreement" else 0.0
+
+
+def fast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns bfloat16 where the device has instructions for its matrix products, else None."""
+    if device.type == "cpu":
+        checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+        supported = any(check is not None and check() for check in checks)
+    else:
+        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if supported else None
+
+
+@torch.no_grad()
+def _is_product(source: SourceModel, rows: torch.Tensor) -> bool:
+    """Returns whether the head is a product with `rows` [V, D'] alone, without scaling or soft caps."""
+    states = torch.randn(4, source.normalized_size, generator=torch.Generator().manual_seed(0))
+    logits = source.head(states[None].to(source.device))[0].float().cpu()
+    expected = states @ rows.T
+    return bool((logits - expected).abs().max() <= 1e-3 * expected.abs().max())
