@@ -4,7 +4,7 @@
 stored in the router file and the bundle's manifest as provenance.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,7 +23,10 @@ class TideConfig(BaseModel):
         "checkpoint_interval",
     )
     exit_threshold: float = Field(0.85, ge=0.0, le=1.0, description="a token exits when its score is above this")
-    min_layers: int = Field(8, ge=0, description="checkpoints after fewer layers never exit")
+    epsilon: float = Field(0.02, ge=0.0, lt=1.0, description="share of tokens that mode auto may change; 0: none")
+    min_layers: int = Field(
+        8, ge=0, description="checkpoints after fewer layers never exit; in mode auto only if this is given"
+    )
     max_pending: int = Field(16, ge=0, description="tokens that may be pending before a segment is forced to run")
     compaction_threshold: float = Field(
         1.0,
@@ -79,6 +82,10 @@ class TideConfig(BaseModel):
     )
     test_fraction: float = Field(0.15, gt=0.0, lt=0.5, description="share of tokens for the report only")
     seed: int = Field(0, ge=0, description="of every random choice in calibration")
+
+    def given(self, name: str, otherwise: Any) -> Any:
+        """Returns the field `name` if it was set, `otherwise` if it has its default."""
+        return getattr(self, name) if name in self.model_fields_set else otherwise
 
     def tokens_kept(self, hidden_size: int, states: int) -> int:
         """Tokens of the training split whose `states` hidden states are kept (the other splits keep a quarter each)."""

@@ -12,7 +12,7 @@ char const* const kUsage =
     "  --ids 1,2,3           a prompt; may be repeated: several prompts are decoded as a batch\n"
     "  --ids-file FILE       a prompt: ids between white space or commas; may be repeated\n"
     "  --max-new-tokens N    64\n"
-    "  --mode MODE           full, exit (the default) or lossless\n"
+    "  --mode MODE           auto (the default), full, exit or lossless\n"
     "  --threshold T[,T...]  a score above it exits: one in [0, 1], or one per checkpoint; default: the bundle's\n"
     "  --min-layers N        checkpoints after fewer layers never exit\n"
     "  --max-pending N       pending tokens (in lossless mode drafts) before a segment must run\n"

@@ -27,6 +27,15 @@ Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& opti
 
 Manifest const& Engine::manifest() const { return backend_->manifest(); }
 
+std::optional<AutoMode> Engine::auto_mode() const {
+  auto const& measured = manifest().auto_mode;
+  return measured && measured->provider == backend_->provider() ? measured : std::nullopt;
+}
+
+GenerationConfig Engine::resolved(GenerationConfig const& config) const {
+  return without_auto(backend_->bundle(), config, auto_mode(), true);
+}
+
 std::int64_t Engine::max_batch_size() const {
   BatchNetworks const* const networks = backend_->batch_networks();
   return networks == nullptr ? 1 : static_cast<std::int64_t>(networks->max_batch_size());
@@ -39,7 +48,8 @@ Generation Engine::generate(std::vector<std::int64_t> const& prompt, GenerationC
 Generation Engine::stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
                           std::function<bool(Token const&)> const& on_token) const {
   check_prompt(manifest(), prompt, "the prompt");
-  Request request(backend_->bundle(), config, std::nullopt);
+  GenerationConfig const resolved = without_auto(backend_->bundle(), config, auto_mode(), false);
+  Request request(backend_->bundle(), resolved, std::nullopt);
   State state = start(request.thresholds, request.max_pending);
   std::unique_ptr<Decoder> const decoder = make_decoder(manifest(), request, 0);
   Progress progress(manifest(), prompt, request);
@@ -69,7 +79,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
     throw GenerationError("this runtime decodes one prompt at a time on the engines of bundle '" +
                           backend_->bundle().path.string() + "': give one prompt at a time, or use provider 'cpu'");
   }
-  Request request(backend_->bundle(), config, prompts.size());
+  Request request(backend_->bundle(), resolved(config), prompts.size());
   std::unique_ptr<PackedBatch> const batch = empty_batch(networks->sessions(prompts.size()), manifest(), request);
   std::vector<Progress> progress;
   progress.reserve(prompts.size());

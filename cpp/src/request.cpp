@@ -51,8 +51,8 @@ void check_sampling(GenerationConfig const& config) {
 std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig const& config) {
   if (config.mode != Mode::lossless) {
     if (!config.prompt_lookup) return std::nullopt;
-    throw GenerationError(std::string("prompt_lookup is for mode 'lossless', not '") +
-                          (config.mode == Mode::full ? "full" : "exit") + "': elsewhere nothing is drafted");
+    throw GenerationError("prompt_lookup is for mode 'lossless', not '" + std::string(name_of(config.mode)) +
+                          "': elsewhere nothing is drafted");
   }
   DraftLimits limits;
   if (auto const& tuned = bundle.manifest.drafting) {
@@ -132,6 +132,32 @@ Request::Request(Bundle const& bundle, GenerationConfig const& config, std::opti
   if (prompts) compaction_threshold = compaction_share(bundle.manifest, config);
 }
 
+GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std::optional<AutoMode> const& measured,
+                              bool batched) {
+  if (config.mode != Mode::automatic) return config;
+  check_exits(bundle, config, batched);
+  pending_limit(bundle.manifest, config.max_pending);
+  if (batched) compaction_share(bundle.manifest, config);
+  if (config.prompt_lookup) {
+    throw GenerationError("prompt_lookup is for mode 'lossless', not 'auto': elsewhere nothing is drafted");
+  }
+  if (config.threshold || config.min_layers) {
+    config.mode = Mode::exit;
+  } else if (!measured || measured->mode == "full") {
+    config.mode = Mode::full;
+    config.max_pending.reset();
+    config.compaction_threshold.reset();
+  } else if (measured->mode == "lossless") {
+    config.mode = Mode::lossless;
+    config.compaction_threshold.reset();
+  } else {
+    config.mode = Mode::exit;
+    config.threshold = measured->thresholds;
+    config.min_layers = 0;
+  }
+  return config;
+}
+
 std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t minimum) {
   if (value >= minimum) return value;
   throw GenerationError(std::string(name) + " must be a whole number, " + std::to_string(minimum) + " or more, not " +
@@ -143,11 +169,17 @@ double real_number(char const* name, double value) {
   throw GenerationError(std::string(name) + " must be a number, not " + shown(value));
 }
 
+std::string_view name_of(Mode mode) {
+  constexpr std::string_view names[] = {"auto", "full", "exit", "lossless"};
+  return names[static_cast<std::size_t>(mode)];
+}
+
 Mode mode_of(std::string_view name) {
+  if (name == "auto") return Mode::automatic;
   if (name == "full") return Mode::full;
   if (name == "exit") return Mode::exit;
   if (name == "lossless") return Mode::lossless;
-  throw GenerationError("mode must be 'full', 'exit' or 'lossless', not '" + std::string(name) + "'");
+  throw GenerationError("mode must be 'auto', 'full', 'exit' or 'lossless', not '" + std::string(name) + "'");
 }
 
 std::vector<double> resolve_thresholds(Manifest const& manifest, GenerationConfig const& config) {

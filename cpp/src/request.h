@@ -16,6 +16,7 @@ namespace tide {
 
 // A configuration resolved for one bundle.
 struct Request {
+  // config: its mode is not `automatic`.
   // prompts: how many there are in a list of prompts; none: one prompt that is not in a list.
   Request(Bundle const& bundle, GenerationConfig const& config, std::optional<std::size_t> prompts);
 
@@ -27,6 +28,11 @@ struct Request {
   std::vector<Sampler> samplers;      // one per prompt
   std::set<std::int64_t> stop_token_ids;
 };
+
+// `config` without mode `automatic`: with the mode that it is, its thresholds, and none of the options that this mode
+// does not have. Which options are accepted does not depend on what was measured. `batched`: for a list of prompts.
+GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std::optional<AutoMode> const& measured,
+                              bool batched);
 
 // Throws unless `value` is `minimum` or more; returns it.
 std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t minimum);

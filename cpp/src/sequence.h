@@ -34,11 +34,13 @@ class BatchNetworks;
 // An opened bundle: what all sequences of an engine share. May be used by several threads at once.
 class Backend {
  public:
-  explicit Backend(Bundle bundle) : bundle_(std::move(bundle)) {}
+  // provider: "cpu", "tensorrt" or "tensorrt-rtx".
+  Backend(Bundle bundle, std::string provider) : bundle_(std::move(bundle)), provider_(std::move(provider)) {}
   virtual ~Backend() = default;
 
   Bundle const& bundle() const { return bundle_; }
   Manifest const& manifest() const { return bundle_.manifest; }
+  std::string const& provider() const { return provider_; }
 
   // Starts an empty sequence, which must not outlive the backend. The arguments are those of `Engine::start`, checked;
   // `room` is ignored where K/V buffers do not grow.
@@ -50,6 +52,7 @@ class Backend {
 
  private:
   Bundle bundle_;
+  std::string provider_;
 };
 
 // Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this

@@ -36,7 +36,7 @@ std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, std::optional<st
   auto const networks = std::make_shared<tide::OrtNetworks>(bundle, threads);
   bundle.manifest.networks->max_tokens = 16;  // so that longer steps and the head run in chunks
   bundle.manifest.networks->max_logits = 2;
-  return std::make_shared<tide::SegmentBackend>(std::move(bundle), networks->specs(), [networks] {
+  return std::make_shared<tide::SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks] {
     auto device = std::make_unique<tide::CudaDevice>();
     tide::DeviceNetworks opened;
     for (std::unique_ptr<tide::Network>& network : networks->bind()) {

@@ -216,7 +216,7 @@ REFUSED: list[tuple[list[list[int]], dict[str, Any], str]] = [
     ([[1], []], {}, "prompt 2 is empty: give at least one token"),
     ([[1], [10**7]], {}, "prompt 2 holds token id 10000000, outside the vocabulary"),
     ([[1] * 5000, [1]], {}, "prompt 1 has 5000 tokens but the model's context holds"),
-    ([[1], [2]], {"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless', not 'exit'"),
+    ([[1], [2]], {"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless', not 'auto'"),
     ([[1], [2]], {"mode": "lossless", "prompt_lookup": -1}, "prompt_lookup must be a whole number, 0 or more"),
     ([[1], [2]], {"mode": "full", "max_pending": 1}, "max_pending is for modes 'exit' and 'lossless', not 'full'"),
     (

@@ -8,6 +8,7 @@ import pytest
 from tiny_model import TinyModel
 
 from tide_export.errors import BundleError, GenerationError
+from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -56,10 +57,11 @@ def test_min_layers_keeps_the_shallow_checkpoint_off(tiny: TinyModel, tiny_engin
 
 def test_what_is_not_said_is_the_bundle_s(tmp_path: Path, tiny: TinyModel) -> None:
     engine = load(tiny.write(tmp_path / "b", thresholds=(0.9, 0.6), min_layers=3, max_pending=2))
-    done = engine.generate(PROMPT, max_new_tokens=30)
+    exits = GenerationConfig(mode="exit", max_new_tokens=30)
+    done = engine.generate(PROMPT, exits)
     assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT, 0.6], 30)[0]
-    assert done.stats.layers_run == engine.generate(PROMPT, max_new_tokens=30, max_pending=2).stats.layers_run
-    assert done.stats.layers_run != engine.generate(PROMPT, max_new_tokens=30, max_pending=9).stats.layers_run
+    assert done.stats.layers_run == engine.generate(PROMPT, exits, max_pending=2).stats.layers_run
+    assert done.stats.layers_run != engine.generate(PROMPT, exits, max_pending=9).stats.layers_run
     assert (
         engine.generate(PROMPT, max_new_tokens=30, min_layers=0).tokens
         == tiny.reference_greedy(PROMPT, [0.9, 0.6], 30)[0]
@@ -100,7 +102,7 @@ def test_a_model_without_checkpoints_generates(tmp_path: Path) -> None:
 
 
 def test_the_models_own_stop_tokens_end_it_and_are_included(tmp_path: Path, tiny: TinyModel) -> None:
-    free = tiny.reference_greedy(PROMPT, [0.5, 0.5], 30)[0]
+    free = tiny.reference_greedy(PROMPT, [NEVER_EXIT] * 2, 30)[0]
     stop = free[7]
     engine = load(TinyModel(eos=(49, stop)).write(tmp_path / "b"))
     done = engine.generate(PROMPT, max_new_tokens=30)
@@ -116,7 +118,7 @@ def test_the_end_of_the_context_ends_it(tmp_path: Path) -> None:
     engine = load(short.write(tmp_path / "b"))
     done = engine.generate(PROMPT, max_new_tokens=30)
     # Positions 3..9 are fed back, the token that would be at position 10 is still known.
-    assert done.tokens == short.reference_greedy(PROMPT, [0.5, 0.5], 8)[0]
+    assert done.tokens == short.reference_greedy(PROMPT, [NEVER_EXIT] * 2, 8)[0]
     assert done.finish_reason == "context"
     assert engine.generate(PROMPT, max_new_tokens=8).finish_reason == "length"
     assert len(engine.generate([1] * 10, max_new_tokens=5).tokens) == 1

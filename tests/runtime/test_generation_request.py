@@ -22,7 +22,7 @@ REFUSED = {  # option -> mode -> what is said
     "min_layers": {"full": "min_layers is for modes 'exit' and 'lossless', not 'full'"},
     "max_pending": {"full": "max_pending is for modes 'exit' and 'lossless', not 'full'"},
     "compaction_threshold": {"full": "compaction_threshold is for modes 'exit' and 'lossless', not 'full'"},
-    "prompt_lookup": dict.fromkeys(("full", "exit"), "prompt_lookup is for mode 'lossless'"),
+    "prompt_lookup": dict.fromkeys(("auto", "full", "exit"), "prompt_lookup is for mode 'lossless'"),
     "top_k": dict.fromkeys(MODES, "top_k is for a temperature above 0"),
     "top_p": dict.fromkeys(MODES, "top_p is for a temperature above 0"),
 }

@@ -32,8 +32,8 @@ def bundle(tiny_bundle: Path) -> Bundle:
 @pytest.mark.parametrize(
     ("options", "thresholds", "max_pending", "compaction_threshold", "drafts"),
     [
-        ({}, [NEVER_EXIT, 0.8], 2, 0.25, None),
-        ({**ALL_GIVEN, "min_layers": 0}, [0.5, 0.5], 1, 0.75, None),
+        ({"mode": "exit"}, [NEVER_EXIT, 0.8], 2, 0.25, None),
+        ({**ALL_GIVEN, "mode": "exit", "min_layers": 0}, [0.5, 0.5], 1, 0.75, None),
         ({"mode": "full"}, [NEVER_EXIT, NEVER_EXIT], 2, 0.25, None),
         ({"mode": "lossless"}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, 3)),
         (

@@ -106,10 +106,14 @@ def test_what_is_certified_is_stored_and_used_from_then_on(bundle: Path, capsys,
 
     changed = {name for name, digest in hashes(bundle).items() if digest != others[name]}
     assert changed == {MANIFEST_FILE}
-    assert vars(manifest) | {"thresholds": 0, "tuning": 0} == vars(before) | {"thresholds": 0, "tuning": 0}
+    tuned = dict.fromkeys(("thresholds", "tuning", "auto"))
+    assert vars(manifest) | tuned == vars(before) | tuned
+    assert manifest.auto is not None
+    assert (manifest.auto.thresholds, manifest.auto.epsilon) == (manifest.thresholds, 0.35)
+    assert manifest.auto.exit_speedup == report["auto"]["exit_speedup"]
 
     engine = tide_export.load(bundle, threads=1)
-    by_default = engine.generate(demo_text_ids[:20], max_new_tokens=24)
+    by_default = engine.generate(demo_text_ids[:20], max_new_tokens=24, mode="exit")
     assert (
         by_default.stats.exit_layer
         == engine.generate(demo_text_ids[:20], max_new_tokens=24, threshold=report["thresholds"]).stats.exit_layer
@@ -180,7 +184,9 @@ def test_a_dry_run_finds_the_same_and_stores_nothing(bundle: Path, capsys):
     assert hashes(bundle) == before
     wet = tune(capsys, bundle)
     assert (dry["stored"], wet["stored"]) == (False, True)
-    assert {**dry, "stored": 0, "date": 0} == {**wet, "stored": 0, "date": 0}
+    varying = dict.fromkeys(("stored", "date", "auto"))
+    assert dry | varying == wet | varying
+    assert dry["auto"]["thresholds"] == wet["auto"]["thresholds"]
 
 
 def test_min_layers_is_obeyed_and_stored(bundle: Path, capsys):

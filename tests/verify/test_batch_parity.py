@@ -154,7 +154,7 @@ def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, back
     smaller = replace(bundle, manifest=replace(bundle.manifest, files=files))
     without = Engine(smaller, BranchedBackend(smaller, graph.backend.session))
     single = SegmentBackend(
-        bundle.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device
+        bundle.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device, "cpu"
     )
     for engine in (without, Engine(bundle, single)):
         assert engine.max_batch_size == 1

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.formatting import size, table
@@ -65,6 +66,7 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "calibration": manifest.calibration,
         "tuning": manifest.tuning,
         "tuning_in_force": _tuning_in_force(manifest),
+        "auto": None if manifest.auto is None else asdict(manifest.auto),
         "versions": manifest.versions,
         "files": {name: asdict(info) for name, info in manifest.files.items()},
         "files_verified": verified,
@@ -121,6 +123,7 @@ def render(described: dict[str, Any]) -> str:
         f"{size(described['kv_bytes_per_token'])} of K/V per token",
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
         f"exits      from {described['min_layers']} layers on; " + _pending(described),
+        f"mode auto  {_auto(described['auto'])}",
         "",
         "segments",
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
@@ -139,6 +142,10 @@ def render(described: dict[str, Any]) -> str:
         "made with  " + ", ".join(f"{tool} {version}" for tool, version in sorted(described["versions"].items())),
     ]
     return "\n".join(lines)
+
+
+def _auto(record: dict[str, Any] | None) -> str:
+    return sentence(None if record is None else AutoMode(**record)).removeprefix("mode auto is ")
 
 
 def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | None) -> list[str]:

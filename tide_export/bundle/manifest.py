@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
+from tide_export.bundle.auto_mode import MODES, AutoMode
 from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
 from tide_export.names import (
@@ -36,7 +37,7 @@ KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
-OMITTED = ("quantization", "remote_code", "model.kv_layers")  # fields that are not written when None
+OMITTED = ("quantization", "remote_code", "auto", "model.kv_layers")  # fields that are not written when None
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class Manifest:
     engines: EnginesInfo | None = None
     quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
     remote_code: bool | None = None  # whether Python code of the model's own was run; None: not written
+    auto: AutoMode | None = None  # what mode `auto` is; None, and then not written: not measured, so full depth
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property
@@ -267,6 +269,15 @@ def _check(manifest: Manifest, source: str) -> None:
         require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
         require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more")
         require(drafting.min_match >= 1, "drafting.min_match", "must be 1 or more")
+    auto = manifest.auto
+    if auto is not None:
+        require(auto.mode in MODES, "auto.mode", f"must be one of {', '.join(MODES)}")
+        require(len(auto.thresholds) == len(points), "auto.thresholds", "must have one value per checkpoint")
+        require(all(0 <= value <= 1 for value in auto.thresholds), "auto.thresholds", "must lie in [0, 1]")
+        require(0 <= auto.epsilon < 1, "auto.epsilon", "must lie in [0, 1)")
+        for name in ("exit", "lossless"):
+            measured = auto.mode != name or getattr(auto, f"{name}_speedup") is not None
+            require(measured, f"auto.{name}_speedup", f"is missing for mode {name}")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
     require(

@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,8 +77,13 @@ def writing_bundle(path: str | os.PathLike[str], overwrite: bool = False) -> Ite
                     parent.rmdir()
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+def write_manifest(folder: Path, manifest: Manifest, hashed: Mapping[str, FileInfo] | None = None) -> Manifest:
     """Writes `tide.json` with the size and hash of every file in `folder`, and flushes all of it to the disk.
+
+    Args:
+        folder: of the bundle.
+        manifest: its `files` are replaced.
+        hashed: files by name that are not hashed again.
 
     Returns:
         The manifest as it will be read back, `files` filled.
@@ -90,7 +95,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     for file in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
         name = file.relative_to(folder).as_posix()
         if name != MANIFEST_FILE:
-            files[name] = FileInfo(file.stat().st_size, _sha256(file))
+            files[name] = (hashed or {}).get(name) or FileInfo(file.stat().st_size, _sha256(file))
             fsync(file)
     text = replace(manifest, files=files).to_json()
     written = Manifest.from_json(text)

@@ -20,6 +20,7 @@ from tide_export.calibration.distributed import Processes
 from tide_export.calibration.evaluate import count_costs, evaluate, read_examples, report_checkpoints
 from tide_export.calibration.fit_checkpoints import fit_checkpoints
 from tide_export.calibration.fit_lenses import fit_lenses
+from tide_export.calibration.operating_points import operating_points
 from tide_export.calibration.placement import measure_layers, place_checkpoints
 from tide_export.calibration.self_generated import answer_prompts
 from tide_export.calibration.split import split_sequences
@@ -54,7 +55,7 @@ def calibrate(
     `dataset`, `dataset_sha256` (of the text read), `document_hashes`, `documents`, `sequences`, `tokens`; `split` and
     `label`, `exit_strategy`; `config`, `versions`; `remote_code` (only where code of the model's own was run); and
     `report`: per checkpoint (a string) the result of `fit_router.assess` on the test split, and `lens` where there is
-    one.
+    one; `operating_points`: see `calibration.operating_points`.
 
     Args:
         cache: a folder for the hidden states, instead of memory; a run that was killed resumes from it.
@@ -88,8 +89,10 @@ def calibrate(
         evaluation = evaluate(source, routers, samples["test"], config, advance)
     for sentence in constant_routers(evaluation.scores, routers.checkpoints):
         logger.warning("%s", sentence)
+    costs = count_costs(source, config, len(routers.lenses) / len(routers.routers))
     provenance = _provenance(source, config, text, samples) | {
         "exit_strategy": routers.strategy,
+        "operating_points": operating_points(evaluation, costs, config.given("min_layers", 0)),
         "split": split.unit,
         "report": report_checkpoints(source, routers, samples["test"], evaluation, config, reports),
     }
@@ -102,7 +105,7 @@ def calibrate(
         evaluation=evaluation,
         convergence=statistics.convergence(),
         examples=read_examples(source, tokenizer, routers, split.test, thresholds),
-        costs=count_costs(source, config, len(routers.lenses) / len(routers.routers)),
+        costs=costs,
         provenance=provenance,
     )
     return Calibration(routers, assessment)

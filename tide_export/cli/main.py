@@ -35,7 +35,7 @@ logger = logging.getLogger("tide_export")
 # Options of the command line itself; all others are named like the parameter they are given for.
 OWN_OPTIONS = ("command", "quiet", "verbose", "debug", "json")
 # Fields of `TideConfig` that are used when the routers are fitted already.
-EXPORT_FIELDS = {"exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold"}
+EXPORT_FIELDS = {"epsilon", "exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold"}
 QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
 
 
@@ -128,6 +128,7 @@ def _tune(options: Namespace) -> int:
 
 
 def _generate(options: Namespace) -> int:
+    from tide_export.bundle.auto_mode import sentence
     from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.engine import load
     from tide_export.runtime.tokenizer import BundleTokenizer, read_prompts
@@ -139,15 +140,18 @@ def _generate(options: Namespace) -> int:
     engine = load(**_arguments(options, load))
     tokenizer = BundleTokenizer(engine.bundle)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    mode = engine.resolved(config).mode
+    if config.mode == "auto" and options.threshold is None and options.min_layers is None and not options.quiet:
+        print(sentence(engine.auto), file=sys.stderr)
     if len(prompts) > 1:
         started = time.perf_counter()
         done = engine.generate(encoded, config)
         seconds = time.perf_counter() - started
         answers = [_answer(tokenizer, *one) for one in zip(prompts, encoded, done, strict=True)]
-        _print_batch(options, config.mode, answers, done, seconds)
+        _print_batch(options, mode, answers, done, seconds)
     elif options.json:
         answer = _answer(tokenizer, prompts[0], encoded[0], engine.generate(encoded[0], config))
-        print(json.dumps(answer | {"mode": config.mode}, indent=2))
+        print(json.dumps(answer | {"mode": mode}, indent=2))
     else:
         if options.echo:
             print(prompts[0], end="", flush=True)

@@ -268,8 +268,9 @@ def _add_generate(commands) -> None:
     parser.add_argument(
         "--mode",
         choices=MODES,
-        help="full: every layer for every token; exit: tokens exit where a router's score is above its threshold; "
-        "lossless: exits and n-grams of earlier text are drafts, which the full model verifies (exit)",
+        help="auto: the fastest as measured by export or tune; full: every layer for every token; exit: tokens exit "
+        "where a router's score is above its threshold; lossless: exits and n-grams of earlier text are drafts, which "
+        "the full model verifies (auto, with --threshold or --min-layers exit)",
     )
     parser.add_argument(
         "--prompt-lookup", type=int, metavar="N", help="--mode lossless: draft up to N tokens from earlier text"

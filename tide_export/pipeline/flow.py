@@ -1,4 +1,5 @@
-"""The product on one page, a stage a line: load, quantize, trace, cut, calibrate, compose, lower, write, build, check.
+"""The product on one page, a stage a line: load, quantize, trace, cut, calibrate, compose, lower, write, build, check,
+measure.
 
 Routers are calibrated after the trace, since a model that cannot be traced shall be refused before hours of
 calibration. Each stage gets all it needs from here, so that it can be read and tested alone.
@@ -27,6 +28,7 @@ from tide_export.progress import stage
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import trace
+from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
 from tide_export.verify.references import References
 
@@ -51,6 +53,8 @@ def export(request: ExportRequest) -> Path:
         if request.validate:
             with stage("checking the graph against the model"):
                 check_export(folder, manifest, references)
+        auto = measure_auto(folder, manifest, request.config.epsilon)
+        write_manifest(folder, replace(manifest, auto=auto), manifest.files)
     return Path(request.output)
 
 

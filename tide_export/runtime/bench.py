@@ -10,12 +10,13 @@ segment catches up are in the average.
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import EXACT, PROPAGATE, Drafting, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import ConfigError
@@ -69,12 +70,14 @@ class BenchReport:
     new_tokens: int
     threads: int | None
     depth: int
+    auto: AutoMode | None  # what mode auto is on this provider
     modes: list[Mode]
     runs: dict[str, list[Timing]]
 
     def as_dict(self) -> dict[str, Any]:
         return attributes(self, "bundle", "prompt", "prompt_tokens", "new_tokens", "threads") | {
             "repeat": len(self.runs[self.modes[0].name]),
+            "auto": None if self.auto is None else asdict(self.auto),
             "modes": [self._mode(mode) for mode in self.modes],
         }
 
@@ -122,6 +125,7 @@ class BenchReport:
                 "",
                 "  exit: the given thresholds; lossless: exits are drafts, verified, so the tokens are those of full;",
                 "  first: every token exits at the first checkpoint (the upper bound)",
+                sentence(self.auto),
             ]
         )
 
@@ -173,7 +177,8 @@ def bench(
             timing = _run(engine, mode, ids, new_tokens)
             if i > 0:  # the first round allocates memory and fills caches
                 runs[mode.name].append(timing)
-    return BenchReport(str(bundle), origin, prompt_tokens, new_tokens, threads, manifest.model.num_layers, modes, runs)
+    depth = manifest.model.num_layers
+    return BenchReport(str(bundle), origin, prompt_tokens, new_tokens, threads, depth, engine.auto, modes, runs)
 
 
 def _modes(

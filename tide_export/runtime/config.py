@@ -20,9 +20,11 @@ class GenerationConfig:
 
     Attributes:
         max_new_tokens: 1 or more.
-        mode: "exit" (tokens may exit at a checkpoint), "full" (the source model, layer for layer) or "lossless" (tokens
-            that exit are drafts, verified by the full model before they are returned: the tokens of "full", when
-            sampling its distribution, and faster where drafts are mostly accepted).
+        mode: "auto" (the mode that `export` or `tune` measured to be fastest on this provider, within the share of
+            tokens that it may change; "full" where nothing was measured or gains; "exit" where threshold or min_layers
+            is given), "exit" (tokens may exit at a checkpoint), "full" (the source model, layer for layer) or
+            "lossless" (tokens that exit are drafts, verified by the full model before they are returned: the tokens of
+            "full", when sampling its distribution, and faster where drafts are mostly accepted).
         threshold: a router score above it exits; one in [0, 1], or one per checkpoint. None: the bundle's.
         min_layers: checkpoints after fewer layers never exit. None: the bundle's, in lossless mode 0.
         max_pending: tokens that may be pending before a segment is forced to run, in lossless mode drafts that may
@@ -44,7 +46,7 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = 64
-    mode: str = "exit"
+    mode: str = "auto"
     threshold: float | Sequence[float] | None = None
     min_layers: int | None = None
     max_pending: int | None = None

@@ -14,6 +14,7 @@ from typing import Any, Unpack, overload
 
 import numpy as np
 
+from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
@@ -23,7 +24,15 @@ from tide_export.runtime.decoding.generation import FinishReason, Generation, Pr
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.providers import open_provider
-from tide_export.runtime.request import check_prompt, check_thresholds, is_list_of_prompts, resolve, seeds, single_seed
+from tide_export.runtime.request import (
+    check_prompt,
+    check_thresholds,
+    is_list_of_prompts,
+    resolve,
+    seeds,
+    single_seed,
+    without_auto,
+)
 from tide_export.runtime.sequence import ROOM, Backend, Batch, SequenceState, SingleSequence
 from tide_export.values import whole_number
 
@@ -65,6 +74,16 @@ class Engine:
     def manifest(self) -> Manifest:
         """The bundle's manifest."""
         return self.bundle.manifest
+
+    @property
+    def auto(self) -> AutoMode | None:
+        """What mode `auto` is on this provider; None: it was not measured, so that it is full depth."""
+        auto = self.manifest.auto
+        return auto if auto is not None and auto.provider == self.backend.provider else None
+
+    def resolved(self, config: GenerationConfig) -> GenerationConfig:
+        """`config` with the mode and thresholds that mode `auto` stands for, where it has that mode."""
+        return without_auto(self.bundle, config, self.auto)
 
     @property
     def max_batch_size(self) -> int:
@@ -139,7 +158,7 @@ class Engine:
 
     def _stream(self, ids: Any, config: GenerationConfig) -> "TokenStream":
         manifest = self.manifest
-        prompt, request = check_prompt(manifest, ids), resolve(self.bundle, config, batched=False)
+        prompt, request = check_prompt(manifest, ids), resolve(self.bundle, config, batched=False, auto=self.auto)
         sampler = Sampler(config.temperature, config.top_k, config.top_p, single_seed(config))
         state = self.start(request.thresholds, request.max_pending)
         decoder = decoder_of(manifest, sampler, request.stop, request.drafts, state)
@@ -148,7 +167,7 @@ class Engine:
     def _generate_batch(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
         manifest = self.manifest
         checked = [check_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
-        request = resolve(self.bundle, config, batched=True)
+        request = resolve(self.bundle, config, batched=True, auto=self.auto)
         samplers = [Sampler(config.temperature, config.top_k, config.top_p, one) for one in seeds(config, len(checked))]
         batch = self.start_batch(request.thresholds, request.max_pending, request.compaction_threshold, len(checked))
         decoders = [partial(decoder_of, manifest, one, request.stop, request.drafts) for one in samplers]

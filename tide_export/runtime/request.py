@@ -5,11 +5,12 @@ error too.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
@@ -43,9 +44,14 @@ class Request:
     stop: frozenset[int]
 
 
-def resolve(bundle: Bundle, config: GenerationConfig, batched: bool) -> Request:
-    """Resolves `config` for a bundle; `batched`: for a list of prompts."""
-    manifest = bundle.manifest
+def resolve(bundle: Bundle, config: GenerationConfig, batched: bool, auto: AutoMode | None = None) -> Request:
+    """Resolves `config` for a bundle.
+
+    Args:
+        batched: for a list of prompts.
+        auto: what mode `auto` is; None: full depth.
+    """
+    manifest, config = bundle.manifest, without_auto(bundle, config, auto, batched)
     thresholds, drafts = _thresholds(manifest, config), _draft_limits(manifest, config)
     if drafts and manifest.kv_cache_strategy == PROPAGATE:
         raise GenerationError(
@@ -68,6 +74,25 @@ def resolve(bundle: Bundle, config: GenerationConfig, batched: bool) -> Request:
         drafts,
         frozenset(map(int, stop)),
     )
+
+
+def without_auto(
+    bundle: Bundle, config: GenerationConfig, auto: AutoMode | None, batched: bool = True
+) -> GenerationConfig:
+    """`config` with the mode that `auto` is, its thresholds, and none of the options that this mode does not have.
+    Which options are accepted does not depend on what was measured."""
+    if config.mode != "auto":
+        return config
+    check_exits(bundle, "exit", {name: getattr(config, name) for name in EXIT_OPTIONS}, batched)
+    if config.prompt_lookup is not None:
+        raise GenerationError("prompt_lookup is for mode 'lossless', not 'auto': elsewhere nothing is drafted")
+    if config.threshold is not None or config.min_layers is not None:
+        return replace(config, mode="exit")
+    if auto is None or auto.mode == "full":
+        return replace(config, mode="full", max_pending=None, compaction_threshold=None)
+    if auto.mode == "lossless":
+        return replace(config, mode="lossless", compaction_threshold=None)
+    return replace(config, mode="exit", threshold=auto.thresholds, min_layers=0)
 
 
 def check_exits(bundle: Bundle, mode: str, options: Mapping[str, Any], batched: bool = False) -> None:

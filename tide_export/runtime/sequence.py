@@ -154,6 +154,11 @@ class Backend(Protocol):
     """One engine that runs a bundle's sequences and batches. Safe to use from several threads."""
 
     @property
+    def provider(self) -> str:
+        """Its name: cpu, cuda, tensorrt or tensorrt-rtx."""
+        ...
+
+    @property
     def max_batch_size(self) -> int:
         """Sequences that a batch can have; 1: there are no batches."""
         ...

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tide_export.errors import GenerationError
 from tide_export.values import real_number, shown, whole_number
 
-MODES = ("full", "exit", "lossless")
+MODES = ("auto", "full", "exit", "lossless")
 MAX_THRESHOLD = 1.0  # the largest that a user may give and a manifest may hold; no score is above it
 # What an engine may be given besides: above every score, and below every score.
 NEVER_EXIT = 2.0
@@ -53,7 +53,7 @@ def resolve_thresholds(
 def check_mode(mode: str) -> None:
     """Raises GenerationError for an unknown mode."""
     if not isinstance(mode, str) or mode not in MODES:
-        raise GenerationError(f"mode must be 'full', 'exit' or 'lossless', not {shown(mode)}")
+        raise GenerationError(f"mode must be 'auto', 'full', 'exit' or 'lossless', not {shown(mode)}")
 
 
 def check_threshold(value: object) -> float:

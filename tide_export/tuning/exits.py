@@ -9,6 +9,7 @@ from tide_export.errors import TuneError
 from tide_export.progress import stage
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import MAX_THRESHOLD
+from tide_export.tuning.auto import with_exits
 from tide_export.tuning.choose import candidates, certify
 from tide_export.tuning.guarantee import prompts_needed
 from tide_export.tuning.measure import measure_prompts
@@ -41,17 +42,21 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
             request.delta,
             "a tuned bundle would exit nowhere" if request.dry_run else "the bundle exits nowhere from now on",
         )
+    thresholds = tuple(certified.get(layers, MAX_THRESHOLD) for layers in manifest.checkpoints)
+    with stage("measuring what exits gain here"):
+        auto = with_exits(engine, thresholds, request.epsilon, request.threads)
     return ExitReport(
         bundle=str(engine.bundle.path),
         request=request,
         prompts=prompts,
         checkpoints=manifest.checkpoints,
         num_layers=manifest.model.num_layers,
-        thresholds=tuple(certified.get(layers, MAX_THRESHOLD) for layers in manifest.checkpoints),
+        thresholds=thresholds,
         min_layers=min_layers,
         certified=best,
         tested=tested,
         candidates=len(sequence),
+        auto=auto,
     )
 
 

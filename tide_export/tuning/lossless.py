@@ -14,6 +14,7 @@ from tide_export.bundle.manifest import Drafting
 from tide_export.errors import TuneError
 from tide_export.progress import stage
 from tide_export.runtime.engine import Engine
+from tide_export.tuning.auto import with_lossless
 from tide_export.tuning.measure import measure_prompts
 from tide_export.tuning.prompts import Prompts
 from tide_export.tuning.replay import Setting, best_setting, lookup_matches, replay, step_costs
@@ -58,6 +59,7 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
         expected=expected,
         measured=measured,
         pays=pays,
+        auto=with_lossless(engine, measured.speedup if pays else None, request.threads),
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.formatting import attributes, table
 from tide_export.thresholds.resolve import MAX_THRESHOLD
@@ -32,6 +33,7 @@ class ExitReport:
         certified: the candidate they come from; None when none passed.
         tested: candidates in the order they were tested, the one that failed (if any) last.
         candidates: how many there were.
+        auto: what mode `auto` is with them.
         date: of the measurement, ISO 8601.
     """
 
@@ -45,11 +47,13 @@ class ExitReport:
     certified: Tested | None
     tested: list[Tested]
     candidates: int
+    auto: AutoMode
     date: str = field(default_factory=_now)
 
     def stored_in(self, manifest: Manifest) -> Manifest:
         """The manifest of the tuned bundle."""
-        return replace(manifest, thresholds=self.thresholds, min_layers=self.min_layers, tuning=self.record())
+        record = self.record()
+        return replace(manifest, thresholds=self.thresholds, min_layers=self.min_layers, tuning=record, auto=self.auto)
 
     def record(self) -> dict[str, Any]:
         """The guarantee and everything needed to measure it again, as JSON types."""
@@ -85,7 +89,8 @@ class ExitReport:
     def as_dict(self) -> dict[str, Any]:
         """`record`, and the bundle it is about."""
         stored = not self.request.dry_run
-        return {"bundle": self.bundle, "stored": stored, "checkpoints": list(self.checkpoints), **self.record()}
+        start = {"bundle": self.bundle, "stored": stored, "auto": asdict(self.auto)}
+        return start | {"checkpoints": list(self.checkpoints), **self.record()}
 
     def render(self) -> str:
         """The text the command prints."""
@@ -102,6 +107,7 @@ class ExitReport:
                 self._table(),
                 "",
                 *self._verdict(),
+                sentence(self.auto),
                 _stored(request.dry_run, "the bundle's own thresholds from now on"),
             ]
         )
@@ -186,6 +192,7 @@ class LosslessReport:
         expected: what the replay of `setting` gave.
         measured: what generating gave; nothing was generated where no speed-up was expected.
         pays: whether `setting` is stored; else drafting is off.
+        auto: what mode `auto` is with it.
         date: of the measurement, ISO 8601.
     """
 
@@ -198,11 +205,12 @@ class LosslessReport:
     expected: Replayed
     measured: Comparison
     pays: bool
+    auto: AutoMode
     date: str = field(default_factory=_now)
 
     def stored_in(self, manifest: Manifest) -> Manifest:
         """The manifest of the tuned bundle."""
-        return replace(manifest, drafting=self.drafting())
+        return replace(manifest, drafting=self.drafting(), auto=self.auto)
 
     def drafting(self) -> Drafting:
         """What lossless mode does from now on."""
@@ -245,6 +253,7 @@ class LosslessReport:
         return {
             "bundle": self.bundle,
             "stored": not self.request.dry_run,
+            "auto": asdict(self.auto),
             "checkpoints": list(self.checkpoints),
             "drafting": {key: value for key, value in asdict(self.drafting()).items() if key != "tuning"},
             **self.record(),
@@ -268,6 +277,7 @@ class LosslessReport:
             lines.append(f"PAYS: lossless mode is {measured.speedup:.2f}x as fast as full depth here")
         else:
             lines.append("DOES NOT PAY: lossless mode stays at full depth")
+        lines.append(sentence(self.auto))
         return "\n".join([*lines, _stored(self.request.dry_run, "what lossless mode does from now on")])
 
     def _table(self) -> str:

@@ -8,12 +8,13 @@ one batch with the same ones alone (`batch_parity`). The report's `holds` is the
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import EXACT
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.data.sequences import load_tokenizer, read_sequences
@@ -55,6 +56,7 @@ class ValidationReport:
     batches: list[BatchCheck]
     weight_error: float | None = None  # of quantized weights: root of their squared error over the squared weights
     quality: list[Quality] = field(default_factory=list)  # full depth first; empty unless asked for
+    auto: AutoMode | None = None  # what mode auto is on the CPU
 
     @property
     def holds(self) -> bool:
@@ -67,6 +69,7 @@ class ValidationReport:
             "undecided_gap": max(check.tolerance.undecided_gap for check in self.checks) if self.checks else None,
             "weight_error": self.weight_error,
             "holds": self.holds,
+            "auto": None if self.auto is None else asdict(self.auto),
             "checks": [check.as_dict() for check in self.checks],
             "batches": [batch.as_dict() for batch in self.batches],
             "quality": [one.as_dict() for one in self.quality],
@@ -103,7 +106,7 @@ class ValidationReport:
         verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"
         gap = max(check.tolerance.undecided_gap for check in self.checks)
         note = f" ({tolerated} within tolerance: reference undecided by less than {gap:g})" if tolerated else ""
-        return "\n".join([*lines, verdict + note])
+        return "\n".join([*lines, sentence(self.auto), verdict + note])
 
     def _draft_lines(self) -> list[str]:
         drafted, accepted = sum(c.drafted for c in self.checks), sum(c.accepted for c in self.checks)
@@ -194,7 +197,17 @@ def validate(
             qualities = measure_quality(deployed, exits, read, pending, advance)
     lengths = [len(ids) for ids in texts]
     return ValidationReport(
-        str(opened.path), model_name, spec, lengths, new_tokens, pending, checks, batches, weight_error, qualities
+        str(opened.path),
+        model_name,
+        spec,
+        lengths,
+        new_tokens,
+        pending,
+        checks,
+        batches,
+        weight_error,
+        qualities,
+        opened.manifest.auto,
     )
 
 
@@ -207,12 +220,15 @@ class _Setting(NamedTuple):
 
 
 def _settings(bundle: Bundle, thresholds: Sequence[float]) -> list[_Setting]:
-    """Full depth, each threshold, the thresholds that the bundle uses by default, and lossless mode."""
+    """Full depth, each threshold, the thresholds of the bundle in modes exit and auto, and lossless mode."""
     manifest, settings = bundle.manifest, [_Setting("full", "full", [])]
     if manifest.checkpoints:
         same = [(f"{value:g}", resolve_thresholds(manifest.checkpoints, value)) for value in thresholds]
         default = ("bundle", resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers))
         settings += [_Setting("exit", *setting) for setting in (*same, default)]
+        auto = manifest.auto
+        if auto is not None and auto.mode == "exit" and auto.thresholds != manifest.thresholds:
+            settings.append(_Setting("exit", "auto", resolve_thresholds(manifest.checkpoints, auto.thresholds)))
         if manifest.kv_cache_strategy == EXACT:
             settings.append(_Setting("lossless", "lossless", []))
     return settings

@@ -79,6 +79,17 @@ struct FileInfo {
   std::string sha256;     // hex
 };
 
+// What mode "auto" is: the fastest mode that changes at most a share `epsilon` of the tokens, measured on one machine by
+// `tide-export export` and `tune`.
+struct AutoMode {
+  std::string mode;                // "full", "exit" or "lossless"
+  std::vector<double> thresholds;  // of mode exit, one per checkpoint, in [0, 1]
+  double epsilon = 0;              // in [0, 1)
+  std::string provider;            // that it was measured on; on any other, mode "auto" is full depth
+  std::optional<double> exit_speedup, lossless_speedup;  // decoding speed over full depth's; none: not measured
+  std::string machine;             // processor and number of threads
+};
+
 struct Manifest {
   ModelInfo model;
   std::vector<std::int64_t> checkpoints;  // layers run at each, ascending, never the last layer
@@ -89,6 +100,7 @@ struct Manifest {
   std::string kv_cache_strategy;          // K/V of skipped layers: "exact" or "propagate"
   std::string weights;                    // precision of the graph's weights: "fp32", "int8", "int4"
   std::optional<Drafting> drafting;
+  std::optional<AutoMode> auto_mode;  // none: not measured, and mode "auto" is full depth
   std::optional<NetworksInfo> networks;
   std::optional<EnginesInfo> engines;
   std::map<std::string, FileInfo> files;  // by path relative to the bundle, "/" between folders

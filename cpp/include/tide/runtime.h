@@ -38,13 +38,17 @@ struct LoadOptions {
 };
 
 enum class Mode {
+  // What `tide-export export` or `tune` measured to be fastest on this provider, within the share of tokens that it may
+  // change: full where nothing was measured or gains, exit where threshold or min_layers is set.
+  automatic,
   full,     // every token runs every layer
   exit,     // tokens may exit at a checkpoint
   lossless  // tokens that exit are drafts, which the full model verifies before they are returned
 };
 
-// The mode of this name. Throws GenerationError.
+// The mode of this name; `automatic` is "auto". Throws GenerationError.
 Mode mode_of(std::string_view name);
+std::string_view name_of(Mode mode);
 
 // One value for all of something, or one for each.
 template <typename T>
@@ -71,7 +75,7 @@ using Seed = OneOrEach<std::int64_t>;  // of the random numbers, for all prompts
 // the bundle's.
 struct GenerationConfig {
   std::int64_t max_new_tokens = 64;  // 1 or more
-  Mode mode = Mode::exit;
+  Mode mode = Mode::automatic;
   std::optional<Threshold> threshold;         // a token exits where the router's score exceeds it
   std::optional<std::int64_t> min_layers;     // checkpoints after fewer layers never exit; default in lossless mode: 0
   std::optional<std::int64_t> max_pending;    // pending tokens (lossless: drafts) before a segment must run
@@ -120,6 +124,13 @@ class Engine {
   explicit Engine(std::shared_ptr<Backend> backend);
 
   Manifest const& manifest() const;
+
+  // What mode "auto" is on this provider; none: it was not measured, so that it is full depth.
+  std::optional<AutoMode> auto_mode() const;
+
+  // `config` with the mode and thresholds that mode `automatic` stands for, where it has that mode. Throws
+  // GenerationError: prompt_lookup is set for it.
+  GenerationConfig resolved(GenerationConfig const& config) const;
 
   // Generates the tokens that follow a prompt of token ids. Throws GenerationError: the prompt is empty, holds an id
   // outside the vocabulary or is longer than the model's context; an option is out of range; or a step failed.

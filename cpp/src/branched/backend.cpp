@@ -64,7 +64,7 @@ void check_metadata(Ort::Session const& session, Manifest const& manifest, std::
 }  // namespace
 
 BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> threads)
-    : Backend(std::move(opened)), batch_networks_(bundle(), threads) {
+    : Backend(std::move(opened), "cpu"), batch_networks_(bundle(), threads) {
   check_onnxruntime();
   env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
   std::filesystem::path const graph = bundle().file(kGraphFile).path();

@@ -25,8 +25,8 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "versions",   "created",      "compaction_threshold",
                                           "tuning",     "drafting",     "networks",
                                           "engines",    "quantization", "remote_code",
-                                          "files"};
-std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_layers"};  // may be missing
+                                          "auto",       "files"};
+std::set<std::string> const kOmitted = {"quantization", "remote_code", "auto", "kv_layers"};  // may be missing
 
 ModelInfo model_of(Field const& field) {
   field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
@@ -61,6 +61,23 @@ std::optional<Drafting> drafting_of(Field const& field) {
                           field["min_match"].whole()};
   field["tuning"].entries();
   return drafting;
+}
+
+std::optional<AutoMode> auto_mode_of(Field const& field) {
+  if (!field.has("auto") || field["auto"].is_null()) return std::nullopt;
+  Field const record = field["auto"];
+  record.object(
+      {"mode", "thresholds", "epsilon", "provider", "exit_speedup", "lossless_speedup", "machine", "evidence"});
+  AutoMode measured;
+  measured.mode = record["mode"].text();
+  measured.thresholds = record["thresholds"].reals();
+  measured.epsilon = record["epsilon"].real();
+  measured.provider = record["provider"].text();
+  if (!record["exit_speedup"].is_null()) measured.exit_speedup = record["exit_speedup"].real();
+  if (!record["lossless_speedup"].is_null()) measured.lossless_speedup = record["lossless_speedup"].real();
+  measured.machine = record["machine"].text();
+  record["evidence"].entries();
+  return measured;
 }
 
 std::optional<NetworksInfo> networks_of(Field const& field) {
@@ -259,6 +276,17 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
     require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more");
     require(drafting.min_match >= 1, "drafting.min_match", "must be 1 or more");
   }
+  if (manifest.auto_mode) {
+    AutoMode const& measured = *manifest.auto_mode;
+    require(std::set<std::string>{"full", "exit", "lossless"}.count(measured.mode) == 1, "auto.mode",
+            "must be one of full, exit, lossless");
+    require(measured.thresholds.size() == points.size(), "auto.thresholds", "must have one value per checkpoint");
+    require(all(measured.thresholds, is_share), "auto.thresholds", "must lie in [0, 1]");
+    require(0 <= measured.epsilon && measured.epsilon < 1, "auto.epsilon", "must lie in [0, 1)");
+    require(measured.mode != "exit" || measured.exit_speedup, "auto.exit_speedup", "is missing for mode exit");
+    require(measured.mode != "lossless" || measured.lossless_speedup, "auto.lossless_speedup",
+            "is missing for mode lossless");
+  }
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");
   require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
@@ -342,6 +370,7 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   manifest.engines = engines_of(field["engines"]);
   std::optional<Quantization> const used = quantization_of(field);
   if (field.has("remote_code") && !field["remote_code"].is_null()) field["remote_code"].boolean();
+  manifest.auto_mode = auto_mode_of(field);
   manifest.files = files_of(field["files"]);
   check(manifest, targets, used, source);
   return manifest;

@@ -72,7 +72,7 @@ std::vector<std::unique_ptr<Network>> OrtNetworks::bind() {
 
 std::shared_ptr<Backend> open_networks(Bundle bundle, std::optional<std::int64_t> threads) {
   auto const networks = std::make_shared<OrtNetworks>(bundle, threads);
-  return std::make_shared<SegmentBackend>(std::move(bundle), networks->specs(), [networks] {
+  return std::make_shared<SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks] {
     return DeviceNetworks{std::make_unique<HostDevice>(), networks->bind()};
   });
 }

@@ -13,7 +13,8 @@ namespace tide {
 class SegmentBackend final : public Backend {
  public:
   // open_device: returns a new device with the networks on it, which keep alive what they need.
-  SegmentBackend(Bundle bundle, std::vector<NetworkSpec> specs, std::function<DeviceNetworks()> open_device);
+  SegmentBackend(Bundle bundle, std::string provider, std::vector<NetworkSpec> specs,
+                 std::function<DeviceNetworks()> open_device);
 
   // Throws GenerationError: not enough memory for another sequence's buffers.
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,

@@ -83,9 +83,9 @@ class SegmentedSequence final : public Sequence {
 
 }  // namespace
 
-SegmentBackend::SegmentBackend(Bundle bundle, std::vector<NetworkSpec> specs,
+SegmentBackend::SegmentBackend(Bundle bundle, std::string provider, std::vector<NetworkSpec> specs,
                                std::function<DeviceNetworks()> open_device)
-    : Backend(std::move(bundle)), specs_(std::move(specs)), open_device_(std::move(open_device)) {}
+    : Backend(std::move(bundle), std::move(provider)), specs_(std::move(specs)), open_device_(std::move(open_device)) {}
 
 std::unique_ptr<Sequence> SegmentBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                                 std::int64_t) {

@@ -295,7 +295,7 @@ std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
   if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.last());
   std::vector<NetworkSpec> specs = network_specs(bundle.manifest);
   for (NetworkSpec const& spec : specs) loaded->load(spec, bundle);
-  return std::make_shared<SegmentBackend>(std::move(bundle), std::move(specs),
+  return std::make_shared<SegmentBackend>(std::move(bundle), flavour, std::move(specs),
                                           [loaded] { return loaded->open_device(); });
 }
 

@@ -211,7 +211,7 @@ def test_what_is_refused_is_one_sentence(engines, fake_gpu: Engine, fake: FakeCu
         fake_gpu.generate([[5], [6]], max_new_tokens=4)
     backend = networks.backend
     alone = type(backend)(
-        networks.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device
+        networks.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device, "cpu"
     )
     with pytest.raises(GenerationError, match=r"take one sequence at a time .* or use provider 'cpu'"):
         Engine(networks.bundle, alone).generate([[5], [6]], max_new_tokens=4)

@@ -36,7 +36,7 @@ def eight(engines) -> Engine:
     _, networks, _ = engines
     backend = networks.backend
     info = replace(backend._info, max_batch_size=8, max_slot_tokens=2)
-    wider = SegmentBackend(networks.manifest, info, backend.specs, backend._open_device)
+    wider = SegmentBackend(networks.manifest, info, backend.specs, backend._open_device, "cpu")
     return Engine(networks.bundle, wider)
 
 

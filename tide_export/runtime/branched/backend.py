@@ -20,6 +20,8 @@ class BranchedBackend:
         batch_networks: those of batches.
     """
 
+    provider = "cpu"
+
     def __init__(self, bundle: Bundle, session: Any, threads: int | None = None) -> None:
         """`threads`: that one run of a batch may use; None leaves it to ONNX Runtime."""
         self._manifest, self.session = bundle.manifest, session

@@ -68,7 +68,7 @@ def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = Non
         queue = CudaDevice(records=False)  # ONNX Runtime runs on another stream
         return queue, {name: _OrtNetwork(session, expected[name], "cuda", queue) for name, session in sessions.items()}
 
-    return SegmentBackend(manifest, info, expected, open_device)
+    return SegmentBackend(manifest, info, expected, open_device, device)
 
 
 class _OrtNetwork:

@@ -28,14 +28,21 @@ class SegmentBackend:
     """The networks of one bundle on one engine. See `Backend`.
 
     Attributes:
+        provider: cpu, cuda, tensorrt or tensorrt-rtx.
         max_batch_size: sequences a batch can have; 1: there are no batches.
         specs: tensors of the networks.
     """
 
     def __init__(
-        self, manifest: Manifest, info: NetworksInfo, specs: Mapping[str, NetworkSpec], open_device: OpenDevice
+        self,
+        manifest: Manifest,
+        info: NetworksInfo,
+        specs: Mapping[str, NetworkSpec],
+        open_device: OpenDevice,
+        provider: str,
     ) -> None:
         """`open_device` gives a new device and the networks on it, by name: one for each set of buffers."""
+        self.provider = provider
         self.max_batch_size, self.specs = info.max_batch_size, specs
         self._manifest, self._info = manifest, info
         self._capacity = min(manifest.model.context_length or info.capacity, info.capacity)

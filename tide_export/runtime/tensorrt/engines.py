@@ -69,7 +69,7 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
         }
         return device, networks
 
-    return SegmentBackend(manifest, info, expected, open_device)
+    return SegmentBackend(manifest, info, expected, open_device, provider)
 
 
 def check_engines(bundle: Bundle, provider: str) -> tuple[NetworksInfo, EnginesInfo]:

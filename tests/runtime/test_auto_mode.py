@@ -1,0 +1,131 @@
+"""Mode auto: the mode that was measured to pay, full depth where nothing was, and the same options whatever it is."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import TinyModel
+
+from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.manifest import PROPAGATE, Drafting, Manifest
+from tide_export.bundle.opened import Bundle
+from tide_export.bundle.store import replace_manifest
+from tide_export.errors import BundleError, GenerationError
+from tide_export.names import MANIFEST_FILE
+from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.request import resolve
+from tide_export.thresholds.resolve import NEVER_EXIT
+
+PROMPT = [5, 1, 7]
+EXIT = AutoMode("exit", (0.5, 1.0), 0.02, "cpu", 1.25, None, "a processor, 2 threads", {})
+FULL = replace(EXIT, mode="full", exit_speedup=0.97)
+LOSSLESS = replace(EXIT, mode="lossless", lossless_speedup=1.5)
+
+
+def with_auto(bundle: Path, auto: AutoMode | None, **fields: Any) -> Engine:
+    engine = load(bundle, threads=1)
+    changed = replace(engine.manifest, auto=auto, **fields)
+    return Engine(replace(engine.bundle, manifest=changed), engine.backend)
+
+
+def test_it_is_what_was_measured(tiny_bundle: Path, tiny: TinyModel) -> None:
+    depth = {"exit": [0.5, 1.0], "full": [NEVER_EXIT] * 2, "lossless": [NEVER_EXIT] * 2}
+    for auto in (EXIT, FULL, LOSSLESS):
+        engine = with_auto(tiny_bundle, auto, min_layers=4)
+        assert engine.resolved(GenerationConfig()).mode == auto.mode
+        done = engine.generate(PROMPT, max_new_tokens=30)
+        assert done.tokens == tiny.reference_greedy(PROMPT, depth[auto.mode], 30)[0]
+        assert (done.stats.total_exited > 0) == (auto.mode == "exit") or auto.mode == "lossless"
+        assert (done.stats.drafted > 0) == (auto.mode == "lossless")
+
+
+def test_what_was_not_measured_here_is_full_depth(tiny_bundle: Path, tiny: TinyModel) -> None:
+    for auto in (None, replace(EXIT, provider="tensorrt")):
+        engine = with_auto(tiny_bundle, auto)
+        assert engine.auto is None
+        done = engine.generate(PROMPT, max_new_tokens=30)
+        assert done.tokens == tiny.reference_greedy(PROMPT, [NEVER_EXIT] * 2, 30)[0]
+
+
+@pytest.mark.parametrize("auto", [None, FULL, EXIT, LOSSLESS])
+def test_options_for_exits_make_it_mode_exit(tiny_bundle: Path, auto: AutoMode | None) -> None:
+    engine = with_auto(tiny_bundle, auto)
+    for options in ({"threshold": 0.4}, {"min_layers": 2}, {"threshold": [0.3, 0.6], "max_pending": 1}):
+        given = GenerationConfig(**options)
+        assert engine.resolved(given) == replace(given, mode="exit")
+
+
+@pytest.mark.parametrize("auto", [None, FULL, EXIT, LOSSLESS])
+def test_the_same_options_are_accepted_whatever_it_is(tiny_bundle: Path, auto: AutoMode | None) -> None:
+    engine = with_auto(tiny_bundle, auto)
+    several = GenerationConfig(temperature=1, compaction_threshold=0.5, max_pending=3)
+    assert resolve(engine.bundle, several, batched=True, auto=engine.auto).compaction_threshold in (0.5, 1.0)
+    assert len(engine.generate(PROMPT, max_new_tokens=4, max_pending=3).tokens) == 4
+    for options, reason in [
+        ({"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless', not 'auto'"),
+        ({"compaction_threshold": 0.5}, "compaction_threshold is for a list of prompts"),
+    ]:
+        with pytest.raises(GenerationError, match=reason):
+            engine.stream(PROMPT, **options)
+    propagating = with_auto(tiny_bundle, None if auto is LOSSLESS else auto, kv_cache_strategy=PROPAGATE)
+    with pytest.raises(GenerationError, match="max_pending is for an exact K/V cache"):
+        propagating.stream(PROMPT, max_pending=3)
+
+
+def test_drafting_of_the_bundle_is_used(tiny_bundle: Path) -> None:
+    drafting = Drafting((0.1, 0.1), 4, 0, 1, {})
+    engine = with_auto(tiny_bundle, LOSSLESS, drafting=drafting)
+    auto, named = (engine.generate(PROMPT, max_new_tokens=20, mode=mode) for mode in ("auto", "lossless"))
+    assert (auto.tokens, auto.stats.layers_run) == (named.tokens, named.stats.layers_run)
+
+
+@pytest.mark.parametrize(
+    ("auto", "expected"),
+    [
+        (None, "mode auto is full depth: what exits gain on this provider was not measured (tide-export tune does)"),
+        (
+            EXIT,
+            "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
+            "threads)",
+        ),
+        (LOSSLESS, "mode auto is lossless, 1.50x as fast as full depth, with its tokens (a processor, 2 threads)"),
+        (
+            replace(FULL, lossless_speedup=1.0),
+            "mode auto is full depth: exits that change at most 2 % of the tokens run at 0.97x its speed and lossless "
+            "mode runs at 1.00x its speed (a processor, 2 threads)",
+        ),
+        (
+            replace(FULL, exit_speedup=None, evidence={"reason": "no exits save more than they cost"}),
+            "mode auto is full depth: no exits save more than they cost",
+        ),
+    ],
+)
+def test_it_is_said_in_a_sentence(auto: AutoMode | None, expected: str) -> None:
+    assert sentence(auto) == expected
+
+
+def test_it_is_stored_in_the_manifest(tmp_path: Path) -> None:
+    engine = load(TinyModel().write(tmp_path / "b"), threads=1)
+    stored = replace_manifest(engine.bundle, replace(engine.manifest, auto=EXIT))
+    assert load(tmp_path / "b").auto == stored.manifest.auto == EXIT
+    assert '"auto"' not in replace(engine.manifest, auto=None).to_json()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("mode", "fast", "field 'auto.mode' must be one of full, exit, lossless"),
+        ("thresholds", (0.5,), "field 'auto.thresholds' must have one value per checkpoint"),
+        ("thresholds", (0.5, 1.5), r"field 'auto.thresholds' must lie in \[0, 1\]"),
+        ("epsilon", 1.0, r"field 'auto.epsilon' must lie in \[0, 1\)"),
+        ("exit_speedup", None, "field 'auto.exit_speedup' is missing for mode exit"),
+        ("provider", 3, "field 'auto.provider' must be a string"),
+    ],
+)
+def test_a_manifest_with_another_record_is_refused(tiny_bundle: Path, field: str, value: Any, rule: str) -> None:
+    bundle: Bundle = load(tiny_bundle).bundle
+    text = replace(bundle.manifest, auto=replace(EXIT, **{field: value})).to_json()
+    with pytest.raises(BundleError, match=rule):
+        Manifest.from_json(text, MANIFEST_FILE)

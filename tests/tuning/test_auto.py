@@ -1,0 +1,136 @@
+"""What mode auto is: chosen from measured speeds, by one rule, for export and for tune."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.names import MANIFEST_FILE
+from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.engine import Engine, load
+from tide_export.tuning import auto
+from tide_export.tuning.auto import exit_speedup, measure_auto, with_exits, with_lossless
+
+POINT = {"epsilon": 0.02, "thresholds": [0.7, 0.8, 1.0], "changed": 0.01, "layers": 9.0, "saved": 0.2, "tokens": 5000}
+
+
+@pytest.fixture
+def engine(demo_bundle: Path) -> Engine:
+    loaded = load(demo_bundle, threads=1)
+    return Engine(replace(loaded.bundle, manifest=replace(loaded.manifest, auto=None)), loaded.backend)
+
+
+@pytest.fixture
+def speed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The speed-up that is "measured", and then the thresholds it was measured at."""
+    measured: list[Any] = [1.3]
+
+    def stand_in(_: Engine, thresholds: Any) -> float:
+        measured[1:] = [thresholds]
+        return measured[0]
+
+    monkeypatch.setattr(auto, "exit_speedup", stand_in)
+    return measured
+
+
+def manifest_with(bundle: Path, *points: dict[str, Any], **fields: Any) -> Manifest:
+    manifest = Manifest.from_json((bundle / MANIFEST_FILE).read_text())
+    return replace(manifest, calibration={"operating_points": points}, **fields)
+
+
+class Streams:
+    """Stands in for an engine: steps of known cost on a clock of its own, some of them delayed by other programs."""
+
+    def __init__(self, engine: Engine, layers: list[int]) -> None:
+        self.manifest, self.bundle, self.layers, self.now = engine.manifest, engine.bundle, layers, 0.0
+        self.tokens = {"full": 0, "exit": 0}
+
+    def stream(self, prompt: list[int], config: GenerationConfig, max_new_tokens: int, seed: int) -> Iterator[int]:
+        return Steps(self, config, max_new_tokens)
+
+
+class Steps(Iterator[int]):
+    def __init__(self, engine: Streams, config: GenerationConfig, count: int) -> None:
+        self.engine, self.config, self.count, self.stats = engine, config, count, SimpleNamespace(layers_run=[])
+        assert config.temperature == 0.8
+        assert config.stop_token_ids == ()
+
+    def __next__(self) -> int:
+        number, engine = len(self.stats.layers_run), self.engine
+        if number == self.count:
+            raise StopIteration
+        layers = 12 if self.config.mode == "full" else engine.layers[number % len(engine.layers)]
+        engine.tokens[self.config.mode] += 1
+        delayed = engine.tokens[self.config.mode] % 17 == 3
+        engine.now += (100.0 if number == 0 else 0.001 * (layers + 2)) + (0.5 if delayed else 0.0)
+        self.stats.layers_run.append(layers)
+        return 1
+
+
+@pytest.mark.parametrize("layers", [[12], [3], [3, 3, 12], [3, 6, 9, 12]])
+def test_delays_by_other_programs_do_not_count(
+    engine: Engine, layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = Streams(engine, layers)
+    monkeypatch.setattr(auto.time, "perf_counter", lambda: streams.now)
+    steps = [layers[n % len(layers)] for n in range(1, streams.tokens["full"] or auto.MIN_NEW_TOKENS)]
+    expected = 14 * len(steps) / sum(count + 2 for count in steps)
+    assert exit_speedup(streams, [0.5] * 3) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert streams.tokens["full"] == streams.tokens["exit"]
+
+
+def test_the_engine_that_serves_is_measured(engine: Engine) -> None:
+    assert 0.01 < exit_speedup(engine, [0.0] * 3) < 100
+    without = replace(engine.bundle, files={})
+    assert 0.01 < exit_speedup(Engine(without, engine.backend), [1.0] * 3) < 100
+
+
+def test_export_takes_the_largest_share_that_is_allowed(demo_bundle: Path, speed: list[Any]) -> None:
+    points = [POINT | {"epsilon": e, "thresholds": [e, 1.0, 1.0]} for e in (0.005, 0.02, 0.05)]
+    for epsilon, taken in ((0.02, 0.02), (0.04, 0.02), (0.9, 0.05), (0.005, 0.005)):
+        record = measure_auto(demo_bundle, manifest_with(demo_bundle, *points), epsilon)
+        assert (record.mode, record.exit_speedup, record.epsilon) == ("exit", 1.3, epsilon)
+        assert record.thresholds == speed[1] == (taken, 1.0, 1.0)
+        assert record.machine.endswith("threads")
+
+
+@pytest.mark.parametrize(
+    ("point", "epsilon", "fields", "reason"),
+    [
+        (POINT, 0.0, {}, "the routers have no thresholds for an epsilon of 0"),
+        (POINT | {"saved": 0.001}, 0.02, {}, "no exits that change at most 2 % of the tokens save more than they cost"),
+        (POINT, 0.02, {"kv_cache_strategy": PROPAGATE}, "with propagated K/V the share of tokens that exits change"),
+    ],
+)
+def test_what_cannot_pay_is_not_measured(
+    demo_bundle: Path, speed: list[Any], point: dict[str, Any], epsilon: float, fields: dict[str, Any], reason: str
+) -> None:
+    record = measure_auto(demo_bundle, manifest_with(demo_bundle, point, **fields), epsilon)
+    assert (record.mode, record.exit_speedup, record.thresholds) == ("full", None, (1.0,) * 3)
+    assert record.evidence["reason"].startswith(reason)
+    assert len(speed) == 1
+
+
+def test_a_gain_within_the_error_of_the_measurement_is_none(demo_bundle: Path, speed: list[Any]) -> None:
+    for speedup, mode in ((1.019, "full"), (1.02, "exit"), (0.9, "full")):
+        speed[0] = speedup
+        assert measure_auto(demo_bundle, manifest_with(demo_bundle, POINT), 0.02).mode == mode
+
+
+def test_tune_of_one_mode_keeps_what_is_known_of_the_other(engine: Engine, speed: list[Any]) -> None:
+    exits = with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2)
+    assert (exits.mode, exits.epsilon, exits.thresholds) == ("exit", 0.05, (0.5, 0.6, 0.7))
+    tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=exits)), engine.backend)
+    for speedup, mode in ((1.5, "lossless"), (1.2, "exit"), (None, "exit")):
+        both = with_lossless(tuned, speedup, 2)
+        assert (both.mode, both.lossless_speedup, both.exit_speedup) == (mode, speedup, 1.3)
+        assert both.thresholds == exits.thresholds
+    drafting = Engine(
+        replace(engine.bundle, manifest=replace(engine.manifest, auto=with_lossless(engine, 1.4, 2))), engine.backend
+    )
+    nothing = with_exits(drafting, (1.0,) * 3, 0.01, 2)
+    assert (nothing.mode, nothing.exit_speedup, nothing.lossless_speedup) == ("lossless", None, 1.4)

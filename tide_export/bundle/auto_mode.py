@@ -1,0 +1,43 @@
+"""Records what mode `auto` is in one bundle: `export` and `tune` measure it, the runtimes read it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+MODES = ("full", "exit", "lossless")
+
+
+@dataclass(frozen=True)
+class AutoMode:
+    """The fastest mode whose tokens differ from full depth's in at most a share `epsilon`, measured on one machine."""
+
+    mode: str  # one of MODES
+    thresholds: tuple[float, ...]  # of mode exit, one per checkpoint, in [0, 1]; all 1: none keeps to `epsilon`
+    epsilon: float  # in [0, 1): largest share of tokens that exits may change
+    provider: str  # that it was measured on; on any other, mode auto is full depth
+    exit_speedup: float | None  # decoding speed over full depth's; None: not measured
+    lossless_speedup: float | None
+    machine: str  # processor and number of threads
+    evidence: dict[str, Any]  # what was measured on which text
+
+
+def sentence(auto: AutoMode | None) -> str:
+    """Says what mode `auto` does, and why; `auto` as `Engine.auto`."""
+    if auto is None:
+        return "mode auto is full depth: what exits gain on this provider was not measured (tide-export tune does)"
+    share = f"{100 * auto.epsilon:g} % of the tokens"
+    if auto.mode == "exit":
+        reason = f"exit, {auto.exit_speedup:.2f}x as fast as full depth, changing at most {share}"
+    elif auto.mode == "lossless":
+        reason = f"lossless, {auto.lossless_speedup:.2f}x as fast as full depth, with its tokens"
+    elif auto.exit_speedup is None and auto.lossless_speedup is None:
+        return f"mode auto is full depth: {auto.evidence.get('reason', 'nothing else was measured')}"
+    else:
+        reason = "full depth: " + " and ".join(
+            f"{mode} at {speedup:.2f}x its speed"
+            for mode, speedup in (
+                (f"exits that change at most {share} run", auto.exit_speedup),
+                ("lossless mode runs", auto.lossless_speedup),
+            )
+            if speedup is not None
+        )
+    return f"mode auto is {reason} ({auto.machine})"

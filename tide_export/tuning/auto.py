@@ -1,0 +1,187 @@
+"""Measures what mode `auto` is on this machine: the fastest of full depth, exits and drafts within an epsilon.
+
+`export` calls `measure_auto` for the thresholds that calibration chose, `tune` for those it certified or for its
+drafting. Modes are interleaved on the same prompts and seeds, sampled at temperature 0.8: greedy text of small models
+repeats itself, which drafts gain from and real use does not.
+"""
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.manifest import PROPAGATE, Manifest
+from tide_export.names import TOKENIZER_FILE
+from tide_export.progress import stage
+from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.thresholds.resolve import MAX_THRESHOLD
+
+logger = logging.getLogger("tide_export")
+
+PROVIDER = "cpu"  # which `export` and `tune` measure on
+TEMPERATURE = 0.8
+PROMPTS = (
+    "The history of the city begins with a settlement on the river, where",
+    "Question: Why is the sky blue in the day and red in the evening?\nAnswer:",
+    'def read_table(path):\n    """Return the rows of a CSV file as dictionaries."""\n',
+    "Dear Anna, thank you for your letter. I am writing to tell you that",
+)
+NEW_TOKENS = 48  # after each prompt, in each mode and round
+MIN_NEW_TOKENS = 8  # where a token takes so long that the measurement would exceed SECONDS
+ROUNDS = 2
+SECONDS = 30.0
+PAYS = 1.02  # times the speed of full depth: less is within the error of the measurement
+WORTH = 0.002  # share of the operations that exits must save for a measurement to be made at all
+
+
+def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode | None:
+    """Measures the exits that calibration chose for `epsilon`, if by its count they save anything.
+
+    Args:
+        bundle: its folder.
+        manifest: of the bundle.
+
+    Returns:
+        The record of mode `auto`; None where the routers have no `calibration.operating_points`.
+    """
+    if "operating_points" not in (manifest.calibration or {}):
+        return None
+    points = [point for point in (manifest.calibration or {})["operating_points"] if point["epsilon"] <= epsilon]
+    point, reason = max(points, key=lambda point: point["epsilon"], default=None), ""
+    if manifest.kv_cache_strategy == PROPAGATE:
+        reason = "with propagated K/V the share of tokens that exits change is not known"
+    elif point is None:
+        reason = f"the routers have no thresholds for an epsilon of {epsilon:g}"
+    elif not point["saved"] > WORTH:
+        reason = f"no exits that change at most {100 * epsilon:g} % of the tokens save more than they cost"
+    if point is None or reason:
+        auto = _unmeasured(manifest, epsilon, None, reason)
+        logger.info("%s", sentence(auto))
+        return auto
+    thresholds = tuple(float(value) for value in point["thresholds"])
+    with stage("measuring what exits gain here"):
+        speedup = exit_speedup(load(bundle, provider=PROVIDER, verify=False), thresholds)
+    auto = replace(_unmeasured(manifest, epsilon, None), thresholds=thresholds, exit_speedup=speedup)
+    auto = chosen(replace(auto, evidence=_evidence("calibration", point)))
+    logger.info("%s", sentence(auto))
+    return auto
+
+
+def with_exits(engine: Engine, thresholds: Sequence[float], epsilon: float, threads: int | None) -> AutoMode:
+    """Measures thresholds that `tune` certified for `epsilon`; what was measured of lossless mode is kept."""
+    known = engine.auto or _unmeasured(engine.manifest, epsilon, threads)
+    pays = any(value < MAX_THRESHOLD for value in thresholds)
+    return chosen(
+        replace(
+            known,
+            thresholds=tuple(thresholds),
+            epsilon=epsilon,
+            exit_speedup=exit_speedup(engine, thresholds) if pays else None,
+            machine=_machine(threads),
+            evidence=_evidence(
+                "tune", {} if pays else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"}
+            ),
+        )
+    )
+
+
+def with_lossless(engine: Engine, speedup: float | None, threads: int | None) -> AutoMode:
+    """Adds what `tune --mode lossless` measured (None: drafting is off); what was measured of exits is kept."""
+    known = engine.auto or _unmeasured(engine.manifest, 0.0, threads)
+    return chosen(replace(known, lossless_speedup=speedup, machine=_machine(threads)))
+
+
+def chosen(auto: AutoMode) -> AutoMode:
+    """`auto` with the fastest mode of what was measured; full depth unless another is faster by more than 2 %."""
+    speeds = {"lossless": auto.lossless_speedup or 0.0, "exit": auto.exit_speedup or 0.0}
+    best = max(speeds, key=lambda mode: speeds[mode])
+    return replace(auto, mode=best if speeds[best] >= PAYS else "full")
+
+
+def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
+    """Returns the decoding speed of mode exit with `thresholds` over full depth's, on this machine, now.
+
+    The modes take turns token by token. Other programs delay single steps, so the median of the steps that ran equally
+    many layers stands for each of them.
+    """
+    full = GenerationConfig(mode="full", temperature=TEMPERATURE, stop_token_ids=())
+    modes = (full, replace(full, mode="exit", threshold=tuple(thresholds), min_layers=0))
+    prompts = _prompts(engine)
+    started = time.perf_counter()
+    _decode(engine, modes, prompts[0], MIN_NEW_TOKENS, seed=0)  # allocates memory, and tells how long a token takes
+    seconds = time.perf_counter() - started
+    affordable = int(MIN_NEW_TOKENS * SECONDS / (seconds * ROUNDS * len(prompts)))
+    new_tokens = max(MIN_NEW_TOKENS, min(NEW_TOKENS, affordable, _room(engine.manifest, prompts)))
+    steps: list[dict[int, list[float]]] = [{} for _ in modes]
+    for number in range(ROUNDS * len(prompts)):
+        done = _decode(engine, modes, prompts[number % len(prompts)], new_tokens, seed=number)
+        for classes, (times, layers) in zip(steps, done, strict=True):
+            for value, count in zip(times, layers, strict=True):
+                classes.setdefault(count, []).append(value)
+    costs = [sum(len(times) * median(times) for times in classes.values()) for classes in steps]
+    return costs[0] / costs[1]
+
+
+def _decode(
+    engine: Engine, modes: Sequence[GenerationConfig], prompt: Sequence[int], new_tokens: int, seed: int
+) -> list[tuple[list[float], list[int]]]:
+    """Decodes with each mode, one token each in turn; returns seconds and layers run of each token after the first."""
+    streams = [engine.stream(prompt, mode, max_new_tokens=new_tokens, seed=seed) for mode in modes]
+    times: list[list[float]] = [[] for _ in streams]
+    for _ in range(new_tokens):
+        for stream, seconds in zip(streams, times, strict=True):
+            started = time.perf_counter()
+            next(stream, None)
+            seconds.append(time.perf_counter() - started)
+    counts = [stream.stats.layers_run for stream in streams]
+    return [(seconds[1 : len(layers)], layers[1:]) for seconds, layers in zip(times, counts, strict=True)]
+
+
+def _prompts(engine: Engine) -> list[list[int]]:
+    manifest = engine.manifest
+    if TOKENIZER_FILE in engine.bundle.files:
+        tokenizer = BundleTokenizer(engine.bundle)
+        prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+        if all(max(ids) < manifest.model.vocab_size for ids in prompts):
+            return [ids[: max(1, (manifest.model.context_length or len(ids)) // 2)] for ids in prompts]
+    return [[(7919 * (number + 1)) % manifest.model.vocab_size] for number in range(len(PROMPTS))]
+
+
+def _room(manifest: Manifest, prompts: Sequence[Sequence[int]]) -> int:
+    context = manifest.model.context_length
+    return NEW_TOKENS if context is None else context - max(map(len, prompts))
+
+
+def _unmeasured(manifest: Manifest, epsilon: float, threads: int | None, reason: str = "") -> AutoMode:
+    off = (MAX_THRESHOLD,) * len(manifest.checkpoints)
+    evidence = {"reason": reason} if reason else {}
+    return AutoMode("full", off, epsilon, PROVIDER, None, None, _machine(threads), evidence)
+
+
+def _evidence(source: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "source": source,
+        "temperature": TEMPERATURE,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **values,
+    }
+
+
+def _machine(threads: int | None) -> str:
+    """The processor's name and the threads of a step."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count() if threads is None else threads} threads"
