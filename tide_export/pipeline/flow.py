@@ -1,5 +1,4 @@
-"""The product on one page, a stage a line: load, quantize, trace, cut, calibrate, compose, lower, write, build, check,
-measure.
+"""The product on one page: load, quantize, trace, cut, calibrate, compose, lower, write, build, check, measure.
 
 Routers are calibrated after the trace, since a model that cannot be traced shall be refused before hours of
 calibration. Each stage gets all it needs from here, so that it can be read and tested alone.
