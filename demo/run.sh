@@ -23,7 +23,8 @@ tide-export validate "$out" --model demo/demo-llama --dataset calibration/text/p
     --prompts 8 --new-tokens 24
 
 say "generate: the text, then where each token left and how many layers were skipped"
-tide-export generate "$out" --echo --prompt "$prompt" --max-new-tokens 96 --temperature 0.6 --top-p 0.9 --seed 1
+tide-export generate "$out" --echo --prompt "$prompt" --max-new-tokens 96 --temperature 0.6 --top-p 0.9 --seed 1 \
+    --mode exit
 
 say "bench: exit against full depth, in one run"
 tide-export bench "$out" --prompt "$prompt"

@@ -8,7 +8,7 @@ bundle=${1:-out/demo}
 [ -d "$bundle" ] || tide-export export demo/demo-llama -o "$bundle" --recipe calibration/recipes/demo-llama.toml
 
 # The text on stdout; on stderr after which layer each token left, and how many layers were skipped.
-tide-export generate "$bundle" --prompt "def read_lines(path):" --max-new-tokens 48 --echo
+tide-export generate "$bundle" --prompt "def read_lines(path):" --max-new-tokens 48 --echo --mode exit
 
 # Full depth, exits, lossless mode, and the most that exits could give, interleaved.
 tide-export bench "$bundle" --repeat 3

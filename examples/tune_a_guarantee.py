@@ -21,7 +21,7 @@ def main(bundle: str, text: str) -> None:
     print(report.render())
 
     engine = tide_export.load(bundle)  # uses the stored thresholds from now on
-    print(engine.generate([5, 17, 3], max_new_tokens=16).stats.summary())
+    print(engine.generate([5, 17, 3], max_new_tokens=16, mode="exit").stats.summary())
 
 
 if __name__ == "__main__":
