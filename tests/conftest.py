@@ -83,6 +83,7 @@ def demo_bundle(demo_model: Path, shared: Path, traces) -> Path:
                 calibration_length=256,
                 router_epochs=8,
                 exit_strategy="identity",
+                epsilon=0.0,  # nothing is measured: what mode auto is does not depend on the machine
             )
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pipeline, "trace", traces)

@@ -1,12 +1,16 @@
 """`validate --quality`: the graph's predictions along a text are those of TIDE's rule in PyTorch."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import replace_manifest
 from tide_export.cli.main import main
 from tide_export.data.sequences import load_tokenizer
 from tide_export.errors import ConfigError, DatasetError
@@ -86,16 +90,21 @@ def test_documents_that_the_routers_saw_are_omitted(demo_bundle: Path, tmp_path:
     assert tokenizer.decode(ids).startswith("x = 1\nx = 1")
 
 
-def test_the_command_prints_a_table(demo_bundle: Path, capsys):
+def test_the_command_prints_a_table(demo_bundle: Path, tmp_path: Path, capsys):
     words = ["validate", str(demo_bundle), "--model", MODEL, "--dataset", TEXT, "--prompts", "1", "-q"]
     words += ["--longest-prompt", "4", "--new-tokens", "2", "--provider", "cpu", "--threshold", "0.5"]
     assert main([*words, "--quality", "64"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     header = next(number for number, row in enumerate(rows) if row[:2] == ["quality", "tokens"])
     assert [row[0] for row in rows[header + 2 : header + 5]] == ["full", "0.5", "bundle"]
+    auto = AutoMode("exit", (0.4, 0.5, 0.6), 0.02, "cpu", 1.2, None, "this one", {})
+    shutil.copytree(demo_bundle, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b", verify=False)
+    replace_manifest(bundle, replace(bundle.manifest, auto=auto))
+    words[1] = str(tmp_path / "b")
     assert main([*words, "--quality", "64", "--json"]) == 0
     quality = json.loads(capsys.readouterr().out)["quality"]
-    assert [one["name"] for one in quality] == ["full", "0.5", "bundle"]
+    assert [one["name"] for one in quality] == ["full", "0.5", "bundle", "auto"]
     assert quality[0]["layers"] == 12 > quality[1]["layers"]
 
 
