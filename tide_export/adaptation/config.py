@@ -31,7 +31,7 @@ class AdaptConfig(BaseModel):
         ge=0.0,
         description="a checkpoint's loss weighs (its layers / all layers) to this power; 0 weighs all alike",
     )
-    full_weight: float = Field(1.0, ge=0.0, description="weight of the loss of full depth")
+    full_weight: float = Field(2.0, ge=0.0, description="weight of the loss of full depth")
     label_share: float = Field(
         0.5, ge=0.0, le=1.0, description="share of next-token loss in it; the rest is divergence from the original"
     )
@@ -47,7 +47,7 @@ class AdaptConfig(BaseModel):
         description="train matrices of this rank beside the frozen weights (needs peft) and "
         "merge them at the end; 0 trains every weight",
     )
-    learning_rate: float = Field(1e-3, gt=0.0, description="peak learning rate, after a warm-up and before a cosine")
+    learning_rate: float = Field(6e-4, gt=0.0, description="peak learning rate, after a warm-up and before a cosine")
     clip: float = Field(1.0, gt=0.0, description="largest norm of a step's gradient")
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="of matmuls; auto is bf16 where the device computes it fast"
