@@ -303,7 +303,9 @@ def _report(source: SourceModel, config: TideConfig, layers: int, fit: LensFit) 
     reason = fit.given_up
     if not reason and best is before:
         reason = "is worse than none"
-        logger.warning("the lens at checkpoint %d %s on held-out text: states exit unchanged there", layers, reason)
+        logger.warning(
+            "the lens at checkpoint %d is worse than none on held-out text: states exit unchanged there", layers
+        )
     if not reason and config.exit_strategy == "auto" and _net_gain(source, config, layers, fit) <= 0:
         reason = COSTS_MORE
     return {
