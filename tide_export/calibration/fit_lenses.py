@@ -11,7 +11,7 @@ where that state is better than none, and with `exit_strategy = "auto"` only whe
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tide_export.calibration.evaluate import count_costs, lens_rank
 from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.labels import Target, blocks, normalize, predict
 from tide_export.calibration.lens_checkpoint import LensCheckpoint
+from tide_export.calibration.lens_fit import LensFit
 from tide_export.calibration.lens_loss import PartialHead, top1_share
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.placement import RECALL
@@ -42,41 +43,6 @@ VALIDATION_TOKENS = 2048
 MEASUREMENTS = 5  # on validation tokens, evenly over the tokens seen
 TRIAL = 0.35  # share of the tokens after which a lens that does not pay is given up, with `exit_strategy = "auto"`
 MAX_GRADIENT = 1.0  # norm
-
-
-@dataclass
-class LensFit:
-    """The lens of one checkpoint while it is fitted.
-
-    Attributes:
-        size: root mean square of the states there: the lens is fitted to states of unit size, as routers are.
-        curve: measurements on validation tokens, the first without a lens: `tokens` seen, `loss` and `kl` in nats,
-            and `may_exit`, the share of tokens that may exit by the label.
-        best: the state of the measurement with the smallest `loss`.
-        given_up: why it is no longer fitted, or "".
-    """
-
-    lens: Lens
-    optimizer: torch.optim.Optimizer
-    size: float
-    curve: list[dict[str, float]] = field(default_factory=list)
-    best: dict[str, torch.Tensor] = field(default_factory=dict)
-    given_up: str = ""
-
-    def best_measurement(self) -> dict[str, float]:
-        return min(self.curve, key=lambda point: point["loss"])
-
-    def translate(self, raw: torch.Tensor) -> torch.Tensor:
-        """Applies the lens to raw states [n, D]."""
-        return self.lens(raw / self.size) * self.size
-
-    def folded(self) -> Lens:
-        """Returns the best state as a frozen lens for raw states, on the CPU."""
-        lens = copy.deepcopy(self.lens).cpu()
-        lens.load_state_dict(self.best)
-        with torch.no_grad():
-            lens.up.bias.mul_(self.size)
-        return lens.eval().requires_grad_(False)
 
 
 def fit_lenses(

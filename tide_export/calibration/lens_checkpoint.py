@@ -10,17 +10,15 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from tide_export.calibration.lens_fit import LensFit
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
 from tide_export.files import failure, replace_files
 from tide_export.model.source import SourceModel
-
-if TYPE_CHECKING:
-    from tide_export.calibration.fit_lenses import LensFit
 
 SETTINGS = ("exit_strategy", "label", "kl_bound", "convergence_threshold", "calibration_batch", "seed")
 SAVE_SECONDS = 30.0  # a killed run loses at most the work since the last save, which takes milliseconds
@@ -45,7 +43,7 @@ class LensCheckpoint:
         self.file = None if folder is None else folder / "lenses" / f"{key}.pt"
         self._saved = time.monotonic()
 
-    def restore(self, fits: "dict[int, LensFit]") -> int:
+    def restore(self, fits: dict[int, LensFit]) -> int:
         """Restores `fits` as they were saved; returns the number of passes over the text that they have seen.
 
         Raises:
@@ -66,7 +64,7 @@ class LensCheckpoint:
                 f"calibration folder {self.file.parent} is damaged ({self.file.name}): delete it or use another"
             ) from error
 
-    def save(self, fits: "dict[int, LensFit]", passes: int, last: bool) -> None:
+    def save(self, fits: dict[int, LensFit], passes: int, last: bool) -> None:
         """Saves `fits` after `passes` passes if `SAVE_SECONDS` have gone by, or if it was the last.
 
         Raises:
