@@ -165,7 +165,7 @@ def test_a_token_pays_for_layers_head_and_every_router_it_reaches():
 
 
 def test_costs_are_two_per_weight(demo):
-    found = count_costs(demo, TideConfig(router_bottleneck_dim=16, router_shortlist=100))
+    found = count_costs(demo, TideConfig(router_bottleneck_dim=16, router_shortlist=100, exit_strategy="identity"))
     layer = demo.model.model.layers[4]
     assert found.layer == 2 * sum(parameter.numel() for parameter in layer.parameters())
     assert found.head == 2 * 128 * 4096

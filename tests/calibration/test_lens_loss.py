@@ -44,9 +44,11 @@ def test_the_sample_stands_for_the_rest(demo, states, monkeypatch):
     _, whole, gradient = partial(demo, *states, "kl")
     monkeypatch.setattr(lens_loss, "WHOLE_VOCABULARY", 16)
     monkeypatch.setattr(lens_loss, "SAMPLED_TOKENS", 1024)
+    monkeypatch.setattr(lens_loss, "SIZE_STEP", 100)
     monkeypatch.setattr(lens_loss, "MARGIN", 1.0)
     target, _, _ = partial(demo, *states, "kl")
-    assert target.probabilities.shape[1] < 0.5 * demo.vocab_size
+    assert 1024 <= target.probabilities.shape[1] < 0.5 * demo.vocab_size
+    assert target.probabilities.shape[1] % 100 == 0
     losses, gradients = zip(*[partial(demo, *states, "kl", seed)[1:] for seed in range(4)], strict=True)
     assert sum(losses) / 4 == pytest.approx(whole, rel=0.05)
     mean = torch.stack(gradients).mean(0)

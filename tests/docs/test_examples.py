@@ -65,7 +65,11 @@ def test_your_own_model(run: Callable[..., str], demo_model: Path, text: Path, t
 def test_calibrate_on_your_text(run: Callable[..., str], demo_model: Path, text: Path, tmp_path: Path) -> None:
     run("calibrate_on_your_text.py", demo_model, text, tmp_path / "bundle")
     assert (tmp_path / "gains.html").is_file()
-    assert tide_export.load(tmp_path / "bundle").manifest.calibration["exit_strategy"] == "lens"
+    record = tide_export.load(tmp_path / "bundle").manifest.calibration
+    assert record["config"]["exit_strategy"] == "auto"
+    assert record["exit_strategy"] == (
+        "lens" if any(entry["lens"]["used"] for entry in record["report"].values()) else "identity"
+    )
 
 
 def test_tune_a_guarantee(run: Callable[..., str], demo_bundle: Path, tmp_path: Path) -> None:

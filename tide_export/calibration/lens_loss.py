@@ -16,7 +16,10 @@ import torch
 from tide_export.model.source import SourceModel
 
 WHOLE_VOCABULARY = 8192  # up to this size the loss takes every token
-SAMPLED_TOKENS = 2048
+SAMPLED_TOKENS = 2048  # at least
+SIZE_STEP = (
+    1024  # of the part of the vocabulary: with a new size in every batch the C library's heap fragments and grows
+)
 TOP1_SHARE = 0.5  # of the loss, with the label "agreement"
 MARGIN = 4.0  # nats below a position's largest logit: tokens above it are taken
 
@@ -77,9 +80,10 @@ class PartialHead:
             chosen = considered.nonzero()[:, 0]
             shift = torch.zeros(len(chosen), device=logits.device)
             if len(others):
-                drawn = torch.randint(len(others), (SAMPLED_TOKENS,), generator=generator).to(others.device)
+                count = -(-(len(chosen) + SAMPLED_TOKENS) // SIZE_STEP) * SIZE_STEP - len(chosen)
+                drawn = torch.randint(len(others), (count,), generator=generator).to(others.device)
                 chosen = torch.cat([chosen, others[drawn]])
-                shift = torch.cat([shift, shift.new_full((SAMPLED_TOKENS,), len(others) / SAMPLED_TOKENS).log()])
+                shift = torch.cat([shift, shift.new_full((count,), len(others) / count).log()])
             return self._mixed(chosen, logits[:, chosen], shift)
 
     def _mixed(self, tokens: torch.Tensor | None, logits: torch.Tensor, shift: torch.Tensor) -> Target:
