@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_delays_by_other_programs_do_not_count(
     monkeypatch.setattr(auto.time, "perf_counter", lambda: streams.now)
     steps = [layers[n % len(layers)] for n in range(1, streams.tokens["full"] or auto.MIN_NEW_TOKENS)]
     expected = 14 * len(steps) / sum(count + 2 for count in steps)
-    assert exit_speedup(streams, [0.5] * 3) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert exit_speedup(cast(Engine, streams), [0.5] * 3) == pytest.approx(expected)
     assert streams.tokens["full"] == streams.tokens["exit"]
 
 
@@ -102,6 +102,10 @@ def test_export_takes_the_largest_share_that_is_allowed(demo_bundle: Path, speed
     ("point", "epsilon", "fields", "reason"),
     [
         (POINT, 0.0, {}, "the routers have no thresholds for an epsilon of 0"),
+        (POINT | {"thresholds": [0.5]}, 0.02, {}, "the operating points in the routers' record cannot be read"),
+        (POINT | {"thresholds": [0.5, 2.0, 1.0]}, 0.02, {}, "the operating points in the routers' record cannot be"),
+        (POINT | {"epsilon": "all"}, 0.02, {}, "the operating points in the routers' record cannot be read"),
+        ({"epsilon": 0.01}, 0.02, {}, "the operating points in the routers' record cannot be read"),
         (POINT | {"saved": 0.001}, 0.02, {}, "no exits that change at most 2 % of the tokens save more than they cost"),
         (POINT, 0.02, {"kv_cache_strategy": PROPAGATE}, "with propagated K/V the share of tokens that exits change"),
     ],

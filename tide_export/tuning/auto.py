@@ -55,19 +55,22 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
     """
     if "operating_points" not in (manifest.calibration or {}):
         return None
-    points = [point for point in (manifest.calibration or {})["operating_points"] if point["epsilon"] <= epsilon]
-    point, reason = max(points, key=lambda point: point["epsilon"], default=None), ""
+    point, reason = None, ""
+    try:
+        point = _point((manifest.calibration or {})["operating_points"], epsilon, len(manifest.checkpoints))
+    except (KeyError, TypeError, ValueError):  # a router file from elsewhere
+        reason = "the operating points in the routers' record cannot be read"
     if manifest.kv_cache_strategy == PROPAGATE:
         reason = "with propagated K/V the share of tokens that exits change is not known"
     elif point is None:
-        reason = f"the routers have no thresholds for an epsilon of {epsilon:g}"
+        reason = reason or f"the routers have no thresholds for an epsilon of {epsilon:g}"
     elif not point["saved"] > WORTH:
         reason = f"no exits that change at most {100 * epsilon:g} % of the tokens save more than they cost"
     if point is None or reason:
         auto = _unmeasured(manifest, epsilon, None, reason)
         logger.info("%s", sentence(auto))
         return auto
-    thresholds = tuple(float(value) for value in point["thresholds"])
+    thresholds = tuple(point["thresholds"])
     with stage("measuring what exits gain here"):
         speedup = exit_speedup(load(bundle, provider=PROVIDER, verify=False), thresholds)
     auto = replace(_unmeasured(manifest, epsilon, None), thresholds=thresholds, exit_speedup=speedup)
@@ -165,6 +168,22 @@ def _unmeasured(manifest: Manifest, epsilon: float, threads: int | None, reason:
     off = (MAX_THRESHOLD,) * len(manifest.checkpoints)
     evidence = {"reason": reason} if reason else {}
     return AutoMode("full", off, epsilon, PROVIDER, None, None, _machine(threads), evidence)
+
+
+def _point(points: Any, epsilon: float, checkpoints: int) -> dict[str, Any] | None:
+    """Returns the operating point for the largest share of at most `epsilon`, checked; None where there is none.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not one for so many checkpoints.
+    """
+    allowed = [point for point in points if float(point["epsilon"]) <= epsilon]
+    if not allowed:
+        return None
+    point = max(allowed, key=lambda point: float(point["epsilon"]))
+    thresholds = [float(value) for value in point["thresholds"]]
+    if len(thresholds) != checkpoints or not all(0 <= value <= 1 for value in thresholds):
+        raise ValueError("thresholds")
+    return point | {"saved": float(point["saved"]), "thresholds": thresholds}
 
 
 def _evidence(source: str, values: dict[str, Any]) -> dict[str, Any]:
