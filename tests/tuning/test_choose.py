@@ -51,13 +51,13 @@ def test_routers_that_know_nothing_leave_no_candidate_that_is_safe():
     wrong = Measurement(whole.scores, np.full_like(whole.early, 6), whole.full, LAYERS, DEPTH)
     found = candidates(wrong, 0.05)
     assert [point.agreement < 0.95 for point in found] == [True]
-    assert [tested.passed for tested in certify(wrong, found, 0.05, 0.1)] == [False]
+    assert [tested.passed for tested in certify(wrong, wrong, found, 0.05, 0.1)] == [False]
 
 
 def test_the_sequence_ends_at_the_first_failure():
     path, calibration = population(100, seed=1), population(200, seed=2)
     points = candidates(path, 0.1)
-    tested = certify(calibration, points, 0.1, 0.1)
+    tested = certify(path, calibration, points, 0.1, 0.1)
     assert 1 < len(tested) < len(points)
     assert [one.passed for one in tested] == [True] * (len(tested) - 1) + [False]
     assert [one.thresholds for one in tested] == [point.thresholds for point in points[: len(tested)]]
@@ -73,8 +73,9 @@ def test_the_true_risk_is_above_epsilon_no_more_often_than_delta():
     random = np.random.default_rng(5)
     bad = found = 0
     for _ in range(runs):
-        points = candidates(pick(whole, random.integers(4000, size=40)), epsilon, max_candidates=12)
-        tested = certify(pick(whole, random.integers(4000, size=120)), points, epsilon, delta)
+        path = pick(whole, random.integers(4000, size=40))
+        points = candidates(path, epsilon, max_candidates=12)
+        tested = certify(path, pick(whole, random.integers(4000, size=120)), points, epsilon, delta)
         passed = [one for one in tested if one.passed]
         if passed:
             found += 1

@@ -149,7 +149,7 @@ def test_inspect_and_validate_know_it(bundle: Path, demo_model: Path, capsys):
     report = tune(capsys, bundle)
     assert main(["inspect", str(bundle)]) == 0
     out = capsys.readouterr().out
-    for words in ("certified by `tune`", "epsilon: 0.35", "p_value: ", "hoeffding-bentkus", "candidate"):
+    for words in ("certified by `tune`", "epsilon: 0.35", "p_value: ", "betting", "candidate"):
         assert words in out
     assert main(["inspect", str(bundle), "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
@@ -199,7 +199,7 @@ def test_min_layers_is_obeyed_and_stored(bundle: Path, capsys):
 
 
 def test_one_position_of_each_document_makes_the_test_exact(bundle: Path, capsys):
-    assert tune(capsys, bundle, "--positions", 1, "--dry-run")["p_value_kind"] == "hoeffding-bentkus"
+    assert tune(capsys, bundle, "--positions", 1, "--dry-run")["p_value_kind"] == "betting"
     report = tune(capsys, bundle, "--positions", 1, "--prompts-per-document", 1)
     assert report["p_value_kind"] == "binomial"
     assert report["n"] == report["documents"] == 7

@@ -3,13 +3,13 @@
 import re
 from fractions import Fraction
 from itertools import product
-from math import ceil, comb, e, erf, exp, log, sqrt
+from math import ceil, comb, e, erf, exp, log, log1p, sqrt
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tide_export.tuning.guarantee import binomial_cdf, fixed_sequence_test, hoeffding_bentkus, p_value, prompts_needed
+from tide_export.tuning.guarantee import best_bet, binomial_cdf, fixed_sequence_test, p_value, prompts_needed
 
 DOCS = (Path(__file__).parents[2] / "docs" / "guide" / "guarantee.md").read_text()
 TABLE = [
@@ -50,43 +50,86 @@ def test_the_binomial_p_value_is_the_chance_of_as_few_errors():
             if sum(outcome) <= errors
         )
         losses = np.array([1.0] * errors + [0.0] * (10 - errors))
-        assert p_value(losses, epsilon, binary=True) == pytest.approx(chance, rel=1e-11)
+        assert p_value(losses, epsilon, bet=None) == pytest.approx(chance, rel=1e-11)
 
 
-def test_hoeffding_bentkus_is_the_smaller_of_the_two():
-    n, epsilon = 100, 0.1
-    total = 4.3
-    hoeffding = exp(-n * (0.043 * log(0.043 / 0.1) + 0.957 * log(0.957 / 0.9)))
-    bentkus = e * sum(comb(n, k) * 0.1**k * 0.9 ** (n - k) for k in range(ceil(total) + 1))
-    assert hoeffding != pytest.approx(bentkus)
-    assert hoeffding_bentkus(total, n, epsilon) == pytest.approx(min(hoeffding, bentkus))
-    losses = np.full(n, total / n)
-    assert p_value(losses, epsilon, binary=False) == pytest.approx(min(hoeffding, bentkus))
+def test_the_betting_p_value_is_the_inverse_of_the_capital():
+    losses = np.array([0.0, 0.25, 0.0, 0.05])
+    capital = (1 + 2 * 0.1) ** 2 * (1 - 2 * 0.15) * (1 + 2 * 0.05)
+    assert p_value(losses, 0.1, bet=2) == p_value(losses[::-1], 0.1, bet=2) == pytest.approx(min(1, 1 / capital))
+    assert p_value(np.tile(losses, 9), 0.1, bet=1) == pytest.approx((1.1**2 * 0.85 * 1.05) ** -9)
 
 
-def test_losses_above_epsilon_are_no_evidence():
-    for losses in (np.full(50, 0.2), np.full(50, 0.1), np.ones(3)):
-        assert p_value(losses, 0.1, binary=False) == 1
-    assert p_value(np.zeros(0), 0.1, binary=False) == 1
+def test_a_bet_that_lost_everything_is_no_evidence():
+    assert p_value(np.array([0.0] * 500 + [1.0]), 0.1, bet=1 / 0.9) == 1
+    for bet in (0.0, None):
+        assert p_value(np.zeros(0), 0.1, bet) == 1
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.1, 0.5])
+def test_the_best_bet_wins_most(epsilon):
+    random = np.random.default_rng(3)
+    for mean in (epsilon / 8, epsilon / 2):
+        losses = random.choice([0.0, 1.0, 0.3], size=400, p=[1 - 2 * mean, mean / 2, 1.5 * mean])
+        bet = best_bet(losses, epsilon)
+        assert 0 < bet < 1 / (1 - epsilon)
+        others = [p_value(losses, epsilon, other) for other in np.linspace(0, 1 / (1 - epsilon), 50)]
+        assert p_value(losses, epsilon, bet) <= min(others) * (1 + 1e-9)
+    assert best_bet(np.zeros(20), epsilon) == pytest.approx(1 / (1 - epsilon))
+    assert best_bet(np.full(20, epsilon), epsilon) == best_bet(np.ones(3), epsilon) == 0
 
 
 def test_no_error_at_all():
-    for binary in (True, False):
-        assert p_value(np.zeros(50), 0.05, binary) == pytest.approx(0.95**50)
+    for bet in (None, best_bet(np.zeros(9), 0.05)):
+        assert p_value(np.zeros(50), 0.05, bet) == pytest.approx(0.95**50)
 
 
-def test_the_dust_of_floating_point_is_no_error():
-    """Thirty times 0.1 adds up to more than 3."""
-    losses = np.array([0.1] * 30 + [0.0] * 70)
-    assert sum(losses.tolist()) > 3
-    assert hoeffding_bentkus(3, 100, 0.05) == p_value(losses, 0.05, binary=False)
+def hoeffding_bentkus(losses: np.ndarray, epsilon: float) -> float:
+    """The p-value that `tune` had before (Bates et al., arXiv 2101.02703): of the sum of the losses alone."""
+    n, total = len(losses), round(float(losses.sum()), 9)
+    risk = min(total / n, epsilon)
+    divergence = (risk * log(risk / epsilon) if risk else 0) + (1 - risk) * (log1p(-risk) - log1p(-epsilon))
+    return min(1.0, exp(-n * divergence), e * binomial_cdf(ceil(total), n, epsilon))
+
+
+@pytest.mark.parametrize("epsilon", [0.02, 0.05])
+@pytest.mark.parametrize(("n", "least"), [(120, 0.9), (400, 0.99)])
+def test_betting_proves_more_than_the_sum_of_the_losses(epsilon, n, least):
+    """Prompts of 32 positions that differ in difficulty, with a bet from half as many others."""
+    random = np.random.default_rng(11)
+    before, now = [], []
+    for _ in range(100):
+        path, losses = (draw(random, epsilon / 3, size, 32, concentration=20) for size in (n // 2, n))
+        before.append(hoeffding_bentkus(losses, epsilon))
+        now.append(p_value(losses, epsilon, best_bet(path, epsilon)))
+    assert np.mean(np.array(now) < before) >= least
+    assert np.median(now) < np.median(before) / 2
+
+
+def test_no_sample_of_one_mean_proves_less_by_betting_than_by_hoeffding():
+    """With the bet for that mean: the logarithm is concave, and its chord is Hoeffding's bound."""
+    epsilon, risk = 0.1, 0.04
+    bet = (epsilon - risk) / (epsilon * (1 - epsilon))
+    hoeffding = exp(-50 * (risk * log(risk / epsilon) + (1 - risk) * log((1 - risk) / (1 - epsilon))))
+    random = np.random.default_rng(2)
+    for losses in ([1.0] * 2 + [0.0] * 48, [0.04] * 50, [0.5] * 4 + [0.0] * 46, random.dirichlet(np.ones(50)) * 2):
+        assert np.mean(losses) == pytest.approx(risk)
+        assert p_value(np.array(losses), epsilon, bet) <= hoeffding * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("epsilon", "delta", "n"), [(0.05, 0.05, 59), (0.01, 0.05, 299), (0.02, 0.1, 114)])
 def test_prompts_needed_without_an_error(epsilon, delta, n):
-    for binary in (True, False):
-        assert prompts_needed(epsilon, delta, binary=binary) == n
+    assert prompts_needed(epsilon, delta) == n
     assert (1 - epsilon) ** n <= delta < (1 - epsilon) ** (n - 1)
+    bet = best_bet(np.zeros(1), epsilon)
+    assert p_value(np.zeros(n), epsilon, bet) <= delta < p_value(np.zeros(n - 1), epsilon, bet)
+
+
+def test_prompts_needed_in_the_worst_case():
+    """Each prompt right or wrong as a whole."""
+    n = prompts_needed(0.1, 0.05, 0.05)
+    losses = np.array([1.0] * round(n / 20) + [0.0] * (n - round(n / 20)))
+    assert p_value(losses, 0.1, best_bet(losses, 0.1)) == pytest.approx(0.05, rel=0.2)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]}-{row[1]}")
@@ -99,27 +142,21 @@ def test_the_numbers_of_prompts_in_the_docs(row):
 # --- the sequence ----------------------------------------------------------------------------------------------------
 
 
-def losses_of(*risks: float, n: int = 100) -> list[np.ndarray]:
-    return [np.full(n, risk) for risk in risks]
-
-
 def test_the_sequence_stops_at_the_first_failure_and_reads_no_further():
     read = []
 
     def given():
-        for number, losses in enumerate(losses_of(0.0, 0.01, 0.5, 0.0)):
-            read.append(number)
-            yield losses
+        for value in (0.0, 0.05, 0.5, 0.0):
+            read.append(value)
+            yield value
 
-    found = fixed_sequence_test(given(), 0.1, 0.05, binary=False)
-    assert read == [0, 1, 2]
-    assert [p <= 0.05 for p in found] == [True, True, False]
+    assert fixed_sequence_test(given(), 0.05) == read == [0.0, 0.05, 0.5]
 
 
 def test_all_may_pass_or_none():
-    assert all(p <= 0.05 for p in fixed_sequence_test(losses_of(0, 0, 0.01), 0.1, 0.05, binary=False))
-    assert [p <= 0.05 for p in fixed_sequence_test(losses_of(0.09, 0, 0), 0.1, 0.05, binary=False)] == [False]
-    assert fixed_sequence_test([], 0.1, 0.05, binary=False) == []
+    assert fixed_sequence_test([0.01, 0.0, 0.02], 0.05) == [0.01, 0.0, 0.02]
+    assert fixed_sequence_test([0.09, 0.0, 0.0], 0.05) == [0.09]
+    assert fixed_sequence_test([], 0.05) == []
 
 
 # --- the guarantee, by simulation ------------------------------------------------------------------------------------
@@ -127,17 +164,17 @@ def test_all_may_pass_or_none():
 RUNS = 1500
 
 
-def chosen(losses: list[np.ndarray], epsilon: float, delta: float, binary: bool) -> int | None:
+def chosen(p_values: list[float], losses: list[np.ndarray], epsilon: float, delta: float) -> int | None:
     """Number of the setting that would be used."""
-    passed = [p <= delta for p in fixed_sequence_test(losses, epsilon, delta, binary)]
+    passed = [p <= delta for p in fixed_sequence_test(p_values, delta)]
     return sum(passed) - 1 if passed[0] else None
 
 
-def draw(random: np.random.Generator, risk: float, n: int, positions: int) -> np.ndarray:
+def draw(random: np.random.Generator, risk: float, n: int, positions: int, concentration: float = 2) -> np.ndarray:
     """Losses of n independent prompts with mean exactly `risk`; prompts differ, positions of one hang together."""
     if positions == 1:
         return (random.random(n) < risk).astype(float)
-    own = random.beta(2 * risk, 2 * (1 - risk), n)
+    own = random.beta(concentration * risk, concentration * (1 - risk), n)
     return random.binomial(positions, own) / positions
 
 
@@ -145,9 +182,14 @@ def share_of_bad_choices(risks, epsilon, delta, n, positions, rule=chosen) -> tu
     """Over many runs: how often the chosen setting's true risk is above epsilon, and how often one is chosen."""
     random = np.random.default_rng(7)
     bad = any_chosen = 0
+    bets = [
+        None if positions == 1 else best_bet(draw(random, risk / 2, n, positions), epsilon)  # from losses too low
+        for risk in risks
+    ]
     for _ in range(RUNS):
         losses = [draw(random, risk, n, positions) for risk in risks]
-        number = rule(losses, epsilon, delta, positions == 1)
+        p_values = [p_value(sample, epsilon, bet) for sample, bet in zip(losses, bets, strict=True)]
+        number = rule(p_values, losses, epsilon, delta)
         any_chosen += number is not None
         bad += number is not None and risks[number] > epsilon
     return bad / RUNS, any_chosen / RUNS
@@ -189,20 +231,20 @@ def test_good_settings_are_found():
         assert found > 0.95
 
 
-def last_below_epsilon(losses, epsilon, delta, binary):
+def last_below_epsilon(p_values, losses, epsilon, delta):
     """What one would do without a guarantee: the last setting whose measured risk is fine."""
     good = [number for number, one in enumerate(losses) if one.mean() <= epsilon]
     return good[-1] if good else None
 
 
-def first_failing(losses, epsilon, delta, binary):
+def first_failing(p_values, losses, epsilon, delta):
     """What a published program does."""
-    return min(len(fixed_sequence_test(losses, epsilon, delta, binary)), len(losses)) - 1
+    return min(len(fixed_sequence_test(p_values, delta)), len(losses)) - 1
 
 
-def best_of_all(losses, epsilon, delta, binary):
+def best_of_all(p_values, losses, epsilon, delta):
     """Every setting tested at delta, no order kept."""
-    good = [number for number, one in enumerate(losses) if p_value(one, epsilon, binary) <= delta]
+    good = [number for number, p in enumerate(p_values) if p <= delta]
     return good[-1] if good else None
 
 
@@ -210,3 +252,15 @@ def best_of_all(losses, epsilon, delta, binary):
 def test_rules_without_a_guarantee_are_caught_by_this_simulation(rule):
     bad, _ = share_of_bad_choices(CASES["all just above epsilon"], 0.1, 0.1, n=60, positions=1, rule=rule)
     assert bad > 2 * allowed(0.1)
+
+
+@pytest.mark.parametrize("bet", [0.2, 1.0, 1 / 0.9])
+def test_prompts_may_differ_in_their_risks(bet):
+    """Places of the same few documents, as with several prompts from each: their mean risk alone is epsilon."""
+    epsilon, delta = 0.1, 0.1
+    random = np.random.default_rng(13)
+    expected = np.repeat([0.0, 0.02, 0.06, 0.32], 15)
+    assert expected.mean() >= epsilon
+    losses = random.binomial(8, expected, size=(4 * RUNS, 60)) / 8
+    passed = np.mean([p_value(one, epsilon, bet) <= delta for one in losses])
+    assert passed <= delta

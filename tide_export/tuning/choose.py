@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from tide_export.thresholds.pareto import Point, frontier, measure
-from tide_export.tuning.guarantee import fixed_sequence_test
+from tide_export.tuning.guarantee import best_bet, fixed_sequence_test, p_value
 from tide_export.tuning.measure import Measurement
 
 MAX_CANDIDATES = 30
@@ -27,6 +27,7 @@ class Tested:
         thresholds: one per checkpoint that may exit.
         path_risk: mean loss on the path's prompts, which it was chosen on (so biased low).
         risk: mean loss on the calibration's.
+        bet: with which it was tested (`guarantee.best_bet` of the path's losses); None for the binomial test.
         p_value: of "the true risk is above epsilon".
         layers: mean layers per token on the calibration's prompts.
         passed: p_value <= delta, as for all before it.
@@ -35,6 +36,7 @@ class Tested:
     thresholds: tuple[float, ...]
     path_risk: float
     risk: float
+    bet: float | None
     p_value: float
     layers: float
     passed: bool
@@ -72,24 +74,35 @@ def _between(before: Point, after: Point, path: Measurement, step: float, halvin
 
 
 def certify(
-    calibration: Measurement, path: list[Point], epsilon: float, delta: float, binary: bool = False
+    path: Measurement,
+    calibration: Measurement,
+    points: list[Point],
+    epsilon: float,
+    delta: float,
+    binary: bool = False,
 ) -> list[Tested]:
     """Tests candidates in order, up to and including the first that fails; the last that passed may be used.
 
     With probability 1 - `delta` or more over the calibration's prompts, what passed has a true risk of at most
-    `epsilon` (Learn then Test, fixed sequence). For `binary` see `p_value`.
+    `epsilon` (Learn then Test, fixed sequence).
+
+    Args:
+        path: what `points` were chosen on.
+        binary: each loss is 0 or 1, and no two come from one document: the test is the exact binomial one.
     """
-    p_values = fixed_sequence_test((calibration.losses(point.thresholds) for point in path), epsilon, delta, binary)
-    return [_tested(calibration, point, p, delta) for point, p in zip(path, p_values, strict=False)]
-
-
-def _tested(calibration: Measurement, point: Point, p: float, delta: float) -> Tested:
-    _, layers = calibration.outcome(point.thresholds)
-    return Tested(
-        thresholds=point.thresholds,
-        path_risk=1 - point.agreement,
-        risk=float(calibration.losses(point.thresholds).mean()),
-        p_value=p,
-        layers=float(layers.mean()),
-        passed=p <= delta,
+    settings = [(point, None if binary else best_bet(path.losses(point.thresholds), epsilon)) for point in points]
+    p_values = fixed_sequence_test(
+        (p_value(calibration.losses(point.thresholds), epsilon, bet) for point, bet in settings), delta
     )
+    return [
+        Tested(
+            thresholds=point.thresholds,
+            path_risk=1 - point.agreement,
+            risk=float(calibration.losses(point.thresholds).mean()),
+            bet=bet,
+            p_value=p,
+            layers=float(calibration.outcome(point.thresholds)[1].mean()),
+            passed=p <= delta,
+        )
+        for (point, bet), p in zip(settings, p_values, strict=False)
+    ]

@@ -31,7 +31,7 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
         calibration = measure_prompts(engine, prompts.calibration, request.prompt_length, may_exit, advance)
     with stage("choosing candidates"):
         sequence = candidates(path, request.epsilon)
-    tested = certify(calibration, sequence, request.epsilon, request.delta, request.binary)
+    tested = certify(path, calibration, sequence, request.epsilon, request.delta, request.binary)
 
     best = next((one for one in reversed(tested) if one.passed), None)
     certified = dict(zip(may_exit, best.thresholds, strict=True)) if best else {}
@@ -62,7 +62,7 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
 
 def _require_enough(prompts: Prompts, request: ExitRequest) -> None:
     """Raises before hours of measuring that could certify nothing."""
-    needed = prompts_needed(request.epsilon, request.delta, binary=request.binary)
+    needed = prompts_needed(request.epsilon, request.delta)
     if len(prompts.calibration) < needed:
         raise TuneError(
             f"epsilon {request.epsilon:g} at delta {request.delta:g} needs {needed} prompts to test on even if no "

@@ -60,7 +60,7 @@ class ExitReport:
         best, prompts, request = self.certified, self.prompts, self.request
         return {
             "method": EXIT_METHOD,
-            "p_value_kind": "binomial" if request.binary else "hoeffding-bentkus",
+            "p_value_kind": "binomial" if request.binary else "betting",
             "certified": best is not None,
             **attributes(request, "epsilon", "delta", "prompts_per_document", "prompt_length", "positions", "seed"),
             "n": len(prompts.calibration),
@@ -69,6 +69,7 @@ class ExitReport:
             "path_documents": prompts.path_documents,
             "risk": best.risk if best else 0.0,
             "p_value": best.p_value if best else None,
+            "bet": best.bet if best else None,
             "layers_per_token": best.layers if best else float(self.num_layers),
             "num_layers": self.num_layers,
             "thresholds": list(self.thresholds),

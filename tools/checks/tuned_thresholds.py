@@ -146,6 +146,8 @@ def check(
     thresholds = [stored[layers] for layers in may_exit]
     losses, (_, layers) = measured.losses(thresholds), measured.outcome(thresholds)
     risk = float(losses.mean())
+    # Any bet that was chosen before these losses were known gives a valid p-value.
+    bet = None if positions == 1 and prompts_per_document == 1 else record.get("bet") or 1.0
     owner = np.repeat(np.arange(len(drawn.document_prompts)), drawn.document_prompts)
     return Check(
         bundle=bundle,
@@ -168,7 +170,7 @@ def check(
         risk=risk,
         error_prompts=_clustered_error(losses, np.arange(len(losses))),
         error_documents=_clustered_error(losses, owner) if len(drawn.document_hashes) > 1 else None,
-        p_value=p_value(losses, record["epsilon"], binary=positions == 1 and prompts_per_document == 1),
+        p_value=p_value(losses, record["epsilon"], bet),
         layers_per_token=float(layers.mean()),
         exits=_exits(measured, layers),
         documents=[
