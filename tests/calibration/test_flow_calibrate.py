@@ -156,8 +156,9 @@ def test_lenses_are_fitted_to_the_training_split_and_reported(demo, tokenizer, s
     routers = made.routers
     reports = {int(layers): record["lens"] for layers, record in routers.provenance["report"].items()}
     assert set(routers.lenses) == {layers for layers, report in reports.items() if report["used"]}
-    assert 3 in routers.lenses
-    assert routers.provenance["exit_strategy"] == "lens"
+    kept = strategy == "lens"  # the model was trained to exit: with "auto" a lens gains too little
+    assert (9 in routers.lenses) == kept
+    assert routers.provenance["exit_strategy"] == ("lens" if kept else "identity")
     assert routers.provenance["config"]["exit_strategy"] == strategy
     assert made.assessment.costs.lens == 2 * 2 * 128 * 4 * len(routers.lenses) / 2
     trained = sum(
@@ -165,7 +166,7 @@ def test_lenses_are_fitted_to_the_training_split_and_reported(demo, tokenizer, s
     )
     for report in reports.values():
         assert (report["rank"], report["tokens"]) == (4, trained)
-        assert min(report["curve"]["loss"]) <= report["curve"]["loss"][0]
+        assert min(report["curve"]["kl"]) <= report["curve"]["kl"][0]
 
 
 def test_a_cache_gives_the_same_routers_and_is_read_instead_of_running_the_model(

@@ -24,7 +24,7 @@ from tide_export.calibration.fast_attention import fast_attention
 from tide_export.calibration.labels import Target, blocks, normalize, predict
 from tide_export.calibration.lens_checkpoint import LensCheckpoint
 from tide_export.calibration.lens_fit import LensFit
-from tide_export.calibration.lens_loss import PartialHead, top1_share
+from tide_export.calibration.lens_loss import PartialHead
 from tide_export.calibration.parallel import in_parallel
 from tide_export.calibration.placement import RECALL
 from tide_export.calibration.sampling_plan import Batch, Plan
@@ -137,7 +137,7 @@ def _train(
     saved: "LensCheckpoint",
     advance: Any,
 ) -> None:
-    head = PartialHead(source, config.label)
+    head = PartialHead(source)
     depth, seen = source.num_layers, int(text.ends[first - 1]) if first else 0
     wanted = max(MIN_UPDATE_TOKENS, min(UPDATE_TOKENS, text.tokens // UPDATES))
     rows = min(wanted, next(blocks(source, UPDATE_TOKENS)).stop)  # fewer where their logits would be too large
@@ -208,7 +208,7 @@ def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: di
         return source.normalize(fit.translate(held_out.raw[layers][rows].to(source.device)).float())
 
     def measure(rows: slice) -> dict[int, torch.Tensor]:
-        """Computes loss, KL and label of each token of a block, [3, n]."""
+        """Computes KL and label of each token of a block, [2, n]."""
         with torch.no_grad():
             last = held_out.raw[source.num_layers][rows]
             full = predict(source, normalize(source, last))
@@ -224,15 +224,13 @@ def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: di
                 else:  # no lens changes the raw states
                     cosine = torch.cosine_similarity(held_out.raw[layers][rows], last, dim=-1)
                     label = cosine > config.convergence_threshold
-                loss = torch.lerp(kl, here.nll(full_top1), share_of_top1)
-                found[layers] = torch.stack([loss, kl, label.float()])
+                found[layers] = torch.stack([kl, label.float()])
             return found
 
-    share_of_top1 = top1_share(config.label)
     parts = list(in_parallel(source, measure, blocks(source, held_out.kept)))
     for layers, fit in fits.items():
-        loss, kl, share = torch.cat([part[layers] for part in parts], dim=1).mean(1).tolist()
-        if loss != loss:
+        kl, share = torch.cat([part[layers] for part in parts], dim=1).mean(1).tolist()
+        if kl != kl:
             fit.given_up = "diverges"
             logger.warning(
                 "the lens at checkpoint %d diverges (its loss is not a number): states exit unchanged there; "
@@ -240,7 +238,7 @@ def _measure(source: SourceModel, held_out: Sample, config: TideConfig, fits: di
                 layers,
             )
             continue
-        fit.curve.append({"tokens": seen, "loss": loss, "kl": kl, "may_exit": share})
+        fit.curve.append({"tokens": seen, "kl": kl, "may_exit": share})
         if fit.best_measurement() is fit.curve[-1]:
             fit.best = copy.deepcopy(fit.lens.state_dict())
 

@@ -14,9 +14,9 @@ class LensFit:
 
     Attributes:
         size: root mean square of the states there: the lens is fitted to states of unit size, as routers are.
-        curve: measurements on validation tokens, the first without a lens: `tokens` seen, `loss` and `kl` in nats,
-            and `may_exit`, the share of tokens that may exit by the label.
-        best: the state of the measurement with the smallest `loss`.
+        curve: measurements on validation tokens, the first without a lens: `tokens` seen, `kl` in nats, and
+            `may_exit`, the share of tokens that may exit by the label.
+        best: the state of the measurement with the smallest `kl`.
         given_up: why it is no longer fitted, or "".
     """
 
@@ -28,7 +28,7 @@ class LensFit:
     given_up: str = ""
 
     def best_measurement(self) -> dict[str, float]:
-        return min(self.curve, key=lambda point: point["loss"])
+        return min(self.curve, key=lambda point: point["kl"])
 
     def translate(self, raw: torch.Tensor) -> torch.Tensor:
         """Applies the lens to raw states [n, D]."""

@@ -1,7 +1,5 @@
-"""Computes the loss of lenses: how far an exit's distribution is from the full model's, over a part of the vocabulary.
-
-It is the KL divergence, and where routers learn agreement half of it is the cross entropy with the full model's top-1
-token: exits then agree more often, and are sure more often where they do.
+"""Computes the loss of lenses: the KL divergence of an exit's distribution from the full model's, over a part of the
+vocabulary.
 
 The head is the most expensive part of training a lens. So the loss of a batch takes the tokens that the full model
 considers there, and a random sample of the others whose logits are shifted to stand for all of them.
@@ -20,7 +18,6 @@ SAMPLED_TOKENS = 2048  # at least
 SIZE_STEP = (
     1024  # of the part of the vocabulary: with a new size in every batch the C library's heap fragments and grows
 )
-TOP1_SHARE = 0.5  # of the loss, with the label "agreement"
 MARGIN = 4.0  # nats below a position's largest logit: tokens above it are taken
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -33,7 +30,7 @@ class Target:
     Attributes:
         logits: computes the logits [n, K] of normalized states [n, D'].
         shift: added to them, [K]: 0, or for the sampled tokens the logarithm of how many each one stands for.
-        probabilities: [n, K]; mixed with the top-1 token by the share of the cross entropy.
+        probabilities: [n, K].
     """
 
     logits: Logits
@@ -49,9 +46,8 @@ class Target:
 class PartialHead:
     """Makes the targets of batches, in bfloat16 where the device computes that faster."""
 
-    def __init__(self, source: SourceModel, label: str):
+    def __init__(self, source: SourceModel):
         self.source = source
-        self.top1_share = top1_share(label)
         self.dtype = fast_dtype(source.device)
         rows = source.head_rows()
         self._rows = None
@@ -74,7 +70,7 @@ class PartialHead:
             logits = self._logits(None)(full)
             vocabulary = logits.shape[-1]
             if vocabulary <= WHOLE_VOCABULARY:
-                return self._mixed(None, logits, torch.zeros(vocabulary, device=logits.device))
+                return self._target(None, logits, torch.zeros(vocabulary, device=logits.device))
             considered = (logits > logits.amax(-1, keepdim=True) - MARGIN).any(0)
             others = (~considered).nonzero()[:, 0]
             chosen = considered.nonzero()[:, 0]
@@ -84,13 +80,10 @@ class PartialHead:
                 drawn = torch.randint(len(others), (count,), generator=generator).to(others.device)
                 chosen = torch.cat([chosen, others[drawn]])
                 shift = torch.cat([shift, shift.new_full((count,), len(others) / count).log()])
-            return self._mixed(chosen, logits[:, chosen], shift)
+            return self._target(chosen, logits[:, chosen], shift)
 
-    def _mixed(self, tokens: torch.Tensor | None, logits: torch.Tensor, shift: torch.Tensor) -> Target:
-        probabilities = (logits.float() + shift).softmax(-1).mul_(1 - self.top1_share)
-        best = (logits == logits.amax(-1, keepdim=True)).float()  # a token drawn twice counts once
-        probabilities += self.top1_share * best / best.sum(-1, keepdim=True)
-        return Target(self._logits(tokens), shift, probabilities)
+    def _target(self, tokens: torch.Tensor | None, logits: torch.Tensor, shift: torch.Tensor) -> Target:
+        return Target(self._logits(tokens), shift, (logits.float() + shift).softmax(-1))
 
     def _logits(self, tokens: torch.Tensor | None) -> Logits:
         """Returns the head for `tokens`, int64 [K], or for the whole vocabulary."""
@@ -104,11 +97,6 @@ class PartialHead:
             return logits if tokens is None else logits[:, tokens]
 
         return head
-
-
-def top1_share(label: str) -> float:
-    """Returns the share of the cross entropy with the full model's top-1 token in the loss."""
-    return TOP1_SHARE if label == "agreement" else 0.0
 
 
 def fast_dtype(device: torch.device) -> torch.dtype | None:
