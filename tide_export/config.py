@@ -56,6 +56,7 @@ class TideConfig(BaseModel):
         "not on --dataset",
     )
     self_generated_temperature: float = Field(0.8, gt=0.0, description="temperature of sampling these answers")
+    self_generated_answers: int = Field(1, ge=1, description="answers sampled to each prompt")
     calibration_samples: int = Field(2000, ge=2, description="sequences (or prompts) read at most")
     calibration_length: int = Field(512, ge=2, description="tokens per sequence at most")
     calibration_batch: int = Field(8, ge=1, description="sequences per forward pass")

@@ -68,6 +68,16 @@ def test_answers_depend_on_the_seed_alone(demo, tokenizer, prompts):
     assert torch.rand(1) == drawn, "PyTorch's own generator must be left alone"
 
 
+def test_more_answers_are_sampled_anew_and_belong_to_the_same_prompt(demo, tokenizer, prompts):
+    once = answer_prompts(demo, tokenizer, config_of(prompts), None)
+    twice = answer_prompts(demo, tokenizer, config_of(prompts, self_generated_answers=2), None)
+    assert [s.document for s in twice.sequences] == [number for number in range(len(PROMPTS)) for _ in range(2)]
+    ids = [s.ids.tolist() for s in twice.sequences]
+    assert ids[::2] == [s.ids.tolist() for s in once.sequences]
+    assert all(first != second for first, second in zip(ids[::2], ids[1::2], strict=True))
+    assert (twice.hashes, twice.sha256) == (once.hashes, once.sha256)
+
+
 def test_a_killed_run_resumes_with_the_batches_that_are_missing(demo, tokenizer, prompts, tmp_path, monkeypatch):
     whole = answer_prompts(demo, tokenizer, config_of(prompts), None)
     real, batches = self_generated._answer, []

@@ -89,7 +89,8 @@ def prompts_to_answer(
 def answer_prompts(
     source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: TideConfig, cache: Path | None
 ) -> Answered:
-    """Answers the prompts of `config.self_generated` by sampling from `source` at `config.self_generated_temperature`.
+    """Answers each prompt of `config.self_generated` `config.self_generated_answers` times, by sampling from `source` at
+    `config.self_generated_temperature`.
 
     An answer ends with the model's end-of-sequence token, or when prompt and answer have `config.calibration_length`
     tokens. Processes started by a launcher share the work.
@@ -106,12 +107,13 @@ def answer_prompts(
     prompts, usable = prompts_to_answer(tokenizer, config.self_generated, length, config.calibration_samples)
     numbers = sorted(usable, key=lambda number: len(usable[number]))  # neighbours of similar length: less padding
     size = config.calibration_batch
-    batches = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+    once = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+    batches = once * config.self_generated_answers
     processes = Processes.current()
     settings = {
         "weights_sha256": source.weights_sha256,
         "quantized": source.quantized is not None,
-        "prompts": [[usable[number] for number in batch] for batch in batches],
+        "prompts": [[usable[number] for number in batch] for batch in once],
         "length": length,
         "temperature": config.self_generated_temperature,
         "seed": config.seed,
