@@ -98,6 +98,12 @@ class TinyLlama:
         return Engine(bundle, open_segments(bundle, threads=1))
 
 
+def lens_at_first(routers: RouterSet) -> RouterSet:
+    """`routers` with a lens at the first checkpoint alone."""
+    first = min(routers.lenses)
+    return RouterSet(routers.routers, routers.provenance, {first: routers.lenses[first]})
+
+
 def tiny_llama_at(folder: Path, ids: Sequence[int]) -> TinyLlama:
     """The bundles in `folder`, which are made where they are missing. `ids`: that the routers are made for."""
     source = build("llama")

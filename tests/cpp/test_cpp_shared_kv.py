@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cpp_engine import CppEngine, facts
 from families import build
-from tiny_engines import engine_of, pieces_of, segments_of
+from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 
 from tide_export.bundle.manifest import PROPAGATE
 from tide_export.model.source import SourceModel
@@ -38,7 +38,7 @@ class SharedKV:
 @pytest.fixture(scope="module")
 def shared_kv(tmp_path_factory: pytest.TempPathFactory) -> SharedKV:
     source, folder = build("gemma4 (text)"), tmp_path_factory.mktemp("shared-kv")
-    routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=4)
+    routers = lens_at_first(random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=4))
     pieces = pieces_of(source, CHECKPOINTS, every_layer=True)
     assert pieces.kv_layers == (0, 1, 2, 2, 1)
     assert pieces.state_size > pieces.hidden_size

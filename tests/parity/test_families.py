@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from families import BRIEF, EXPORTED, FAMILIES, REFUSED, build
 from tiny_configs import CHECKPOINTS
-from tiny_engines import engine_of, pieces_of, segments_of
+from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.routers.random_routers import random_routers
@@ -26,8 +26,9 @@ NEW_TOKENS = 24
 LENS_AND_SHORTLIST = {"lens_rank": 8, "shortlist": 16}
 SHORTLIST_ALONE = {"lens_rank": 0, "shortlist": 16}
 AS_IN_TIDE = {"lens_rank": 0, "shortlist": 0}
+LENS_AT_ONE = LENS_AND_SHORTLIST | {"seed": 1}  # checkpoint alone, as `exit_strategy="auto"` may decide
 MORE_FORMS = {
-    "llama": (SHORTLIST_ALONE, AS_IN_TIDE),
+    "llama": (SHORTLIST_ALONE, AS_IN_TIDE, LENS_AT_ONE),
     "opt (350m)": (SHORTLIST_ALONE,),
     "gemma3 (text)": (AS_IN_TIDE,),
     "gpt2": (AS_IN_TIDE,),
@@ -40,9 +41,11 @@ def test_full_is_hugging_face_and_exit_is_the_oracle(family: str, tmp_path: Path
     pieces = pieces_of(source, CHECKPOINTS)
     for number, form in enumerate((LENS_AND_SHORTLIST, *MORE_FORMS.get(family, ()))):
         routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **form)
+        if form is LENS_AT_ONE:
+            routers = lens_at_first(routers)
         assert (routers.strategy == "lens") == (form["lens_rank"] > 0)
         assert (routers.routers[1].shortlist is not None) == (form["shortlist"] > 0)
-        batched = family in BATCHED and number == 0
+        batched = (family in BATCHED and number == 0) or form is LENS_AT_ONE
         engine = engine_of(source, routers, tmp_path / f"bundle-{number}", pieces, batch=batched)
 
         full = check_full(engine, source, PROMPTS, NEW_TOKENS)
@@ -62,7 +65,8 @@ def test_full_is_hugging_face_and_exit_is_the_oracle(family: str, tmp_path: Path
             check_batch(family, engine, middle)
         if number == 0:
             check_drafts(engine, source, rejecting=family in REJECTING)
-            check_segments(family, source, routers, tmp_path / "bundle-0", pieces, middle)
+        if number == 0 or form is LENS_AT_ONE:
+            check_segments(family, source, routers, tmp_path / f"bundle-{number}", pieces, middle)
 
 
 @pytest.mark.parametrize("family", BRIEF)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
@@ -19,6 +20,7 @@ from tide_export.runtime.request import resolve
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 PROMPT = [5, 1, 7]
+PROMPTS = [PROMPT, [9] * 20, [33, 4]]
 EXIT = AutoMode("exit", (0.5, 1.0), 0.02, "cpu", 1.25, None, "a processor, 2 threads", {})
 FULL = replace(EXIT, mode="full", exit_speedup=0.97)
 LOSSLESS = replace(EXIT, mode="lossless", lossless_speedup=1.5)
@@ -39,6 +41,17 @@ def test_it_is_what_was_measured(tiny_bundle: Path, tiny: TinyModel) -> None:
         assert done.tokens == tiny.reference_greedy(PROMPT, depth[auto.mode], 30)[0]
         assert (done.stats.total_exited > 0) == (auto.mode == "exit") or auto.mode == "lossless"
         assert (done.stats.drafted > 0) == (auto.mode == "lossless")
+
+
+def test_a_list_gets_the_tokens_of_each_prompt_alone(tiny_llama: TinyLlama) -> None:
+    for auto in (EXIT, FULL, LOSSLESS):
+        engine = with_auto(tiny_llama.exact, auto)
+        alone = [engine.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
+        batched = engine.generate(PROMPTS, max_new_tokens=20)
+        assert [one.tokens for one in batched] == [one.tokens for one in alone]
+        left = sum(one.stats.total_exited for one in batched)
+        assert (left > 0) == (auto.mode == "exit") or auto.mode == "lossless"
+        assert [one.stats.drafted > 0 for one in batched] == [auto.mode == "lossless"] * len(PROMPTS)
 
 
 def test_what_was_not_measured_here_is_full_depth(tiny_bundle: Path, tiny: TinyModel) -> None:
