@@ -89,8 +89,8 @@ def prompts_to_answer(
 def answer_prompts(
     source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: TideConfig, cache: Path | None
 ) -> Answered:
-    """Answers each prompt of `config.self_generated` `config.self_generated_answers` times, by sampling from `source` at
-    `config.self_generated_temperature`.
+    """Answers each prompt of `config.self_generated` by sampling from `source` at `config.self_generated_temperature`,
+    `config.self_generated_answers` times.
 
     An answer ends with the model's end-of-sequence token, or when prompt and answer have `config.calibration_length`
     tokens. Processes started by a launcher share the work.
