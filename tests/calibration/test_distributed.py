@@ -124,7 +124,7 @@ def test_one_dies_the_other_ends_and_the_rest_is_resumed(expected, demo, tmp_pat
             process.kill()
     assert started[1].returncode == -signal.SIGKILL
     assert started[0].returncode == 1, errors[0]
-    assert "CalibrationError: another process of this calibration ended or hangs" in errors[0]
+    assert "CalibrationError: another process of this run ended or hangs" in errors[0]
     assert not list(tmp_path.glob("*.npz"))
 
     batches = len(np.load(tmp_path / "cache" / "done.npy"))

@@ -23,6 +23,7 @@ from tide_export.adaptation.layer_dropout import dropped_layers, skip_rates
 from tide_export.adaptation.lora import Lora
 from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weights
 from tide_export.calibration.distributed import Processes
+from tide_export.calibration.lens_loss import fast_dtype
 from tide_export.data.sequences import TokenSequence
 from tide_export.errors import AdaptError
 from tide_export.model.source import SourceModel, wrap_model
@@ -206,13 +207,6 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 @contextmanager
 def autocast(device: torch.device, config: AdaptConfig) -> Iterator[None]:
     """While open, matmuls are bfloat16 where `config.precision` and the device allow."""
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else fast_bfloat16()
-    enabled = config.precision == "bf16" or (config.precision == "auto" and fast)
+    enabled = config.precision == "bf16" or (config.precision == "auto" and fast_dtype(device) is not None)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
         yield
-
-
-def fast_bfloat16() -> bool:
-    """Tells whether this CPU multiplies bfloat16 matrices by instructions of its own."""
-    able = torch.cpu.get_capabilities()
-    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
