@@ -106,6 +106,12 @@ def test_export_takes_the_largest_share_that_is_allowed(demo_bundle: Path, speed
         (POINT | {"thresholds": [0.5, 2.0, 1.0]}, 0.02, {}, "the operating points in the routers' record cannot be"),
         (POINT | {"epsilon": "all"}, 0.02, {}, "the operating points in the routers' record cannot be read"),
         ({"epsilon": 0.01}, 0.02, {}, "the operating points in the routers' record cannot be read"),
+        (
+            POINT | {"tokens": 49, "saved": 0.0},
+            0.02,
+            {},
+            "49 held-out tokens of the calibration text are too few to show that exits change at most 2 %: 50 or more",
+        ),
         (POINT | {"saved": 0.001}, 0.02, {}, "no exits that change at most 2 % of the tokens save more than they cost"),
         (POINT, 0.02, {"kv_cache_strategy": PROPAGATE}, "with propagated K/V the share of tokens that exits change"),
     ],

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,6 +65,11 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
         reason = "with propagated K/V the share of tokens that exits change is not known"
     elif point is None:
         reason = reason or f"the routers have no thresholds for an epsilon of {epsilon:g}"
+    elif point["tokens"] * point["epsilon"] < 1:
+        reason = (
+            f"{point['tokens']} held-out tokens of the calibration text are too few to show that exits change at most "
+            f"{100 * point['epsilon']:g} %: {ceil(1 / point['epsilon'])} or more are needed, so calibrate on more text"
+        )
     elif not point["saved"] > WORTH:
         reason = f"no exits that change at most {100 * epsilon:g} % of the tokens save more than they cost"
     if point is None or reason:
@@ -183,7 +189,8 @@ def _point(points: Any, epsilon: float, checkpoints: int) -> dict[str, Any] | No
     thresholds = [float(value) for value in point["thresholds"]]
     if len(thresholds) != checkpoints or not all(0 <= value <= 1 for value in thresholds):
         raise ValueError("thresholds")
-    return point | {"saved": float(point["saved"]), "thresholds": thresholds}
+    share, saved, tokens = float(point["epsilon"]), float(point["saved"]), int(point["tokens"])
+    return point | {"epsilon": share, "saved": saved, "tokens": tokens, "thresholds": thresholds}
 
 
 def _evidence(source: str, values: dict[str, Any]) -> dict[str, Any]:
