@@ -56,7 +56,7 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig c
   }
   DraftLimits limits;
   if (auto const& tuned = bundle.manifest.drafting) {
-    limits = {tuned->max_drafts, tuned->prompt_lookup, tuned->min_match};
+    limits = {tuned->max_drafts, tuned->prompt_lookup, tuned->verify_costs};
   }
   if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
   if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
@@ -74,16 +74,8 @@ double compaction_share(Manifest const& manifest, GenerationConfig const& config
   if (!(0 <= share && share <= 1)) {
     throw GenerationError("compaction_threshold must lie in [0, 1], not " + shown(share));
   }
-  if (config.mode != Mode::lossless) return share;
-  // Pending tokens are drafts, all of which must go through every layer. With a temperature the time of verification
-  // decides which tokens are drawn, so that each sequence is verified by itself.
-  if (config.temperature == 0) return chosen ? share : 0;
-  if (chosen && share < 1) {
-    throw GenerationError(
-        "compaction_threshold is 1 in mode 'lossless' with a temperature: each sequence is verified by itself, so that "
-        "it draws what it would draw alone");
-  }
-  return 1;
+  // In lossless mode pending tokens are drafts, all of which must go through every layer.
+  return config.mode == Mode::lossless && !chosen ? 0 : share;
 }
 
 // The seed of a prompt that is not in a list; none: a random one.

@@ -224,11 +224,6 @@ REFUSED: list[tuple[list[list[int]], dict[str, Any], str]] = [
         {"mode": "full", "compaction_threshold": 0.5},
         "compaction_threshold is for modes 'exit' and 'lossless', not 'full'",
     ),
-    (
-        [[1], [2]],
-        {"mode": "lossless", "temperature": 1.0, "compaction_threshold": 0.5},
-        "compaction_threshold is 1 in mode 'lossless' with a temperature: .* draws what it would draw alone",
-    ),
     ([[1], [2]], {"temperature": 1.0, "seed": [1, 2, 3]}, "there are 3 seeds for 2 prompts: give one for each, or"),
     ([[1], [2]], {"temperature": 1.0, "seed": [1, -1]}, "seed must be a whole number, 0 or more, not -1"),
     ([[1], [2]], {"temperature": -1.0}, "temperature must be 0 or more, not -1.0"),

@@ -8,7 +8,7 @@ from cpp_builds import CppBuild
 from cpp_engine import CppEngine, CppState
 from tiny_model import TinyModel
 
-from tide_export.bundle.manifest import Drafting
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import load
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -121,7 +121,9 @@ def test_finish_reasons(tiny_engines: Any, mode: str) -> None:
 
 
 def test_defaults_of_the_bundle(open_cpp: Any, tiny: TinyModel, tmp_path: Any) -> None:
-    tuned = Drafting(thresholds=(0.125, 0.25), max_drafts=3, prompt_lookup=0, min_match=2, tuning={})
+    tuned = Drafting(
+        thresholds=(0.125, 0.25), max_drafts=3, prompt_lookup=0, verify_costs=DEFAULT_VERIFY_COSTS, tuning={}
+    )
     for drafting, drafts in [(None, [0.5, 0.5]), (tuned, [0.125, 0.25])]:
         bundle = tiny.write(tmp_path / f"{drafts[0]}", min_layers=4, drafting=drafting)
         engine = open_cpp(bundle)

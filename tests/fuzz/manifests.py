@@ -31,7 +31,12 @@ def manifests() -> list[dict[str, Any]]:
     kinds = [
         plain,
         replace(plain, weights="int4", remote_code=True, quantization=Quantization("rtn", 4, 32, True, 4)),
-        replace(plain, networks=networks, engines=engines, drafting=Drafting((0.5, 1.0), 4, 3, 2, {"risk": 0.5})),
+        replace(
+            plain,
+            networks=networks,
+            engines=engines,
+            drafting=Drafting((0.5, 1.0), 4, 3, (0.1, 0.2, 0.3, 0.5, 1), {"risk": 0.5}),
+        ),
     ]
     return [
         json.loads(replace(kind, files={name: FileInfo(5, "0" * 64) for name in files}).to_json()) for kind in kinds

@@ -16,7 +16,8 @@ from tide_export.runtime.request import check_exits, check_prompt, is_list_of_pr
 from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import NEVER_EXIT
 
-DRAFTING = Drafting(thresholds=(0.3, 0.4), max_drafts=5, prompt_lookup=7, min_match=3, tuning={})
+COSTS = (0.1, 0.2, 0.3, 0.4, 0.5)
+DRAFTING = Drafting(thresholds=(0.3, 0.4), max_drafts=5, prompt_lookup=7, verify_costs=COSTS, tuning={})
 ALL_GIVEN = {"threshold": 0.5, "max_pending": 1, "compaction_threshold": 0.75}
 
 
@@ -35,15 +36,15 @@ def bundle(tiny_bundle: Path) -> Bundle:
         ({"mode": "exit"}, [NEVER_EXIT, 0.8], 2, 0.25, None),
         ({**ALL_GIVEN, "mode": "exit", "min_layers": 0}, [0.5, 0.5], 1, 0.75, None),
         ({"mode": "full"}, [NEVER_EXIT, NEVER_EXIT], 2, 0.25, None),
-        ({"mode": "lossless"}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, 3)),
+        ({"mode": "lossless"}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, COSTS)),
         (
             {**ALL_GIVEN, "mode": "lossless", "min_layers": 3, "prompt_lookup": 4},
-            *([NEVER_EXIT, 0.5], NO_LIMIT, 0.75, DraftLimits(1, 4, 3)),
+            *([NEVER_EXIT, 0.5], NO_LIMIT, 0.75, DraftLimits(1, 4, COSTS)),
         ),
-        ({"mode": "lossless", "temperature": 1}, [0.3, 0.4], NO_LIMIT, 1.0, DraftLimits(5, 7, 3)),
+        ({"mode": "lossless", "temperature": 1}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, COSTS)),
         (
             {"mode": "lossless", "temperature": 1, "compaction_threshold": 1.0},
-            *([0.3, 0.4], NO_LIMIT, 1.0, DraftLimits(5, 7, 3)),
+            *([0.3, 0.4], NO_LIMIT, 1.0, DraftLimits(5, 7, COSTS)),
         ),
     ],
 )
@@ -76,10 +77,6 @@ def test_without_a_drafting_record_the_exits_of_the_bundle_draft(bundle: Bundle)
     [
         ({"top_k": 1}, "top_k is for a temperature above 0"),
         ({"stop_token_ids": [1000]}, "stop_token_ids holds token id 1000"),
-        (
-            {"mode": "lossless", "temperature": 1, "compaction_threshold": 0.99},
-            "compaction_threshold is 1 in mode 'lossless' with a temperature",
-        ),
     ],
 )
 def test_refused(bundle: Bundle, options: dict[str, Any], sentence: str) -> None:

@@ -12,6 +12,7 @@ from tide_export.cli.main import main
 from tide_export.errors import TuneError
 from tide_export.tuning import lossless
 from tide_export.tuning.replay import Setting, StepCosts
+from tide_export.tuning.request import LosslessRequest
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "calibration" / "text" / "python-stdlib-validation.jsonl"
@@ -77,9 +78,15 @@ def test_expected_but_not_measured_does_not_pay(capsys, bundle: Path, monkeypatc
 
 def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypatch) -> None:
     engine = tide_export.load(demo_bundle, threads=1)
-    monkeypatch.setattr(lossless, "_decode_full", lambda engine, prompt, new_tokens: ([-1] * new_tokens, 1.0))
-    with pytest.raises(TuneError, match="another token than full depth at position 0 after prompt 0"):
-        lossless._compare(engine, [[50, 60, 70]], 8, Setting((0.5,) * 3, 4, 0, 2, 2.0))
+    decode = lossless._decode
+    monkeypatch.setattr(
+        lossless,
+        "_decode",
+        lambda engine, prompt, request, mode, seed: decode(engine, prompt[mode == "full" :], request, mode, seed),
+    )
+    request = LosslessRequest(dataset="", new_tokens=8)
+    with pytest.raises(TuneError, match=r"another token than full depth at position \d after prompt 0"):
+        lossless._compare(engine, [[50, 60, 70]], request, Setting((0.5,) * 3, 4, 0, 2.0), CHEAP)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +98,7 @@ def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypa
         (("--mode", "lossless", "--epsilon", "0.1"), "epsilon belongs to mode exit"),
         (("--mode", "lossless", "--positions", "3"), "positions belongs to mode exit"),
         (("--mode", "lossless", "--new-tokens", "1"), "new_tokens must be a whole number, 2 or more, not 1"),
+        (("--mode", "lossless", "--temperature", "-1"), "temperature must be a finite number, 0 or more, not -1.0"),
         (("--mode", "lossless", "--prompts", "1"), "prompts must be a whole number, 2 or more, not 1"),
         (("--mode", "lossless", "--prompt-length", "2000"), "make 2064 tokens but the model's context holds 1024"),
     ],

@@ -134,6 +134,9 @@ class FileInfo:
     sha256: str
 
 
+DEFAULT_VERIFY_COSTS = (0.13, 0.18, 0.3, 0.54, 1.0)  # of 28 million parameters on two cores
+
+
 @dataclass(frozen=True)
 class Drafting:
     """How `lossless` mode drafts; chosen for speed by `tune --mode lossless`, never a matter of quality."""
@@ -141,7 +144,7 @@ class Drafting:
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: early exits do not pay
     max_drafts: int  # drafts by early exits before one verification
     prompt_lookup: int  # tokens of an n-gram (prompt-lookup) draft at most; 0: they do not pay
-    min_match: int  # tokens before it that must match
+    verify_costs: tuple[float, ...]  # of verifying 1, 2, 4, 8, 16 drafts, in steps of full depth
     tuning: dict[str, Any]  # what was measured where (see `tuning.report`)
 
 
@@ -268,7 +271,8 @@ def _check(manifest: Manifest, source: str) -> None:
         require(all(0 <= value <= 1 for value in drafting.thresholds), "drafting.thresholds", "must lie in [0, 1]")
         require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
         require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more")
-        require(drafting.min_match >= 1, "drafting.min_match", "must be 1 or more")
+        require(len(drafting.verify_costs) == 5, "drafting.verify_costs", "must have five values")
+        require(all(value >= 0 for value in drafting.verify_costs), "drafting.verify_costs", "holds a negative value")
     auto = manifest.auto
     if auto is not None:
         require(auto.mode in MODES, "auto.mode", f"must be one of {', '.join(MODES)}")

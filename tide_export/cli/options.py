@@ -247,6 +247,9 @@ def _add_tune(commands) -> None:
     )
     parser.add_argument("--positions", type=int, metavar="N", help="tokens scored per prompt; only exit (32)")
     parser.add_argument("--new-tokens", type=int, metavar="N", help="tokens generated per prompt; only lossless (64)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="of sampling them, 0 for greedy; only lossless (.8)"
+    )
     parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer never exit (the bundle's)")
     parser.add_argument("--seed", type=int, metavar="N", help="of the draw of prompts (0)")
     parser.add_argument("--threads", type=int, metavar="N")
@@ -293,7 +296,7 @@ def _add_generate(commands) -> None:
         type=float,
         metavar="X",
         help="of several prompts: where a smaller share than this needs a segment, only those run it (the "
-        "bundle's; lossless 0, with a temperature 1)",
+        "bundle's; lossless 0)",
     )
     _add_engine_options(parser)
 

@@ -24,7 +24,7 @@ class GenerationConfig:
             tokens that it may change; "full" where nothing was measured or gains; "exit" where threshold or min_layers
             is given), "exit" (tokens may exit at a checkpoint), "full" (the source model, layer for layer) or
             "lossless" (tokens that exit are drafts, verified by the full model before they are returned: the tokens of
-            "full", when sampling its distribution, and faster where drafts are mostly accepted).
+            "full", when sampling with the same seed, and faster where drafts are mostly accepted).
         threshold: a router score above it exits; one in [0, 1], or one per checkpoint. None: the bundle's.
         min_layers: checkpoints after fewer layers never exit. None: the bundle's, in lossless mode 0.
         max_pending: tokens that may be pending before a segment is forced to run, in lossless mode drafts that may
@@ -38,8 +38,8 @@ class GenerationConfig:
         stop_token_ids: tokens that end the generation. None: the model's end-of-sequence ids; empty: none.
         compaction_threshold: for a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a
             segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
-            speed, never tokens. None: the bundle's; in lossless mode 0, and with a temperature always 1, because when a
-            sequence is verified decides what it draws. Not where K/V are propagated: nothing is pending there.
+            speed, never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: nothing is
+            pending there.
 
     Raises:
         GenerationError: an option is of the wrong type or out of range.

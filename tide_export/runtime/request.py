@@ -194,7 +194,7 @@ def _draft_limits(manifest: Manifest, config: GenerationConfig) -> DraftLimits |
         return None
     tuned, limits = manifest.drafting, DraftLimits()
     if tuned is not None:
-        limits = DraftLimits(tuned.max_drafts, tuned.prompt_lookup, tuned.min_match)
+        limits = DraftLimits(tuned.max_drafts, tuned.prompt_lookup, tuned.verify_costs)
     if config.max_pending is not None:
         limits = limits._replace(max_drafts=config.max_pending)
     if config.prompt_lookup is not None:
@@ -203,16 +203,6 @@ def _draft_limits(manifest: Manifest, config: GenerationConfig) -> DraftLimits |
 
 
 def _compaction_threshold(manifest: Manifest, config: GenerationConfig) -> float:
-    """In lossless mode all pending tokens are drafts, which have to go through every layer: the default there is 0. But
-    where tokens are drawn, when a sequence is verified decides what is drawn: each is verified separately."""
-    share = config.compaction_threshold
-    if config.mode != "lossless":
-        return manifest.compaction_threshold if share is None else share
-    if config.temperature == 0:
-        return 0.0 if share is None else share
-    if share is not None and share < 1:
-        raise GenerationError(
-            "compaction_threshold is 1 in mode 'lossless' with a temperature: each sequence is verified by itself, so "
-            "that it draws what it would draw alone"
-        )
-    return 1.0
+    """In lossless mode all pending tokens are drafts, which have to go through every layer: the default there is 0."""
+    default = 0.0 if config.mode == "lossless" else manifest.compaction_threshold
+    return default if config.compaction_threshold is None else config.compaction_threshold

@@ -1,10 +1,9 @@
 """Estimates how fast lossless mode would be under any setting, from one recording and a few step times.
 
-Used by `tuning.lossless`. The recording is a `Measurement` of the model's own greedy continuations: every router's
-score at every position, and whether the early token is the full model's. With the cost of a draft and of a verifying
-run on this machine, the loop of drafting and verifying is replayed for any setting without running the model. What
-follows a wrong draft is not recorded; the replay takes the scores and the prompt lookups of the right text there, which
-only affects how much is drafted in vain.
+Used by `tuning.lossless`. The recording is a `Measurement` of the model's own continuations: every router's score at
+every position, and whether the early token is the one that was chosen. With the cost of a draft and of a verifying run
+on this machine, `LosslessDecoder` runs on the recording for any setting without the model. What follows a wrong draft
+is not recorded; the replay takes the scores of the right text there, which only affects how much is drafted in vain.
 """
 
 import random
@@ -17,22 +16,20 @@ from statistics import median
 
 import numpy as np
 
-from tide_export.runtime.decoding.prompt_lookup import PromptLookup, next_length
+from tide_export.runtime.decoding.decoder import run_block
+from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
+from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.sequence import NO_LIMIT, SingleSequence
+from tide_export.runtime.sequence import NO_LIMIT, SequenceState, SingleSequence, StepResult
 from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 from tide_export.tuning.measure import Measurement
 
-GRID = 12  # thresholds tried per checkpoint
-DRAFTS = (1, 2, 3, 4, 6, 8, 12)
-SWEEPS = 3
-LOOKUPS = (4, 8, 15)
-MIN_MATCHES = (1, 2, 3)
+GRID = 8  # thresholds tried per checkpoint
+DRAFTS = (1, 2, 4, 8)
+SWEEPS = 2
+LOOKUP = 15  # tokens of a prompt-lookup draft at most
 WARMUP = 2  # rounds of timing that pay for memory and caches
-NO_MATCH = -1
-
-Matches = list[list[int]]  # per text and position: tokens of the prompt-lookup draft that are right, or NO_MATCH
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,13 @@ class StepCosts:
     block: dict[int, float]
     plain: float
 
+    @property
+    def verify_costs(self) -> tuple[float, ...]:
+        """As `manifest.Drafting` has them; more drafts never cost less."""
+        seconds = np.interp([1, 2, 3, 5, 9, 17], list(self.block), list(self.block.values()))
+        costs = np.maximum.accumulate(seconds[1:] - seconds[0]) / self.plain
+        return tuple(np.maximum(costs, 0.0).round(4).tolist())
+
     def verifying(self, pending: int, tokens: int = 1) -> float:
         """Seconds of a step of `tokens` that runs every segment, with `pending` more tokens before the deep ones."""
         new = np.interp(tokens, list(self.block), list(self.block.values()))
@@ -65,12 +69,11 @@ class Setting:
     thresholds: tuple[float, ...]
     max_drafts: int
     prompt_lookup: int
-    min_match: int
     speedup: float
 
 
 def step_costs(
-    engine: Engine, ids: Sequence[int], max_draft: int = max(DRAFTS) + max(LOOKUPS), rounds: int = 15
+    engine: Engine, ids: Sequence[int], max_draft: int = max(DRAFTS) + LOOKUP, rounds: int = 15
 ) -> StepCosts:
     """Times single steps after `ids`, interleaved so that a busy moment affects all alike.
 
@@ -85,7 +88,7 @@ def step_costs(
     for sequence in (*drafts, state):
         sequence.step(ids, full=True)
     last = [ids[-1]]
-    lengths = sorted({1, 2, 4, max_draft + 1} | {n + 1 for n in (*DRAFTS, *LOOKUPS) if n < max_draft})
+    lengths = sorted({1, 2, 4, max_draft + 1} | {n + 1 for n in (*DRAFTS, LOOKUP) if n < max_draft})
 
     def timed(sequence: SingleSequence, before: int, tokens: int, logits_to_keep: int, full: bool) -> float:
         for _ in range(before):
@@ -115,28 +118,6 @@ def step_costs(
     )
 
 
-def lookup_matches(prompts: Sequence[Sequence[int]], full: np.ndarray, min_match: int) -> Matches:
-    """How many tokens of each prompt-lookup draft are right along recorded continuations.
-
-    Args:
-        prompts: n lists of token ids.
-        full: int64 [n, P], the full model's tokens after each.
-    """
-    matches = []
-    for prompt, continuation in zip(prompts, full.tolist(), strict=True):
-        lookup = PromptLookup(max(LOOKUPS), min_match)
-        lookup.extend(prompt)
-        counts = []
-        for position, token in enumerate(continuation):
-            draft = lookup.draft((), max(LOOKUPS))
-            truth = continuation[position : position + len(draft)]
-            wrong = [i for i, pair in enumerate(zip(draft, truth, strict=False)) if pair[0] != pair[1]]
-            counts.append((wrong[0] if wrong else len(truth)) if draft else NO_MATCH)
-            lookup.extend([token])
-        matches.append(counts)
-    return matches
-
-
 @dataclass(frozen=True)
 class Replayed:
     """What lossless mode would have done to the recorded texts."""
@@ -148,80 +129,101 @@ class Replayed:
     lookup_accepted: int
 
 
-def replay(
-    recorded: Measurement,
-    costs: StepCosts,
-    thresholds: Sequence[float],
-    max_drafts: int,
-    matches: Matches | None = None,
-    prompt_lookup: int = 0,
-) -> Replayed:
-    """Replays lossless mode on the recorded texts.
+class _Chosen(Sampler):
+    """Stands for a sampler where logits are the token chosen from them."""
+
+    def __call__(self, logits: np.ndarray) -> int:
+        return int(logits)
+
+
+class _RecordedDecoder(LosslessDecoder):
+    _top = _Chosen()
+
+
+class _RecordedSequence(SequenceState):
+    """A sequence whose steps give what was recorded, in the time they would take."""
+
+    def __init__(
+        self, recorded: Measurement, number: int, prompt: Sequence[int], left: np.ndarray, draft: Sequence[float]
+    ) -> None:
+        """Takes text `number`, of which each position's router was sure first at the checkpoint `left` [P]."""
+        super().__init__(1)
+        self.drafting_seconds, self.verified = 0.0, list[tuple[int, int]]()
+        self._early, self._full = recorded.early[number], recorded.full[number]
+        self._prompt_length, self._left, self._draft = len(prompt), left, draft
+        self._depths = (*recorded.layers, recorded.depth)
+
+    def step(self, ids: Sequence[int], logits_to_keep: int, full: bool) -> StepResult:
+        self.lengths[0] += len(ids)
+        last, segments = self.length - self._prompt_length, len(self._depths)
+        checkpoint = segments - 1 if full else int(self._left[last])
+        depth = self._depths[checkpoint]
+        if checkpoint < segments - 1:
+            self.drafting_seconds += self._draft[checkpoint]
+            token = self._early[last, checkpoint]
+            return StepResult(token, token, depth, checkpoint + 1)
+        if last:
+            self.verified.append((logits_to_keep - len(ids), len(ids)))
+        chosen = self._full[last + 1 - logits_to_keep : last + 1]
+        return StepResult(chosen[-1], chosen, depth, segments)
+
+
+def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], setting: Setting) -> Replayed:
+    """Replays lossless mode on the recorded texts, from the second token on.
 
     Args:
-        matches: of `lookup_matches`; None drafts by early exits alone.
-        prompt_lookup: tokens of one prompt-lookup draft, at most.
+        prompts: token ids, of which continuations were recorded.
     """
     n, positions, columns = recorded.scores.shape
-    left = exits(recorded.scores.reshape(n * positions, columns), thresholds).reshape(n, positions)
-    right = np.concatenate([recorded.agrees, np.ones((n, positions, 1), bool)], axis=2)
-    right = np.take_along_axis(right, left[..., None], axis=2)[..., 0]
-    no_matches = [[NO_MATCH] * positions] * n
+    left = exits(recorded.scores.reshape(n * positions, columns), setting.thresholds).reshape(n, positions)
+    limits = DraftLimits(setting.max_drafts, setting.prompt_lookup, costs.verify_costs)
+    depths = (*recorded.layers, recorded.depth)
     verifying = cache(costs.verifying)
-    seconds, tokens, drafted, accepted, lookup_drafted, lookup_accepted = 0.0, 0, 0, 0, 0, 0
-    for leaves, agrees, known in zip(left.tolist(), right.tolist(), matches or no_matches, strict=True):
-        start, length = 0, prompt_lookup
-        while start < positions:
-            drafts, right_drafts, lookup_length, position = 0, 0, 0, start
-            while position < positions:
-                if known[position] != NO_MATCH:
-                    lookup_length = min(length, positions - position)
-                    break
-                if drafts == max_drafts or leaves[position] == columns:
-                    break
-                seconds += costs.draft[leaves[position]]
-                right_drafts += right_drafts == drafts and agrees[position]
-                drafts += 1
-                position += 1
-            seconds += verifying(drafts, lookup_length + 1)
-            right_lookups = 0
-            if lookup_length and right_drafts == drafts:
-                right_lookups = min(lookup_length, known[position])
-                length = next_length(length, prompt_lookup, lookup_length, right_lookups)
-            verified = right_drafts + right_lookups + 1
-            tokens, start = tokens + verified, start + verified
-            drafted, accepted = drafted + drafts, accepted + right_drafts
-            lookup_drafted, lookup_accepted = lookup_drafted + lookup_length, lookup_accepted + right_lookups
-    return Replayed(seconds / tokens, drafted, accepted, lookup_drafted, lookup_accepted)
+    seconds, counts = 0.0, np.zeros(4, np.int64)
+    for number, prompt in enumerate(prompts):
+        state = _RecordedSequence(recorded, number, prompt, left[number], costs.draft)
+        decoder = _RecordedDecoder(state, _Chosen(), depths, limits, frozenset(), None)
+        ids, made = list(prompt), 0
+        while made < positions:
+            block = run_block(decoder.block(ids, positions - made), state.step)
+            ids, made = [block[-1].id], made + len(block)
+        seconds += state.drafting_seconds + sum(verifying(*run) for run in state.verified)
+        counts += decoder.drafted, decoder.accepted, decoder.lookup_drafted, decoder.lookup_accepted
+    drafted, accepted, lookup_drafted, lookup_accepted = counts.tolist()
+    return Replayed(
+        seconds / (n * (positions - 1)),
+        drafted - lookup_drafted,
+        accepted - lookup_accepted,
+        lookup_drafted,
+        lookup_accepted,
+    )
 
 
 def best_setting(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> Setting:
     """The setting with the highest expected speed-up; everything off, with speed-up 1, where none is faster.
 
-    The best prompt lookup is found without early exits. With it, and without any, follows a coordinate ascent over the
-    checkpoints' thresholds, for each number of drafts.
+    With prompt lookup, and without, follows a coordinate ascent over the checkpoints' thresholds, for each number of
+    drafts.
 
     Args:
         prompts: token ids, of which continuations were recorded.
     """
     columns = recorded.scores.shape[-1]
-    off = Setting((MAX_THRESHOLD,) * columns, 0, 0, max(MIN_MATCHES), 1.0)
-    best = best_lookup = off
-    matches = {min_match: lookup_matches(prompts, recorded.full, min_match) for min_match in MIN_MATCHES}
-    for min_match, length in product(MIN_MATCHES, LOOKUPS):
-        speedup = costs.plain / replay(recorded, costs, off.thresholds, 0, matches[min_match], length).seconds
-        if speedup > best.speedup:
-            best = best_lookup = Setting(off.thresholds, 0, length, min_match, speedup)
-    for base in dict.fromkeys((off, best_lookup)):
-        known = matches[base.min_match] if base.prompt_lookup else None
-        for max_drafts in DRAFTS if columns else ():
-            best = max(
-                best, _ascend(recorded, costs, replace(base, max_drafts=max_drafts), known), key=lambda s: s.speedup
-            )
-    return best
+    off = Setting((MAX_THRESHOLD,) * columns, 0, 0, 1.0)
+    lookup = _tried(recorded, costs, prompts, replace(off, prompt_lookup=LOOKUP))
+    tried = [off, lookup]
+    if columns:
+        starts = [replace(base, max_drafts=max_drafts) for base, max_drafts in product((off, lookup), DRAFTS)]
+        tried += [_ascend(recorded, costs, prompts, start) for start in starts]
+    return max(tried, key=lambda setting: setting.speedup)
 
 
-def _ascend(recorded: Measurement, costs: StepCosts, start: Setting, matches: Matches | None) -> Setting:
+def _tried(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], setting: Setting) -> Setting:
+    """The setting with its expected speed-up."""
+    return replace(setting, speedup=costs.plain / replay(recorded, costs, prompts, setting).seconds)
+
+
+def _ascend(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], start: Setting) -> Setting:
     """The best thresholds found by changing one at a time."""
     quantiles = np.linspace(0.02, 0.98, GRID)
     current = start
@@ -230,10 +232,9 @@ def _ascend(recorded: Measurement, costs: StepCosts, start: Setting, matches: Ma
         for c in range(recorded.scores.shape[-1]):
             grid = {0.0, *np.quantile(recorded.scores[..., c], quantiles).astype(np.float32).tolist(), MAX_THRESHOLD}
             for value in sorted(min(max(value, 0.0), MAX_THRESHOLD) for value in grid):
-                tried = (*current.thresholds[:c], value, *current.thresholds[c + 1 :])
-                replayed = replay(recorded, costs, tried, start.max_drafts, matches, start.prompt_lookup)
-                if costs.plain / replayed.seconds > current.speedup:
-                    current = replace(current, thresholds=tried, speedup=costs.plain / replayed.seconds)
+                thresholds = (*current.thresholds[:c], value, *current.thresholds[c + 1 :])
+                tried = _tried(recorded, costs, prompts, replace(current, thresholds=thresholds))
+                current = max(current, tried, key=lambda setting: setting.speedup)
         if current == before:
             break
     return current

@@ -217,9 +217,11 @@ class LosslessReport:
         """What lossless mode does from now on."""
         if not self.pays:
             off = (MAX_THRESHOLD,) * len(self.checkpoints)
-            return Drafting(off, 0, 0, self.setting.min_match, self.record())
+            return Drafting(off, 0, 0, self.costs.verify_costs, self.record())
         setting = self.setting
-        return Drafting(setting.thresholds, setting.max_drafts, setting.prompt_lookup, setting.min_match, self.record())
+        return Drafting(
+            setting.thresholds, setting.max_drafts, setting.prompt_lookup, self.costs.verify_costs, self.record()
+        )
 
     def record(self) -> dict[str, Any]:
         """Everything needed to measure it again, as JSON types."""
@@ -236,14 +238,13 @@ class LosslessReport:
             "tried_thresholds": list(setting.thresholds),
             "tried_max_drafts": setting.max_drafts,
             "tried_lookup": setting.prompt_lookup,
-            "tried_min_match": setting.min_match,
             "draft_seconds": list(self.costs.draft),
             "verify_seconds": {str(n): seconds for n, seconds in self.costs.verify.items()},
             "block_seconds": {str(n): seconds for n, seconds in self.costs.block.items()},
             "full_seconds": self.costs.plain,
             "path_prompts": len(self.prompts.path),
             "n": len(self.prompts.calibration),
-            **attributes(request, "prompt_length", "new_tokens", "threads", "dataset", "seed"),
+            **attributes(request, "prompt_length", "new_tokens", "temperature", "threads", "dataset", "seed"),
             "dataset_sha256": self.prompts.dataset_sha256,
             "tide_export": __version__,
             "date": self.date,
@@ -268,7 +269,8 @@ class LosslessReport:
             lines += [
                 f"best setting: {self._setting()}; expected {self.setting.speedup:.2f}x with "
                 f"{record['expected_acceptance']:.0%} of drafts accepted",
-                f"measured on {len(self.prompts.calibration)} other prompts: {measured.speedup:.2f}x, "
+                f"measured on {len(self.prompts.calibration)} other prompts, temperature {self.request.temperature:g}: "
+                f"{measured.speedup:.2f}x, "
                 f"{measured.acceptance:.0%} of drafts accepted ({measured.lookup_share:.0%} of drafts from prompt "
                 "lookup), every token that of full depth",
             ]
@@ -296,7 +298,7 @@ class LosslessReport:
         exits = f"thresholds {thresholds}, at most {setting.max_drafts} early exits" if thresholds else "no early exits"
         if not setting.prompt_lookup:
             return f"{exits}, no prompt lookup"
-        return f"{exits}, prompt lookup of up to {setting.prompt_lookup} tokens after {setting.min_match} or more equal"
+        return f"{exits}, prompt lookup of up to {setting.prompt_lookup} tokens"
 
 
 def _share(part: int, whole: int) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, ClassVar
 
 from tide_export.errors import ConfigError
@@ -98,6 +99,7 @@ class LosslessRequest(TuneRequest):
 
     Attributes:
         new_tokens: generated after each prompt.
+        temperature: of sampling them; 0: greedy.
     """
 
     mode = "lossless"
@@ -105,6 +107,12 @@ class LosslessRequest(TuneRequest):
     prompts_per_document: int = 4
     prompt_length: int = 48
     new_tokens: int = 64
+    temperature: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0 <= real_number("temperature", self.temperature, ConfigError) < inf:
+            raise ConfigError(f"temperature must be a finite number, 0 or more, not {self.temperature!r}")
+        super().__post_init__()
 
     @property
     def drawn_length(self) -> int:

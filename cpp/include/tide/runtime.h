@@ -86,8 +86,7 @@ struct GenerationConfig {
   std::optional<Seed> seed;                   // none: a random one for each sequence
   std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's; an empty list: never stop
   // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all with
-  // pending tokens run it too. Changes speed, never tokens. Default in lossless mode: 0 greedy, and always 1 with a
-  // temperature, because there the time of verification decides which tokens are drawn.
+  // pending tokens run it too. Changes speed, never tokens. Default in lossless mode: 0.
   std::optional<double> compaction_threshold;
 };
 

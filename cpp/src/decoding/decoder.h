@@ -50,8 +50,7 @@ class Decoder {
 };
 
 // The decoder of a request's prompt of this number. In lossless mode the sequence must be started with kNoLimit as
-// `max_pending`: where others' tokens take a draft through the last segment, it is verified then, which yields the same
-// greedy tokens, but other sampled ones.
+// `max_pending`: the decoder decides when to verify.
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number);
 
 // The tokens of the block that was begun; `state` runs its steps one after the other.

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <set>
+#include <vector>
 
 #include "decoding/decoder.h"
 #include "decoding/sampling.h"
@@ -14,7 +15,7 @@ namespace tide {
 struct DraftLimits {
   std::int64_t max_drafts = 6;     // early exits that one verification may cover; 0: none
   std::int64_t prompt_lookup = 8;  // tokens of one prompt-lookup draft, at most; 0: none
-  std::int64_t min_match = 2;      // length of the shortest n-gram that prompt lookup matches
+  std::vector<double> verify_costs{0.13, 0.18, 0.3, 0.54, 1.0};  // see `Drafting`
 };
 
 // The decoder of lossless mode. stops: the tokens that end the generation.

@@ -5,34 +5,39 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <vector>
+
+#include "decoding/acceptance.h"
 
 namespace tide {
 
 class PromptLookup {
  public:
-  // max_tokens: tokens of one draft; 0 never drafts. min_match: length of the shortest n-gram to match, 1 to 4.
-  PromptLookup(std::int64_t max_tokens, std::int64_t min_match)
-      : max_tokens_(max_tokens), length_(max_tokens), min_match_(min_match) {}
+  // A token that may follow, and the source of its draft.
+  struct Match {
+    std::int64_t token;
+    std::size_t source;
+  };
 
   // Adds tokens that are certain to the text.
   void extend(std::vector<std::int64_t> const& ids);
 
-  // Up to `max_tokens` tokens that may follow the text and the `drafts` after it; empty without a match.
-  std::vector<std::int64_t> draft(std::vector<std::int64_t> const& drafts, std::int64_t max_tokens) const;
-
-  // Adapts the length of the next draft: `accepted` of the last draft's `drafted` tokens were.
-  void update(std::int64_t drafted, std::int64_t accepted);
+  // The token that followed the longest n-gram at the end of the text and then `drafts` where it occurred last; none
+  // if no token of it occurred before.
+  std::optional<Match> next(std::vector<std::int64_t> const& drafts) const;
 
  private:
-  static constexpr std::size_t kMaxMatch = 4;  // length of the longest n-gram to match; longer ones predict no better
-  using Gram = std::array<std::int64_t, kMaxMatch>;  // padded in front with -1, which is no token
+  using Ngram = std::array<std::int64_t, kMaxNgram>;  // padded in front with -1, which is no token
+  struct Following {
+    std::size_t position;     // index in the text of the token after the last occurrence
+    std::int64_t agreements;  // times in a row that the same token was there before
+  };
 
-  static Gram last(std::vector<std::int64_t> const& ids, std::size_t count);
+  static Ngram last(std::vector<std::int64_t> const& ids, std::size_t count);
 
-  std::int64_t max_tokens_, length_, min_match_;
   std::vector<std::int64_t> text_;
-  std::map<Gram, std::size_t> follows_;  // n-gram -> index in the text of the token after its last occurrence
+  std::map<Ngram, Following> follows_;
 };
 
 }  // namespace tide

@@ -1,6 +1,7 @@
 """What decoders request of a step, and what a generation adds up of their tokens; without a model."""
 
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.sequence import SequenceState, StepResult
+
+FREE = (0.0,) * 5  # costs of verifying drafts
 
 
 def requests(
@@ -42,30 +45,67 @@ def test_no_draft_is_made_that_could_not_be_returned() -> None:
 class Reader:
     """Reads blocks of a decoder that drafts by prompt lookup alone, of tokens that the full model is said to choose."""
 
-    def __init__(self, stop: Collection[int] = ()) -> None:
+    def __init__(self, stop: Collection[int] = (), costs: tuple[float, ...] = FREE) -> None:
         self._state = SequenceState(2)
-        self._decoder = LosslessDecoder(self._state, Sampler(), (2, 4), DraftLimits(0, 4, 1), frozenset(stop), None)
+        self._decoder = LosslessDecoder(self._state, Sampler(), (2, 4), DraftLimits(0, 4, costs), frozenset(stop), None)
 
     def read(self, ids: list[int], chosen: list[int]) -> tuple[list[int], list[Token], int]:
-        """The ids that a block requests, its tokens, and the length of the sequence after it."""
+        """The ids that a block requests, its tokens, and the length of the sequence after it. After the tokens of
+        `chosen` its last is chosen again."""
         requested: list[int] = []
 
         def step(ids: list[int], logits_to_keep: int, full: bool) -> StepResult:
             requested.extend(ids)
-            assert (logits_to_keep, full) == (len(chosen), True)
+            assert full
             self._state.lengths = [self._state.length + len(ids)] * 2
-            logits = np.eye(10)[chosen]
+            logits = np.eye(10)[(chosen + chosen[-1:] * 9)[:logits_to_keep]]
             return StepResult(logits[-1], logits, exit_layer=4, segments_run=2)
 
         tokens = run_block(self._decoder.block(ids, 9), step)
         return requested, tokens, self._state.length
 
 
-def test_an_ngram_draft_costs_nothing_and_is_shorter_after_it_was_rejected() -> None:
+def test_an_ngram_draft_costs_nothing() -> None:
     reader = Reader()
     assert reader.read([1, 2, 3, 1], [2]) == ([1, 2, 3, 1], [Token(2, 4, 4)], 4)
-    assert reader.read([2], [1, 0, 0, 0, 0]) == ([2, 3, 1, 2, 3], [Token(1, 4, 4)], 5)
-    assert reader.read([1], [2, 6]) == ([1, 2], [Token(2, 0, 0), Token(6, 4, 4)], 7)
+    assert reader.read([2], [3, 1, 0]) == ([2, 3, 1, 2, 3], [Token(3, 0, 0), Token(1, 0, 0), Token(0, 4, 4)], 7)
+
+
+def test_an_ngram_draft_is_as_long_as_it_is_expected_to_pay() -> None:
+    """After one token that matches 17 % of drafts are accepted, after two 42 %, after four 70 %."""
+    for costs, length in [((0.1, 0.1, 0.1, 0.1, 0.1), 4), ((0.1, 0.17, 0.3, 0.5, 1.0), 1), ((0.13,) * 5, 0)]:
+        reader = Reader(costs=costs)
+        reader.read([1, 2, 3, 4, 5], [2])
+        assert len(reader.read([2], [0])[0]) == 1 + length
+
+
+def test_what_is_always_rejected_is_drafted_no_more() -> None:
+    reader = Reader(costs=(0.1,) * 5)
+    reader.read(list(range(10)), [5])
+    lengths = []
+    for token, following in pairwise([5, 3, 8, 1, 6, 4, 7, 2, 5]):
+        lengths.append(len(reader.read([token], [following])[0]))
+    assert lengths[0] == 5
+    assert lengths[-3:] == [1, 1, 1]
+
+
+def test_early_exits_that_are_always_rejected_are_given_up() -> None:
+    state = SequenceState(2)
+    decoder = LosslessDecoder(state, Sampler(), (2, 4), DraftLimits(4, 0), frozenset(), None)
+    state.lengths = [3, 3]
+
+    def step(ids: list[int], logits_to_keep: int, full: bool) -> StepResult:
+        total = state.length + len(ids)
+        state.lengths = [total, total if full else state.lengths[1]]
+        logits = np.eye(10)[[7] * logits_to_keep] if full else np.eye(10)[[6]]
+        return StepResult(logits[-1], logits, *((4, 2) if full else (2, 1)))
+
+    drafted = []
+    for _ in range(4):
+        before = decoder.drafted
+        assert run_block(decoder.block([7], 9), step)[0].id == 7
+        drafted.append(decoder.drafted - before)
+    assert drafted == [4, 4, 0, 0]
 
 
 def test_an_ngram_draft_ends_with_a_stop_token() -> None:
@@ -92,8 +132,8 @@ def test_the_context_is_full_when_the_first_segment_has_computed_it(tiny_engine:
     assert stats.layer_tokens_total == 6 * 256
 
 
-def test_drafts_drawn_as_the_full_model_draws_are_all_accepted() -> None:
-    state, logits = SequenceState(2), np.linspace(0, 1, 10)
+def test_a_draft_is_accepted_where_the_full_model_draws_it_with_the_same_random_numbers() -> None:
+    state, logits = SequenceState(2), np.linspace(0, 12, 10)
     state.lengths = [3, 3]
     decoder = LosslessDecoder(state, Sampler(1.0, seed=0), (2, 4), DraftLimits(4, 0), frozenset(), None)
 
@@ -103,5 +143,10 @@ def test_drafts_drawn_as_the_full_model_draws_are_all_accepted() -> None:
         exit_layer, segments_run = (4, 2) if full else (2, 1)
         return StepResult(logits, np.tile(logits, (logits_to_keep, 1)), exit_layer, segments_run)
 
-    assert [token.exit_layer for token in run_block(decoder.block([9], 9), step)] == [2, 2, 2, 2, 4]
-    assert (decoder.drafted, decoder.accepted, decoder.undone) == (4, 4, 0)
+    full = Sampler(1.0, seed=0)
+    drawn = [full(logits) for _ in range(5)]
+    accepted = next(number for number, token in enumerate(drawn) if token != 9)  # 9 is the most likely
+    tokens = run_block(decoder.block([9], 9), step)
+    assert [token.id for token in tokens] == drawn[: accepted + 1]
+    assert 0 < accepted < 4
+    assert (decoder.drafted, decoder.accepted, decoder.undone) == (4, accepted, 4 - accepted)

@@ -1,86 +1,86 @@
-"""What follows is drafted as it followed before, longer where that was right and shorter where it was not."""
+"""What follows is drafted as it followed before."""
 
 import numpy as np
 import pytest
 
-from tide_export.runtime.decoding.prompt_lookup import MAX_NGRAM, PromptLookup, next_length
+from tide_export.runtime.decoding.acceptance import ngram_source
+from tide_export.runtime.decoding.prompt_lookup import MAX_NGRAM, PromptLookup
 
 
-def known(text: list[int], min_match: int = 1, max_tokens: int = 8) -> PromptLookup:
-    lookup = PromptLookup(max_tokens, min_match)
+def known(text: list[int]) -> PromptLookup:
+    lookup = PromptLookup()
     lookup.extend(text)
     return lookup
 
 
-def test_what_followed_the_longest_and_latest_match_is_guessed() -> None:
+def drafted(lookup: PromptLookup, drafts: list[int], count: int) -> list[int]:
+    """Up to `count` tokens after the text and `drafts`."""
+    tokens = list(drafts)
+    while len(tokens) < len(drafts) + count and (match := lookup.next(tokens)):
+        tokens.append(match.token)
+    return tokens[len(drafts) :]
+
+
+def test_the_token_after_the_longest_and_latest_match_is_drafted() -> None:
     lookup = known([1, 2, 3, 9, 2, 3, 8, 7, 7, 1, 2, 3])
-    assert lookup.draft([], 3) == [9, 2, 3]  # after 1 2 3, though 2 3 occurs again later
-    assert known([1, 2, 5, 0, 1, 2, 6, 0, 1, 2]).draft([], 2) == [6, 0]  # the latest of equals
+    assert lookup.next([]) == (9, ngram_source(3, 0))  # after 1 2 3, though 2 3 occurs again later
+    assert drafted(lookup, [], 3) == [9, 2, 3]
+    assert drafted(known([1, 2, 5, 0, 1, 2, 6, 0, 1, 2]), [], 2) == [6, 0]  # the latest of equals
 
 
-def test_a_match_must_be_long_enough() -> None:
-    text = [4, 5, 6, 7, 0, 5]
-    assert known(text, min_match=1).draft([], 2) == [6, 7]
-    assert known(text, min_match=2).draft([], 2) == []
-    assert known([1, 2], min_match=1).draft([], 2) == []
+def test_nothing_is_drafted_after_a_token_that_did_not_occur_before() -> None:
+    assert known([1, 2]).next([]) is None
+    assert known([1, 2, 1]).next([7]) is None
+    assert known([]).next([]) is None
 
 
-def test_drafts_belong_to_the_text_that_is_looked_for() -> None:
-    lookup = known([1, 2, 3, 4, 5, 0, 1], min_match=2)
-    assert lookup.draft([], 3) == []  # 0 1 is new
-    assert lookup.draft([2], 3) == [3, 4, 5]
-    assert lookup.draft([2, 3], 9) == [4, 5, 0, 1, 2, 3, 4, 5]  # and the end goes on as it does from there
+def test_drafts_continue_the_text() -> None:
+    lookup = known([1, 2, 3, 4, 5, 0, 1])
+    assert drafted(lookup, [2], 3) == [3, 4, 5]
+    assert lookup.next([2]) == (3, ngram_source(2, 0))
+    assert lookup.next([2, 3, 4, 5]) == (0, ngram_source(4, 0))
 
 
-def test_a_text_that_repeats_itself_goes_on_doing_so() -> None:
-    assert known([1, 2, 3, 1, 2, 3, 1]).draft([], 7) == [2, 3, 1, 2, 3, 1, 2]
-    assert known([5, 5, 5]).draft([], 4) == [5, 5, 5, 5]
+def test_a_text_that_repeats_itself_is_expected_to_go_on() -> None:
+    assert drafted(known([1, 2, 3, 1, 2, 3, 1]), [], 7) == [2, 3, 1, 2, 3, 1, 2]
+    assert drafted(known([5, 5, 5]), [], 4) == [5, 5, 5, 5]
+
+
+def test_agreements_count_how_often_in_a_row_the_same_token_followed() -> None:
+    def source(text: list[int]) -> int:
+        match = known([*text, 9]).next([])
+        assert match is not None
+        return match.source
+
+    assert source([9, 1, 3]) == ngram_source(1, 0)
+    assert source([9, 1, 3, 9, 1, 4]) == ngram_source(1, 1)
+    assert source([9, 1, 3, 9, 1, 4, 9, 1, 5]) == ngram_source(1, 2)
+    assert source([9, 1, 3, 9, 1, 4, 9, 2, 5]) == ngram_source(1, 0)
+    assert source([9, 1, 3, 9, 1, 4, 9, 2, 5, 9, 2, 6]) == ngram_source(1, 1)
+    assert source([9, 1] * 5) == ngram_source(MAX_NGRAM, 2)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_it_finds_what_a_search_through_the_text_finds(seed: int) -> None:
     rng = np.random.default_rng(seed)
     text = rng.integers(0, 3, 40).tolist()
-    lookup = known(text, min_match=2)
-    expected: list[int] = []
-    for n in range(MAX_NGRAM, 1, -1):
-        ends = [end for end in range(n, len(text)) if text[end - n : end] == text[-n:]]
-        if ends:
-            period = text[ends[-1] :]
-            expected = [period[i % len(period)] for i in range(5)]
+    expected = None
+    for n in range(MAX_NGRAM, 0, -1):
+        after = [text[end] for end in range(n, len(text)) if text[end - n : end] == text[-n:]]
+        if after:
+            others = [i for i, token in enumerate(reversed(after)) if token != after[-1]]
+            expected = after[-1], ngram_source(n, (others[0] if others else len(after)) - 1)
             break
-    assert lookup.draft([], 5) == expected
-
-
-def test_length_follows_success() -> None:
-    assert next_length(8, 8, 8, 8) == 8
-    assert next_length(8, 8, 8, 0) == 1
-    assert next_length(1, 8, 1, 1) == 2
-    assert next_length(4, 8, 4, 2) == 3
-    assert next_length(3, 8, 3, 3) == 6
-    lookup = known([1, 1, 1, 1])
-    assert len(lookup.draft([], 20)) == 8
-    lookup.update(8, 0)
-    assert lookup.draft([], 20) == [1]
-    lookup.update(1, 1)
-    assert lookup.draft([], 20) == [1, 1]
-    lookup.update(2, 2)
-    assert lookup.draft([], 20) == [1] * 4
+    assert known(text).next([]) == expected
 
 
 def test_restored_it_drafts_as_before() -> None:
-    lookup = known([1, 2, 3, 1, 2], min_match=2, max_tokens=4)
+    lookup = known([1, 2, 3, 1, 2])
     saved = lookup.save()
     for _ in range(2):
         lookup.extend([9, 1, 2, 7, 1, 2])
-        lookup.update(4, 1)
-        assert lookup.draft([], 9) == [7, 1]
+        assert drafted(lookup, [], 2) == [7, 1]
         lookup.restore(saved)
-        assert lookup.draft([], 9) == [3, 1, 2, 3]
+        assert drafted(lookup, [], 4) == [3, 1, 2, 3]
     lookup.extend([3, 1])
-    assert lookup.draft([], 3) == [2, 3, 1]
-
-
-def test_nothing_is_guessed_where_nothing_may_be() -> None:
-    assert known([1, 1, 1]).draft([], 0) == []
-    assert known([1, 1, 1], max_tokens=0).draft([], 5) == []
+    assert drafted(lookup, [], 3) == [2, 3, 1]

@@ -192,11 +192,6 @@ def test_kv_buffers_grow(engine: Engine, prompts: list[list[int]], mixed: list[f
         ([[1], 2], {}, "prompt 2 must be a flat list"),
         ([[1], [2]], {"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless'"),
         ([[1], [2]], {"mode": "lossless", "prompt_lookup": -1}, "prompt_lookup must be"),
-        (
-            [[1], [2]],
-            {"mode": "lossless", "temperature": 1.0, "compaction_threshold": 0.5},
-            "draws what it would draw alone",
-        ),
         ([[1], [2]], {"seed": [1]}, "1 seeds for 2 prompts"),
         ([[1], [2]], {"seed": [1, -1]}, "seed must be"),
         ([[1], [2]], {"compaction_threshold": 1.5}, "compaction_threshold must lie"),

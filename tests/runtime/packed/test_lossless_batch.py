@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tide_export.bundle.manifest import Drafting
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.decoding import continuous_batching as batch_generate
 from tide_export.runtime.decoding.generation import Generation
@@ -170,15 +170,19 @@ def test_drawn_tokens_are_those_drawn_alone(engine: Engine, prompts: list[list[i
     """Also where others verify in between: the random numbers are used up in the same order."""
     options = {"mode": "lossless", "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
     seeds = [3, 1, 4, 1, 5, 9]
-    together = engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, **options)
+    many = [
+        engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=seeds, compaction_threshold=share, **options)
+        for share in (1.0, 0.0)
+    ]
     alone = [
         engine.generate(ids, max_new_tokens=NEW_TOKENS, seed=seed, **options)
         for ids, seed in zip(prompts, seeds, strict=True)
     ]
-    assert [counts(one) for one in together] == [counts(one) for one in alone]
-    drafted, accepted = (sum(getattr(one.stats, name) for one in together) for name in ("drafted", "accepted"))
+    assert [counts(one) for one in many[0]] == [counts(one) for one in alone]
+    assert tokens_of(many[1]) == tokens_of(alone), "also where they are verified for the sake of others"
+    drafted, accepted = (sum(getattr(one.stats, name) for one in many[0]) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
-    assert tokens_of(together) != tokens_of(engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options))
+    assert tokens_of(alone) != tokens_of(engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options))
 
 
 @pytest.mark.parametrize("lookup", [0, 7])
@@ -248,7 +252,7 @@ def test_more_prompts_than_places(
 
 
 def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]], full: list[list[int]]) -> None:
-    never = engine.drafting_as(Drafting((1.0,) * 3, 0, 0, 1, {}))
+    never = engine.drafting_as(Drafting((1.0,) * 3, 0, 0, DEFAULT_VERIFY_COSTS, {}))
     found = never.generate(prompts[:2], max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full[:2]
     assert not any(one.stats.drafted for one in found)

@@ -9,7 +9,7 @@ from batch_prompts import PROMPTS, TEXT
 from distribution import deviation, joint
 from fake_cudart import FakeCudart
 
-from tide_export.bundle.manifest import Drafting
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
@@ -78,7 +78,8 @@ def test_greedy_tokens_are_the_full_model_s(
     assert decisions(together) == decisions(alone[1:4])
     assert tokens_of(networks.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **options)) == full
     drafted, accepted = (sum(getattr(one.stats, name) for one in together) for name in ("drafted", "accepted"))
-    assert 0 < accepted < drafted, "drafts stand, and fall"
+    assert accepted < drafted
+    assert accepted > 0 or exits == "always", "exits that are always rejected are given up"
     assert (sum(one.stats.lookup_drafted for one in together) > 0) == bool(lookup)
     many = PROMPTS + PROMPTS[::-1]
     assert tokens_of(eight.generate(many, max_new_tokens=NEW_TOKENS, **options)) == full + full[::-1]
@@ -107,16 +108,18 @@ def test_any_number_of_places(engines, eight: Engine, full: list[list[int]], pla
 
 def test_drawn_tokens_are_those_drawn_alone(engines, fake_gpu: Engine) -> None:
     graph, networks, thresholds = engines
-    options = {"mode": "lossless", "threshold": thresholds, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
+    options = {"mode": "lossless", "threshold": thresholds, "temperature": 0.3, "max_pending": 3}
     options |= {"stop_token_ids": []}
     seeds = [3, 1, 4, 1, 5]
     alone = [
         graph.generate(ids, max_new_tokens=16, seed=seed, **options) for ids, seed in zip(PROMPTS, seeds, strict=True)
     ]
     for engine in (networks, fake_gpu):
-        assert decisions(engine.generate(PROMPTS, max_new_tokens=16, seed=seeds, **options)) == decisions(alone)
+        found = engine.generate(PROMPTS, max_new_tokens=16, seed=seeds, compaction_threshold=1.0, **options)
+        assert decisions(found) == decisions(alone)
+        assert tokens_of(engine.generate(PROMPTS, max_new_tokens=16, seed=seeds, **options)) == tokens_of(alone)
     drafted, accepted = (sum(getattr(one.stats, name) for one in alone) for name in ("drafted", "accepted"))
-    assert 0 < accepted < drafted
+    assert accepted < drafted
 
 
 def test_drawn_tokens_are_distributed_as_the_full_model_s(engines) -> None:
@@ -129,7 +132,7 @@ def test_drawn_tokens_are_distributed_as_the_full_model_s(engines) -> None:
         return graph.start([NEVER_EXIT, NEVER_EXIT]).step([*prompt, *tokens]).logits.copy()
 
     expected = joint(logits_behind, Sampler(**sampler), 3)
-    drafting = networks.drafting_as(Drafting((ALWAYS, ALWAYS), 8, 0, 1, {}))
+    drafting = networks.drafting_as(Drafting((ALWAYS, ALWAYS), 8, 0, DEFAULT_VERIFY_COSTS, {}))
 
     def sample(mode: str, draws: int) -> float:
         counts: Counter = Counter()

@@ -6,69 +6,57 @@ lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding) and
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-MAX_NGRAM = 4  # tokens that are searched for first
+from tide_export.runtime.decoding.acceptance import NGRAM_SHARES, ngram_source
+
+MAX_NGRAM = len(NGRAM_SHARES)  # tokens that are searched for first
+
+
+class Match(NamedTuple):
+    """A token that may follow, and the source of its draft (see `acceptance`)."""
+
+    token: int
+    source: int
 
 
 class PromptLookup:
     """The text of one sequence, indexed by its n-grams."""
 
-    def __init__(self, max_tokens: int, min_match: int) -> None:
-        """An empty text.
-
-        Args:
-            max_tokens: of one draft; 0 never drafts.
-            min_match: tokens that must have occurred before, 1 to `MAX_NGRAM`.
-        """
-        self._max_tokens = self._length = max_tokens
-        self._matches = range(MAX_NGRAM, min_match - 1, -1)
+    def __init__(self) -> None:
+        """An empty text."""
         self._text: list[int] = []
-        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+        # n-gram -> position after its last occurrence, times in a row that the same token was there before
+        self._follows: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def extend(self, ids: Sequence[int]) -> None:
         """Adds tokens that are certain."""
-        if not self._max_tokens:
-            return
         text, follows = self._text, self._follows
         for token in ids:
             end = len(text)
-            for n in self._matches:
-                if n <= end:
-                    follows[tuple(text[end - n :])] = end
+            for n in range(1, min(MAX_NGRAM, end) + 1):
+                ngram = tuple(text[end - n :])
+                position, agreements = follows.get(ngram, (end, -1))
+                same = position == end or text[position] == token
+                follows[ngram] = end, agreements + 1 if same else 0
             text.append(token)
 
-    def save(self) -> tuple[int, int]:
-        """The lengths of the text and of the next draft, which `restore` returns to."""
-        return len(self._text), self._length
+    def next(self, drafts: Sequence[int]) -> Match | None:
+        """The token that followed the longest n-gram at the end of the text and then `drafts`, where it occurred last;
+        None where no token of it occurred before."""
+        last = [*self._text[-MAX_NGRAM:], *drafts[-MAX_NGRAM:]][-MAX_NGRAM:]
+        for n in range(len(last), 0, -1):
+            found = self._follows.get(tuple(last[-n:]))
+            if found is not None:
+                return Match(self._text[found[0]], ngram_source(n, found[1]))
+        return None
 
-    def restore(self, saved: tuple[int, int]) -> None:
+    def save(self) -> int:
+        """The length of the text, which `restore` returns to."""
+        return len(self._text)
+
+    def restore(self, saved: int) -> None:
         """Forgets what was added since `saved`; an older occurrence of an n-gram may be the last again."""
-        size, self._length = saved
-        before = PromptLookup(self._max_tokens, self._matches.stop + 1)
-        before.extend(self._text[:size])
+        before = PromptLookup()
+        before.extend(self._text[:saved])
         self._follows, self._text = before._follows, before._text
-
-    def draft(self, drafts: Sequence[int], max_tokens: int) -> list[int]:
-        """Up to `max_tokens` tokens that may follow the text and then `drafts`; empty where no n-gram matches."""
-        max_tokens = min(max_tokens, self._length)
-        if max_tokens < 1:
-            return []
-        last = [*self._text[-MAX_NGRAM:], *drafts][-MAX_NGRAM:]
-        for n in self._matches:
-            position = self._follows.get(tuple(last[-n:]))  # of a shorter text: all of it
-            if position is not None:
-                found = [*self._text[position : position + max_tokens], *drafts][:max_tokens]
-                while len(found) < max_tokens:  # the end of the text: it goes on repeating itself
-                    found += found[: max_tokens - len(found)]
-                return found
-        return []
-
-    def update(self, drafted: int, accepted: int) -> None:
-        """Adapts the length of the next draft to how many tokens of the last one were accepted."""
-        self._length = next_length(self._length, self._max_tokens, drafted, accepted)
-
-
-def next_length(length: int, max_tokens: int, drafted: int, accepted: int) -> int:
-    """The length of the draft after one of `drafted` tokens, the first `accepted` of which were right: doubled where
-    all were, else shorter."""
-    return min(max_tokens, 2 * length if accepted == drafted else accepted + 1)

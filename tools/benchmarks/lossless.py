@@ -1,0 +1,114 @@
+"""Speed of lossless mode against full depth, per kind of text: interleaved generations, sampled and greedy.
+
+    python tools/benchmarks/lossless.py BUNDLE --prompts tools/benchmarks/prompts/chat.txt --prompts .../edit.txt
+    python tools/benchmarks/lossless.py BUNDLE --dataset SPEC --prompt-length 128
+
+Each prompt is continued by both modes, interleaved in random order and with the same seed; the speed-up is full depth's
+decoding time over lossless mode's. Lossless mode runs as the bundle says, by exits alone, and by prompt lookup alone.
+Prompts of a file go through the bundle's chat template where it has one. The exit code is 1 where a token differs.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from tide_export.formatting import table
+from tide_export.progress import stage
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.tokenizer import BundleTokenizer, read_prompts
+from tide_export.tuning.prompts import draw_prompts
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "the bundle's": {},
+    "exits alone": {"prompt_lookup": 0},
+    "prompt lookup alone": {"max_pending": 0},
+}
+
+
+def encode(tokenizer: BundleTokenizer, bundle: Path, text: str) -> list[int]:
+    """Token ids of a prompt, in the model's chat template if the bundle has one."""
+    if not (bundle / "chat_template.jinja").is_file():
+        return tokenizer.encode(text)
+    message = {"role": "user", "content": text}
+    template = AutoTokenizer.from_pretrained(bundle)
+    return list(template.apply_chat_template([message], add_generation_prompt=True, return_dict=False))
+
+
+def measure(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int) -> list[list[str]]:
+    """One row of the table per setting."""
+    settings = SETTINGS if engine.manifest.checkpoints else {"the bundle's": {}}
+    cases: dict[str, dict[str, Any]] = {"full": {"mode": "full"}}
+    cases |= {name: {"mode": "lossless", **options} for name, options in settings.items()}
+    order, seconds = random.Random(0), {name: list[float]() for name in cases}
+    differ, drafted, accepted = (dict.fromkeys(cases, 0) for _ in range(3))
+    with stage(f"temperature {temperature:g}", total=len(prompts)) as advance:
+        for seed, ids in enumerate(prompts):
+            tokens = {}
+            for name in order.sample(list(cases), len(cases)):
+                options = {"temperature": temperature, "seed": seed, "max_new_tokens": new_tokens, **cases[name]}
+                out = engine.generate(ids, **options)
+                tokens[name] = out.tokens
+                seconds[name].append(out.stats.decode_seconds)
+                drafted[name] += out.stats.drafted
+                accepted[name] += out.stats.accepted
+            for name in settings:
+                differ[name] += tokens[name] != tokens["full"]
+            advance(1)
+    rows = []
+    for name in settings:
+        ratios = [full / one for full, one in zip(seconds["full"], seconds[name], strict=True) if one > 0]
+        total = sum(seconds["full"]) / sum(seconds[name])
+        rows.append([name, f"{temperature:g}", f"{total:.2f}x", f"{median(ratios):.2f}x", f"{min(ratios):.2f}x"])
+        rows[-1] += [f"{accepted[name]} of {drafted[name]}", str(differ[name])]
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE")
+    parser.add_argument("--prompts", type=Path, action="append", default=[], metavar="FILE", help="one prompt a line")
+    parser.add_argument("--dataset", metavar="SPEC", help="prompts are cut from this text")
+    parser.add_argument("--prompt-length", type=int, default=128, metavar="N", help="of prompts that are cut (128)")
+    parser.add_argument("--count", type=int, default=40, metavar="N", help="prompts of each kind at most (40)")
+    parser.add_argument("--new-tokens", type=int, default=96, metavar="N", help="(96)")
+    parser.add_argument("--temperatures", default="0.8,0", metavar="T,T", help="(0.8,0)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
+    options = parser.parse_args()
+    engine = load(options.bundle, provider="cpu", threads=options.threads)
+    tokenizer = BundleTokenizer(engine.bundle)
+    kinds = {
+        path.name: [encode(tokenizer, options.bundle, text) for text in read_prompts(path)] for path in options.prompts
+    }
+    if options.dataset is not None:
+        drawn = draw_prompts(
+            options.dataset,
+            tokenizer,
+            engine.manifest.calibration,
+            length=options.prompt_length,
+            count=options.count,
+            per_document=20,
+            seed=0,
+        )
+        kinds[options.dataset] = [list(prompt) for prompt in (*drawn.path, *drawn.calibration)]
+    if not kinds:
+        parser.error("give --prompts or --dataset")
+    header = ["setting", "temperature", "speed-up", "median prompt", "slowest prompt", "drafts accepted", "unequal"]
+    unequal = False
+    for kind, prompts in kinds.items():
+        rows = []
+        for temperature in map(float, options.temperatures.split(",")):
+            rows += measure(engine, prompts[: options.count], temperature, options.new_tokens)
+        print(f"{kind}: {min(len(prompts), options.count)} prompts, {options.new_tokens} new tokens at most\n")
+        print(table(header, rows), flush=True)
+        unequal |= any(row[-1] != "0" for row in rows)
+    return int(unequal)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
