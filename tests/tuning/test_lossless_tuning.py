@@ -84,7 +84,7 @@ def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypa
         "_decode",
         lambda engine, prompt, request, mode, seed: decode(engine, prompt[mode == "full" :], request, mode, seed),
     )
-    request = LosslessRequest(dataset="", new_tokens=8)
+    request = LosslessRequest(dataset="", prompts=2, new_tokens=8, temperature=0)
     with pytest.raises(TuneError, match=r"another token than full depth at position \d after prompt 0"):
         lossless._compare(engine, [[50, 60, 70]], request, Setting((0.5,) * 3, 4, 0, 2.0), CHEAP)
 

@@ -272,7 +272,7 @@ class LosslessReport:
                 f"measured on {len(self.prompts.calibration)} other prompts, temperature {self.request.temperature:g}: "
                 f"{measured.speedup:.2f}x, "
                 f"{measured.acceptance:.0%} of drafts accepted ({measured.lookup_share:.0%} of drafts from prompt "
-                "lookup), every token that of full depth",
+                "lookup)" + (", every token that of full depth" if self.request.temperature == 0 else ""),
             ]
         else:
             lines.append("no setting is expected to be faster than full depth")
