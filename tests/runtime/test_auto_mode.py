@@ -9,7 +9,7 @@ from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
-from tide_export.bundle.manifest import PROPAGATE, Drafting, Manifest
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, PROPAGATE, Drafting, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, GenerationError
@@ -74,7 +74,7 @@ def test_options_for_exits_make_it_mode_exit(tiny_bundle: Path, auto: AutoMode |
 def test_the_same_options_are_accepted_whatever_it_is(tiny_bundle: Path, auto: AutoMode | None) -> None:
     engine = with_auto(tiny_bundle, auto)
     several = GenerationConfig(temperature=1, compaction_threshold=0.5, max_pending=3)
-    assert resolve(engine.bundle, several, batched=True, auto=engine.auto).compaction_threshold in (0.5, 1.0)
+    assert resolve(engine.bundle, several, batched=True, auto=engine.auto).compaction_threshold in (0.5, 1.0, 0.0)
     assert len(engine.generate(PROMPT, max_new_tokens=4, max_pending=3).tokens) == 4
     for options, reason in [
         ({"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless', not 'auto'"),
@@ -88,7 +88,7 @@ def test_the_same_options_are_accepted_whatever_it_is(tiny_bundle: Path, auto: A
 
 
 def test_drafting_of_the_bundle_is_used(tiny_bundle: Path) -> None:
-    drafting = Drafting((0.1, 0.1), 4, 0, 1, {})
+    drafting = Drafting((0.1, 0.1), 4, 0, DEFAULT_VERIFY_COSTS, {})
     engine = with_auto(tiny_bundle, LOSSLESS, drafting=drafting)
     auto, named = (engine.generate(PROMPT, max_new_tokens=20, mode=mode) for mode in ("auto", "lossless"))
     assert (auto.tokens, auto.stats.layers_run) == (named.tokens, named.stats.layers_run)
