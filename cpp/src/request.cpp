@@ -56,7 +56,9 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig c
   }
   DraftLimits limits;
   if (auto const& tuned = bundle.manifest.drafting) {
-    limits = {tuned->max_drafts, tuned->prompt_lookup, tuned->verify_costs};
+    limits = {tuned->max_drafts, tuned->prompt_lookup, tuned->draft_costs, tuned->verify_costs};
+  } else {
+    limits.draft_costs = default_draft_costs(bundle.manifest.depths());
   }
   if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
   if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);

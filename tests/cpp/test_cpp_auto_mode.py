@@ -38,7 +38,7 @@ OPTIONS = [
 def test_both_languages_take_the_same_mode(tmp_path: Path, open_cpp: Callable[..., CppEngine], record: str) -> None:
     folder = TinyModel().write(tmp_path / "b", min_layers=4)
     opened = load(folder, threads=1)
-    drafting = Drafting((0.1, 0.1), 4, 0, DEFAULT_VERIFY_COSTS, {})
+    drafting = Drafting((0.1, 0.1), 4, 0, (0.4, 0.8), DEFAULT_VERIFY_COSTS, {})
     replace_manifest(opened.bundle, replace(opened.manifest, auto=RECORDS[record], drafting=drafting))
     python, cpp = load(folder, threads=1), open_cpp(folder)
     for options in OPTIONS:

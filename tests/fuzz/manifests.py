@@ -35,7 +35,7 @@ def manifests() -> list[dict[str, Any]]:
             plain,
             networks=networks,
             engines=engines,
-            drafting=Drafting((0.5, 1.0), 4, 3, (0.1, 0.2, 0.3, 0.5, 1), {"risk": 0.5}),
+            drafting=Drafting((0.5, 1.0), 4, 3, (0.4, 0.8), (0.1, 0.2, 0.3, 0.5, 1), {"risk": 0.5}),
         ),
     ]
     return [

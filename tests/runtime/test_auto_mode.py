@@ -88,7 +88,7 @@ def test_the_same_options_are_accepted_whatever_it_is(tiny_bundle: Path, auto: A
 
 
 def test_drafting_of_the_bundle_is_used(tiny_bundle: Path) -> None:
-    drafting = Drafting((0.1, 0.1), 4, 0, DEFAULT_VERIFY_COSTS, {})
+    drafting = Drafting((0.1, 0.1), 4, 0, (0.4, 0.8), DEFAULT_VERIFY_COSTS, {})
     engine = with_auto(tiny_bundle, LOSSLESS, drafting=drafting)
     auto, named = (engine.generate(PROMPT, max_new_tokens=20, mode=mode) for mode in ("auto", "lossless"))
     assert (auto.tokens, auto.stats.layers_run) == (named.tokens, named.stats.layers_run)

@@ -17,7 +17,9 @@ from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 COSTS = (0.1, 0.2, 0.3, 0.4, 0.5)
-DRAFTING = Drafting(thresholds=(0.3, 0.4), max_drafts=5, prompt_lookup=7, verify_costs=COSTS, tuning={})
+DRAFTING = Drafting(
+    thresholds=(0.3, 0.4), max_drafts=5, prompt_lookup=7, draft_costs=(0.4, 0.8), verify_costs=COSTS, tuning={}
+)
 ALL_GIVEN = {"threshold": 0.5, "max_pending": 1, "compaction_threshold": 0.75}
 
 
@@ -36,15 +38,15 @@ def bundle(tiny_bundle: Path) -> Bundle:
         ({"mode": "exit"}, [NEVER_EXIT, 0.8], 2, 0.25, None),
         ({**ALL_GIVEN, "mode": "exit", "min_layers": 0}, [0.5, 0.5], 1, 0.75, None),
         ({"mode": "full"}, [NEVER_EXIT, NEVER_EXIT], 2, 0.25, None),
-        ({"mode": "lossless"}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, COSTS)),
+        ({"mode": "lossless"}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, (0.4, 0.8), COSTS)),
         (
             {**ALL_GIVEN, "mode": "lossless", "min_layers": 3, "prompt_lookup": 4},
-            *([NEVER_EXIT, 0.5], NO_LIMIT, 0.75, DraftLimits(1, 4, COSTS)),
+            *([NEVER_EXIT, 0.5], NO_LIMIT, 0.75, DraftLimits(1, 4, (0.4, 0.8), COSTS)),
         ),
-        ({"mode": "lossless", "temperature": 1}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, COSTS)),
+        ({"mode": "lossless", "temperature": 1}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, (0.4, 0.8), COSTS)),
         (
             {"mode": "lossless", "temperature": 1, "compaction_threshold": 1.0},
-            *([0.3, 0.4], NO_LIMIT, 1.0, DraftLimits(5, 7, COSTS)),
+            *([0.3, 0.4], NO_LIMIT, 1.0, DraftLimits(5, 7, (0.4, 0.8), COSTS)),
         ),
     ],
 )
@@ -69,7 +71,8 @@ def test_a_value_is_the_given_one_else_the_bundle_s(
 def test_without_a_drafting_record_the_exits_of_the_bundle_draft(bundle: Bundle) -> None:
     untuned = replace(bundle, manifest=replace(bundle.manifest, drafting=None))
     request = resolve(untuned, GenerationConfig(mode="lossless", stop_token_ids=[4]), batched=True)
-    assert (request.thresholds, request.drafts, request.stop) == ([0.6, 0.8], DraftLimits(), {4})
+    limits = DraftLimits(draft_costs=(0.1 + 2 / 6, 0.1 + 4 / 6))
+    assert (request.thresholds, request.drafts, request.stop) == ([0.6, 0.8], limits, {4})
 
 
 @pytest.mark.parametrize(

@@ -109,17 +109,11 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
     assert (recorded.full == np.array(full)).all()
     thresholds = [float(value) for value in np.quantile(recorded.scores, 0.4, axis=(0, 1))]
     costs = StepCosts((0.1,) * count, {1: 1.0, 2: 1.0}, {1: 1.0}, 1.0)
+    setting = Setting(tuple(thresholds), 1, 0, 1.0)
+    drafting = engine.drafting_as(setting.drafting(costs, {}))
     drafted = accepted = 0
     for p in prompts:
-        stats = engine.generate(
-            p,
-            max_new_tokens=length,
-            mode="lossless",
-            threshold=thresholds,
-            max_pending=1,
-            prompt_lookup=0,
-            stop_token_ids=[],
-        ).stats
+        stats = drafting.generate(p, max_new_tokens=length, mode="lossless", stop_token_ids=[]).stats
         drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
     shorter = Measurement(
         recorded.scores[:, :length],
@@ -128,7 +122,7 @@ def test_the_replay_expects_the_acceptance_that_generating_has(engine: Engine) -
         recorded.layers,
         recorded.depth,
     )
-    expected = replay(shorter, costs, prompts, Setting(tuple(thresholds), 1, 0, 1.0))
+    expected = replay(shorter, costs, prompts, setting)
     assert 0 < expected.accepted < expected.drafted
     assert (drafted, accepted) == (expected.drafted, expected.accepted)
 
@@ -141,7 +135,7 @@ def test_the_replay_expects_the_lookups_that_generating_has(engine: Engine) -> N
     costs = StepCosts((), {1: 1.0, 9: 1.4}, {1: 1.0, 9: 1.4}, 1.0)
     expected = replay(recorded, costs, prompts, Setting((), 0, 8, 1.0))
     stats = [
-        engine.drafting_as(Drafting(tuple(off), 0, 8, costs.verify_costs, {})).generate(
+        engine.drafting_as(Drafting(tuple(off), 0, 8, (0.5,) * len(off), costs.verify_costs, {})).generate(
             p, max_new_tokens=length, mode="lossless", stop_token_ids=[]
         )
         for p in prompts

@@ -144,7 +144,8 @@ class Drafting:
     thresholds: tuple[float, ...]  # one per checkpoint, in [0, 1]; all 1: early exits do not pay
     max_drafts: int  # drafts by early exits before one verification
     prompt_lookup: int  # tokens of an n-gram (prompt-lookup) draft at most; 0: they do not pay
-    verify_costs: tuple[float, ...]  # of verifying 1, 2, 4, 8, 16 drafts, in steps of full depth
+    draft_costs: tuple[float, ...]  # of an early exit at each checkpoint, in steps of full depth
+    verify_costs: tuple[float, ...]  # of verifying 1, 2, 4, 8, 16 drafts
     tuning: dict[str, Any]  # what was measured where (see `tuning.report`)
 
 
@@ -271,8 +272,10 @@ def _check(manifest: Manifest, source: str) -> None:
         require(all(0 <= value <= 1 for value in drafting.thresholds), "drafting.thresholds", "must lie in [0, 1]")
         require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more")
         require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more")
+        require(len(drafting.draft_costs) == len(points), "drafting.draft_costs", "must have one value per checkpoint")
         require(len(drafting.verify_costs) == 5, "drafting.verify_costs", "must have five values")
-        require(all(value >= 0 for value in drafting.verify_costs), "drafting.verify_costs", "holds a negative value")
+        for name in ("draft_costs", "verify_costs"):
+            require(all(value >= 0 for value in getattr(drafting, name)), f"drafting.{name}", "holds a negative value")
     auto = manifest.auto
     if auto is not None:
         require(auto.mode in MODES, "auto.mode", f"must be one of {', '.join(MODES)}")

@@ -15,7 +15,7 @@ from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, token_ids
-from tide_export.runtime.decoding.lossless import DraftLimits
+from tide_export.runtime.decoding.lossless import DraftLimits, default_draft_costs
 from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import real_number, whole_number
@@ -192,9 +192,12 @@ def _draft_limits(manifest: Manifest, config: GenerationConfig) -> DraftLimits |
                 f"prompt_lookup is for mode 'lossless', not {config.mode!r}: elsewhere nothing is drafted"
             )
         return None
-    tuned, limits = manifest.drafting, DraftLimits()
-    if tuned is not None:
-        limits = DraftLimits(tuned.max_drafts, tuned.prompt_lookup, tuned.verify_costs)
+    tuned = manifest.drafting
+    if tuned is None:
+        depths = (*manifest.checkpoints, manifest.model.num_layers)
+        limits = DraftLimits(draft_costs=default_draft_costs(depths))
+    else:
+        limits = DraftLimits(tuned.max_drafts, tuned.prompt_lookup, tuned.draft_costs, tuned.verify_costs)
     if config.max_pending is not None:
         limits = limits._replace(max_drafts=config.max_pending)
     if config.prompt_lookup is not None:

@@ -13,7 +13,6 @@ from statistics import median
 
 import numpy as np
 
-from tide_export.bundle.manifest import Drafting
 from tide_export.errors import TuneError
 from tide_export.progress import stage
 from tide_export.runtime.decoding.generation import Generation
@@ -84,8 +83,7 @@ def _compare(
 ) -> Comparison:
     """Times full and lossless mode on the same prompts, interleaved. Raises TuneError: the two modes gave different
     greedy tokens. Sampled ones are equal up to rounding, which decides a draw among thousands of unlikely tokens."""
-    drafting = Drafting(setting.thresholds, setting.max_drafts, setting.prompt_lookup, costs.verify_costs, {})
-    tuned = engine.drafting_as(drafting)
+    tuned = engine.drafting_as(setting.drafting(costs, {}))
     ratios, drafted, accepted, lookup_drafted = [], 0, 0, 0
     with stage("comparing with full depth", total=len(prompts)) as advance:
         for number, prompt in enumerate(prompts):

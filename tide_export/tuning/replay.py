@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from statistics import median
+from typing import Any
 
 import numpy as np
 
+from tide_export.bundle.manifest import Drafting
 from tide_export.runtime.decoding.decoder import run_block
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
@@ -49,6 +51,11 @@ class StepCosts:
     plain: float
 
     @property
+    def draft_costs(self) -> tuple[float, ...]:
+        """As `manifest.Drafting` has them."""
+        return tuple(round(seconds / self.plain, 4) for seconds in self.draft)
+
+    @property
     def verify_costs(self) -> tuple[float, ...]:
         """As `manifest.Drafting` has them; more drafts never cost less."""
         seconds = np.interp([1, 2, 3, 5, 9, 17], list(self.block), list(self.block.values()))
@@ -70,6 +77,12 @@ class Setting:
     max_drafts: int
     prompt_lookup: int
     speedup: float
+
+    def drafting(self, costs: StepCosts, tuning: dict[str, Any]) -> Drafting:
+        """The manifest's record of it."""
+        return Drafting(
+            self.thresholds, self.max_drafts, self.prompt_lookup, costs.draft_costs, costs.verify_costs, tuning
+        )
 
 
 def step_costs(
@@ -176,7 +189,7 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     """
     n, positions, columns = recorded.scores.shape
     left = exits(recorded.scores.reshape(n * positions, columns), setting.thresholds).reshape(n, positions)
-    limits = DraftLimits(setting.max_drafts, setting.prompt_lookup, costs.verify_costs)
+    limits = DraftLimits(setting.max_drafts, setting.prompt_lookup, costs.draft_costs, costs.verify_costs)
     depths = (*recorded.layers, recorded.depth)
     verifying = cache(costs.verifying)
     seconds, counts = 0.0, np.zeros(4, np.int64)

@@ -215,13 +215,8 @@ class LosslessReport:
 
     def drafting(self) -> Drafting:
         """What lossless mode does from now on."""
-        if not self.pays:
-            off = (MAX_THRESHOLD,) * len(self.checkpoints)
-            return Drafting(off, 0, 0, self.costs.verify_costs, self.record())
-        setting = self.setting
-        return Drafting(
-            setting.thresholds, setting.max_drafts, setting.prompt_lookup, self.costs.verify_costs, self.record()
-        )
+        off = Setting((MAX_THRESHOLD,) * len(self.checkpoints), 0, 0, 1.0)
+        return (self.setting if self.pays else off).drafting(self.costs, self.record())
 
     def record(self) -> dict[str, Any]:
         """Everything needed to measure it again, as JSON types."""

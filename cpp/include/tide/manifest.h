@@ -35,7 +35,8 @@ struct Drafting {
   std::vector<double> thresholds;  // one per checkpoint, in [0, 1]
   std::int64_t max_drafts = 0;     // drafts by early exits that one verification may cover
   std::int64_t prompt_lookup = 0;  // tokens of one prompt-lookup draft, at most
-  std::vector<double> verify_costs;  // of verifying 1, 2, 4, 8, 16 drafts, in steps of full depth
+  std::vector<double> draft_costs;   // of an early exit at each checkpoint, in steps of full depth
+  std::vector<double> verify_costs;  // of verifying 1, 2, 4, 8, 16 drafts
 };
 
 // The segment networks and the head, which a bundle for TensorRT holds beside its graph.

@@ -56,9 +56,9 @@ ModelInfo model_of(Field const& field) {
 
 std::optional<Drafting> drafting_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
-  field.object({"thresholds", "max_drafts", "prompt_lookup", "verify_costs", "tuning"});
+  field.object({"thresholds", "max_drafts", "prompt_lookup", "draft_costs", "verify_costs", "tuning"});
   Drafting const drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
-                          field["verify_costs"].reals()};
+                          field["draft_costs"].reals(), field["verify_costs"].reals()};
   field["tuning"].entries();
   return drafting;
 }
@@ -274,9 +274,11 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
     require(all(drafting.thresholds, is_share), "drafting.thresholds", "must lie in [0, 1]");
     require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more");
     require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more");
+    require(drafting.draft_costs.size() == points.size(), "drafting.draft_costs", "must have one value per checkpoint");
     require(drafting.verify_costs.size() == 5, "drafting.verify_costs", "must have five values");
-    require(all(drafting.verify_costs, [](double value) { return value >= 0; }), "drafting.verify_costs",
-            "holds a negative value");
+    auto const is_cost = [](double value) { return value >= 0; };
+    require(all(drafting.draft_costs, is_cost), "drafting.draft_costs", "holds a negative value");
+    require(all(drafting.verify_costs, is_cost), "drafting.verify_costs", "holds a negative value");
   }
   if (manifest.auto_mode) {
     AutoMode const& measured = *manifest.auto_mode;

@@ -8,16 +8,22 @@ namespace {
 
 constexpr std::int64_t kAgreements = 2;
 constexpr std::array<std::array<double, kAgreements + 1>, kMaxNgram> kNgramShares{
-    {{0.17, 0.42, 0.76}, {0.42, 0.62, 0.88}, {0.54, 0.75, 0.9}, {0.7, 0.85, 0.94}}};
-constexpr double kExitShare = 0.6, kWeight = 12.0, kExitWeight = 4.0, kDecay = 0.97, kMinExitShare = 0.45;
+    {{0.17, 0.42, 0.76}, {0.42, 0.62, 0.88}, {0.54, 0.75, 0.9}}};
+constexpr double kWeight = 12.0, kDecay = 0.97;
+constexpr double kMaxBalance = 4.0, kAllowance = 0.01;
 
 }  // namespace
 
 std::size_t ngram_source(std::size_t length, std::int64_t agreements) {
-  return 1 + (length - 1) * (kAgreements + 1) + static_cast<std::size_t>(std::min(agreements, kAgreements));
+  return (length - 1) * (kAgreements + 1) + static_cast<std::size_t>(std::min(agreements, kAgreements));
 }
 
-Acceptance::Acceptance() : accepted_{kExitShare * kExitWeight}, drafted_{kExitWeight} {
+void Balance::settle(std::size_t accepted, double cost, std::size_t tokens) {
+  double const gained = static_cast<double>(accepted) - cost;
+  steps_ = std::min(steps_ + gained + kAllowance * static_cast<double>(tokens), kMaxBalance);
+}
+
+Acceptance::Acceptance() {
   for (auto const& shares : kNgramShares) {
     for (double const share : shares) {
       accepted_.push_back(share * kWeight);
@@ -25,8 +31,6 @@ Acceptance::Acceptance() : accepted_{kExitShare * kExitWeight}, drafted_{kExitWe
     }
   }
 }
-
-bool Acceptance::exits_pay() const { return of(kExits) >= kMinExitShare; }
 
 void Acceptance::record(std::vector<std::size_t> const& sources, std::size_t accepted) {
   for (std::size_t i = 0; i < std::min(sources.size(), accepted + 1); ++i) {

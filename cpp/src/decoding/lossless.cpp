@@ -9,22 +9,22 @@
 namespace tide {
 namespace {
 
-constexpr double kTokenValue = 0.75;     // steps of full depth that an accepted draft saves
-constexpr double kMinNgramShare = 0.3;  // estimated acceptance below which an early exit is tried first
+constexpr double kHeadCost = 0.1;     // of a step of full depth
+constexpr double kTokenValue = 0.75;  // steps of full depth that an accepted draft saves
 
 // A token that awaits verification.
 struct Draft {
   Token token;
-  std::size_t source;  // see `Acceptance`
+  std::optional<std::size_t> source;  // see `Acceptance`; none: an early exit
 };
 
-// What one more draft costs if there are 0, 1, 2 or 3, 4 to 7, 8 or more, from the costs of 1, 2, 4, 8, 16.
-std::vector<double> slopes(std::vector<double> const& costs) {
-  std::vector<double> slopes{costs[0]};
-  for (std::size_t i = 1; i < costs.size(); ++i) {
-    slopes.push_back((costs[i] - costs[i - 1]) / static_cast<double>(1 << (i - 1)));
-  }
-  return slopes;
+// What verifying drafts costs, from the costs of 1, 2, 4, 8 and 16.
+double verify_cost(std::vector<double> const& costs, std::size_t drafts) {
+  if (drafts == 0) return 0;
+  std::size_t k = 0;
+  while (k + 2 < costs.size() && drafts >> (k + 1) > 0) ++k;
+  double const known = static_cast<double>(std::size_t{1} << k);
+  return costs[k] + (static_cast<double>(drafts) - known) * (costs[k + 1] - costs[k]) / known;
 }
 
 class LosslessDecoder final : public Decoder {
@@ -34,7 +34,8 @@ class LosslessDecoder final : public Decoder {
         depths_(manifest.depths()),
         max_drafts_(limits.max_drafts),
         max_ngram_(limits.prompt_lookup),
-        slopes_(slopes(limits.verify_costs)),
+        draft_costs_(limits.draft_costs),
+        verify_costs_(limits.verify_costs),
         stops_(std::move(stops)),
         context_(manifest.model.context_length) {}
 
@@ -43,8 +44,8 @@ class LosslessDecoder final : public Decoder {
   void begin(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) override {
     if (length_ == 0) extend(ids);
     max_tokens_ = length_ == 0 ? 1 : max_tokens;  // a prompt needs every layer: no draft
-    limit_ = acceptance_.exits_pay() ? std::min(max_drafts_, max_tokens_ - 1) : 0;
     drafts_.clear();
+    cost_ = 0;
     request_step(ids);
   }
 
@@ -52,7 +53,8 @@ class LosslessDecoder final : public Decoder {
     length_ += static_cast<std::int64_t>(request_.ids.size());
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
     if (static_cast<std::size_t>(result.segments_run) == depths_.size()) return verify(result, passes);
-    drafts_.push_back({{top_(result.last(), result.vocabulary), result.exit_layer, passes}, kExits});
+    drafts_.push_back({{top_(result.last(), result.vocabulary), result.exit_layer, passes}, std::nullopt});
+    cost_ += draft_costs_[static_cast<std::size_t>(result.segments_run - 1)];
     request_step({drafts_.back().token.id});
     return {};
   }
@@ -64,9 +66,10 @@ class LosslessDecoder final : public Decoder {
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
     bool const ends = drafts > 0 && stops_.count(drafts_.back().token.id) == 1;
     bool const context_full = context_ && length == *context_;
-    bool const may_exit = drafts < limit_ && !ends && !context_full;
+    std::int64_t const limit = std::min(max_drafts_, max_tokens_ - 1);
+    bool const may_exit = drafts < limit && cost_ < exits_.steps() && !ends && !context_full;
     ngram_.clear();
-    if (!ends) draft_ngram(max_tokens_ - 1 - drafts, length, may_exit);
+    if (!ends) draft_ngram(max_tokens_ - 1 - drafts, length);
     request_.ids = ids;
     for (Draft const& draft : ngram_) request_.ids.push_back(draft.token.id);
     request_.logits_to_keep = drafts + static_cast<std::int64_t>(ngram_.size()) + 1;
@@ -80,7 +83,7 @@ class LosslessDecoder final : public Decoder {
 
   // Drafts by prompt lookup after a sequence of `length` tokens that ends in the drafts: up to a stop token, and as
   // long as the next token is expected to save more than its verification costs.
-  void draft_ngram(std::int64_t max_tokens, std::int64_t length, bool may_exit) {
+  void draft_ngram(std::int64_t max_tokens, std::int64_t length) {
     if (context_) max_tokens = std::min(max_tokens, *context_ - length);
     max_tokens = std::min(max_tokens, max_ngram_);
     std::vector<std::int64_t> tokens;
@@ -89,11 +92,10 @@ class LosslessDecoder final : public Decoder {
     while (static_cast<std::int64_t>(ngram_.size()) < max_tokens) {
       if (!ngram_.empty() && stops_.count(tokens.back()) == 1) return;
       auto const match = lookup_.next(tokens);
-      if (!match) return;
+      double const cost = verify_cost(verify_costs_, tokens.size());
+      if (!match || cost - verify_cost(verify_costs_, drafts_.size()) > ngrams_.steps()) return;
       share *= acceptance_.of(match->source);
-      std::size_t slope = 0;  // the bits of how many drafts there are
-      while (slope + 1 < slopes_.size() && tokens.size() >> slope > 0) ++slope;
-      if (share * kTokenValue < slopes_[slope] || (may_exit && ngram_.empty() && share < kMinNgramShare)) return;
+      if (share * kTokenValue < verify_cost(verify_costs_, tokens.size() + 1) - cost) return;
       ngram_.push_back({{match->token, 0, 0}, match->source});
       tokens.push_back(match->token);
     }
@@ -109,15 +111,22 @@ class LosslessDecoder final : public Decoder {
       tokens.push_back(drafts_[tokens.size()].token);
       last = sampler_(result.row(tokens.size()), result.vocabulary);
     }
-    std::vector<std::size_t> sources;
-    for (Draft const& draft : drafts_) sources.push_back(draft.source);
-    acceptance_.record(sources, tokens.size());
+    std::size_t const ngram_accepted = tokens.size() - std::min(tokens.size(), exits);
+    if (tokens.size() >= exits) {
+      std::vector<std::size_t> sources;
+      for (Draft const& draft : ngram_) sources.push_back(*draft.source);
+      acceptance_.record(sources, ngram_accepted);
+    }
+    double const exits_cost = verify_cost(verify_costs_, exits);
+    double const ngrams_cost = verify_cost(verify_costs_, drafts_.size()) - exits_cost;
+    exits_.settle(tokens.size() - ngram_accepted, cost_ + exits_cost, tokens.size() + 1);
+    ngrams_.settle(ngram_accepted, ngrams_cost, tokens.size() + 1);
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
     auto const num_accepted = static_cast<std::int64_t>(tokens.size());
     drafted += drafts;
     accepted += num_accepted;
     lookup_drafted += static_cast<std::int64_t>(ngram_.size());
-    lookup_accepted += std::max<std::int64_t>(num_accepted - static_cast<std::int64_t>(exits), 0);
+    lookup_accepted += static_cast<std::int64_t>(ngram_accepted);
     undone += drafts - num_accepted;
     length_ -= drafts - num_accepted;
     std::int64_t rejected_passes = 0;
@@ -134,18 +143,28 @@ class LosslessDecoder final : public Decoder {
   std::vector<std::int64_t> const depths_;
   std::int64_t const max_drafts_;
   std::int64_t const max_ngram_;
-  std::vector<double> const slopes_;
+  std::vector<double> const draft_costs_;
+  std::vector<double> const verify_costs_;
   PromptLookup lookup_;
   Acceptance acceptance_;
+  Balance exits_, ngrams_;
   std::set<std::int64_t> const stops_;
   std::optional<std::int64_t> const context_;
   std::int64_t max_tokens_ = 1;             // of the block
-  std::int64_t limit_ = 0;                  // early exits of the block, at most
+  double cost_ = 0;                         // of the block's early exits
   std::vector<Draft> drafts_;               // of the block, so far
   std::vector<Draft> ngram_;                // by prompt lookup after them in the requested step
 };
 
 }  // namespace
+
+std::vector<double> default_draft_costs(std::vector<std::int64_t> const& depths) {
+  std::vector<double> costs;
+  for (std::size_t i = 0; i + 1 < depths.size(); ++i) {
+    costs.push_back(kHeadCost + static_cast<double>(depths[i]) / static_cast<double>(depths.back()));
+  }
+  return costs;
+}
 
 std::unique_ptr<Decoder> make_lossless_decoder(Manifest const& manifest, Sampler sampler, DraftLimits const& limits,
                                                std::set<std::int64_t> const& stops) {

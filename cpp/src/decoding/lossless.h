@@ -11,12 +11,17 @@
 
 namespace tide {
 
-// How far a decoder may draft; the defaults are for bundles that do not say.
+// How far a decoder may draft, as `Drafting`; the defaults are for bundles without that record.
 struct DraftLimits {
   std::int64_t max_drafts = 6;     // early exits that one verification may cover; 0: none
   std::int64_t prompt_lookup = 8;  // tokens of one prompt-lookup draft, at most; 0: none
-  std::vector<double> verify_costs{0.13, 0.18, 0.3, 0.54, 1.0};  // see `Drafting`
+  std::vector<double> draft_costs{};  // `default_draft_costs`
+  std::vector<double> verify_costs{0.13, 0.18, 0.3, 0.54, 1.0};
 };
+
+// Costs of early exits that were not measured: a share of the layers, and the head. depths: layers up to the end of
+// each segment.
+std::vector<double> default_draft_costs(std::vector<std::int64_t> const& depths);
 
 // The decoder of lossless mode. stops: the tokens that end the generation.
 std::unique_ptr<Decoder> make_lossless_decoder(Manifest const& manifest, Sampler sampler, DraftLimits const& limits,

@@ -1,8 +1,16 @@
-"""Estimates of acceptance follow what verification shows in one sequence."""
+"""What drafts gain and cost follows what verification shows in one sequence."""
 
 import pytest
 
-from tide_export.runtime.decoding.acceptance import EXITS, NGRAM_SHARES, Acceptance, ngram_source
+from tide_export.runtime.decoding.acceptance import (
+    ALLOWANCE,
+    MAX_BALANCE,
+    NGRAM_SHARES,
+    START_BALANCE,
+    Acceptance,
+    Balance,
+    ngram_source,
+)
 
 
 def test_estimates_start_at_measured_shares() -> None:
@@ -11,7 +19,6 @@ def test_estimates_start_at_measured_shares() -> None:
         for agreements, share in enumerate(shares):
             assert acceptance.of(ngram_source(length, agreements)) == pytest.approx(share)
     assert ngram_source(2, 9) == ngram_source(2, 2)
-    assert acceptance.exits_pay
 
 
 def test_each_source_is_estimated_separately() -> None:
@@ -31,24 +38,22 @@ def test_later_drafts_count_more() -> None:
         assert abs(acceptance.of(source) - accepted) < 0.01
 
 
-def test_early_exits_that_are_rejected_are_given_up() -> None:
-    acceptance, rejected = Acceptance(), 0
-    while acceptance.exits_pay:
-        acceptance.record([EXITS], 0)
-        rejected += 1
-    assert rejected == 2
-    for _ in range(3):
-        acceptance.record([EXITS], 1)
-    acceptance.record([EXITS], 0)
-    assert acceptance.exits_pay
-
-
 def test_restored_it_estimates_as_before() -> None:
-    acceptance = Acceptance()
-    acceptance.record([EXITS], 1)
-    saved, share = acceptance.save(), acceptance.of(EXITS)
+    acceptance, source = Acceptance(), ngram_source(3, 1)
+    acceptance.record([source], 1)
+    saved, share = acceptance.save(), acceptance.of(source)
     for _ in range(2):
-        acceptance.record([EXITS], 0)
-        assert acceptance.of(EXITS) != share
+        acceptance.record([source], 0)
+        assert acceptance.of(source) != share
         acceptance.restore(saved)
-        assert acceptance.of(EXITS) == share
+        assert acceptance.of(source) == share
+
+
+def test_a_balance_grows_by_what_drafts_gain_and_with_the_sequence() -> None:
+    balance = Balance()
+    balance.settle(accepted=2, cost=1.25, tokens=3)
+    assert balance.steps == pytest.approx(START_BALANCE + 0.75 + 3 * ALLOWANCE)
+    balance.settle(accepted=0, cost=2.0, tokens=1)
+    assert balance.steps < 0
+    balance.settle(accepted=100, cost=0.0, tokens=101)
+    assert balance.steps == MAX_BALANCE

@@ -21,7 +21,9 @@ def requests(
     """The requests of a block after 3 tokens, in which these drafts exit early."""
     state = SequenceState(2)
     state.lengths = [3, 3]
-    decoder = LosslessDecoder(state, Sampler(), (2, 4), DraftLimits(max_drafts, 0), frozenset(stop), context)
+    decoder = LosslessDecoder(
+        state, Sampler(), (2, 4), DraftLimits(max_drafts, 0, (0.0,), FREE), frozenset(stop), context
+    )
     block = decoder.block([9], tokens)
     seen = [next(block)]
     for draft in drafts:
@@ -47,7 +49,9 @@ class Reader:
 
     def __init__(self, stop: Collection[int] = (), costs: tuple[float, ...] = FREE) -> None:
         self._state = SequenceState(2)
-        self._decoder = LosslessDecoder(self._state, Sampler(), (2, 4), DraftLimits(0, 4, costs), frozenset(stop), None)
+        self._decoder = LosslessDecoder(
+            self._state, Sampler(), (2, 4), DraftLimits(0, 4, (), costs), frozenset(stop), None
+        )
 
     def read(self, ids: list[int], chosen: list[int]) -> tuple[list[int], list[Token], int]:
         """The ids that a block requests, its tokens, and the length of the sequence after it. After the tokens of
@@ -72,7 +76,7 @@ def test_an_ngram_draft_costs_nothing() -> None:
 
 
 def test_an_ngram_draft_is_as_long_as_it_is_expected_to_pay() -> None:
-    """After one token that matches 17 % of drafts are accepted, after two 42 %, after four 70 %."""
+    """After one token that matches 17 % of drafts are accepted, after two 42 %, after three 54 %."""
     for costs, length in [((0.1, 0.1, 0.1, 0.1, 0.1), 4), ((0.1, 0.17, 0.3, 0.5, 1.0), 1), ((0.13,) * 5, 0)]:
         reader = Reader(costs=costs)
         reader.read([1, 2, 3, 4, 5], [2])
@@ -89,23 +93,43 @@ def test_what_is_always_rejected_is_drafted_no_more() -> None:
     assert lengths[-3:] == [1, 1, 1]
 
 
-def test_early_exits_that_are_always_rejected_are_given_up() -> None:
-    state = SequenceState(2)
-    decoder = LosslessDecoder(state, Sampler(), (2, 4), DraftLimits(4, 0), frozenset(), None)
-    state.lengths = [3, 3]
+class Exits:
+    """Counts the drafts of a decoder whose steps all exit if they may, to a token that is accepted or not."""
 
-    def step(ids: list[int], logits_to_keep: int, full: bool) -> StepResult:
-        total = state.length + len(ids)
-        state.lengths = [total, total if full else state.lengths[1]]
-        logits = np.eye(10)[[7] * logits_to_keep] if full else np.eye(10)[[6]]
-        return StepResult(logits[-1], logits, *((4, 2) if full else (2, 1)))
+    def __init__(self, draft_cost: float) -> None:
+        self._state = SequenceState(2)
+        self._state.lengths = [3, 3]
+        limits = DraftLimits(8, 0, (draft_cost,), FREE)
+        self._decoder = LosslessDecoder(self._state, Sampler(), (2, 4), limits, frozenset(), None)
 
-    drafted = []
-    for _ in range(4):
-        before = decoder.drafted
-        assert run_block(decoder.block([7], 9), step)[0].id == 7
-        drafted.append(decoder.drafted - before)
-    assert drafted == [4, 4, 0, 0]
+    def drafted(self, accepted: bool) -> int:
+        """How many drafts the next block makes."""
+
+        def step(ids: list[int], logits_to_keep: int, full: bool) -> StepResult:
+            total = self._state.length + len(ids)
+            self._state.lengths = [total, total if full else self._state.lengths[1]]
+            logits = np.eye(10)[[7] * logits_to_keep] if full else np.eye(10)[[7 if accepted else 6]]
+            return StepResult(logits[-1], logits, *((4, 2) if full else (2, 1)))
+
+        before = self._decoder.drafted
+        tokens = run_block(self._decoder.block([7], 50), step)
+        assert {token.id for token in tokens} == {7}
+        return self._decoder.drafted - before
+
+
+def test_early_exits_that_are_rejected_are_given_up_and_tried_again_later() -> None:
+    """Half a step may be lost at first, and a hundredth of a step with each token."""
+    exits = Exits(draft_cost=0.4)
+    assert [exits.drafted(accepted=False) for _ in range(4)] == [2, 0, 0, 0]
+    assert sum(exits.drafted(accepted=False) for _ in range(100)) == 2
+    exits = Exits(draft_cost=0.9)
+    assert sum(exits.drafted(accepted=False) for _ in range(200)) == 3
+
+
+def test_more_early_exits_are_pending_where_they_gain() -> None:
+    exits = Exits(draft_cost=0.4)
+    assert [exits.drafted(accepted=True) for _ in range(4)] == [2, 5, 8, 8]
+    assert Exits(draft_cost=0.0).drafted(accepted=True) == 8
 
 
 def test_an_ngram_draft_ends_with_a_stop_token() -> None:
@@ -135,7 +159,7 @@ def test_the_context_is_full_when_the_first_segment_has_computed_it(tiny_engine:
 def test_a_draft_is_accepted_where_the_full_model_draws_it_with_the_same_random_numbers() -> None:
     state, logits = SequenceState(2), np.linspace(0, 12, 10)
     state.lengths = [3, 3]
-    decoder = LosslessDecoder(state, Sampler(1.0, seed=0), (2, 4), DraftLimits(4, 0), frozenset(), None)
+    decoder = LosslessDecoder(state, Sampler(1.0, seed=0), (2, 4), DraftLimits(4, 0, (0.0,), FREE), frozenset(), None)
 
     def step(ids: list[int], logits_to_keep: int, full: bool) -> StepResult:
         total = state.length + len(ids)

@@ -163,7 +163,7 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
         Sampler(temperature, 0, top_p),
         LENGTH,
     )
-    engine = small_engine.drafting_as(Drafting((ALWAYS, ALWAYS), 0 if lookup else 8, lookup, FREE, {}))
+    engine = small_engine.drafting_as(Drafting((ALWAYS, ALWAYS), 0 if lookup else 8, lookup, FREE[:2], FREE, {}))
     drafted = Counter[str]()
 
     def sample(mode: str, draws: int) -> float:
@@ -190,7 +190,7 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
 def test_sampled_tokens_are_those_of_full_depth_with_the_same_seed(
     small_engine: Engine, lookup: int, temperature: float, top_k: int, top_p: float
 ) -> None:
-    engine = small_engine.drafting_as(Drafting((ALWAYS, ALWAYS), 3, lookup, FREE, {}))
+    engine = small_engine.drafting_as(Drafting((ALWAYS, ALWAYS), 3, lookup, FREE[:2], FREE, {}))
     accepted = drafted = 0
     for seed in range(16):
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "max_new_tokens": 40}
@@ -212,13 +212,13 @@ def test_the_same_seed_gives_the_same_tokens(small_engine: Engine) -> None:
 
 def test_the_bundle_says_how_to_draft(tmp_path: Path) -> None:
     tiny = TinyModel()
-    never = Drafting(thresholds=(1.0, 1.0), max_drafts=3, prompt_lookup=0, verify_costs=DEFAULT_VERIFY_COSTS, tuning={})
+    never = Drafting((1.0, 1.0), 3, 0, (0.4, 0.8), DEFAULT_VERIFY_COSTS, {})
     assert (
         not load(tiny.write(tmp_path / "never", drafting=never))
         .generate([1], max_new_tokens=9, mode="lossless")
         .stats.drafted
     )
-    late = Drafting(thresholds=(1.0, 0.0), max_drafts=3, prompt_lookup=5, verify_costs=DEFAULT_VERIFY_COSTS, tuning={})
+    late = Drafting((1.0, 0.0), 3, 5, (0.4, 0.8), DEFAULT_VERIFY_COSTS, {})
     # min_layers guards the quality of exits; drafts are verified.
     stats = (
         load(tiny.write(tmp_path / "late", drafting=late, min_layers=5))

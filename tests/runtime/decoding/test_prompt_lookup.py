@@ -38,7 +38,7 @@ def test_drafts_continue_the_text() -> None:
     lookup = known([1, 2, 3, 4, 5, 0, 1])
     assert drafted(lookup, [2], 3) == [3, 4, 5]
     assert lookup.next([2]) == (3, ngram_source(2, 0))
-    assert lookup.next([2, 3, 4, 5]) == (0, ngram_source(4, 0))
+    assert lookup.next([2, 3, 4, 5]) == (0, ngram_source(3, 0))
 
 
 def test_a_text_that_repeats_itself_is_expected_to_go_on() -> None:

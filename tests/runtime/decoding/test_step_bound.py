@@ -79,7 +79,7 @@ def test_a_verifying_run(tiny_engine: Engine, max_drafts: int, prompt_lookup: in
     there may be."""
     sequence = tiny_engine.start([0.0, 0.0], NO_LIMIT)
     decoder = LosslessDecoder(
-        sequence, Sampler(), (2, 4, 6), DraftLimits(max_drafts, prompt_lookup, (0.0,) * 5), frozenset(), 256
+        sequence, Sampler(), (2, 4, 6), DraftLimits(max_drafts, prompt_lookup, (0.0,) * 2, (0.0,) * 5), frozenset(), 256
     )
     ids, most = [5, 6, 7] * 3, 0
 

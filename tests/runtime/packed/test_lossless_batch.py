@@ -180,6 +180,8 @@ def test_drawn_tokens_are_those_drawn_alone(engine: Engine, prompts: list[list[i
     ]
     assert [counts(one) for one in many[0]] == [counts(one) for one in alone]
     assert tokens_of(many[1]) == tokens_of(alone), "also where they are verified for the sake of others"
+    drawn = {"mode": "full", "temperature": 0.9, "top_p": 0.95, "max_new_tokens": NEW_TOKENS}
+    assert tokens_of(alone) == tokens_of(engine.generate(prompts, seed=seeds, **drawn))
     drafted, accepted = (sum(getattr(one.stats, name) for one in many[0]) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
     assert tokens_of(alone) != tokens_of(engine.generate(prompts, max_new_tokens=NEW_TOKENS, seed=7, **options))
@@ -252,7 +254,7 @@ def test_more_prompts_than_places(
 
 
 def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]], full: list[list[int]]) -> None:
-    never = engine.drafting_as(Drafting((1.0,) * 3, 0, 0, DEFAULT_VERIFY_COSTS, {}))
+    never = engine.drafting_as(Drafting((1.0,) * 3, 0, 0, (0.5,) * 3, DEFAULT_VERIFY_COSTS, {}))
     found = never.generate(prompts[:2], max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full[:2]
     assert not any(one.stats.drafted for one in found)

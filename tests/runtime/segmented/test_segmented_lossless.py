@@ -132,7 +132,7 @@ def test_drawn_tokens_are_distributed_as_the_full_model_s(engines) -> None:
         return graph.start([NEVER_EXIT, NEVER_EXIT]).step([*prompt, *tokens]).logits.copy()
 
     expected = joint(logits_behind, Sampler(**sampler), 3)
-    drafting = networks.drafting_as(Drafting((ALWAYS, ALWAYS), 8, 0, DEFAULT_VERIFY_COSTS, {}))
+    drafting = networks.drafting_as(Drafting((ALWAYS, ALWAYS), 8, 0, (0.0, 0.0), DEFAULT_VERIFY_COSTS, {}))
 
     def sample(mode: str, draws: int) -> float:
         counts: Counter = Counter()
@@ -208,7 +208,8 @@ def test_states_that_wait_for_verification_need_not_fit_what_was_set_aside(
     """More drafts than the bundle lets wait otherwise: the buffers before the segments grow while they hold some."""
     backend = fake_gpu.backend
     backend._pending_capacity = 1
-    found = fake_gpu.generate(PROMPTS, max_new_tokens=NEW_TOKENS, **options_of([], "always", 20, 0))
+    free = fake_gpu.drafting_as(Drafting((ALWAYS, ALWAYS), 20, 0, (0.0, 0.0), (0.0,) * 5, {}))
+    found = free.generate(PROMPTS, max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full
     (buffers,) = backend._idle_batches
     assert buffers._pending_capacity >= 16

@@ -12,28 +12,38 @@ whether a draft pays.
 """
 
 from collections.abc import Container, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS
-from tide_export.runtime.decoding.acceptance import EXITS, Acceptance
+from tide_export.runtime.decoding.acceptance import Acceptance, Balance
 from tide_export.runtime.decoding.decoder import Block, Decoder, StepRequest, Token
 from tide_export.runtime.decoding.prompt_lookup import PromptLookup
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.sequence import SequenceState
 
+HEAD_COST = 0.1  # of a step of full depth, of 28 and 135 million parameters
 TOKEN_VALUE = 0.75  # steps of full depth that an accepted draft saves
-MIN_NGRAM_SHARE = 0.3  # estimated acceptance below which an early exit is tried first
 
 
 class DraftLimits(NamedTuple):
-    """How far a decoder may draft; the defaults are for bundles without a drafting record."""
+    """How far a decoder may draft, as `manifest.Drafting`; the defaults are for bundles without that record."""
 
     max_drafts: int = 6  # early exits that may await one verification; 0 never drafts by exits
     prompt_lookup: int = 8  # tokens of one prompt-lookup draft at most; 0 for none
-    verify_costs: tuple[float, ...] = DEFAULT_VERIFY_COSTS  # see `manifest.Drafting`
+    draft_costs: tuple[float, ...] = ()  # `default_draft_costs`
+    verify_costs: tuple[float, ...] = DEFAULT_VERIFY_COSTS
+
+
+def default_draft_costs(depths: Sequence[int]) -> tuple[float, ...]:
+    """Costs of early exits that were not measured: a share of the layers, and the head.
+
+    Args:
+        depths: layers up to the end of each segment.
+    """
+    return tuple(HEAD_COST + depth / depths[-1] for depth in depths[:-1])
 
 
 class Draft(NamedTuple):
@@ -42,7 +52,7 @@ class Draft(NamedTuple):
     id: int
     exit_layer: int
     layers_run: int
-    source: int  # see `acceptance`
+    source: int | None  # see `acceptance`; None: an early exit
 
 
 class LosslessDecoder(Decoder):
@@ -72,18 +82,22 @@ class LosslessDecoder(Decoder):
         self._depths = depths
         self._max_drafts = limits.max_drafts
         self._max_ngram = limits.prompt_lookup
-        self._slopes = _slopes(limits.verify_costs)
+        self._draft_costs = limits.draft_costs
+        self._verify_cost = partial(_verify_cost, limits.verify_costs)
         self._lookup, self._acceptance = PromptLookup(), Acceptance()
+        self._exits, self._ngrams = Balance(), Balance()
         self._stop = stop
         self._context = context
 
     def save(self) -> Any:
         counts = self.drafted, self.accepted, self.lookup_drafted, self.lookup_accepted, self.undone
-        return counts, self._sampler.save(), self._lookup.save(), self._acceptance.save()
+        balances = self._exits.steps, self._ngrams.steps
+        return counts, balances, self._sampler.save(), self._lookup.save(), self._acceptance.save()
 
     def restore(self, saved: Any) -> None:
-        counts, sampler, lookup, acceptance = saved
+        counts, balances, sampler, lookup, acceptance = saved
         self.drafted, self.accepted, self.lookup_drafted, self.lookup_accepted, self.undone = counts
+        self._exits.steps, self._ngrams.steps = balances
         self._sampler.restore(sampler)
         self._lookup.restore(lookup)
         self._acceptance.restore(acceptance)
@@ -93,27 +107,33 @@ class LosslessDecoder(Decoder):
         if not state.length:
             self._extend(np.asarray(ids).tolist())
             max_tokens = 1  # a prompt is not worth a draft: it needs every layer
-        limit = min(self._max_drafts, max_tokens - 1) if self._acceptance.exits_pay else 0
+        limit, cost = min(self._max_drafts, max_tokens - 1), 0.0
         while True:
             length = state.length + len(ids)
             ends = bool(drafts) and drafts[-1].id in self._stop
-            may_exit = len(drafts) < limit and not ends and length != self._context
-            ngram = [] if ends else self._ngram(drafts, max_tokens - 1 - len(drafts), length, may_exit)
+            may_exit = len(drafts) < limit and cost < self._exits.steps and not ends and length != self._context
+            ngram = [] if ends else self._ngram(drafts, max_tokens - 1 - len(drafts), length)
             tokens = [*ids, *(draft.id for draft in ngram)] if ngram else ids
             result = yield StepRequest(tokens, len(drafts) + len(ngram) + 1, bool(ngram) or not may_exit)
             passes = self._depths[result.segments_run - 1]
             if result.segments_run == len(self._depths):
                 break
-            drafts.append(Draft(self._top(result.logits), result.exit_layer, passes, EXITS))
+            drafts.append(Draft(self._top(result.logits), result.exit_layer, passes, None))
+            cost += self._draft_costs[result.segments_run - 1]
             ids = [drafts[-1].id]
         early = len(drafts)
         drafts += ngram
         accepted, token = self._verify(drafts, result.position_logits)
-        self._acceptance.record([draft.source for draft in drafts], accepted)
+        ngram_accepted = max(accepted - early, 0)
+        if accepted >= early:
+            self._acceptance.record([draft.source for draft in ngram], ngram_accepted)
+        exits_cost = self._verify_cost(early)
+        self._exits.settle(accepted - ngram_accepted, cost + exits_cost, accepted + 1)
+        self._ngrams.settle(ngram_accepted, self._verify_cost(len(drafts)) - exits_cost, accepted + 1)
         self.drafted += len(drafts)
         self.accepted += accepted
         self.lookup_drafted += len(ngram)
-        self.lookup_accepted += max(accepted - early, 0)
+        self.lookup_accepted += ngram_accepted
         self.undone += len(drafts) - accepted
         state.rewind(state.length - (len(drafts) - accepted))
         wasted = sum(draft.layers_run for draft in drafts[accepted:])
@@ -129,19 +149,20 @@ class LosslessDecoder(Decoder):
         if self._max_ngram:
             self._lookup.extend(ids)
 
-    def _ngram(self, drafts: list[Draft], max_tokens: int, length: int, may_exit: bool) -> list[Draft]:
+    def _ngram(self, drafts: list[Draft], max_tokens: int, length: int) -> list[Draft]:
         """A prompt-lookup draft after a sequence of `length` tokens that ends in `drafts`: up to a stop token, and as
         long as the next token is expected to save more than verifying it costs."""
         if self._context is not None:
             max_tokens = min(max_tokens, self._context - length)
+        limit, exits_cost = min(max_tokens, self._max_ngram), self._verify_cost(len(drafts))
         tokens, ngram, share = [draft.id for draft in drafts], list[Draft](), 1.0
-        while len(ngram) < min(max_tokens, self._max_ngram) and not (ngram and tokens[-1] in self._stop):
+        while len(ngram) < limit and not (ngram and tokens[-1] in self._stop):
             match = self._lookup.next(tokens)
-            if match is None:
+            cost = self._verify_cost(len(tokens))
+            if match is None or cost - exits_cost > self._ngrams.steps:
                 break
             share *= self._acceptance.of(match.source)
-            slope = self._slopes[min(len(tokens).bit_length(), len(self._slopes) - 1)]
-            if share * TOKEN_VALUE < slope or (may_exit and not ngram and share < MIN_NGRAM_SHARE):
+            if share * TOKEN_VALUE < self._verify_cost(len(tokens) + 1) - cost:
                 break
             ngram.append(Draft(match.token, 0, 0, match.source))
             tokens.append(match.token)
@@ -156,6 +177,9 @@ class LosslessDecoder(Decoder):
         return len(drafts), self._sampler(logits[-1])
 
 
-def _slopes(costs: Sequence[float]) -> list[float]:
-    """What one more draft costs where there were 0, 1, 2 or 3, 4 to 7, 8 or more, from the costs of 1, 2, 4, 8, 16."""
-    return [costs[0], *((b - a) / 2**n for n, (a, b) in enumerate(pairwise(costs)))]
+def _verify_cost(costs: Sequence[float], drafts: int) -> float:
+    """What verifying drafts costs, from the costs of 1, 2, 4, 8 and 16."""
+    if not drafts:
+        return 0.0
+    k = min(drafts.bit_length() - 1, len(costs) - 2)
+    return costs[k] + (drafts - 2**k) * (costs[k + 1] - costs[k]) / 2**k
