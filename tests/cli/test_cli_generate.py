@@ -125,9 +125,6 @@ def test_several_prompts_in_lossless_mode(demo_bundle: Path, tmp_path: Path, cap
 
 
 def test_what_a_batch_refuses_is_one_line(demo_bundle: Path, tmp_path: Path, capsys):
-    two = ["--prompt", "a", "--prompt", "b"]
-    drawn = ["--mode", "lossless", "--temperature", "1", "--compaction-threshold", "0"]
-    assert "draws what it would draw alone" in refused(capsys, "generate", demo_bundle, "-q", *two, *drawn)
     one = ["--prompt", "a", "--compaction-threshold", "1"]
     assert "several prompts" in refused(capsys, "generate", demo_bundle, "-q", *one)
     gone = str(tmp_path / "gone.txt")

@@ -52,7 +52,7 @@ class Draft(NamedTuple):
     id: int
     exit_layer: int
     layers_run: int
-    source: int | None  # see `acceptance`; None: an early exit
+    source: int = -1  # see `acceptance`; -1: an early exit
 
 
 class LosslessDecoder(Decoder):
@@ -118,7 +118,7 @@ class LosslessDecoder(Decoder):
             passes = self._depths[result.segments_run - 1]
             if result.segments_run == len(self._depths):
                 break
-            drafts.append(Draft(self._top(result.logits), result.exit_layer, passes, None))
+            drafts.append(Draft(self._top(result.logits), result.exit_layer, passes))
             cost += self._draft_costs[result.segments_run - 1]
             ids = [drafts[-1].id]
         early = len(drafts)
