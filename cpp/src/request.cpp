@@ -54,12 +54,8 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig c
     throw GenerationError("prompt_lookup is for mode 'lossless', not '" + std::string(name_of(config.mode)) +
                           "': elsewhere nothing is drafted");
   }
-  DraftLimits limits;
-  if (auto const& tuned = bundle.manifest.drafting) {
-    limits = {tuned->max_drafts, tuned->prompt_lookup, tuned->draft_costs, tuned->verify_costs};
-  } else {
-    limits.draft_costs = default_draft_costs(bundle.manifest.depths());
-  }
+  Drafting const drafting = bundle.manifest.drafting.value_or(default_drafting(bundle.manifest));
+  DraftLimits limits{drafting.max_drafts, drafting.prompt_lookup, drafting.draft_costs, drafting.verify_costs};
   if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
   if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
   if (bundle.manifest.propagates()) {
@@ -182,7 +178,8 @@ std::vector<double> resolve_thresholds(Manifest const& manifest, GenerationConfi
   // min_layers guards the quality of exits; drafts are verified.
   std::int64_t const min_layers =
       config.min_layers ? whole_number("min_layers", *config.min_layers, 0) : (lossless ? 0 : manifest.min_layers);
-  std::vector<double> values = lossless && manifest.drafting ? manifest.drafting->thresholds : manifest.thresholds;
+  std::vector<double> values =
+      lossless ? manifest.drafting.value_or(default_drafting(manifest)).thresholds : manifest.thresholds;
   if (config.threshold) values = config.threshold->values(points.size());
   if (values.size() != points.size()) {
     throw GenerationError("threshold has " + std::to_string(values.size()) + " values but the model has " +

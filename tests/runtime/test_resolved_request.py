@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tide_export.bundle.manifest import PROPAGATE, Drafting
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, PROPAGATE, Drafting
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
@@ -69,10 +69,11 @@ def test_a_value_is_the_given_one_else_the_bundle_s(
 
 
 def test_without_a_drafting_record_the_exits_of_the_bundle_draft(bundle: Bundle) -> None:
+    """But the one after 4 of 6 layers, which is not worth its cost."""
     untuned = replace(bundle, manifest=replace(bundle.manifest, drafting=None))
     request = resolve(untuned, GenerationConfig(mode="lossless", stop_token_ids=[4]), batched=True)
-    limits = DraftLimits(draft_costs=(0.1 + 2 / 6, 0.1 + 4 / 6))
-    assert (request.thresholds, request.drafts, request.stop) == ([0.6, 0.8], limits, {4})
+    limits = DraftLimits(6, 8, (0.1 + 2 / 6, 0.1 + 4 / 6), DEFAULT_VERIFY_COSTS)
+    assert (request.thresholds, request.drafts, request.stop) == ([0.6, 1.0], limits, {4})
 
 
 @pytest.mark.parametrize(

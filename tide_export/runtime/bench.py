@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
-from tide_export.bundle.manifest import EXACT, PROPAGATE, Drafting, Manifest
+from tide_export.bundle.manifest import EXACT, PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import ConfigError
 from tide_export.formatting import attributes, percent, table
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.config import GenerationConfig
-from tide_export.runtime.decoding.lossless import DraftLimits
+from tide_export.runtime.decoding.lossless import default_drafting
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.request import check_exits
 from tide_export.runtime.tokenizer import BundleTokenizer
@@ -201,7 +201,7 @@ def _modes(
     pending = manifest.max_pending if max_pending is None else max_pending
     whole_number("max_pending", pending, minimum=0, error=ConfigError)
     full = mode("full", "full", None, 0, pending)
-    drafting = manifest.drafting or Drafting(manifest.thresholds, *DraftLimits(), {})
+    drafting = manifest.drafting or default_drafting(manifest)
     lossless = mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts)
     if not manifest.checkpoints:
         return [full, lossless]

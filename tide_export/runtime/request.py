@@ -15,7 +15,7 @@ from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, token_ids
-from tide_export.runtime.decoding.lossless import DraftLimits, default_draft_costs
+from tide_export.runtime.decoding.lossless import DraftLimits, default_drafting
 from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import real_number, whole_number
@@ -176,8 +176,8 @@ def seeds(config: GenerationConfig, count: int) -> Sequence[int | None]:
 def _thresholds(manifest: Manifest, config: GenerationConfig) -> list[float]:
     threshold = config.threshold
     if threshold is None:
-        tuned = manifest.drafting if config.mode == "lossless" else None
-        threshold = manifest.thresholds if tuned is None else tuned.thresholds
+        drafts = config.mode == "lossless"
+        threshold = (manifest.drafting or default_drafting(manifest)).thresholds if drafts else manifest.thresholds
     # min_layers guards the quality of exits; drafts are verified.
     default = 0 if config.mode == "lossless" else manifest.min_layers
     min_layers = default if config.min_layers is None else config.min_layers
@@ -192,12 +192,8 @@ def _draft_limits(manifest: Manifest, config: GenerationConfig) -> DraftLimits |
                 f"prompt_lookup is for mode 'lossless', not {config.mode!r}: elsewhere nothing is drafted"
             )
         return None
-    tuned = manifest.drafting
-    if tuned is None:
-        depths = (*manifest.checkpoints, manifest.model.num_layers)
-        limits = DraftLimits(draft_costs=default_draft_costs(depths))
-    else:
-        limits = DraftLimits(tuned.max_drafts, tuned.prompt_lookup, tuned.draft_costs, tuned.verify_costs)
+    drafting = manifest.drafting or default_drafting(manifest)
+    limits = DraftLimits(drafting.max_drafts, drafting.prompt_lookup, drafting.draft_costs, drafting.verify_costs)
     if config.max_pending is not None:
         limits = limits._replace(max_drafts=config.max_pending)
     if config.prompt_lookup is not None:

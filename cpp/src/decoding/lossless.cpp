@@ -158,12 +158,15 @@ class LosslessDecoder final : public Decoder {
 
 }  // namespace
 
-std::vector<double> default_draft_costs(std::vector<std::int64_t> const& depths) {
-  std::vector<double> costs;
-  for (std::size_t i = 0; i + 1 < depths.size(); ++i) {
-    costs.push_back(kHeadCost + static_cast<double>(depths[i]) / static_cast<double>(depths.back()));
+Drafting default_drafting(Manifest const& manifest) {
+  Drafting drafting{manifest.thresholds, 6, 8, {}, {0.13, 0.18, 0.3, 0.54, 1.0}};
+  for (std::size_t i = 0; i < manifest.checkpoints.size(); ++i) {
+    double const layers = static_cast<double>(manifest.checkpoints[i]);
+    double const cost = kHeadCost + layers / static_cast<double>(manifest.model.num_layers);
+    if (!(cost + drafting.verify_costs[0] < kTokenValue)) drafting.thresholds[i] = 1;
+    drafting.draft_costs.push_back(cost);
   }
-  return costs;
+  return drafting;
 }
 
 std::unique_ptr<Decoder> make_lossless_decoder(Manifest const& manifest, Sampler sampler, DraftLimits const& limits,

@@ -11,17 +11,16 @@
 
 namespace tide {
 
-// How far a decoder may draft, as `Drafting`; the defaults are for bundles without that record.
+// How far a decoder may draft, as `Drafting`.
 struct DraftLimits {
-  std::int64_t max_drafts = 6;     // early exits that one verification may cover; 0: none
-  std::int64_t prompt_lookup = 8;  // tokens of one prompt-lookup draft, at most; 0: none
-  std::vector<double> draft_costs{};  // `default_draft_costs`
-  std::vector<double> verify_costs{0.13, 0.18, 0.3, 0.54, 1.0};
+  std::int64_t max_drafts = 0;     // early exits that one verification may cover; 0: none
+  std::int64_t prompt_lookup = 0;  // tokens of one prompt-lookup draft, at most; 0: none
+  std::vector<double> draft_costs;
+  std::vector<double> verify_costs;
 };
 
-// Costs of early exits that were not measured: a share of the layers, and the head. depths: layers up to the end of
-// each segment.
-std::vector<double> default_draft_costs(std::vector<std::int64_t> const& depths);
+// How a bundle drafts that was not tuned: by its exits, where an accepted one is expected to be worth its cost.
+Drafting default_drafting(Manifest const& manifest);
 
 // The decoder of lossless mode. stops: the tokens that end the generation.
 std::unique_ptr<Decoder> make_lossless_decoder(Manifest const& manifest, Sampler sampler, DraftLimits const& limits,

@@ -17,33 +17,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting, Manifest
 from tide_export.runtime.decoding.acceptance import Acceptance, Balance
 from tide_export.runtime.decoding.decoder import Block, Decoder, StepRequest, Token
 from tide_export.runtime.decoding.prompt_lookup import PromptLookup
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.sequence import SequenceState
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 HEAD_COST = 0.1  # of a step of full depth, of 28 and 135 million parameters
 TOKEN_VALUE = 0.75  # steps of full depth that an accepted draft saves
 
 
 class DraftLimits(NamedTuple):
-    """How far a decoder may draft, as `manifest.Drafting`; the defaults are for bundles without that record."""
+    """How far a decoder may draft, as `manifest.Drafting`."""
 
-    max_drafts: int = 6  # early exits that may await one verification; 0 never drafts by exits
-    prompt_lookup: int = 8  # tokens of one prompt-lookup draft at most; 0 for none
-    draft_costs: tuple[float, ...] = ()  # `default_draft_costs`
-    verify_costs: tuple[float, ...] = DEFAULT_VERIFY_COSTS
+    max_drafts: int  # 0 never drafts by exits
+    prompt_lookup: int
+    draft_costs: tuple[float, ...]
+    verify_costs: tuple[float, ...]
 
 
-def default_draft_costs(depths: Sequence[int]) -> tuple[float, ...]:
-    """Costs of early exits that were not measured: a share of the layers, and the head.
-
-    Args:
-        depths: layers up to the end of each segment.
-    """
-    return tuple(HEAD_COST + depth / depths[-1] for depth in depths[:-1])
+def default_drafting(manifest: Manifest) -> Drafting:
+    """How a bundle drafts that was not tuned: by its exits, where an accepted one is expected to be worth its cost."""
+    costs = tuple(HEAD_COST + layers / manifest.model.num_layers for layers in manifest.checkpoints)
+    thresholds = tuple(
+        value if cost + DEFAULT_VERIFY_COSTS[0] < TOKEN_VALUE else MAX_THRESHOLD
+        for value, cost in zip(manifest.thresholds, costs, strict=True)
+    )
+    return Drafting(thresholds, 6, 8, costs, DEFAULT_VERIFY_COSTS, {})
 
 
 class Draft(NamedTuple):
