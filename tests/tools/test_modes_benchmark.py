@@ -62,7 +62,7 @@ def test_several_together(modes, demo_bundle: Path, propagating_bundle: Path, tm
 
 def test_another_token_in_lossless_mode_is_a_failure(modes, demo_bundle: Path, tmp_path, monkeypatch) -> None:
     seen = modes.Seen(0.9, 1.0, 1.0)
-    monkeypatch.setattr(modes, "generate", lambda engine, mode, prompt, said: iter([seen]))
-    options = ["--prompts", "2", "--new-tokens", "3", "--threads", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(modes, "generate", lambda engine, mode, options, prompt, text: iter([seen]))
+    options = ["--prompts", "2", "--new-tokens", "3", "--threads", "1", "--temperature", "0", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["modes", str(demo_bundle), "--dataset", str(TEXT), *options])
     assert modes.main() == 1

@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import AutoTokenizer
+from harness.chat import chat_prompts
 
 from tide_export.formatting import table
 from tide_export.progress import stage
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.tokenizer import BundleTokenizer, read_prompts
+from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.tuning.prompts import draw_prompts
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,15 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exits alone": {"prompt_lookup": 0},
     "prompt lookup alone": {"max_pending": 0},
 }
-
-
-def encode(tokenizer: BundleTokenizer, bundle: Path, text: str) -> list[int]:
-    """Token ids of a prompt, in the model's chat template if the bundle has one."""
-    if not (bundle / "chat_template.jinja").is_file():
-        return tokenizer.encode(text)
-    message = {"role": "user", "content": text}
-    template = AutoTokenizer.from_pretrained(bundle)
-    return list(template.apply_chat_template([message], add_generation_prompt=True, return_dict=False))
 
 
 def measure(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int) -> list[list[str]]:
@@ -83,9 +74,7 @@ def main() -> int:
     options = parser.parse_args()
     engine = load(options.bundle, provider="cpu", threads=options.threads)
     tokenizer = BundleTokenizer(engine.bundle)
-    kinds = {
-        path.name: [encode(tokenizer, options.bundle, text) for text in read_prompts(path)] for path in options.prompts
-    }
+    kinds = {path.name: chat_prompts(engine.bundle, path) for path in options.prompts}
     if options.dataset is not None:
         drawn = draw_prompts(
             options.dataset,

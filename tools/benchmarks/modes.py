@@ -1,17 +1,21 @@
 """Speed against agreement of everything a bundle can do, on real text in one interleaved run: a table and a plot.
 
     python tools/benchmarks/modes.py BUNDLE... --dataset SPEC [--batch-size B] [--out FOLDER]
+    python tools/benchmarks/modes.py BUNDLE... --prompts-file tools/benchmarks/prompts/chat.txt
 
-The first bundle's full depth continues prompts cut from the text, greedily. Along these continuations, token by token,
-each bundle runs with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, and with
-every token exiting at one checkpoint whatever its score (`static`, the naive baseline). Agreement is the share
-of positions at which the greedy token is full depth's; speed is full depth's time over that of the same steps, medians
-over prompts. Every case takes one step per round, in a new random order, so that a machine that slows down slows all.
-Lossless mode generates the continuation by itself, in one go, and must give the same.
+The first bundle's full depth continues prompts cut from the text, or those of a file in its chat template, sampled at
+`--temperature` (0.8; 0 is greedy, and a small model's greedy text runs into loops, which flatters drafts and exits
+alike). Along these continuations, token by token, each bundle runs with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, with
+those of mode `auto` where that is `exit`, and with every token exiting at one checkpoint whatever its score (`static`,
+the naive baseline). Agreement is the share of positions at which the most likely token is full depth's; speed is full
+depth's time over that of the same steps, medians over prompts. Every case takes one step per round, in a new random
+order, so that a machine that slows down slows all. Lossless mode generates the continuation by itself, in one go, with
+the same seed.
 With `--batch-size B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
 too is against full depth of one prompt after the other, and medians are over groups of B prompts.
 Bundles of one model with different `kv_cache_strategy`, weights or routers can be compared. Writes
-`modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token.
+`modes.md`, `modes.json` and `modes.png` into the folder; the exit code is 1 when lossless mode gave another token at
+temperature 0 (rounding may decide a draw among thousands of unlikely tokens).
 """
 
 import argparse
@@ -23,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -36,6 +40,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
+from harness.chat import chat_prompts
 from matplotlib.figure import Figure
 
 from tide_export.bundle.manifest import EXACT
@@ -49,6 +54,20 @@ from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT, resolve_thre
 from tide_export.tuning.prompts import draw_prompts
 
 THRESHOLDS = "0.3,0.5,0.7,0.85,0.95"
+
+
+class Text(NamedTuple):
+    """A continuation by the first bundle's full depth.
+
+    Attributes:
+        said: its tokens.
+        tops: the most likely token at each of them but the first.
+        seed: it was sampled with.
+    """
+
+    said: list[int]
+    tops: list[int]
+    seed: int
 
 
 class Seen(NamedTuple):
@@ -71,11 +90,11 @@ class Case:
     batch_size: int = 1
     seen: list[Seen] = field(default_factory=list)  # of each prompt or group
 
-    def on(self, prompts: Sequence[list[int]], said: Sequence[list[int]]) -> Iterator[Seen]:
+    def on(self, prompts: Sequence[list[int]], texts: Sequence[Text]) -> Iterator[Seen]:
         """Step by step over a group of prompts."""
         if self.batch_size > 1:
-            return self.run(prompts, said)
-        return map(joined, zip(*(self.run(*one) for one in zip(prompts, said, strict=True)), strict=True))
+            return self.run(prompts, texts)
+        return map(joined, zip(*(self.run(*one) for one in zip(prompts, texts, strict=True)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,16 +115,28 @@ def joined(seen: Sequence[Seen]) -> Seen:
     return Seen(fmean(s.agrees for s in seen), fmean(s.layers for s in seen), sum(s.seconds for s in seen))
 
 
-def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], said: list[int]) -> Iterator[Seen]:
+def continued(engine: Engine, prompt: list[int], options: argparse.Namespace, seed: int) -> Text:
+    """The continuation of a prompt by full depth."""
+    out = engine.generate(prompt, mode="full", stop_token_ids=[], **sampling(options, seed))
+    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints), room=options.new_tokens + 1)
+    state.step(prompt)
+    return Text(out.tokens, [int(state.step([token]).logits.argmax()) for token in out.tokens[:-1]], seed)
+
+
+def sampling(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    return {"max_new_tokens": options.new_tokens, "temperature": options.temperature, "seed": seed}
+
+
+def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], text: Text) -> Iterator[Seen]:
     """Steps along a continuation."""
     sizes = np.cumsum(engine.manifest.segment_sizes)
-    state = engine.start(thresholds, room=len(said) + 1)
+    state = engine.start(thresholds, room=len(text.said) + 1)
     state.step(prompt)
-    for token, following in pairwise(said):
+    for token, top in zip(text.said, text.tops, strict=False):
         started = time.perf_counter()
         result = state.step([token])
         seconds = time.perf_counter() - started
-        yield Seen(int(result.logits.argmax()) == following, sizes[result.segments_run - 1], seconds)
+        yield Seen(int(result.logits.argmax()) == top, sizes[result.segments_run - 1], seconds)
 
 
 def read_batch(
@@ -113,7 +144,7 @@ def read_batch(
     networks: BatchNetworks,
     thresholds: Sequence[float],
     prompts: list[list[int]],
-    said: list[list[int]],
+    texts: list[Text],
 ) -> Iterator[Seen]:
     """Steps along several continuations at once."""
     manifest = engine.manifest
@@ -122,30 +153,34 @@ def read_batch(
     batch = empty_batch(sessions, manifest, thresholds, manifest.max_pending, manifest.compaction_threshold)
     slots = [batch.join() for _ in prompts]
     batch.step(dict(zip(slots, prompts, strict=True)))
-    for tokens, following in pairwise(zip(*said, strict=True)):
+    for number in range(len(texts[0].tops)):
+        tokens, tops = [text.said[number] for text in texts], [text.tops[number] for text in texts]
         new = {slot: [token] for slot, token in zip(slots, tokens, strict=True)}
         started = time.perf_counter()
         results = batch.step(new)
         seconds = time.perf_counter() - started
-        agrees = [int(results[p].logits.argmax()) == token for p, token in zip(slots, following, strict=True)]
+        agrees = [int(results[p].logits.argmax()) == token for p, token in zip(slots, tops, strict=True)]
         yield Seen(fmean(agrees), fmean(sizes[result.segments_run - 1] for result in results.values()), seconds)
 
 
-def generate(engine: Engine, mode: str, prompt: list[int], said: list[int]) -> Iterator[Seen]:
+def generate(engine: Engine, mode: str, options: argparse.Namespace, prompt: list[int], text: Text) -> Iterator[Seen]:
     """The same continuation by `Engine.generate`."""
-    out = engine.generate(prompt, max_new_tokens=len(said), mode=mode, stop_token_ids=[])
-    same = np.equal(out.tokens[1:], said[1:])
+    out = engine.generate(prompt, mode=mode, stop_token_ids=[], **sampling(options, text.seed))
+    same = np.equal(out.tokens[1:], text.said[1:])
     yield Seen(float(same.mean()), fmean(out.stats.layers_run[1:]), out.stats.decode_seconds)
 
 
-def cases_of(name: str, engine: Engine, thresholds: Sequence[float], batch_size: int, threads: int) -> list[Case]:
-    """Of one prompt at a time all but full depth, or those of several `verify.batch_parity`."""
-    manifest = engine.manifest
+def cases_of(name: str, engine: Engine, options: argparse.Namespace) -> list[Case]:
+    """Of one prompt at a time all but full depth, or those of several batched."""
+    manifest, batch_size = engine.manifest, options.batch_size
+    thresholds = [float(value) for value in options.thresholds.split(",")]
     count = len(manifest.checkpoints)
     default = resolve_thresholds(manifest.checkpoints, manifest.thresholds, manifest.min_layers)
     settings = {f"{value:g}": [value] * count for value in thresholds} | {"the bundle's": default}
+    if engine.auto is not None and engine.auto.mode == "exit":
+        settings["auto"] = list(engine.auto.thresholds)
     if batch_size > 1:
-        networks = BatchNetworks(engine.bundle, threads)
+        networks = BatchNetworks(engine.bundle, options.threads)
         wanted = [("full", "", [NEVER_EXIT] * count), *(("exit", *one) for one in settings.items())]
         return [
             Case(name, mode, setting, partial(read_batch, engine, networks, values), batch_size)
@@ -156,9 +191,8 @@ def cases_of(name: str, engine: Engine, thresholds: Sequence[float], batch_size:
         always = [ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)]
         cases.append(Case(name, "static", f"layer {layers}", partial(read, engine, always)))
     if manifest.kv_cache_strategy == EXACT:
-        cases.append(
-            Case(name, "lossless", "tuned" if manifest.drafting else "", partial(generate, engine, "lossless"))
-        )
+        tuned = "tuned" if manifest.drafting else ""
+        cases.append(Case(name, "lossless", tuned, partial(generate, engine, "lossless", options)))
     return cases
 
 
@@ -180,23 +214,20 @@ def interleaved(runs: Sequence[Iterator[Seen]], order: random.Random) -> list[li
 def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], options: argparse.Namespace) -> list[Row]:
     name, first = next(iter(engines.items()))
     off = [NEVER_EXIT] * len(first.manifest.checkpoints)
-    thresholds, batch_size = [float(value) for value in options.thresholds.split(",")], options.batch_size
+    batch_size = options.batch_size
     stepped = Case(name, "full", "", partial(read, first, off))
-    generated = Case(name, "full", "", partial(generate, first, "full"))
+    generated = Case(name, "full", "", partial(generate, first, "full", options))
     cases = [stepped]
     for called, engine in engines.items():
-        cases += cases_of(called, engine, thresholds, batch_size, options.threads)
+        cases += cases_of(called, engine, options)
     if any(case.mode == "lossless" for case in cases):
         cases.append(generated)
     order = random.Random(0)
     with stage("measuring", total=len(prompts) // batch_size) as advance:
         for start in range(0, len(prompts) - batch_size + 1, batch_size):
             group = prompts[start : start + batch_size]
-            said = [
-                first.generate(p, max_new_tokens=options.new_tokens, mode="full", stop_token_ids=[]).tokens
-                for p in group
-            ]
-            for case, seen in zip(cases, interleaved([case.on(group, said) for case in cases], order), strict=True):
+            texts = [continued(first, prompt, options, start + number) for number, prompt in enumerate(group)]
+            for case, seen in zip(cases, interleaved([case.on(group, texts) for case in cases], order), strict=True):
                 case.seen.append(joined(seen))
             advance(1)
     rows = []
@@ -238,11 +269,14 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE")
-    parser.add_argument("--dataset", required=True, metavar="SPEC")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--dataset", metavar="SPEC", help="prompts are cut from this text")
+    text.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt a line")
     parser.add_argument("--prompts", type=int, default=200, metavar="N", help="(200)")
     parser.add_argument("--prompts-per-document", type=int, default=20, metavar="N", help="(20)")
     parser.add_argument("--prompt-length", type=int, default=48, metavar="N", help="(48)")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(64)")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="(0.8)")
     parser.add_argument("--thresholds", default=THRESHOLDS, metavar="T,T", help=f"({THRESHOLDS})")
     parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="prompts in one step (1)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
@@ -252,16 +286,20 @@ def main() -> int:
         parser.error(f"--batch-size takes 1 to {MAX_BATCH_SIZE}, and no more than there are prompts")
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
     first = next(iter(engines.values()))
-    drawn = draw_prompts(
-        options.dataset,
-        BundleTokenizer(options.bundles[0]),
-        first.manifest.calibration,
-        length=options.prompt_length,
-        count=options.prompts,
-        per_document=options.prompts_per_document,
-        seed=0,
-    )
-    prompts = [list(prompt) for prompt in (*drawn.path, *drawn.calibration)]
+    if options.prompts_file is not None:
+        prompts, of = chat_prompts(first.bundle, options.prompts_file)[: options.prompts], options.prompts_file.name
+    else:
+        drawn = draw_prompts(
+            options.dataset,
+            BundleTokenizer(options.bundles[0]),
+            first.manifest.calibration,
+            length=options.prompt_length,
+            count=options.prompts,
+            per_document=options.prompts_per_document,
+            seed=0,
+        )
+        prompts = [list(prompt) for prompt in (*drawn.path, *drawn.calibration)]
+        of = f"{options.prompt_length} tokens"
     rows = measure(engines, prompts, options)
     depth = first.manifest.model.num_layers
     text = table(
@@ -280,13 +318,14 @@ def main() -> int:
         ],
     )
     measured = len(prompts) // options.batch_size * options.batch_size
-    said = f"{measured} prompts of {options.prompt_length} tokens, {options.new_tokens} new ones each, "
-    said += f"{options.threads} threads"
+    said = f"{measured} prompts of {of}, {options.new_tokens} new ones each, "
+    said += f"temperature {options.temperature:g}, {options.threads} threads"
     (options.out / "modes.md").write_text(f"{said}\n\n{text}\n")
     (options.out / "modes.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
     draw(rows, Path(first.manifest.model.name).name, options.out / "modes.png")
     print(f"{said}\n{text}")
-    return int(any(row.agreement < 1 for row in rows if row.mode == "lossless" and row.bundle == rows[0].bundle))
+    wrong = any(row.agreement < 1 for row in rows if row.mode == "lossless" and row.bundle == rows[0].bundle)
+    return int(wrong and options.temperature == 0)
 
 
 if __name__ == "__main__":
