@@ -5,12 +5,12 @@
 
 The first bundle's full depth continues prompts cut from the text, or those of a file in its chat template, sampled at
 `--temperature` (0.8; 0 is greedy, and a small model's greedy text runs into loops, which flatters drafts and exits
-alike). Along these continuations, token by token, each bundle runs with the same threshold at every checkpoint (`exit`), with the bundle's own thresholds, with
-those of mode `auto` where that is `exit`, and with every token exiting at one checkpoint whatever its score (`static`,
-the naive baseline). Agreement is the share of positions at which the most likely token is full depth's; speed is full
-depth's time over that of the same steps, medians over prompts. Every case takes one step per round, in a new random
-order, so that a machine that slows down slows all. Lossless mode generates the continuation by itself, in one go, with
-the same seed.
+alike). Along these continuations, token by token, each bundle runs with the same threshold at every checkpoint
+(`exit`), with the bundle's own thresholds, with those of mode `auto` where that is `exit`, and with every token exiting
+at one checkpoint whatever its score (`static`, the naive baseline). Agreement is the share of positions at which the
+most likely token is full depth's; speed is full depth's time over that of the same steps, medians over prompts. Every
+case takes one step per round, in a new random order, so that a machine that slows down slows all. Lossless mode
+generates the continuation by itself, in one go, with the same seed.
 With `--batch-size B` the cases are full depth and `exit` of B prompts at once, on the networks for batches; their speed
 too is against full depth of one prompt after the other, and medians are over groups of B prompts.
 Bundles of one model with different `kv_cache_strategy`, weights or routers can be compared. Writes
@@ -269,9 +269,9 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="+", type=Path, metavar="BUNDLE")
-    text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--dataset", metavar="SPEC", help="prompts are cut from this text")
-    text.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt a line")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dataset", metavar="SPEC", help="prompts are cut from this text")
+    source.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt a line")
     parser.add_argument("--prompts", type=int, default=200, metavar="N", help="(200)")
     parser.add_argument("--prompts-per-document", type=int, default=20, metavar="N", help="(20)")
     parser.add_argument("--prompt-length", type=int, default=48, metavar="N", help="(48)")
