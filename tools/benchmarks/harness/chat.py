@@ -1,6 +1,7 @@
 """Reads the prompts of a file as a bundle's model is asked them."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -15,5 +16,9 @@ def chat_prompts(bundle: Bundle, file: Path) -> list[list[int]]:
         tokenizer = BundleTokenizer(bundle)
         return [tokenizer.encode(prompt) for prompt in prompts]
     template = AutoTokenizer.from_pretrained(bundle.path)
-    messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return [list(ids) for ids in template.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)]
+    found = []
+    for prompt in prompts:
+        message: Any = {"role": "user", "content": prompt}
+        text = template.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        found.append(list(template(text, add_special_tokens=False)["input_ids"]))
+    return found
