@@ -19,6 +19,7 @@ from tide_export.errors import (
     GraphError,
     ModelError,
     ProviderError,
+    QueueFullError,
     RouterFileError,
     TideError,
     TraceError,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.decoding.generation import Generation
     from tide_export.runtime.engine import Engine, load
+    from tide_export.runtime.scheduling.handle import RequestHandle
+    from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
     from tide_export.tuning.tune import tune
     from tide_export.verify.validate import validate
 
@@ -59,7 +62,11 @@ __all__ = [
     "ModelError",
     "ModelStructure",
     "ProviderError",
+    "QueueFullError",
+    "RequestHandle",
     "RouterFileError",
+    "Scheduler",
+    "SchedulerLimits",
     "TideConfig",
     "TideError",
     "TraceError",
@@ -83,6 +90,9 @@ _MODULES = {
     "Generation": "runtime.decoding.generation",
     "GenerationConfig": "runtime.config",
     "ModelStructure": "model.structure",
+    "RequestHandle": "runtime.scheduling.handle",
+    "Scheduler": "runtime.scheduling.scheduler",
+    "SchedulerLimits": "runtime.scheduling.scheduler",
     "TideConfig": "config",
     "adapt": "adaptation.flow",
     "bench": "runtime.bench",

@@ -69,6 +69,10 @@ class GenerationError(TideError):
     """A generation request is unusable: empty prompt, prompt beyond the context, option out of range."""
 
 
+class QueueFullError(GenerationError):
+    """As many requests wait in a scheduler as it takes: submit again later."""
+
+
 class ProviderError(TideError):
     """The engine asked for cannot run on this machine."""
 

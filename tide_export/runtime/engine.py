@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Unpack, overload
 
 import numpy as np
@@ -18,22 +17,23 @@ from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
-from tide_export.runtime.decoding.continuous_batching import generate_batch
-from tide_export.runtime.decoding.decoder import Decoder, OneByOne, run_block
+from tide_export.runtime.decoding.decoder import Decoder, run_block
 from tide_export.runtime.decoding.generation import FinishReason, Generation, Progress
-from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import (
     check_prompt,
     check_thresholds,
+    decoder_of,
     is_list_of_prompts,
     resolve,
     seeds,
     single_seed,
     without_auto,
 )
-from tide_export.runtime.sequence import ROOM, Backend, Batch, SequenceState, SingleSequence
+from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.sequence import ROOM, Backend, Batch, SingleSequence
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.values import whole_number
 
 
@@ -167,11 +167,27 @@ class Engine:
     def _generate_batch(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
         manifest = self.manifest
         checked = [check_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
-        request = resolve(self.bundle, config, batched=True, auto=self.auto)
-        samplers = [Sampler(config.temperature, config.top_k, config.top_p, one) for one in seeds(config, len(checked))]
-        batch = self.start_batch(request.thresholds, request.max_pending, request.compaction_threshold, len(checked))
-        decoders = [partial(decoder_of, manifest, one, request.stop, request.drafts) for one in samplers]
-        return generate_batch(batch, manifest, checked, decoders, config.max_new_tokens, request.stop)
+        share = resolve(self.bundle, config, batched=True, auto=self.auto).compaction_threshold
+        configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds(config, len(checked))]
+        scheduler = self.scheduler(SchedulerLimits(slots=len(checked)), share)
+        handles = [scheduler.submit(prompt, one) for prompt, one in zip(checked, configs, strict=True)]
+        return [handle.result() for handle in handles]
+
+    def scheduler(self, limits: SchedulerLimits | None = None, compaction_threshold: float | None = None) -> Scheduler:
+        """A scheduler of its own for requests that come and go; see `Scheduler`.
+
+        Args:
+            limits: what it holds at most; None: the defaults.
+            compaction_threshold: see `GenerationConfig`; None: the bundle's.
+
+        Raises:
+            GenerationError: the bundle holds no networks for batches, or there is no memory.
+        """
+        manifest, limits = self.manifest, limits or SchedulerLimits()
+        share = manifest.compaction_threshold if compaction_threshold is None else compaction_threshold
+        never = [NEVER_EXIT] * len(manifest.checkpoints)
+        batch = self.start_batch(never, manifest.max_pending, share, limits.slots)
+        return Scheduler(self.bundle, self.auto, batch, limits)
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SingleSequence:
         """An empty sequence to `step` by hand; see `Backend.start`.
@@ -190,16 +206,6 @@ class Engine:
     ) -> Batch:
         """An empty batch to `step` by hand; see `Backend.start_batch`."""
         return self.backend.start_batch(thresholds, max_pending, compaction_threshold, slots)
-
-
-def decoder_of(
-    manifest: Manifest, sampler: Sampler, stop: frozenset[int], drafts: DraftLimits | None, state: SequenceState
-) -> Decoder:
-    """The decoder of an empty sequence; `drafts` are None outside lossless mode."""
-    depths = (*manifest.checkpoints, manifest.model.num_layers)
-    if drafts is None:
-        return OneByOne(sampler, depths)
-    return LosslessDecoder(state, sampler, depths, drafts, stop, manifest.model.context_length)
 
 
 class TokenStream(Iterator[int]):

@@ -15,8 +15,10 @@ from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, token_ids
-from tide_export.runtime.decoding.lossless import DraftLimits, default_drafting
-from tide_export.runtime.sequence import NO_LIMIT
+from tide_export.runtime.decoding.decoder import Decoder, OneByOne
+from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, default_drafting
+from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.runtime.sequence import NO_LIMIT, SequenceState
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import real_number, whole_number
 
@@ -205,3 +207,13 @@ def _compaction_threshold(manifest: Manifest, config: GenerationConfig) -> float
     """In lossless mode all pending tokens are drafts, which have to go through every layer: the default there is 0."""
     default = 0.0 if config.mode == "lossless" else manifest.compaction_threshold
     return default if config.compaction_threshold is None else config.compaction_threshold
+
+
+def decoder_of(
+    manifest: Manifest, sampler: Sampler, stop: frozenset[int], drafts: DraftLimits | None, state: SequenceState
+) -> Decoder:
+    """The decoder of an empty sequence; `drafts` are None outside lossless mode."""
+    depths = (*manifest.checkpoints, manifest.model.num_layers)
+    if drafts is None:
+        return OneByOne(sampler, depths)
+    return LosslessDecoder(state, sampler, depths, drafts, stop, manifest.model.context_length)

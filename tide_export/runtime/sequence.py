@@ -29,6 +29,25 @@ class StepResult(NamedTuple):
     scores: np.ndarray = NO_SCORES  # float32 [K-1], NaN where the router was not reached; empty in a batch
 
 
+class ExitRule(NamedTuple):
+    """When the tokens of one sequence of a batch exit, and how many of them may be pending."""
+
+    thresholds: tuple[float, ...]  # float32, one per checkpoint
+    max_pending: int
+
+    @classmethod
+    def of(cls, thresholds: Sequence[float], max_pending: int) -> "ExitRule":
+        """Rounds thresholds as engines do."""
+        return cls(tuple(np.asarray(thresholds, np.float32).tolist()), max_pending)
+
+    def but(self, thresholds: Sequence[float] | None, max_pending: int | None) -> "ExitRule":
+        """The rule with what is given."""
+        return ExitRule.of(
+            self.thresholds if thresholds is None else thresholds,
+            self.max_pending if max_pending is None else max_pending,
+        )
+
+
 class SequenceState:
     """How far each segment has come in one sequence.
 
@@ -119,8 +138,12 @@ class Batch(Protocol):
     @property
     def free_slots(self) -> int: ...
 
-    def join(self) -> int:
-        """The slot of a new, empty sequence."""
+    def join(self, thresholds: Sequence[float] | None = None, max_pending: int | None = None) -> int:
+        """The slot of a new, empty sequence.
+
+        Args:
+            thresholds, max_pending: its own, as in `Backend.start`; None: those of the batch.
+        """
         ...
 
     def leave(self, slot: int) -> None:
@@ -182,7 +205,7 @@ class Backend(Protocol):
         """An empty batch.
 
         Args:
-            thresholds, max_pending: as in `start`, for each sequence.
+            thresholds, max_pending: as in `start`, for each sequence that joins without its own.
             compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
                 run it; else all that have tokens pending before it do.
             slots: how many it shall have; at most `max_batch_size`.

@@ -12,12 +12,11 @@ from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
-from tide_export.runtime.decoding import continuous_batching as batch_generate
-from tide_export.runtime.decoding.decoder import OneByOne
 from tide_export.runtime.decoding.generation import Generation
-from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.batch import PackedBatch
+from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.sequence import ExitRule
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 CHECKPOINTS = (3, 6, 9)
@@ -80,13 +79,15 @@ def test_a_lone_row_goes_deep_by_itself(engine: Engine, prompts: list[list[int]]
         batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, 16, share)
         places = [batch.join() for _ in range(4)]
         batch.step(dict(zip(places, prompts, strict=False)))
-        batch._thresholds[:] = -1.0  # everyone leaves at the first checkpoint ...
+        batch._rules = {
+            place: ExitRule((-1.0,) * 3, 16) for place in places
+        }  # everyone leaves at the first checkpoint ...
         batch.step({place: [5] for place in places[:2]})
         assert [batch.sequences[place].pending[0] for place in places] == [1, 1, 0, 0]
         runs: list[list[int]] = []
         for segment in batch._segments[1:]:
             _record(segment, runs)
-        batch._max_pending = 1  # ... but for those of whom two would wait
+        batch._rules = {place: ExitRule((-1.0,) * 3, 1) for place in places}  # ... but for those of whom two would wait
         results = batch.step({places[0]: [6], places[2]: [7], places[3]: [8]})
         assert {result.exit_layer for result in results.values()} == {first}
         seen[share] = runs
@@ -127,17 +128,16 @@ def test_sequences_end_one_by_one(engine: Engine, prompts: list[list[int]]) -> N
     assert "stop" in {one.finish_reason for one in together}
 
 
-def test_more_prompts_than_places(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
-    """As a sequence ends the next takes its place; and long prompts wait for a step of their own."""
-    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 60)
+def test_more_prompts_than_slots(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
+    """As a sequence ends the next takes its slot; and long prompts are read in parts."""
     sessions = engine.backend.batch_networks._open(8)
     batch = PackedBatch(sessions, engine.manifest, mixed, 4, 1.0)
     wanted = prompts + prompts[::-1]
-    many = [np.array(prompt) for prompt in wanted]
-    stop = frozenset(alone(engine, prompts[:1], threshold=mixed, max_pending=4, stop_token_ids=[])[0].tokens[3:5])
-    decoders = [lambda row: OneByOne(Sampler(), (*CHECKPOINTS, 12))] * 10
-    found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, stop)
-    assert same(found, alone(engine, wanted, threshold=mixed, max_pending=4, stop_token_ids=list(stop)))
+    stop = alone(engine, prompts[:1], threshold=mixed, max_pending=4, stop_token_ids=[])[0].tokens[3:5]
+    options = {"threshold": mixed, "max_pending": 4, "stop_token_ids": stop}
+    scheduler = Scheduler(engine.bundle, None, batch, SchedulerLimits(prompt_tokens=60))
+    handles = [scheduler.submit(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in wanted]
+    assert same([handle.result() for handle in handles], alone(engine, wanted, **options))
     assert batch.free_slots == 8
     assert not batch.sequences
 
@@ -235,18 +235,3 @@ def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
     bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
     with pytest.raises(GenerationError, match="propagates"):
         Engine(bundle, engine.backend).generate([[5], [6]], max_new_tokens=2, mode="lossless")
-
-
-def test_prompts_join_a_step_while_its_tokens_are_few(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    """A prompt that is longer than a step may be is read when nothing else runs."""
-    steps, step = [], PackedBatch.step
-
-    def recorded(batch, new, *rest, **options):
-        steps.append([len(ids) for _, ids in sorted(new.items())])
-        return step(batch, new, *rest, **options)
-
-    monkeypatch.setattr(PackedBatch, "step", recorded)
-    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 10)
-    prompts = [list(range(1, size + 1)) for size in (4, 5, 1, 12, 3)]
-    engine.generate(prompts, mode="full", max_new_tokens=2, stop_token_ids=[])
-    assert [sorted(sizes) for sizes in steps] == [[1, 4, 5], [1, 1, 1], [12], [1, 3], [1]]

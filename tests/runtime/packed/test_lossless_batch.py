@@ -8,7 +8,6 @@ import pytest
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.decoding import continuous_batching as batch_generate
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.batch import PackedBatch
@@ -239,12 +238,11 @@ def test_more_prompts_than_places(
 ) -> None:
     """A prompt takes the place of a sequence that ended while the others draft and verify; its rewinds are its own."""
     monkeypatch.setattr("tide_export.runtime.branched.backend.MAX_BATCH_SIZE", 2)
-    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 160)
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # buffers grow, too
     places: list[int] = []
     join = PackedBatch.join
     monkeypatch.setattr(engine.backend.batch_networks, "_opened", engine.backend.batch_networks._open(8))
-    monkeypatch.setattr(PackedBatch, "join", lambda batch: places.append(batch.free_slots) or join(batch))
+    monkeypatch.setattr(PackedBatch, "join", lambda batch, *rule: places.append(batch.free_slots) or join(batch, *rule))
     found = engine.generate(
         prompts + prompts[::-1], max_new_tokens=NEW_TOKENS, mode="lossless", threshold=mixed, stop_token_ids=[]
     )

@@ -13,12 +13,10 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.branched.backend import empty_batch
-from tide_export.runtime.decoding import continuous_batching as batch_generate
-from tide_export.runtime.decoding.decoder import OneByOne
 from tide_export.runtime.decoding.generation import Generation
-from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.propagate import PropagatingBatch
+from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 
 NEW_TOKENS = 16
 
@@ -55,7 +53,6 @@ def test_a_list_is_as_one_by_one(engine: Engine, prompts: list[list[int]], mixed
 def test_sequences_join_as_others_end(
     engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch
 ) -> None:
-    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 60)
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # and their buffers grow
     batch = empty_batch(engine.backend.batch_networks._open(8), engine.manifest, mixed, 16, 1.0)
     assert isinstance(batch, PropagatingBatch)
@@ -63,10 +60,10 @@ def test_sequences_join_as_others_end(
     stop = alone(engine, prompts[:1], threshold=mixed, min_layers=0, stop_token_ids=[])[0].tokens[3:5]
     expected = alone(engine, wanted, threshold=mixed, min_layers=0, stop_token_ids=stop)
     assert len({len(one.tokens) for one in expected}) > 1
-    many = [np.array(prompt) for prompt in wanted]
-    decoders = [lambda row: OneByOne(Sampler(), (3, 6, 9, 12)) for _ in wanted]
-    found = batch_generate.generate_batch(batch, engine.manifest, many, decoders, NEW_TOKENS, frozenset(stop))
-    assert same(found, expected)
+    scheduler = Scheduler(engine.bundle, None, batch, SchedulerLimits(prompt_tokens=60))
+    options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": stop}
+    handles = [scheduler.submit(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in wanted]
+    assert same([handle.result() for handle in handles], expected)
     assert not batch.sequences
 
 

@@ -4,7 +4,6 @@ import ctypes
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ from fake_cudart import FakeCudart
 from tiny_configs import CHECKPOINTS, LAYERS
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding import continuous_batching as batch_generate
-from tide_export.runtime.decoding.sampling import Sampler
-from tide_export.runtime.engine import Engine, decoder_of
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from tide_export.runtime.segmented import batch_memory
+from tide_export.runtime.sequence import ExitRule
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
@@ -121,23 +120,23 @@ def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(en
     places = [batch.join() for _ in range(PLACES)]
     batch.step({place: [5] for place in places})
     assert runs == [(0, (0, 1, 2)), (1, (0, 1, 2)), (2, (0, 1, 2))]
-    batch._thresholds[0] = -1.0  # everyone leaves at the first checkpoint ...
+    batch._rules = {slot: ExitRule((-1.0, -1.0), 4) for slot in places}  # everyone leaves at the first checkpoint ...
     batch.step({0: [6], 2: [6]})
-    batch._max_pending = 1  # ... but for those of whom two would wait
+    batch._rules = {slot: ExitRule((-1.0, -1.0), 1) for slot in places}  # ... but for those of whom two would wait
     for new, deep in (({0: [7], 1: [7]}, (0,)), ({0: [8], 1: [8], 2: [8]}, (1, 2)), ({0: [8], 2: [8]}, (0,))):
         runs.clear()
         batch.step(new)
         assert runs == [(0, tuple(new)), (1, deep), (2, deep)]
 
 
-def test_more_prompts_than_places_and_long_ones_by_themselves(engines, monkeypatch) -> None:
+def test_more_prompts_than_slots_and_long_ones_in_parts(engines) -> None:
     graph, networks, thresholds = engines
-    monkeypatch.setattr(batch_generate, "MAX_STEP_TOKENS", 20)
     batch = networks.start_batch(thresholds, 4, 1.0, 2)
     wanted = [*PROMPTS, *PROMPTS[::-1]]
-    many, stop = [np.array(prompt) for prompt in wanted], frozenset()
-    decoders = [partial(decoder_of, networks.manifest, Sampler(), stop, None)] * 10
-    found = batch_generate.generate_batch(batch, networks.manifest, many, decoders, NEW_TOKENS, stop)
+    scheduler = Scheduler(networks.bundle, None, batch, SchedulerLimits(prompt_tokens=20))
+    options = {"threshold": thresholds, "max_pending": 4, "min_layers": 0, "stop_token_ids": []}
+    handles = [scheduler.submit(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in wanted]
+    found = [handle.result() for handle in handles]
     assert_same(found, one_by_one(graph, wanted, threshold=thresholds, max_pending=4))
     assert batch.free_slots == 2
     assert not batch.sequences

@@ -10,7 +10,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.decoding.decoder import Block, Decoder, Token
 from tide_export.runtime.decoding.stats import ExitStats
 
-FinishReason = Literal["stop", "length", "context"]
+FinishReason = Literal["stop", "length", "context", "cancelled", "timeout"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Generation:
     Attributes:
         tokens: the new token ids; the stop token, if one came, is the last.
         stats: exits, layers run, seconds.
-        finish_reason: "stop" (a stop token), "length" (max_new_tokens), "context" (the model's context is full).
+        finish_reason: "stop" (a stop token), "length" (max_new_tokens), "context" (the model's context is full); of
+            a scheduler's request also "cancelled" and "timeout".
     """
 
     tokens: list[int]

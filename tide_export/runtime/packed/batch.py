@@ -13,7 +13,7 @@ from tide_export.runtime.onnxruntime.library import import_onnxruntime
 from tide_export.runtime.packed.networks import BatchSessions, layers_of
 from tide_export.runtime.packed.segment import SegmentRun
 from tide_export.runtime.packed.sequence import PackedSequence
-from tide_export.runtime.sequence import StepResult
+from tide_export.runtime.sequence import ExitRule, StepResult
 
 
 class SlotStep:
@@ -55,8 +55,8 @@ class PackedBatch:
         self._ort = import_onnxruntime()
         self._manifest, self._head = manifest, sessions.head
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
-        self._thresholds = np.array(thresholds, np.float32)
-        self._max_pending, self._compaction = max_pending, compaction_threshold
+        self._rule, self._compaction = ExitRule.of(thresholds, max_pending), compaction_threshold
+        self._rules = dict[int, ExitRule]()
         self.sequences: dict[int, PackedSequence] = {}
         self._free = list(range(sessions.slots))[::-1]
         self._padding = PackedSequence(self._ort, manifest)
@@ -81,14 +81,15 @@ class PackedBatch:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def join(self) -> int:
+    def join(self, thresholds: Sequence[float] | None = None, max_pending: int | None = None) -> int:
         slot = self._free.pop()
+        self._rules[slot] = self._rule.but(thresholds, max_pending)
         self.sequences[slot] = PackedSequence(self._ort, self._manifest)
         return slot
 
     def leave(self, slot: int) -> None:
         """Frees a slot and the buffers of its sequence."""
-        del self.sequences[slot]
+        del self.sequences[slot], self._rules[slot]
         self._free.append(slot)
         self._bind(slot, self._padding)
 
@@ -101,10 +102,11 @@ class PackedBatch:
         steps, keep = self._begin(new), logits_to_keep or {}
         everyone = active = list(steps)
         exited, previous = set[int](), None
+        max_pending = {slot: self._rules[slot].max_pending for slot in everyone}
         for k, segment in enumerate(self._segments):
             if k > 0:
                 pending = {slot: steps[slot].total - steps[slot].sequence.lengths[k] for slot in active}
-                active = active_slots(active, exited, pending, self._max_pending)
+                active = active_slots(active, exited, pending, max_pending)
                 if not active:
                     break
             scheduled = scheduled_slots(active, everyone, previous, self._compaction)
@@ -115,7 +117,7 @@ class PackedBatch:
                 positions = [min(keep.get(slot, 1), n) for slot, n in zip(scheduled, counts, strict=True)]
             entry = self._entry(k, running, counts, whole=scheduled == previous)
             segment.run(scheduled, counts, [one.total for one in running], positions, entry)
-            flags = [True] * len(running) if deepest else (segment.scores > self._thresholds[k]).tolist()
+            flags = [True] * len(running) if deepest else self._flags(k, scheduled)
             excluded = exited - keep.keys() if deepest else exited.union(full)
             states, stop = segment.states[0], 0
             for slot, one, count, flag in zip(scheduled, running, positions, flags, strict=True):
@@ -131,6 +133,11 @@ class PackedBatch:
         for one in steps.values():
             _commit(one)
         return results
+
+    def _flags(self, k: int, slots: Sequence[int]) -> list[bool]:
+        """Whether the last token of each slot may exit after segment k, which has just run over them."""
+        scores = self._segments[k].scores.tolist()
+        return [score > self._rules[slot].thresholds[k] for slot, score in zip(slots, scores, strict=True)]
 
     def _begin(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, SlotStep]:
         """Makes room for the new tokens; the steps of their sequences by slot, ascending."""

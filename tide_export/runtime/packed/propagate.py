@@ -51,7 +51,7 @@ class PropagatingBatch(PackedBatch):
             if k + 1 == len(self._segments):
                 exits = np.ones(len(running), bool)
             else:
-                exits = (segment.scores > self._thresholds[k]) & [slot in decoding for slot in running]
+                exits = np.array(self._flags(k, running)) & [slot in decoding for slot in running]
             for index, slot in enumerate(running):
                 steps[slot].segments_run += 1
                 if exits[index]:

@@ -11,8 +11,7 @@ import numpy as np
 from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.decoding.depth_rule import active_slots, scheduled_slots
 from tide_export.runtime.segmented.batch_memory import BatchBuffers
-from tide_export.runtime.sequence import SequenceState, StepResult, check_step
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.runtime.sequence import ExitRule, SequenceState, StepResult, check_step
 
 
 class SegmentedBatch:
@@ -36,8 +35,8 @@ class SegmentedBatch:
         self.sequences: dict[int, SequenceState] = {}
         self._segments = len(manifest.segment_sizes)
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
-        self._thresholds = [*thresholds, NEVER_EXIT]
-        self._max_pending, self._compaction = max_pending, compaction_threshold
+        self._rule, self._compaction = ExitRule.of(thresholds, max_pending), compaction_threshold
+        self._rules = dict[int, ExitRule]()
         self._capacity, self._buffers = capacity, buffers
         self._free = list(range(slots))
         self._used = set[int]()  # slots whose buffers hold what a sequence left there
@@ -46,17 +45,18 @@ class SegmentedBatch:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def join(self) -> int:
-        """The slot of a new, empty sequence: the first, because adjacent slots run in one run."""
+    def join(self, thresholds: Sequence[float] | None = None, max_pending: int | None = None) -> int:
+        """See `sequence.Batch.join`. It is the first free slot, because adjacent slots run in one run."""
         slot = heapq.heappop(self._free)
         if slot in self._used:
             self._buffers.clear([slot])
             self._used.remove(slot)
         self.sequences[slot] = SequenceState(self._segments)
+        self._rules[slot] = self._rule.but(thresholds, max_pending)
         return slot
 
     def leave(self, slot: int) -> None:
-        del self.sequences[slot]
+        del self.sequences[slot], self._rules[slot]
         self._used.add(slot)
         heapq.heappush(self._free, slot)
 
@@ -73,12 +73,13 @@ class SegmentedBatch:
         buffers.busy = True
         exits: dict[int, int] = {}  # the first segment that each could exit after
         active = everyone
-        for k, threshold in enumerate(self._thresholds):
+        max_pending = {slot: self._rules[slot].max_pending for slot in everyone}
+        for k in range(self._segments):
             lengths = [
                 self.sequences[slot].lengths[k] if slot in self.sequences else 0 for slot in range(buffers.slots)
             ]
             if k:
-                active = active_slots(active, exits, {s: totals[s] - lengths[s] for s in active}, self._max_pending)
+                active = active_slots(active, exits, {s: totals[s] - lengths[s] for s in active}, max_pending)
             run = scheduled_slots(active, everyone, ran[-1] if k else None, self._compaction) if active else []
             if k:
                 stopped = sorted(set(ran[-1]) - set(run))
@@ -86,7 +87,7 @@ class SegmentedBatch:
             if not run:
                 break
             pending = {slot: self._pending(k, slot) for slot in run}
-            buffers.run(k, {slot: totals[slot] - lengths[slot] for slot in run}, lengths, pending, ids, threshold)
+            buffers.run(k, {slot: totals[slot] - lengths[slot] for slot in run}, lengths, pending, ids)
             ran.append(run)
             exiting = self._exiting(k, run, exits, keep, full)
             exits |= dict.fromkeys(exiting, k)
@@ -114,5 +115,6 @@ class SegmentedBatch:
         """The slots of `run` that exit after segment k, which has just run, and for how many of their last tokens."""
         if k + 1 == self._segments:
             return {slot: keep.get(slot, 1) for slot in run if slot not in exits or slot in keep}
-        flags = self._buffers.exit_flags()
-        return {slot: 1 for slot in run if flags[slot] and slot not in exits and slot not in full}
+        scores = self._buffers.scores()
+        exiting = [slot for slot in run if scores[slot] > self._rules[slot].thresholds[k]]
+        return {slot: 1 for slot in exiting if slot not in exits and slot not in full}

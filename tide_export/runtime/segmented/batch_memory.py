@@ -24,7 +24,8 @@ from tide_export.runtime.segmented.network_spec import KvBuffer, Network, Networ
 from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
 
 SCORES, FLAGS = 0, 1  # parts of a verdict
-LENGTHS, LAST, THRESHOLD, IDS = range(4)  # parts of a run's small inputs
+# Parts of a run's small inputs. Every slot has thresholds of its own, so the host compares, and the input stays 0.
+LENGTHS, LAST, THRESHOLD, IDS = range(4)
 
 Copy = tuple[int, int, int]  # target, source, bytes
 
@@ -102,7 +103,6 @@ class BatchBuffers(NetworkBuffers):
         lengths: Sequence[int],
         pending: Mapping[int, int],
         ids: Mapping[int, np.ndarray],
-        threshold: float,
     ) -> None:
         """Runs segment k over all tokens pending before it in some slots, in as many runs as it takes.
 
@@ -111,7 +111,6 @@ class BatchBuffers(NetworkBuffers):
             lengths: tokens in the segment's K/V cache, of every slot.
             pending: how many of `counts` are in the pending buffer.
             ids: the new tokens, int64, for segment 0.
-            threshold: that the segment's router exits above.
 
         Raises:
             GenerationError: the device has not enough memory, or failed.
@@ -133,7 +132,6 @@ class BatchBuffers(NetworkBuffers):
             last = buffers.inputs.host(LAST, np.int64)
             last[:] = 0
             last[np.array(run.active) - run.start] = np.array(list(chunks.values())) - 1
-            buffers.inputs.host(THRESHOLD, np.float32)[0] = threshold
             source = self._gather(k, run, chunks, pending) if k else self._stage_ids(buffers, run, chunks, ids)
             self._launch(k, run, buffers, source, result)
             for slot in run.active:
@@ -144,11 +142,11 @@ class BatchBuffers(NetworkBuffers):
             result += aligned(run.slots * run.tokens * size)
         self._outputs, self._last_runs = outputs, last_runs
 
-    def exit_flags(self) -> dict[int, bool]:
-        """Whether the last token of each slot of the last run exits; waits for it. Not of the last segment."""
+    def scores(self) -> dict[int, float]:
+        """The router's score of the last token of each slot of the last run; waits for it. Not of the last segment."""
         self._synchronize()
         return {
-            slot: bool(output.buffers.verdict.host(FLAGS, np.bool_)[output.index])
+            slot: float(output.buffers.verdict.host(SCORES, np.float32)[output.index])
             for slot, output in self._outputs.items()
         }
 
@@ -257,7 +255,7 @@ class BatchBuffers(NetworkBuffers):
             buffers.inputs.upload(*((IDS, 8 * slots * run.tokens) if k == 0 else (THRESHOLD, 4)))
             self._networks[names.segment(k)].run(addresses, run.tokens, slots)
             if not last:
-                buffers.verdict.download(FLAGS, FLAGS, slots)
+                buffers.verdict.download(SCORES, SCORES, 4 * slots)
 
         self._device.launch((k, run.start, slots, run.tokens, source, result, buffers.exits.address), work)
         buffers.queued = True

@@ -1,0 +1,263 @@
+"""Requests that join, leave and are cancelled at random: each gets the tokens that it gets alone, on every engine."""
+
+import asyncio
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from judge import TEXT
+from tiny_engines import TinyLlama
+
+from tide_export.errors import GenerationError, QueueFullError
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.packed.batch import PackedBatch
+from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.verify.export_gate import dividing_thresholds
+
+SLOTS = 3
+LENGTHS = (1, 2, 5, 17, 41)
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny_llama: TinyLlama) -> list[float]:
+    return dividing_thresholds(tiny_llama.source, tiny_llama.routers, TEXT)
+
+
+@pytest.fixture(scope="module", params=["graph", "networks", "propagating"])
+def engine(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Engine:
+    if request.param == "networks":
+        return tiny_llama.networks()
+    return tiny_llama.graph(tiny_llama.exact if request.param == "graph" else tiny_llama.propagating)
+
+
+@pytest.fixture(scope="module")
+def graph(tiny_llama: TinyLlama) -> Engine:
+    return tiny_llama.graph(tiny_llama.exact)
+
+
+def requests_of(engine: Engine, mixed: list[float], count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts with options of every mode, drawn at random."""
+    order, exits = random.Random(seed), {"mode": "exit", "threshold": mixed, "min_layers": 0}
+    options = [{"mode": "full"}, exits, exits | {"threshold": 0.3}, {"mode": "full", "temperature": 0.8, "seed": 3}]
+    options.append(exits | {"temperature": 1.0, "seed": 5, "top_k": 20})
+    if engine.manifest.kv_cache_strategy == "exact":
+        lossless = {"mode": "lossless", "threshold": mixed}
+        options += [exits | {"max_pending": 1}, lossless, lossless | {"temperature": 0.8, "seed": 3}]
+    return [
+        (
+            [order.randrange(engine.manifest.model.vocab_size) for _ in range(order.choice(LENGTHS))],
+            order.choice(options) | {"max_new_tokens": order.choice((1, 4, 15)), "stop_token_ids": []},
+        )
+        for _ in range(count)
+    ]
+
+
+def facts(one: Generation) -> tuple:
+    return one.tokens, one.stats.exit_layer, one.finish_reason
+
+
+def test_requests_that_come_and_go_get_their_own_tokens(engine: Engine, mixed: list[float]) -> None:
+    requests, order = requests_of(engine, mixed, 40, seed=1), random.Random(2)
+    alone = [engine.generate(prompt, **options) for prompt, options in requests]
+    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS, prompt_tokens=7))
+    waiting, handles = list(requests), []
+    while waiting or scheduler.running or scheduler.waiting:
+        for prompt, options in waiting[: order.randrange(3)]:
+            handles.append(scheduler.submit(prompt, **options))
+            waiting.pop(0)
+        if handles and order.random() < 0.1:
+            order.choice(handles).cancel()
+        scheduler.step()
+        assert scheduler.running <= SLOTS
+    cancelled = [handle.finish_reason == "cancelled" for handle in handles]
+    assert 0 < sum(cancelled) < len(requests) / 2
+    for handle, expected, ended in zip(handles, alone, cancelled, strict=True):
+        found = handle.result()
+        if ended:
+            assert found.tokens == handle.tokens == expected.tokens[: len(found.tokens)]
+        else:
+            assert facts(found) == facts(expected)
+
+
+def test_prompts_are_read_in_parts_beside_those_that_write(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, batch = list[list[int]](), type(engine.start_batch([NEVER_EXIT] * 2, 4, 1.0, SLOTS))
+    step = batch.step
+
+    def recorded(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
+        sizes.append(sorted(len(ids) for ids in new.values()))
+        return step(self, new, *rest, **options)
+
+    monkeypatch.setattr(batch, "step", recorded)
+    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS, prompt_tokens=10))
+    options = {"mode": "full", "max_new_tokens": 6, "stop_token_ids": []}
+    short = scheduler.submit([5, 6], **options)
+    scheduler.step()
+    long = scheduler.submit(list(range(21)), **options)
+    while scheduler.step():
+        pass
+    if engine.manifest.kv_cache_strategy == "propagate":  # a step over one token more could exit
+        assert sizes[:4] == [[2], [1, 10], [1, 9], [1, 2]]
+    else:
+        assert sizes[:4] == [[2], [1, 10], [1, 10], [1, 1]]
+    assert short.tokens == engine.generate([5, 6], **options).tokens
+    assert long.tokens == engine.generate(list(range(21)), **options).tokens
+
+
+def test_a_cancelled_request_frees_its_slot_before_the_next_step(graph: Engine) -> None:
+    scheduler = graph.scheduler(SchedulerLimits(slots=1))
+    first, second, third = (scheduler.submit([5], max_new_tokens=50, stop_token_ids=[]) for _ in range(3))
+    scheduler.step()
+    assert (scheduler.running, scheduler.waiting) == (1, 2)
+    first.cancel()
+    third.cancel()  # still in the queue
+    scheduler.step()
+    assert (scheduler.running, scheduler.waiting) == (1, 0)
+    assert (first.result().finish_reason, len(first.tokens)) == ("cancelled", 1)
+    assert third.result().tokens == []
+    assert len(second.result().tokens) == 50
+    second.cancel()
+    assert second.finish_reason == "length", "after its end it stays what it was"
+
+
+def test_a_request_ends_at_its_timeout(graph: Engine) -> None:
+    scheduler = graph.scheduler(SchedulerLimits(slots=1))
+    late = scheduler.submit([5], max_new_tokens=50, timeout=0.0)
+    fine = scheduler.submit([5], max_new_tokens=3, stop_token_ids=[], timeout=600.0)
+    assert late.result().finish_reason == "timeout"
+    assert fine.result().finish_reason == "length"
+
+
+def test_queue_and_memory_are_bounded(graph: Engine) -> None:
+    scheduler = graph.scheduler(SchedulerLimits(slots=SLOTS, waiting=2, kv_tokens=30))
+    options = {"max_new_tokens": 10, "stop_token_ids": []}
+    with pytest.raises(GenerationError, match="have 31 tokens, and the scheduler has K/V memory for 30"):
+        scheduler.submit([5] * 21, **options)
+    handles = [scheduler.submit([5] * 5, **options) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 requests are waiting already: submit again later"):
+        scheduler.submit([5], **options)
+    scheduler.step()
+    handles.append(scheduler.submit([5], **options))
+    scheduler.step()
+    assert (scheduler.running, scheduler.waiting) == (2, 1), "a third would need 41 tokens of memory"
+    assert [handle.result().finish_reason for handle in handles] == ["length"] * 3
+
+
+def test_what_is_wrong_is_refused_at_once(graph: Engine) -> None:
+    scheduler = graph.scheduler(SchedulerLimits(slots=SLOTS))
+    for ids, options, reason in [
+        ([], {}, "the prompt is empty"),
+        ([5], {"top_k": 3}, "top_k is for a temperature above 0"),
+        ([5], {"compaction_threshold": 0.5}, "compaction_threshold is for a list of prompts"),
+        ([5], {"seed": [1, 2]}, "seed"),
+    ]:
+        with pytest.raises(GenerationError, match=reason):
+            scheduler.submit(ids, **options)
+    assert scheduler.waiting == 0
+
+
+def test_a_request_that_fails_fails_alone(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, bad = PackedBatch.step, 77
+
+    def failing(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
+        if any(bad in np.asarray(ids).tolist() for ids in new.values()):
+            raise GenerationError("no memory for this one")
+        return step(self, new, *rest, **options)
+
+    options = {"mode": "full", "max_new_tokens": 8, "stop_token_ids": []}
+    alone = [graph.generate(prompt, **options) for prompt in ([5], [6, 7])]
+    monkeypatch.setattr(PackedBatch, "step", failing)
+    scheduler = graph.scheduler(SchedulerLimits(slots=SLOTS))
+    one, wrong, other = (scheduler.submit(prompt, **options) for prompt in ([5], [bad], [6, 7]))
+    with pytest.raises(GenerationError, match="no memory for this one"):
+        wrong.result()
+    assert [facts(one.result()), facts(other.result())] == list(map(facts, alone))
+    assert scheduler.running == 0
+
+
+def test_logits_that_are_not_finite_end_one_request(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = PackedBatch.step
+
+    def broken(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
+        results = step(self, new, *rest, **options)
+        return {slot: one._replace(logits=one.logits * np.nan) if slot else one for slot, one in results.items()}
+
+    monkeypatch.setattr(PackedBatch, "step", broken)
+    scheduler = graph.scheduler(SchedulerLimits(slots=2))
+    fine, wrong = (scheduler.submit([5], max_new_tokens=3, mode="full", stop_token_ids=[]) for _ in range(2))
+    assert len(fine.result().tokens) == 3
+    with pytest.raises(GenerationError, match="not finite"):
+        list(wrong)
+
+
+def test_a_thread_does_the_steps_for_many_readers(graph: Engine, mixed: list[float]) -> None:
+    requests = requests_of(graph, mixed, 24, seed=4)
+    alone = [graph.generate(prompt, **options) for prompt, options in requests]
+    found = dict[int, list[int]]()
+    with graph.scheduler(SchedulerLimits(slots=SLOTS)) as scheduler:
+
+        def read(number: int) -> None:
+            prompt, options = requests[number]
+            found[number] = list(scheduler.submit(prompt, **options))
+
+        readers = [threading.Thread(target=read, args=(number,)) for number in range(len(requests))]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    assert [found[number] for number in range(len(requests))] == [one.tokens for one in alone]
+
+
+def test_async_for(graph: Engine, mixed: list[float]) -> None:
+    requests = requests_of(graph, mixed, 12, seed=5)
+    alone = [graph.generate(prompt, **options) for prompt, options in requests]
+
+    async def all_of(scheduler: Scheduler) -> list[list[int]]:
+        async def read(prompt: list[int], options: dict[str, Any]) -> list[int]:
+            return [token async for token in scheduler.submit(prompt, **options)]
+
+        return await asyncio.gather(*[read(*one) for one in requests])
+
+    with graph.scheduler(SchedulerLimits(slots=SLOTS)) as scheduler:
+        assert asyncio.run(all_of(scheduler)) == [one.tokens for one in alone]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_close(graph: Engine, drain: bool) -> None:
+    scheduler = graph.scheduler(SchedulerLimits(slots=1)).start()
+    handles = [scheduler.submit([5], max_new_tokens=40, stop_token_ids=[]) for _ in range(4)]
+    scheduler.close(drain=drain)
+    reasons = [handle.result().finish_reason for handle in handles]
+    assert reasons == ["length"] * 4 if drain else reasons[-1] == "cancelled"
+    with pytest.raises(GenerationError, match="the scheduler is closed"):
+        scheduler.submit([5])
+
+
+def test_readers_hear_of_a_thread_that_fails(
+    graph: Engine, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def failing(self: Any, *rest: Any, **options: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(PackedBatch, "step", failing)
+    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
+    scheduler = graph.scheduler(SchedulerLimits(slots=1)).start()
+    handles = [scheduler.submit([5]) for _ in range(2)]
+    for handle in handles:
+        with pytest.raises(GenerationError, match="the scheduler failed: a defect"):
+            handle.result()
+
+
+def test_a_bundle_without_networks_for_batches_is_refused(graph: Engine, tmp_path: Path) -> None:
+    engine = Engine(graph.bundle, graph.backend)
+    engine.backend = type("Alone", (), {"start_batch": _refused, "provider": "cpu"})()  # type: ignore[assignment]
+    with pytest.raises(GenerationError, match="one sequence at a time"):
+        engine.scheduler(SchedulerLimits(slots=4))
+
+
+def _refused(*options: Any) -> Any:
+    raise GenerationError("the networks of this bundle take one sequence at a time")

@@ -1,0 +1,1 @@
+"""Decodes requests that join, leave and are cancelled between steps."""

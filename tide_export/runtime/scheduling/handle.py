@@ -1,0 +1,107 @@
+"""What a caller holds of a request: its tokens as they come, its result, and the means to cancel it."""
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tide_export.errors import GenerationError
+from tide_export.runtime.decoding.generation import FinishReason, Generation
+
+if TYPE_CHECKING:
+    from tide_export.runtime.scheduling.job import Job
+
+END = None  # after the last tokens
+
+
+class RequestHandle(Iterator[int], AsyncIterator[int]):
+    """A submitted request. Iterating gives its tokens as they are made; `async for` does too.
+
+    Any thread may use it, one at a time.
+
+    Attributes:
+        tokens: made so far.
+        error: why it failed; None while it has not.
+    """
+
+    def __init__(self, job: "Job", drive: Callable[[], bool]) -> None:
+        """`drive` does a step, or returns False where a thread of the scheduler does them."""
+        self._job, self._drive = job, drive
+        self._queue = queue.SimpleQueue[list[int] | None]()
+        self._ready: list[int] = []
+        self._listener: Callable[[], Any] | None = None
+        self._ended = False
+        self.tokens: list[int] = []
+        self.error: GenerationError | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None until it has ended."""
+        return self._job.progress.finish_reason
+
+    def cancel(self) -> None:
+        """Ends the request before the next step; its tokens so far stay. Does nothing after its end."""
+        self._job.cancelled = True
+
+    def result(self) -> Generation:
+        """Waits for the end.
+
+        Raises:
+            GenerationError: the request failed.
+        """
+        for _ in self:
+            pass
+        return self._job.progress.finished()
+
+    def __next__(self) -> int:
+        while not self._ready:
+            if self._ended:
+                if self.error is not None:
+                    raise self.error
+                raise StopIteration
+            self._wait()
+        return self._ready.pop(0)
+
+    async def __anext__(self) -> int:
+        while not self._ready:
+            if self._ended:
+                if self.error is not None:
+                    raise self.error
+                raise StopAsyncIteration
+            await self._wait_async()
+        return self._ready.pop(0)
+
+    def _wait(self) -> None:
+        while True:
+            try:
+                self._take(self._queue.get_nowait())
+                return
+            except queue.Empty:
+                if not self._drive():
+                    self._take(self._queue.get())
+                    return
+
+    async def _wait_async(self) -> None:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        self._listener = lambda: loop.call_soon_threadsafe(done.set)
+        try:
+            self._take(self._queue.get_nowait())
+            return
+        except queue.Empty:
+            await done.wait()
+        self._take(self._queue.get_nowait())
+
+    def _take(self, tokens: list[int] | None) -> None:
+        if tokens is END:
+            self._ended = True
+        else:
+            self._ready += tokens
+
+    def put(self, tokens: list[int] | None) -> None:
+        """Called by the scheduler: new tokens, or the end."""
+        if tokens:
+            self.tokens += tokens
+        self._queue.put(tokens)
+        listener = self._listener
+        if listener is not None:
+            listener()
