@@ -1,8 +1,10 @@
 """Requests that join, leave and are cancelled at random: each gets the tokens that it gets alone, on every engine."""
 
 import asyncio
+import gc
 import random
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,19 @@ def test_a_request_ends_at_its_timeout(graph: Engine) -> None:
     fine = scheduler.submit([5], max_new_tokens=3, stop_token_ids=[], timeout=600.0)
     assert late.result().finish_reason == "timeout"
     assert fine.result().finish_reason == "length"
+
+
+def test_what_has_ended_holds_no_memory(graph: Engine) -> None:
+    scheduler = graph.scheduler(SchedulerLimits(slots=1))
+    handles = [scheduler.submit([5], max_new_tokens=3, stop_token_ids=[]) for _ in range(2)]
+    scheduler.step()
+    (sequence,) = scheduler._batch.sequences.values()
+    buffers = weakref.ref(sequence)
+    del sequence
+    handles[0].result()
+    handles[1].result()
+    gc.collect()
+    assert buffers() is None
 
 
 def test_queue_and_memory_are_bounded(graph: Engine) -> None:

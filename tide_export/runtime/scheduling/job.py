@@ -51,6 +51,11 @@ class Job:
         self.slot, self._state, self._decoder = slot, state, self._make_decoder(state)
         self._next_block()
 
+    def end(self) -> None:
+        """Frees what it has in its slot, the K/V buffers among it: a caller may keep the handle for long."""
+        self.slot = None
+        del self._state, self._decoder, self._block, self._step
+
     @property
     def verifies(self) -> bool:
         return self._decoder.verifies

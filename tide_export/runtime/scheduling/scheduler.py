@@ -272,5 +272,5 @@ class Scheduler:
         else:
             del self._running[job.slot]
             self._batch.leave(job.slot)
-            job.slot = None
+            job.end()
         handle.put(END)
