@@ -175,6 +175,37 @@ def test_what_is_wrong_is_refused_at_once(graph: Engine) -> None:
     assert scheduler.waiting == 0
 
 
+@pytest.mark.parametrize("limits", [{"slots": 0}, {"prompt_tokens": 3}, {"waiting": 0}, {"kv_tokens": 1.5}])
+def test_limits_that_let_nothing_through_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(GenerationError, match=next(iter(limits))):
+        SchedulerLimits(**limits)
+
+
+def test_a_prompt_is_divided_at_the_smallest_limit(engine: Engine) -> None:
+    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS, prompt_tokens=4))
+    options = {"mode": "full", "max_new_tokens": 2, "stop_token_ids": []}
+    prompts = [list(range(size)) for size in range(1, 12)]
+    handles = [scheduler.submit(prompt, **options) for prompt in prompts]
+    assert [one.result().tokens for one in handles] == [engine.generate(p, **options).tokens for p in prompts]
+
+
+def test_a_slot_that_cannot_be_taken_fails_its_request_alone(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, calls = PackedBatch.join, []
+
+    def failing(self: Any, *rule: Any) -> int:
+        calls.append(rule)
+        if len(calls) == 2:
+            raise GenerationError("the device failed")
+        return join(self, *rule)
+
+    monkeypatch.setattr(PackedBatch, "join", failing)
+    scheduler = graph.scheduler(SchedulerLimits(slots=SLOTS))
+    first, second, third = (scheduler.submit([5], max_new_tokens=3, stop_token_ids=[]) for _ in range(3))
+    with pytest.raises(GenerationError, match="the device failed"):
+        second.result()
+    assert first.result().tokens == third.result().tokens
+
+
 def test_a_request_that_fails_fails_alone(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     step, bad = PackedBatch.step, 77
 

@@ -29,8 +29,10 @@ from tide_export.runtime.request import check_prompt, decoder_of, resolve, singl
 from tide_export.runtime.scheduling.handle import END, RequestHandle
 from tide_export.runtime.scheduling.job import Job, in_order
 from tide_export.runtime.sequence import Batch, StepResult
+from tide_export.values import whole_number
 
 PROMPT_TOKENS = 512
+MIN_PROMPT_TOKENS = 4  # with fewer a prompt of a bundle that propagates could not be divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,20 @@ class SchedulerLimits:
         waiting: requests in the queue; None: any number.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
             any number.
+
+    Raises:
+        GenerationError: one is not a whole number, or too small.
     """
 
     slots: int = 8
     prompt_tokens: int = PROMPT_TOKENS
     waiting: int | None = None
     kv_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("slots", 1), ("prompt_tokens", MIN_PROMPT_TOKENS), ("waiting", 1), ("kv_tokens", 1)):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), minimum=minimum)
 
 
 class Scheduler:
@@ -208,7 +218,12 @@ class Scheduler:
             held += job.reserved
             with self._changed:
                 self._waiting.popleft()
-            slot = self._batch.join(job.request.thresholds, job.request.max_pending)
+            try:
+                slot = self._batch.join(job.request.thresholds, job.request.max_pending)
+            except GenerationError as error:  # the device failed
+                handle.error = error
+                handle.put(END)
+                continue
             job.begin(slot, self._batch.sequences[slot])
             self._running[slot] = (job, handle)
 
