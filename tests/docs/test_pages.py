@@ -24,7 +24,10 @@ PARSED_ONLY = {
     "model.Q4_K_M.gguf": "made by tests/model/test_gguf.py",
     "out/int4": "run by tests/quantize: quantized blocks are traced anew each time",
 }
-ELSEWHERE = {"tide-export export demo/demo-llama -o out/demo": "the slow test of demo/run.sh"}
+ELSEWHERE = {
+    "tide-export export demo/demo-llama -o out/demo": "the slow test of demo/run.sh",
+    "tide-export serve": "tests/serving: it runs until it is told to stop",
+}
 PYTHON_ELSEWHERE = {"adapters.md": "tests/model/test_structure.py"}
 # The same commands with less to do: of an option that is given twice the last one counts.
 LESS_TEXT = [
@@ -141,7 +144,7 @@ def check_command(words: list[str]) -> None:
     elif "tide_generate" in " ".join(words):
         check_options(words, ROOT / "cpp" / "examples" / "options.cpp")
     else:
-        exists = program in ("sh", "python", "git", "ctest") or (ROOT / program).exists()
+        exists = program in ("sh", "python", "git", "ctest", "curl") or (ROOT / program).exists()
         assert exists, f"{program}: what is to be known of it?"
 
 

@@ -36,6 +36,8 @@ from tide_export.runtime.sequence import ROOM, Backend, Batch, SingleSequence
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.values import whole_number
 
+LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step, as in C++: nobody waits for a token of it
+
 
 def load(
     bundle: str | os.PathLike[str],
@@ -169,7 +171,7 @@ class Engine:
         checked = [check_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
         share = resolve(self.bundle, config, batched=True, auto=self.auto).compaction_threshold
         configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds(config, len(checked))]
-        scheduler = self.scheduler(SchedulerLimits(slots=len(checked)), share)
+        scheduler = self.scheduler(SchedulerLimits(slots=len(checked), prompt_tokens=LIST_PROMPT_TOKENS), share)
         handles = [scheduler.submit(prompt, one) for prompt, one in zip(checked, configs, strict=True)]
         return [handle.result() for handle in handles]
 

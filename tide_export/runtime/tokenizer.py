@@ -86,17 +86,40 @@ class BundleTokenizer:
         ends in an incomplete character waits for the next token. Bytes that are incomplete when the tokens end come out
         as U+FFFD, as in a decoding of the whole.
         """
-        ids = list(prompt)
-        start, shown = _window_start(self, ids), len(ids)  # ids[start:shown] were yielded; they give the context
+        text = TextStream(self, prompt)
         for token in tokens:
-            ids.append(token)
-            before, after = self.decode(ids[start:shown]), self.decode(ids[start:])
-            if len(after) > len(before) and not after.endswith(REPLACEMENT):
-                yield after[len(before) :]
-                start, shown = shown, len(ids)
-        before, after = self.decode(ids[start:shown]), self.decode(ids[start:])
-        if len(after) > len(before):
-            yield after[len(before) :]
+            if piece := text.push(token):
+                yield piece
+        if piece := text.finish():
+            yield piece
+
+
+class TextStream:
+    """Converts token ids to text as they arrive; see `BundleTokenizer.stream`."""
+
+    def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int]) -> None:
+        """Nothing came after `prompt` yet."""
+        self._tokenizer, self._ids = tokenizer, list(prompt)
+        # ids[start:shown] were returned; they give the context
+        self._start, self._shown = _window_start(tokenizer, self._ids), len(self._ids)
+
+    def push(self, token: int) -> str:
+        """The text that a token completes, often "" in the middle of a character."""
+        self._ids.append(token)
+        text = self._new()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        """What is left when the tokens end; bytes of an incomplete character come out as U+FFFD."""
+        return self._new()
+
+    def _new(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._start : self._shown])
+        after = self._tokenizer.decode(self._ids[self._start :])
+        return after[len(before) :]
 
 
 def _window_start(tokenizer: BundleTokenizer, ids: Sequence[int]) -> int:

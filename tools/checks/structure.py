@@ -27,7 +27,7 @@ FLOORS = (
     ("config", "files", "thresholds"),
     ("bundle",),
     ("runtime",),
-    ("model",),
+    ("model", "serving"),
     ("data",),
     ("quantize", "routers"),
     ("trace",),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import FinishReason, Generation
+from tide_export.runtime.decoding.stats import ExitStats
 
 if TYPE_CHECKING:
     from tide_export.runtime.scheduling.job import Job
@@ -38,6 +39,11 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
     def finish_reason(self) -> FinishReason | None:
         """None until it has ended."""
         return self._job.progress.finish_reason
+
+    @property
+    def stats(self) -> ExitStats:
+        """Of the tokens made so far."""
+        return self._job.progress.stats
 
     def cancel(self) -> None:
         """Ends the request before the next step; its tokens so far stay. Does nothing after its end."""

@@ -29,7 +29,7 @@ from tide_export.runtime.request import check_prompt, decoder_of, resolve, singl
 from tide_export.runtime.scheduling.handle import END, RequestHandle
 from tide_export.runtime.scheduling.job import Job, in_order
 from tide_export.runtime.sequence import Batch, StepResult
-from tide_export.values import whole_number
+from tide_export.values import real_number, whole_number
 
 PROMPT_TOKENS = 512
 MIN_PROMPT_TOKENS = 4  # with fewer a prompt of a bundle that propagates could not be divided
@@ -42,7 +42,7 @@ class SchedulerLimits:
     Attributes:
         slots: requests decoded at the same time; no more than `Engine.max_batch_size`.
         prompt_tokens: tokens of prompts read in one step: how long those that write may wait for those that read.
-        waiting: requests in the queue; None: any number.
+        waiting: requests in the queue beyond those for which a slot is free; None: any number.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
             any number.
 
@@ -113,7 +113,7 @@ class Scheduler:
             request,
             Progress(manifest, prompt, config.max_new_tokens, request.stop),
             partial(decoder_of, manifest, sampler, request.stop, request.drafts),
-            None if timeout is None else time.monotonic() + timeout,
+            None if timeout is None else time.monotonic() + real_number("timeout", timeout),
         )
         room = self.limits.kv_tokens
         if room is not None and job.reserved > room:
@@ -124,8 +124,9 @@ class Scheduler:
         with self._changed:
             if self._closing:
                 raise GenerationError("the scheduler is closed: it takes no more requests")
-            if self.limits.waiting is not None and len(self._waiting) >= self.limits.waiting:
-                raise QueueFullError(f"{self.limits.waiting} requests are waiting already: submit again later")
+            allowed = self.limits.waiting
+            if allowed is not None and len(self._waiting) >= allowed + self.limits.slots - len(self._running):
+                raise QueueFullError(f"{allowed} requests are waiting already: submit again later")
             self._waiting.append((job, handle))
             self._changed.notify_all()
         return handle

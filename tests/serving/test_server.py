@@ -1,0 +1,307 @@
+"""The server over real HTTP: OpenAI's own client gets the engine's tokens, and what is wrong is one error."""
+
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.serving.app import build_app
+from tide_export.serving.config import ServerConfig
+from tide_export.serving.service import Service
+
+KEY = "secret"
+PROMPT = "def read_lines(path):"
+GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 24, "extra_body": {"mode": "full"}}
+
+
+class Running:
+    """A server in a thread, and its clients."""
+
+    def __init__(self, bundle: Path, **config: Any) -> None:
+        options = {"model_name": "demo", "api_key": KEY, "slots": 3, "waiting": 4, "body_bytes": 20_000} | config
+        self.service = Service(load(bundle, provider="cpu", threads=1), ServerConfig(**options))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self._server = uvicorn.Server(uvicorn.Config(build_app(self.service), port=self.port, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        address = f"http://127.0.0.1:{self.port}"
+        self.openai = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
+        self.http = httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def idle(self) -> bool:
+        """Whether nothing runs, after waiting a little for it."""
+        for _ in range(500):
+            if not (self.service.scheduler.running or self.service.scheduler.waiting):
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@pytest.fixture(scope="module")
+def chat_bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "demo"
+    shutil.copytree(demo_bundle, folder)
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(chat_bundle: Path) -> Iterator[Running]:
+    running = Running(chat_bundle)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def engine(chat_bundle: Path) -> Engine:
+    return load(chat_bundle, provider="cpu", threads=1)
+
+
+def text_of(engine: Engine, ids: list[int], **options: Any) -> str:
+    tokens = engine.generate(ids, **options).tokens
+    return "".join(BundleTokenizer(engine.bundle).stream(ids, tokens))
+
+
+def test_a_completion_is_the_engine_s_text(server: Running, engine: Engine) -> None:
+    ids = BundleTokenizer(engine.bundle).encode(PROMPT)
+    expected = text_of(engine, ids, max_new_tokens=24, mode="full")
+    for prompt in (PROMPT, ids):
+        done = server.openai.completions.create(prompt=prompt, **GREEDY)
+        assert (done.choices[0].text, done.choices[0].finish_reason) == (expected, "length")
+        assert done.usage is not None
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids), 24)
+    events = list(
+        server.openai.completions.create(prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **GREEDY)
+    )
+    assert "".join(event.choices[0].text for event in events if event.choices) == expected
+    assert events[-1].usage is not None
+    assert events[-1].usage.total_tokens == len(ids) + 24
+    assert [event.choices[0].finish_reason for event in events if event.choices][-1] == "length"
+
+
+def test_choices_and_several_prompts(server: Running, engine: Engine) -> None:
+    prompts, options = ["import os", "def main():"], {"model": "demo", "max_tokens": 8, "temperature": 0.8, "seed": 3}
+    mode: dict[str, Any] = {"extra_body": {"mode": "full", "top_k": 50}}
+    done = server.openai.completions.create(prompt=prompts, n=2, **options, **mode)
+    tokenizer, expected = BundleTokenizer(engine.bundle), []
+    for prompt in prompts:
+        for seed in (3, 4):
+            more = {"temperature": 0.8, "top_k": 50, "seed": seed}
+            expected.append(text_of(engine, tokenizer.encode(prompt), max_new_tokens=8, mode="full", **more))
+    assert [choice.text for choice in done.choices] == expected
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    streamed = ["", "", "", ""]
+    for event in server.openai.completions.create(prompt=prompts, n=2, stream=True, **options, **mode):
+        streamed[event.choices[0].index] += event.choices[0].text
+    assert streamed == expected
+
+
+def test_a_conversation(server: Running, engine: Engine) -> None:
+    parts: list[Any] = [
+        {"role": "user", "content": [{"type": "text", "text": "List "}, {"type": "text", "text": "files"}]}
+    ]
+    ids = BundleTokenizer(engine.bundle).encode_plain("# user: List files\n# assistant:")
+    expected = text_of(engine, ids, max_new_tokens=12, mode="full")
+    options = GREEDY | {"max_tokens": None, "max_completion_tokens": 12}
+    done = server.openai.chat.completions.create(messages=parts, **options)
+    assert done.choices[0].message.content == expected
+    events = server.openai.chat.completions.create(messages=parts, stream=True, **options)
+    pieces = [event.choices[0].delta for event in events]
+    assert pieces[0].role == "assistant"
+    assert "".join(piece.content or "" for piece in pieces) == expected
+
+
+def test_stop_strings_end_the_text_before_them(server: Running) -> None:
+    whole = server.openai.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+    for stop in (whole[9:13], ["never", whole[20:23]]):
+        first = min(whole.find(one) for one in ([stop] if isinstance(stop, str) else stop) if one in whole)
+        done = server.openai.completions.create(prompt=PROMPT, stop=stop, **GREEDY).choices[0]
+        assert (done.text, done.finish_reason) == (whole[:first], "stop")
+        events = server.openai.completions.create(prompt=PROMPT, stop=stop, stream=True, **GREEDY)
+        assert "".join(event.choices[0].text for event in events) == whole[:first]
+    assert server.idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        (b"{bad", 400, "the body is no JSON"),
+        (b"[1, 2]", 400, "Input should be"),
+        ({"prompt": "a"}, 400, "model: Field required"),
+        ({"model": "other", "prompt": "a"}, 404, "there is no model 'other' here, but 'demo'"),
+        ({"model": "demo", "prompt": ""}, 400, "the prompt is empty"),
+        ({"model": "demo", "prompt": [99999]}, 400, "outside the vocabulary"),
+        ({"model": "demo", "prompt": [1] * 1024}, 400, "the model's context of 1024 leaves no room"),
+        ({"model": "demo", "prompt": "a", "top_p": 3}, 400, "top_p: Input should be less than or equal to 1"),
+        ({"model": "demo", "prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater"),
+        ({"model": "demo", "prompt": "a", "presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+        ({"model": "demo", "prompt": "a", "mode": "full", "threshold": 0.5}, 400, "threshold is for modes"),
+        ({"model": "demo", "prompt": "a", "stop": [""]}, 400, "stop"),
+        ({"model": "demo", "prompt": "a" * 30_000}, 413, "more than 20000 bytes"),
+    ],
+)
+def test_what_is_wrong_is_one_error(server: Running, body: Any, status: int, reason: str) -> None:
+    answer = server.http.post("/v1/completions", content=body if isinstance(body, bytes) else json.dumps(body))
+    assert answer.status_code == status
+    assert reason in answer.json()["error"]["message"]
+    assert server.idle()
+
+
+def test_what_conversations_are_refused(server: Running, demo_bundle: Path) -> None:
+    for messages, reason in (([], "messages"), ([{"role": "robot", "content": "x"}], "messages.0.role")):
+        answer = server.http.post("/v1/chat/completions", json={"model": "demo", "messages": messages})
+        assert answer.status_code == 400
+        assert reason in answer.json()["error"]["message"]
+    service = Service(load(demo_bundle, provider="cpu", threads=1), ServerConfig())
+    assert "takes no conversations" in service._no_template
+
+
+def test_paths_keys_and_health(server: Running) -> None:
+    bare = f"http://127.0.0.1:{server.port}"
+    answer = httpx.get(f"{bare}/v1/models")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+    assert [model.id for model in server.openai.models.list()] == ["demo"]
+    assert httpx.get(f"{bare}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{bare}/ready").json() == {"status": "ready"}
+    for method, path in (("GET", "/v1/nothing"), ("GET", "/v1/completions")):
+        answer = server.http.request(method, path)
+        assert answer.status_code in (404, 405)
+        assert "here" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_frees_its_slot(server: Running) -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 900, "temperature": 0}
+    with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+        next(stream.iter_lines())
+    assert server.idle()
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/v1/completions", json=body, timeout=0.2)
+    assert server.idle()
+
+
+def test_a_full_queue_is_429(server: Running) -> None:
+    scheduler = server.service.scheduler
+    handles = [scheduler.submit([5], max_new_tokens=900, mode="full", stop_token_ids=[]) for _ in range(7)]
+    answer = server.http.post("/v1/completions", json={"model": "demo", "prompt": "x", "n": 3})
+    assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+    assert "submit again later" in answer.json()["error"]["message"]
+    for handle in handles:
+        handle.cancel()
+    assert server.idle()
+
+
+def test_many_clients_get_their_own_text(server: Running, engine: Engine) -> None:
+    tokenizer, prompts = BundleTokenizer(engine.bundle), [f"def f{number}(x):" for number in range(6)]
+    expected = [text_of(engine, tokenizer.encode(one), max_new_tokens=24, mode="full") for one in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda one: server.openai.completions.create(prompt=one, **GREEDY), prompts))
+    assert [one.choices[0].text for one in found] == expected
+
+
+def test_metrics_count(server: Running) -> None:
+    def value(name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", server.http.get("/metrics").text, re.M)
+        return float(found[1]) if found else 0.0
+
+    names = ['tide_requests_total{path="/v1/completions",status="200"}', "tide_prompt_tokens_total"]
+    names += [
+        'tide_tokens_total{layer="12"}',
+        "tide_first_token_seconds_count",
+        'tide_generations_total{reason="length"}',
+    ]
+    before = [value(name) for name in names]
+    done = server.openai.completions.create(prompt=PROMPT, **GREEDY)
+    assert done.usage is not None
+    after = [value(name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, done.usage.prompt_tokens, 24, 1, 1]
+    assert value('tide_layer_passes_total{kind="run"}') > 0
+
+
+def test_rates_are_limited_by_client(chat_bundle: Path) -> None:
+    running = Running(chat_bundle, requests_per_minute=2)
+    try:
+        statuses = [running.http.get("/v1/models").status_code for _ in range(3)]
+        assert statuses == [200, 200, 429]
+        answer = running.http.get("/v1/models")
+        assert 1 <= int(answer.headers["Retry-After"]) <= 31
+        assert running.http.get("/health").status_code == 200
+    finally:
+        running.stop()
+
+
+def test_a_request_that_takes_too_long_is_504(chat_bundle: Path) -> None:
+    running = Running(chat_bundle, request_seconds=0.05)
+    try:
+        answer = running.http.post(
+            "/v1/completions", json={"model": "demo", "prompt": "x", "max_tokens": 900, "temperature": 0}
+        )
+        assert answer.status_code == 504
+        assert "took longer than 0.05 s" in answer.json()["error"]["message"]
+    finally:
+        running.stop()
+
+
+def test_the_command_serves_and_drains(chat_bundle: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    line = ["-m", "tide_export.cli.main", "serve", str(chat_bundle), "--port", port, "--threads", "1", "--json"]
+    process = subprocess.Popen([sys.executable, *line], stderr=subprocess.PIPE, text=True)
+    try:
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        for _ in range(600):
+            try:
+                assert client.get("/health").status_code == 200
+                break
+            except httpx.ConnectError:
+                assert process.poll() is None
+                time.sleep(0.05)
+        body = {"model": "demo", "prompt": "x", "max_tokens": 200, "temperature": 0, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]", "what runs is answered to its end"
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+    logged = [json.loads(line) for line in process.communicate()[1].splitlines() if line.startswith("{")]
+    assert any(one.get("path") == "/v1/completions" and one["status"] == 200 for one in logged)
+
+
+def test_a_bundle_that_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
+    line = ["-m", "tide_export.cli.main", "serve"]
+    for arguments, reason in (
+        ([str(tmp_path)], "error"),
+        ([str(tmp_path), "--slots", "0"], "--slots: Input should be greater than or equal to 1"),
+    ):
+        done = subprocess.run([sys.executable, *line, *arguments], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert reason in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1

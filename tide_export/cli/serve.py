@@ -1,0 +1,77 @@
+"""The command `tide-export serve`: its options, from the fields of `ServerConfig`."""
+
+import argparse
+import json
+import logging
+import sys
+from argparse import Namespace
+
+from tide_export.cli.fields import field_option
+from tide_export.errors import ConfigError
+
+PACKAGES = ("pydantic", "fastapi", "uvicorn", "prometheus_client")
+
+
+def add_serve_options(parser: argparse.ArgumentParser, config: bool) -> None:
+    """Adds the options; with `config` those of `ServerConfig` too, which needs pydantic."""
+    parser.add_argument("bundle", metavar="BUNDLE")
+    if not config:
+        return
+    from tide_export.serving.config import ServerConfig
+
+    group = parser.add_argument_group("server (defaults in parentheses)")
+    for name, field in ServerConfig.model_fields.items():
+        option = field_option(name, field)
+        if option.get("metavar") == "SPEC":
+            option["metavar"] = "TEXT"
+        group.add_argument(f"--{name.replace('_', '-')}", dest=name, **option)
+
+
+def run_serve(options: Namespace) -> int:
+    """Serves until it is told to stop."""
+    from pydantic import ValidationError
+
+    from tide_export.serving.config import ServerConfig
+
+    given = {name: value for name, value in vars(options).items() if name in ServerConfig.model_fields}
+    try:
+        config = ServerConfig(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+    try:
+        from tide_export.serving.app import serve
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        raise ConfigError(f"serving needs the package {error.name!r}: pip install 'tide_export[serve]'") from None
+    _log(options)
+    serve(
+        options.bundle,
+        config,
+        provider=options.provider or "auto",
+        threads=options.threads,
+        verify=options.verify,
+        plugins=options.plugins,
+    )
+    return 0
+
+
+def _log(options: Namespace) -> None:
+    """Sends what the server and uvicorn log to stderr, as lines of text or JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if options.json else logging.Formatter("%(asctime)s %(message)s"))
+    for name in ("tide_export.serving", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.WARNING if options.quiet else logging.INFO)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object; what its `fields` hold are fields of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        about = {"time": self.formatTime(record), "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            about["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(about | getattr(record, "fields", {}))

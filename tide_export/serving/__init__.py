@@ -1,0 +1,1 @@
+"""Serves a bundle over HTTP, as OpenAI's API."""

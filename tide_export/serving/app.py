@@ -1,0 +1,161 @@
+"""The HTTP server: OpenAI's paths, health and metrics.
+
+`build_app` makes an ASGI application of a `Service`, for uvicorn and for anything else that runs one; `serve` is the
+command line's.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from tide_export.errors import ConfigError
+from tide_export.runtime.engine import load
+from tide_export.serving.answers import Answer
+from tide_export.serving.config import ServerConfig
+from tide_export.serving.guard import Guard, answer
+from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest
+from tide_export.serving.service import Service, cancel
+
+R = TypeVar("R")
+
+
+def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
+    """Serves a bundle until SIGTERM or SIGINT: then it takes no more requests, and ends when those it has have ended.
+
+    Args:
+        loading: arguments of `load`.
+
+    Raises:
+        TideError: the bundle cannot be loaded or served.
+    """
+    import uvicorn
+
+    config = config if config.api_key else config.model_copy(update={"api_key": os.environ.get("TIDE_API_KEY") or None})
+    service = Service(load(bundle, **loading), config)
+    how = uvicorn.Config(
+        build_app(service),
+        host=config.host,
+        port=config.port,
+        timeout_graceful_shutdown=int(config.drain_seconds),
+        log_config=None,
+        access_log=False,
+    )
+    server = uvicorn.Server(how)
+    # uvicorn's own handlers would end the process by the signal, after everything has ended as it should.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.handle_exit)
+    server.run()
+    if not server.started:  # uvicorn has logged why
+        raise ConfigError(f"cannot listen on {config.host} port {config.port}")
+
+
+def build_app(service: Service) -> FastAPI:
+    """The application; its scheduler runs while the application does."""
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        service.scheduler.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.scheduler.close, drain=False)
+
+    app = FastAPI(title="tide_export", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
+    app.add_middleware(Guard, config=service.config, metrics=service.metrics)
+
+    @app.exception_handler(ApiError)
+    async def refuse(request: Request, error: ApiError) -> JSONResponse:
+        return answer(error)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        status = getattr(error, "status_code", 404)
+        return answer(ApiError(status, f"there is no {request.method} {request.url.path} here", "not_found_error"))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        full = service.scheduler.waiting >= service.config.waiting
+        return JSONResponse({"status": "queue full" if full else "ready"}, 503 if full else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "tide_export"}
+        return {"object": "list", "data": [model]}
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _answer(service, request, await _read(request, CompletionRequest))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _answer(service, request, await _read(request, ChatRequest))
+
+    return app
+
+
+B = TypeVar("B", CompletionRequest, ChatRequest)
+
+
+async def _read(request: Request, form: type[B]) -> B:
+    """The request's body. Raises ApiError: it is no JSON, or not of this form."""
+    try:
+        return form.model_validate(json.loads(await request.body()))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"]) from None
+
+
+async def _answer(service: Service, http: Request, request: CompletionRequest | ChatRequest) -> Response:
+    prompts = await asyncio.to_thread(service.prompts, request)
+    choices = []
+    try:
+        for prompt in prompts:
+            choices += [(prompt, handle) for handle in service.submit(request, prompt)]
+    except ApiError:
+        cancel([handle for _, handle in choices])
+        raise
+    made = Answer(service, request, prompts, choices)
+    if request.stream:
+        return StreamingResponse(made.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return JSONResponse(await _unless_gone(http, made.whole()))
+
+
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, R]) -> R:
+    """The result of `work`, which is cancelled when the client leaves."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has gone")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,78 @@
+"""Renders a conversation by the chat template that a bundle holds, as transformers' `apply_chat_template` does."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tide_export.errors import BundleError, GenerationError, first_line
+from tide_export.values import parse_json
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class ChatTemplate:
+    """The chat template of one bundle."""
+
+    def __init__(self, folder: Path) -> None:
+        """Compiles the one in a bundle's folder.
+
+        Raises:
+            BundleError: the bundle has none, or it cannot be compiled.
+        """
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        path = folder / TEMPLATE_FILE
+        try:
+            source = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise BundleError(
+                f"bundle {folder} has no {TEMPLATE_FILE}: its model takes no conversations, so give text to "
+                "/v1/completions"
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise BundleError(f"cannot read {path}: {first_line(error)}") from error
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise BundleError(f"'{path}' is not a usable chat template: {first_line(error)}") from error
+        self._tokens = _special_tokens(folder)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt for the assistant's next message.
+
+        Raises:
+            GenerationError: the template refuses the messages.
+        """
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except Exception as error:  # Jinja's own, and whatever a template's expressions raise
+            raise GenerationError(f"the chat template refuses the messages: {first_line(error)}") from error
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    path = folder / CONFIG_FILE
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BundleError(f"cannot read {path}: {first_line(error)}") from error
+    found = {name: config.get(name) for name in SPECIAL_TOKENS} if isinstance(config, dict) else {}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

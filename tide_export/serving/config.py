@@ -1,0 +1,23 @@
+"""The options of the server."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ServerConfig(BaseModel):
+    """How a bundle is served."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any that is free")
+    model_name: str | None = Field(None, description="name of the model in requests; by default the bundle's folder")
+    api_key: str | None = Field(None, min_length=1, description="asked of every request to /v1 (TIDE_API_KEY)")
+    slots: int = Field(8, ge=1, description="requests decoded at the same time")
+    waiting: int = Field(64, ge=1, description="requests that may wait; one more is answered 429")
+    prompt_tokens: int = Field(512, ge=4, description="tokens of prompts read in one step")
+    kv_tokens: int | None = Field(None, ge=1, description="tokens of K/V memory of all requests that are decoded")
+    max_tokens: int = Field(1024, ge=1, description="of an answer, where a request asks for no number")
+    request_seconds: float = Field(600.0, gt=0.0, description="after which a request is ended")
+    body_bytes: int = Field(1 << 20, ge=1024, description="of a request at most; more is answered 413")
+    requests_per_minute: int | None = Field(None, ge=1, description="of one client (API key or address); more: 429")
+    drain_seconds: float = Field(30.0, ge=0.0, description="for requests to end in after SIGTERM")

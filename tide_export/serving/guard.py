@@ -1,0 +1,103 @@
+"""What a request must pass before it is read: its size, its API key, its client's rate; and what is counted of it."""
+
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from tide_export.serving.config import ServerConfig
+from tide_export.serving.metrics import Metrics
+from tide_export.serving.protocol import ApiError
+
+logger = logging.getLogger("tide_export.serving")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+MAX_CLIENTS = 10_000  # whose rate is remembered
+
+
+class Guard:
+    """ASGI middleware around the whole server."""
+
+    def __init__(self, app: App, config: ServerConfig, metrics: Metrics) -> None:
+        self._app, self._config, self._metrics = app, config, metrics
+        self._allowance = dict[str, tuple[float, float]]()  # of each client: requests left, at that time
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request that does not pass, and hands on the others."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 0
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+            if scope["path"].startswith("/v1/"):
+                self._check_key(headers)
+                self._check_rate(headers, scope)
+            await self._app(scope, self._bounded(headers, receive), counted)
+        except ApiError as error:
+            await answer(error)(scope, receive, counted)
+        finally:
+            seconds = time.perf_counter() - started
+            known = scope.get("route")
+            path = known.path if known is not None else "other"
+            self._metrics.requests.labels(path, str(status)).inc()
+            fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
+            logger.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})
+
+    def _check_key(self, headers: dict[str, str]) -> None:
+        key = self._config.api_key
+        given = headers.get("authorization", "")
+        if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            raise ApiError(401, "give the server's API key: Authorization: Bearer KEY", "authentication_error")
+
+    def _check_rate(self, headers: dict[str, str], scope: Scope) -> None:
+        """Takes one from the client's allowance, which grows to `requests_per_minute` at most."""
+        limit = self._config.requests_per_minute
+        if limit is None:
+            return
+        client = headers.get("authorization") or (scope.get("client") or ("",))[0]
+        now = time.monotonic()
+        left, at = self._allowance.get(client, (float(limit), now))
+        left = min(limit, left + (now - at) * limit / 60)
+        if left < 1:
+            raise ApiError(
+                429, f"{limit} requests a minute are allowed", "rate_limit_error", 1 + int((1 - left) * 60 / limit)
+            )
+        self._allowance[client] = (left - 1, now)
+        if len(self._allowance) > MAX_CLIENTS:
+            self._allowance = {client: self._allowance[client]}
+
+    def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
+        """`receive`, which refuses a body of more than `body_bytes`."""
+        limit, seen = self._config.body_bytes, 0
+        if headers.get("content-length", "0").isdigit() and int(headers.get("content-length", "0")) > limit:
+            raise ApiError(413, f"the request has more than {limit} bytes")
+
+        async def bounded() -> MutableMapping[str, Any]:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > limit:
+                raise ApiError(413, f"the request has more than {limit} bytes")
+            return message
+
+        return bounded
+
+
+def answer(error: ApiError) -> JSONResponse:
+    """The HTTP response of an error."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse(error.body(), error.status, headers)

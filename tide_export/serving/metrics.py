@@ -1,0 +1,49 @@
+"""What the server counts, in Prometheus' form."""
+
+from collections import Counter as Counts
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tide_export.runtime.decoding.stats import ExitStats
+from tide_export.runtime.scheduling.scheduler import Scheduler
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """Counters and histograms of one server; each has a registry of its own."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._registry = CollectorRegistry()
+        own: dict[str, Any] = {"registry": self._registry}
+        self.requests = Counter("tide_requests", "Requests, by path and HTTP status.", ["path", "status"], **own)
+        self._ended = Counter("tide_generations", "Generations that ended, by reason.", ["reason"], **own)
+        self._prompt = Counter("tide_prompt_tokens", "Tokens of prompts.", **own)
+        self._tokens = Counter("tide_tokens", "Tokens generated, by the layers they were made after.", ["layer"], **own)
+        self._layers = Counter("tide_layer_passes", "Layer passes of generated tokens.", ["kind"], **own)
+        self._drafts = Counter("tide_drafts", "Drafts of lossless mode.", ["kind"], **own)
+        self.first_token = Histogram(
+            "tide_first_token_seconds", "From the request to its first token.", buckets=SECONDS, **own
+        )
+        self._per_token = Histogram("tide_token_seconds", "Time a token after the first.", buckets=SECONDS, **own)
+        Gauge("tide_requests_running", "Requests with a slot.", **own).set_function(lambda: scheduler.running)
+        Gauge("tide_requests_waiting", "Requests in the queue.", **own).set_function(lambda: scheduler.waiting)
+
+    def ended(self, reason: str, stats: ExitStats) -> None:
+        """Counts a generation that has ended."""
+        self._ended.labels(reason).inc()
+        self._prompt.inc(stats.prompt_tokens)
+        for layer, count in Counts(stats.exit_layer).items():
+            self._tokens.labels(str(layer)).inc(count)
+        run, total = sum(stats.layers_run), stats.num_layers * stats.total_tokens
+        self._layers.labels("run").inc(run)
+        self._layers.labels("skipped").inc(max(total - run, 0))
+        self._drafts.labels("drafted").inc(stats.drafted)
+        self._drafts.labels("accepted").inc(stats.accepted)
+        if stats.total_tokens > 1:
+            self._per_token.observe(stats.decode_seconds / (stats.total_tokens - 1))
+
+    def render(self) -> bytes:
+        """The text of /metrics."""
+        return generate_latest(self._registry)

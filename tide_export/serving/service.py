@@ -1,0 +1,174 @@
+"""What answers requests: one engine, its scheduler and its text, apart from HTTP."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tide_export.errors import BundleError, GenerationError, QueueFullError
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.scheduling.handle import RequestHandle
+from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.tokenizer import BundleTokenizer, TextStream
+from tide_export.serving.chat_template import ChatTemplate
+from tide_export.serving.config import ServerConfig
+from tide_export.serving.metrics import Metrics
+from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from tide_export.serving.stop_strings import StopStrings
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+RETRY_SECONDS = 1
+FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the text of one choice; the last one says why it ended."""
+
+    text: str
+    tokens: int  # new ones
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in tokens; `text` is what it was encoded from, if it was."""
+
+    ids: list[int]
+    max_tokens: int
+
+
+class Service:
+    """Answers requests of one bundle. Its scheduler runs from `start` to `close`."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        """Opens tokenizer, chat template and scheduler.
+
+        Raises:
+            BundleError: the bundle has no tokenizer, or a chat template that cannot be used.
+            GenerationError: it has no networks for batches.
+        """
+        self.config, self.engine = config, engine
+        self.model = config.model_name or engine.bundle.path.resolve().name
+        self.tokenizer = BundleTokenizer(engine.bundle)
+        self.created = int(time.time())
+        limits = SchedulerLimits(
+            slots=min(config.slots, engine.max_batch_size),
+            waiting=config.waiting,
+            prompt_tokens=config.prompt_tokens,
+            kv_tokens=config.kv_tokens,
+        )
+        self.scheduler = engine.scheduler(limits)
+        self.metrics = Metrics(self.scheduler)
+        self._template: ChatTemplate | None = None
+        self._no_template = ""
+        try:
+            self._template = ChatTemplate(engine.bundle.path)
+        except BundleError as error:
+            self._no_template = str(error)
+
+    def prompts(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
+        """The prompts of a request.
+
+        Raises:
+            ApiError: another model, no chat template, or messages that it refuses; a prompt that is empty or leaves no
+                room in the model's context.
+        """
+        if request.model != self.model:
+            raise ApiError(404, f"there is no model {request.model!r} here, but {self.model!r}", "not_found_error")
+        try:
+            if isinstance(request, ChatRequest):
+                encoded = [self._conversation(request)]
+                asked = request.max_completion_tokens or request.max_tokens or self.config.max_tokens
+            else:
+                encoded = [self.tokenizer.encode(one) if isinstance(one, str) else one for one in request.prompts]
+                asked = request.max_tokens or DEFAULT_COMPLETION_TOKENS
+        except GenerationError as error:
+            raise ApiError(400, str(error)) from None
+        return [Prompt(ids, self._room(ids, asked)) for ids in encoded]
+
+    def submit(self, request: GenerationRequest, prompt: Prompt) -> list[RequestHandle]:
+        """Puts the choices of one prompt into the queue, all or none.
+
+        Raises:
+            ApiError: the queue is full, or an option or the prompt is refused.
+        """
+        handles = list[RequestHandle]()
+        try:
+            for choice in range(request.n):
+                config = request.config(prompt.max_tokens, choice)
+                handles.append(self.scheduler.submit(prompt.ids, config, timeout=self.config.request_seconds))
+        except GenerationError as error:
+            cancel(handles)
+            if isinstance(error, QueueFullError):
+                raise ApiError(429, str(error), "rate_limit_error", RETRY_SECONDS) from None
+            raise ApiError(400, str(error)) from None
+        return handles
+
+    async def pieces(self, handle: RequestHandle, prompt: Prompt, stops: Sequence[str]) -> AsyncIterator[Piece]:
+        """The text of one choice, piece by piece, up to a stop string.
+
+        Raises:
+            ApiError: the generation failed, or took too long.
+        """
+        text, stop, started, new = TextStream(self.tokenizer, prompt.ids), StopStrings(stops), time.perf_counter(), 0
+        try:
+            async for token in handle:
+                if not handle.tokens[1:] and not new:
+                    self.metrics.first_token.observe(time.perf_counter() - started)
+                new += 1
+                certain = stop.push(text.push(token))
+                if stop.found is not None:
+                    handle.cancel()
+                    yield Piece(certain, new, "stop")
+                    return
+                if certain:
+                    yield Piece(certain, new)
+                    new = 0
+        except GenerationError as error:
+            raise ApiError(500, str(error), "server_error") from None
+        finally:
+            handle.cancel()
+            self.metrics.ended((stop.found and "stop string") or handle.finish_reason or "cancelled", handle.stats)
+        certain = stop.push(text.finish())
+        rest = certain if stop.found is not None else certain + stop.finish()
+        reason = FINISH_REASONS.get(handle.finish_reason or "")
+        if reason is None:
+            raise ApiError(504, f"the request took longer than {self.config.request_seconds:g} s", "server_error")
+        yield Piece(rest, new, reason)
+
+    def _conversation(self, request: ChatRequest) -> list[int]:
+        if self._template is None:
+            raise ApiError(400, self._no_template)
+        text = self._template.render([message.plain() for message in request.messages])
+        ids = self.tokenizer.encode_plain(text)
+        if not ids:
+            raise ApiError(400, "the chat template makes no text of the messages")
+        return ids
+
+    def _room(self, ids: Sequence[int], asked: int) -> int:
+        """Tokens that an answer to a prompt may have."""
+        context = self.engine.manifest.model.context_length
+        if context is None:
+            return asked
+        if len(ids) >= context:
+            raise ApiError(
+                400, f"the prompt has {len(ids)} tokens, and the model's context of {context} leaves no room to answer"
+            )
+        return min(asked, context - len(ids))
+
+
+def cancel(handles: Sequence[RequestHandle]) -> None:
+    """Cancels what has not ended."""
+    for handle in handles:
+        handle.cancel()
+
+
+def usage(prompts: Sequence[Prompt], completion_tokens: int) -> dict[str, Any]:
+    """OpenAI's `usage`."""
+    prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
