@@ -160,6 +160,8 @@ def test_stop_strings_end_the_text_before_them(server: Running) -> None:
         ({"model": "demo", "prompt": "a", "top_p": 3}, 400, "top_p: Input should be less than or equal to 1"),
         ({"model": "demo", "prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater"),
         ({"model": "demo", "prompt": "a", "presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+        ({"model": "demo", "prompt": "a", "repetition_penalty": 1.2}, 400, "repetition_penalty is not supported"),
+        ({"model": "demo", "prompt": "a", "guided_regex": "a+"}, 400, "guided_regex is not supported"),
         ({"model": "demo", "prompt": "a", "mode": "full", "threshold": 0.5}, 400, "threshold is for modes"),
         ({"model": "demo", "prompt": "a", "stop": [""]}, 400, "stop"),
         ({"model": "demo", "prompt": "a" * 30_000}, 413, "more than 20000 bytes"),
@@ -264,6 +266,20 @@ def test_a_request_that_takes_too_long_is_504(chat_bundle: Path) -> None:
         assert "took longer than 0.05 s" in answer.json()["error"]["message"]
     finally:
         running.stop()
+
+
+def test_a_server_that_stops_says_so(chat_bundle: Path) -> None:
+    running = Running(chat_bundle)
+    body = {"model": "demo", "prompt": "x", "max_tokens": 900, "temperature": 0, "stream": True}
+    with running.http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        running.service.scheduler.close(drain=False)
+        last = [line for line in lines if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+    answer = running.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is stopping")
+    running.stop()
 
 
 def test_the_command_serves_and_drains(chat_bundle: Path) -> None:

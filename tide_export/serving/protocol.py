@@ -25,6 +25,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "response_format": ({"type": "text"},),
+    "min_p": (0, 0.0),
+    "min_tokens": (0,),
+    "repetition_penalty": (1, 1.0),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
 }
 Stop = Annotated[str, Field(min_length=1)]
 

@@ -18,6 +18,7 @@ from tide_export.serving.stop_strings import StopStrings
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
+STOPPING = "the server is stopping"
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
@@ -91,9 +92,11 @@ class Service:
         """Puts the choices of one prompt into the queue, all or none.
 
         Raises:
-            ApiError: the queue is full, or an option or the prompt is refused.
+            ApiError: the server is stopping, the queue is full, or an option or the prompt is refused.
         """
         handles = list[RequestHandle]()
+        if self.scheduler.closed:
+            raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
         try:
             for choice in range(request.n):
                 config = request.config(prompt.max_tokens, choice)
@@ -133,6 +136,8 @@ class Service:
         certain = stop.push(text.finish())
         rest = certain if stop.found is not None else certain + stop.finish()
         reason = FINISH_REASONS.get(handle.finish_reason or "")
+        if handle.finish_reason == "cancelled":
+            raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
         if reason is None:
             raise ApiError(504, f"the request took longer than {self.config.request_seconds:g} s", "server_error")
         yield Piece(rest, new, reason)

@@ -86,6 +86,11 @@ class Scheduler:
         """Requests with a slot."""
         return len(self._running)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closing
+
     def submit(
         self,
         ids: Sequence[int] | np.ndarray,
