@@ -170,10 +170,16 @@ class Engine:
         manifest = self.manifest
         checked = [check_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
         share = resolve(self.bundle, config, batched=True, auto=self.auto).compaction_threshold
+        if not checked:
+            return []
         configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds(config, len(checked))]
         scheduler = self.scheduler(SchedulerLimits(slots=len(checked), prompt_tokens=LIST_PROMPT_TOKENS), share)
         handles = [scheduler.submit(prompt, one) for prompt, one in zip(checked, configs, strict=True)]
-        return [handle.result() for handle in handles]
+        try:
+            return [handle.result() for handle in handles]
+        except BaseException:
+            scheduler.discard()
+            raise
 
     def scheduler(self, limits: SchedulerLimits | None = None, compaction_threshold: float | None = None) -> Scheduler:
         """A scheduler of its own for requests that come and go; see `Scheduler`.

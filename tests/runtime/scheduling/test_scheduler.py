@@ -147,6 +147,25 @@ def test_what_has_ended_holds_no_memory(graph: Engine) -> None:
     assert buffers() is None
 
 
+def test_a_list_that_an_exception_ends_holds_no_memory(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, buffers = PackedBatch.step, list[Any]()
+
+    def interrupted(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
+        step(self, new, *rest, **options)
+        buffers.append(weakref.ref(next(iter(self.sequences.values()))))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PackedBatch, "step", interrupted)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            graph.generate([[5], [6]], max_new_tokens=3)
+        assert buffers[0]() is None, "without waiting for the garbage collector"
+    finally:
+        gc.enable()
+
+
 def test_queue_and_memory_are_bounded(graph: Engine) -> None:
     scheduler = graph.scheduler(SchedulerLimits(slots=SLOTS, waiting=2, kv_tokens=30))
     options = {"max_new_tokens": 10, "stop_token_ids": []}
@@ -290,8 +309,9 @@ def test_readers_hear_of_a_thread_that_fails(
 
     monkeypatch.setattr(PackedBatch, "step", failing)
     monkeypatch.setattr(threading, "excepthook", lambda failure: None)
-    scheduler = graph.scheduler(SchedulerLimits(slots=1)).start()
+    scheduler = graph.scheduler(SchedulerLimits(slots=1))
     handles = [scheduler.submit([5]) for _ in range(2)]
+    scheduler.start()
     for handle in handles:
         with pytest.raises(GenerationError, match="the scheduler failed: a defect"):
             handle.result()

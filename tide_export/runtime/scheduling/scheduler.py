@@ -168,6 +168,12 @@ class Scheduler:
         while self.step():
             pass
 
+    def discard(self) -> None:
+        """Forgets all requests, without another step: nothing then keeps their K/V buffers alive. For a scheduler that
+        nobody uses any more."""
+        self._running.clear()
+        self._waiting.clear()
+
     def __enter__(self) -> "Scheduler":
         return self.start()
 
