@@ -299,4 +299,4 @@ class _Dequantize(ConversionOps):
 
 def loading_problem() -> str | None:
     """Returns why `_Dequantize` could not read the model that has just failed to load; None if it could."""
-    return next(iter(_problems.get()), None)
+    return next(iter(_problems.get([])), None)  # []: it failed before any weight was read
