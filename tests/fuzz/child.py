@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tide_export.errors import TideError
 from tide_export.runtime.engine import load
-from tide_export.runtime.onnxruntime.library import import_onnxruntime
+from tide_export.runtime.onnxruntime.bindings import import_onnxruntime
 
 MEMORY = 3 << 30  # bytes of address space, of which ONNX Runtime's library alone takes some hundred millions
 SECONDS, START_SECONDS = 20, 300  # for one bundle, for starting on a busy machine

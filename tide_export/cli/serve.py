@@ -9,7 +9,7 @@ from argparse import Namespace
 from tide_export.cli.fields import field_option
 from tide_export.errors import ConfigError
 
-PACKAGES = ("pydantic", "fastapi", "uvicorn", "prometheus_client")
+PACKAGES = ("pydantic", "fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
 
 
 def add_serve_options(parser: argparse.ArgumentParser, config: bool) -> None:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 # Rounds, some tens of nanoseconds each, in which a thread of GNU OpenMP waits for work before it sleeps: about as long
-# as ONNX Runtime's do (`runtime.onnxruntime.library.SPIN_MICROSECONDS`).
+# as ONNX Runtime's do (`runtime.onnxruntime.bindings.SPIN_MICROSECONDS`).
 SPIN_ROUNDS = 1000
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 

@@ -10,7 +10,7 @@ import os
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import ProviderError
 from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.onnxruntime.library import check_threads
+from tide_export.runtime.onnxruntime.bindings import check_threads
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.onnxruntime.session import open_session
 from tide_export.runtime.sequence import Backend

@@ -9,9 +9,10 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -36,8 +37,6 @@ def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
     Raises:
         TideError: the bundle cannot be loaded or served.
     """
-    import uvicorn
-
     config = config if config.api_key else config.model_copy(update={"api_key": os.environ.get("TIDE_API_KEY") or None})
     service = Service(load(bundle, **loading), config)
     how = uvicorn.Config(
@@ -48,14 +47,20 @@ def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
         log_config=None,
         access_log=False,
     )
-    server = uvicorn.Server(how)
-    # uvicorn's own handlers would end the process by the signal, after everything has ended as it should.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, server.handle_exit)
+    server = _Server(how)
     server.run()
     if not server.started:  # uvicorn has logged why
         raise ConfigError(f"cannot listen on {config.host} port {config.port}")
+
+
+class _Server(uvicorn.Server):
+    """Ends with exit code 0 after a signal; uvicorn's own would raise the signal again once everything has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle_exit)
+        yield
 
 
 def build_app(service: Service) -> FastAPI:
@@ -123,7 +128,8 @@ async def _read(request: Request, form: type[B]) -> B:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"]) from None
+        said = first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{place}: {said}" if place else said) from None
 
 
 async def _answer(service: Service, http: Request, request: CompletionRequest | ChatRequest) -> Response:

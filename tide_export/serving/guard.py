@@ -70,15 +70,16 @@ class Guard:
             return
         client = headers.get("authorization") or (scope.get("client") or ("",))[0]
         now = time.monotonic()
-        left, at = self._allowance.get(client, (float(limit), now))
+        left, at = self._allowance.pop(client, (float(limit), now))
         left = min(limit, left + (now - at) * limit / 60)
-        if left < 1:
+        allowed = left >= 1
+        self._allowance[client] = (left - allowed, now)  # the clients in the order of their last requests
+        if len(self._allowance) > MAX_CLIENTS:
+            del self._allowance[next(iter(self._allowance))]
+        if not allowed:
             raise ApiError(
                 429, f"{limit} requests a minute are allowed", "rate_limit_error", 1 + int((1 - left) * 60 / limit)
             )
-        self._allowance[client] = (left - 1, now)
-        if len(self._allowance) > MAX_CLIENTS:
-            self._allowance = {client: self._allowance[client]}
 
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         """`receive`, which refuses a body of more than `body_bytes`."""

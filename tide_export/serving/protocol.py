@@ -94,13 +94,13 @@ class CompletionRequest(GenerationRequest):
     prompt: str | list[int] | list[str] | list[list[int]]
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         """One or several, as text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt  # type: ignore[return-value]
+        several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        ids = [token for token in self.prompt if isinstance(token, int)]
+        return [*several, ids] if ids else several
 
 
 class TextPart(BaseModel):

@@ -21,7 +21,7 @@ from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.onnxruntime.library import import_onnxruntime, load_session
+from tide_export.runtime.onnxruntime.bindings import import_onnxruntime, load_session
 from tide_export.runtime.onnxruntime.session import open_session
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 

@@ -38,7 +38,7 @@ from harness.interleave import Case, Goal, Seconds, interleave, plot, render_tab
 
 from tide_export.model.source import SourceModel
 from tide_export.runtime.engine import load
-from tide_export.runtime.onnxruntime import library
+from tide_export.runtime.onnxruntime import bindings
 
 
 def eager_case(source: SourceModel, context: Sequence[int]) -> Case:
@@ -115,7 +115,7 @@ GOALS = [
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     torch.set_num_threads(arguments.threads)
-    library.SPIN_MICROSECONDS = arguments.spin
+    bindings.SPIN_MICROSECONDS = arguments.spin
     recipe = recipe_of(
         arguments,
         weights=arguments.weights,
@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--block-size", type=int, help="of int8 and int4")
     parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
     parser.add_argument(
-        "--spin", type=int, default=library.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
+        "--spin", type=int, default=bindings.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
     )
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
     parser.add_argument(

@@ -3,7 +3,7 @@
     python tools/benchmarks/threads.py BUNDLE [--threads 2] [--rounds 5] [--seconds 2] [--json FILE] [--plot FILE.png]
 
 A worker thread of ONNX Runtime with nothing to do sleeps at once, spins for some microseconds first (as this package
-has it: `runtime.onnxruntime.library.SPIN_MICROSECONDS`), or spins for milliseconds (ONNX Runtime's own default).
+has it: `runtime.onnxruntime.bindings.SPIN_MICROSECONDS`), or spins for milliseconds (ONNX Runtime's own default).
 Sleeping costs a wake-up for every operator, spinning takes cores from whoever else needs them; so each way is measured
 where nothing else runs, with several sequences on one engine, beside a program that keeps one core busy, and beside a
 second engine. Every figure is from a separate process, decoding at full depth; the ways are interleaved in a
@@ -23,7 +23,7 @@ from statistics import median
 from harness.interleave import write_json
 
 from tide_export.formatting import table
-from tide_export.runtime.onnxruntime.library import SPIN_MICROSECONDS
+from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 ASLEEP, ALONE = "sleep at once", "alone"
 MIN_GAIN, MIN_ELSEWHERE = 1.1, 0.9  # times as fast as sleeping
@@ -33,10 +33,10 @@ OURS = f"spin {SPIN_MICROSECONDS} us"
 
 CHILD = """
 import os, sys, threading, time
-import tide_export.runtime.onnxruntime.library as library
+from tide_export.runtime.onnxruntime import bindings
 from tide_export.runtime.engine import load
 bundle, spin, threads, sequences, seconds = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])
-library.SPIN_MICROSECONDS = spin
+bindings.SPIN_MICROSECONDS = spin
 engine = load(bundle, "cpu", threads, verify=False)
 prompt = [(i * 7919) % engine.manifest.model.vocab_size for i in range(1, 65)]
 done = [0] * sequences

@@ -5,7 +5,7 @@ import pytest
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.onnxruntime.library import import_onnxruntime
+from tide_export.runtime.onnxruntime.bindings import import_onnxruntime
 from tide_export.runtime.packed import sequence as packed_sequence
 from tide_export.runtime.packed.sequence import PackedSequence
 from tide_export.runtime.sequence import NO_LIMIT

@@ -5,7 +5,7 @@ import gc
 import random
 import threading
 import weakref
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,12 @@ import pytest
 from judge import TEXT
 from tiny_engines import TinyLlama
 
+from tide_export import names
 from tide_export.errors import GenerationError, QueueFullError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.packed.batch import PackedBatch
+from tide_export.runtime.providers import open_provider
 from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
@@ -317,12 +319,8 @@ def test_readers_hear_of_a_thread_that_fails(
             handle.result()
 
 
-def test_a_bundle_without_networks_for_batches_is_refused(graph: Engine, tmp_path: Path) -> None:
-    engine = Engine(graph.bundle, graph.backend)
-    engine.backend = type("Alone", (), {"start_batch": _refused, "provider": "cpu"})()  # type: ignore[assignment]
-    with pytest.raises(GenerationError, match="one sequence at a time"):
-        engine.scheduler(SchedulerLimits(slots=4))
-
-
-def _refused(*options: Any) -> Any:
-    raise GenerationError("the networks of this bundle take one sequence at a time")
+def test_a_bundle_without_networks_for_batches_is_refused(graph: Engine) -> None:
+    without = {name: file for name, file in graph.manifest.files.items() if name != names.batch_file(names.HEAD)}
+    bundle = replace(graph.bundle, manifest=replace(graph.manifest, files=without))
+    with pytest.raises(GenerationError, match="no networks for batches"):
+        Engine(bundle, open_provider(bundle, "cpu", 1, None)).scheduler(SchedulerLimits(slots=4))

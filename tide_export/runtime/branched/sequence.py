@@ -13,7 +13,7 @@ import numpy as np
 from tide_export import names
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.errors import GenerationError, first_line
-from tide_export.runtime.onnxruntime.library import Binding, import_onnxruntime
+from tide_export.runtime.onnxruntime.bindings import Binding, import_onnxruntime
 from tide_export.runtime.sequence import NO_LIMIT, ROOM, SingleSequence, StepResult, check_step, zeroed_kv
 from tide_export.thresholds.resolve import NEVER_EXIT
 

@@ -11,7 +11,7 @@ import numpy as np
 from tide_export import names
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError, ProviderError, first_line
-from tide_export.runtime.onnxruntime.library import (
+from tide_export.runtime.onnxruntime.bindings import (
     check_tensors,
     import_onnxruntime,
     load_session,

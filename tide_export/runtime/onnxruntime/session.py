@@ -7,12 +7,12 @@ from tide_export import names
 from tide_export.bundle.manifest import EXACT, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
-from tide_export.runtime.onnxruntime.huge_pages import on_huge_pages
-from tide_export.runtime.onnxruntime.library import (
+from tide_export.runtime.onnxruntime.bindings import (
     check_tensors,
     import_onnxruntime,
     load_session,
 )
+from tide_export.runtime.onnxruntime.huge_pages import on_huge_pages
 from tide_export.runtime.segmented.network_spec import TOKENS, NetworkSpec, Tensor
 
 logger = logging.getLogger("tide_export")

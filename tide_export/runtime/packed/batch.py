@@ -9,7 +9,7 @@ from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.errors import GenerationError, first_line
 from tide_export.runtime.decoding.depth_rule import active_slots, scheduled_slots
-from tide_export.runtime.onnxruntime.library import import_onnxruntime
+from tide_export.runtime.onnxruntime.bindings import import_onnxruntime
 from tide_export.runtime.packed.networks import BatchSessions, layers_of
 from tide_export.runtime.packed.segment import SegmentRun
 from tide_export.runtime.packed.sequence import PackedSequence

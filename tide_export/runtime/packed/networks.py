@@ -14,7 +14,7 @@ from tide_export import names
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.onnxruntime.library import (
+from tide_export.runtime.onnxruntime.bindings import (
     check_tensors,
     import_onnxruntime,
     load_session,

@@ -11,7 +11,7 @@ import numpy as np
 
 from tide_export import names
 from tide_export.errors import GenerationError, first_line
-from tide_export.runtime.onnxruntime.library import Binding
+from tide_export.runtime.onnxruntime.bindings import Binding
 from tide_export.runtime.packed.sequence import PackedSequence
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         """`drive` does a step, or returns False where a thread of the scheduler does them."""
         self._job, self._drive = job, drive
         self._queue = queue.SimpleQueue[list[int] | None]()
-        self._ready: list[int] = []
+        self._ready = deque[int]()
         self._listener: Callable[[], Any] | None = None
         self._ended = False
         self.tokens: list[int] = []
@@ -66,7 +67,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
                     raise self.error
                 raise StopIteration
             self._wait()
-        return self._ready.pop(0)
+        return self._ready.popleft()
 
     async def __anext__(self) -> int:
         while not self._ready:
@@ -75,7 +76,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
                     raise self.error
                 raise StopAsyncIteration
             await self._wait_async()
-        return self._ready.pop(0)
+        return self._ready.popleft()
 
     def _wait(self) -> None:
         while True:

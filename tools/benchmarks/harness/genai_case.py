@@ -12,7 +12,7 @@ import numpy as np
 import onnxruntime
 
 from harness.interleave import Case
-from tide_export.runtime.onnxruntime.library import SPIN_MICROSECONDS
+from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
 
