@@ -4,10 +4,8 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,50 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-import uvicorn
+from running_server import Running, free_port
 
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
-from tide_export.serving.app import build_app
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.service import Service
 
-KEY = "secret"
 PROMPT = "def read_lines(path):"
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 24, "extra_body": {"mode": "full"}}
-
-
-class Running:
-    """A server in a thread, and its clients."""
-
-    def __init__(self, bundle: Path, **config: Any) -> None:
-        options = {"model_name": "demo", "api_key": KEY, "slots": 3, "waiting": 4, "body_bytes": 20_000} | config
-        self.service = Service(load(bundle, provider="cpu", threads=1), ServerConfig(**options))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self._server = uvicorn.Server(uvicorn.Config(build_app(self.service), port=self.port, log_level="warning"))
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        address = f"http://127.0.0.1:{self.port}"
-        self.openai = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
-        self.http = httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-
-    def idle(self) -> bool:
-        """Whether nothing runs, after waiting a little for it."""
-        for _ in range(500):
-            if not (self.service.scheduler.running or self.service.scheduler.waiting):
-                return True
-            time.sleep(0.01)
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -283,9 +247,7 @@ def test_a_server_that_stops_says_so(chat_bundle: Path) -> None:
 
 
 def test_the_command_serves_and_drains(chat_bundle: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     line = ["-m", "tide_export.cli.main", "serve", str(chat_bundle), "--port", port, "--threads", "1", "--json"]
     process = subprocess.Popen([sys.executable, *line], stderr=subprocess.PIPE, text=True)
     try:

@@ -1,0 +1,181 @@
+"""One test body for everything that answers requests: what it gives equals `Engine.generate`.
+
+An implementation is a `Front`: a function that answers a list of requests, as many at a time as it likes, and of some
+only the beginning, because their client leaves.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.tokenizer import BundleTokenizer
+
+CLIENTS = 6
+# CI runs a few short requests; TIDE_CONFORMANCE=200 as many, of 500 tokens each.
+FULL_SIZE = int(os.environ.get("TIDE_CONFORMANCE", "0"))
+REQUESTS, NEW_TOKENS = (FULL_SIZE, (300, 500, 800)) if FULL_SIZE else (24, (1, 8, 24))
+THRESHOLD = 0.3
+
+
+@dataclass(frozen=True)
+class Item:
+    """A request.
+
+    Attributes:
+        options: of `GenerationConfig`.
+        leaves_after: tokens or pieces of text after which the client goes; None: it stays.
+    """
+
+    ids: list[int]
+    options: dict[str, Any]
+    stops: list[str] = field(default_factory=list)
+    leaves_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a request.
+
+    Attributes:
+        count: of tokens; None where the implementation does not say it.
+        tokens: None where the implementation gives only text.
+        exits: after so many layers; empty where the implementation does not say it.
+    """
+
+    text: str
+    finish_reason: str | None
+    count: int | None
+    tokens: list[int] | None = None
+    exits: frozenset[int] = frozenset()
+
+
+Front = Callable[[Sequence[Item]], list[Answer]]
+
+
+def items_of(engine: Engine, text: Sequence[int], count: int = REQUESTS) -> list[Item]:
+    """Requests of every mode with parts of `text` as prompts; the same in every run."""
+    order, modes = random.Random(7), [{"mode": "full"}, {"mode": "exit", "threshold": THRESHOLD}]
+    if engine.manifest.kv_cache_strategy == "exact":
+        modes.append({"mode": "lossless", "threshold": THRESHOLD})
+    sampling: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 40, "top_p": 0.9}]
+    items = []
+    for number in range(count):
+        length = order.choice((1, 4, 30, 120))
+        first = order.randrange(len(text) - length)
+        options = modes[number % len(modes)] | order.choice(sampling) | {"max_new_tokens": order.choice(NEW_TOKENS)}
+        if "temperature" in options:
+            options["seed"] = number
+        stops = order.choice(([], [], ["\n\n", "self."], ["e"]))
+        leaves_after = order.choice((None, None, None, 2))
+        items.append(Item(list(text[first : first + length]), options, stops, leaves_after))
+    return items
+
+
+def expected(engine: Engine, items: Sequence[Item]) -> list[Answer]:
+    """What the engine gives for each alone, up to its first stop string."""
+    tokenizer, answers = BundleTokenizer(engine.bundle), []
+    for item in items:
+        done = engine.generate(item.ids, **item.options)
+        reason = "stop" if done.finish_reason == "stop" else "length"
+        depths = frozenset(done.stats.exit_layer)
+        answers.append(_up_to_stop(tokenizer, item, Answer("", reason, len(done.tokens), done.tokens, depths)))
+    return answers
+
+
+def check(front: Front, items: Sequence[Item], answers: Sequence[Answer]) -> None:
+    """Compares what `front` gives with what it must."""
+    for item, found, right in zip(items, front(items), answers, strict=True):
+        if item.leaves_after is not None and found.finish_reason is None:
+            assert right.text.startswith(found.text), item
+            assert found.tokens is None or found.tokens == right.tokens[: len(found.tokens)], item
+            continue
+        assert (found.text, found.finish_reason) == (right.text, right.finish_reason), item
+        assert found.count is None or found.count == right.count, item
+        assert found.tokens is None or found.tokens == right.tokens, item
+
+
+def concurrently(ask: Callable[[Item], Answer]) -> Front:
+    """`CLIENTS` clients that ask one request after the other."""
+
+    def front(items: Sequence[Item]) -> list[Answer]:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            return list(pool.map(ask, items))
+
+    return front
+
+
+def by_scheduler(engine: Engine) -> Front:
+    """The scheduler in a thread."""
+    tokenizer = BundleTokenizer(engine.bundle)
+
+    def front(items: Sequence[Item]) -> list[Answer]:
+        with engine.scheduler(SchedulerLimits(slots=CLIENTS - 2, prompt_tokens=64)) as scheduler:
+
+            def ask(item: Item) -> Answer:
+                handle = scheduler.submit(item.ids, **item.options)
+                for number, _ in enumerate(handle, 1):
+                    if number == item.leaves_after:
+                        handle.cancel()
+                tokens = handle.result().tokens
+                reason = {"stop": "stop", "cancelled": None}.get(handle.finish_reason, "length")
+                return _up_to_stop(tokenizer, item, Answer("", reason, len(tokens), tokens))
+
+            return concurrently(ask)(items)
+
+    return front
+
+
+def by_http(client: httpx.Client, model: str) -> Front:
+    """/v1/completions, streamed and whole in turn."""
+
+    def ask(item: Item) -> Answer:
+        options = {"temperature": 0.0, "stop": item.stops} | item.options
+        body = options | {"model": model, "prompt": item.ids, "max_tokens": options.pop("max_new_tokens")}
+        if len(item.ids) % 2 and item.leaves_after is None:
+            done = client.post("/v1/completions", json=body)
+            assert done.status_code == 200, done.text
+            choice = done.json()["choices"][0]
+            return Answer(choice["text"], choice["finish_reason"], done.json()["usage"]["completion_tokens"])
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        text, reason, count, pieces = "", None, None, 0
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            assert stream.status_code == 200
+            for event in _events(stream):
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    text, reason, pieces = text + choice["text"], choice["finish_reason"], pieces + 1
+                if event.get("usage"):
+                    count = event["usage"]["completion_tokens"]
+                if pieces == item.leaves_after:
+                    break
+        return Answer(text, reason, count)
+
+    return concurrently(ask)
+
+
+def _events(stream: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in stream.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _up_to_stop(tokenizer: BundleTokenizer, item: Item, whole: Answer) -> Answer:
+    """`whole` with its text, up to the first stop string and the token that completes it."""
+    assert whole.tokens is not None
+    text = "".join(tokenizer.stream(item.ids, whole.tokens))
+    ends = [text.index(stop) + len(stop) for stop in item.stops if stop in text]
+    if not ends:
+        return replace(whole, text=text)
+    begins = min(text.index(stop) for stop in item.stops if text.find(stop) + len(stop) == min(ends) and stop in text)
+    for count in range(1, len(whole.tokens) + 1):
+        if any(stop in "".join(tokenizer.stream(item.ids, whole.tokens[:count])) for stop in item.stops):
+            break
+    return replace(whole, text=text[:begins], finish_reason="stop", count=count, tokens=whole.tokens[:count])
