@@ -6,7 +6,7 @@ docs/architecture/lazy-depth.md on every engine.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -169,6 +169,30 @@ class Batch(Protocol):
         Raises:
             GenerationError: no ids, more tokens than the model's context or the buffers hold, no memory, or the engine
                 failed. The sequences are as they were before the step.
+        """
+        ...
+
+
+@runtime_checkable
+class KvBatch(Batch, Protocol):
+    """A batch whose K/V can be copied out of a slot, and into another one."""
+
+    def read_kv(self, slot: int, start: int, stop: int) -> np.ndarray:
+        """Copies the K/V of the tokens of a sequence from `start` to `stop`, which every segment holds: flat numbers.
+
+        Raises:
+            GenerationError: no memory.
+        """
+        ...
+
+    def write_kv(self, slot: int, blocks: Sequence[np.ndarray], length: int) -> None:
+        """Begins an empty sequence with `length` tokens, as if they had been stepped with `full`.
+
+        Args:
+            blocks: from `read_kv` of sequences with the same first tokens, in order; the last may hold more.
+
+        Raises:
+            GenerationError: no memory. The sequence is as it was.
         """
         ...
 

@@ -37,7 +37,7 @@ class SlotStep:
 
 
 class PackedBatch:
-    """Sequences in `sessions.slots` slots, and the buffers of their steps. See `sequence.Batch`.
+    """Sequences in `sessions.slots` slots, and the buffers of their steps. See `sequence.KvBatch`.
 
     Attributes:
         sequences: by slot.
@@ -92,6 +92,14 @@ class PackedBatch:
         del self.sequences[slot], self._rules[slot]
         self._free.append(slot)
         self._bind(slot, self._padding)
+
+    def read_kv(self, slot: int, start: int, stop: int) -> np.ndarray:
+        return self.sequences[slot].read_kv(start, stop)
+
+    def write_kv(self, slot: int, blocks: Sequence[np.ndarray], length: int) -> None:
+        sequence = self.sequences[slot]
+        if sequence.write_kv(blocks, length):
+            self._bind(slot, sequence)
 
     def step(
         self,

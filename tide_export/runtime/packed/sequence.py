@@ -3,6 +3,7 @@
 Nothing is bound here: `SegmentRun` binds the buffers to the slot that the sequence is in.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ class PackedSequence(SequenceState):
         self._model = manifest.model
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
         self._limit = manifest.model.context_length
+        kv_shapes = [manifest.model.kv_shapes[layer] for layer in self._model.kv_read(range(self._model.num_layers))]
+        self._token_size = 2 * sum(heads * head_dim for heads, head_dim in kv_shapes)  # numbers in the K/V of a token
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
         self._buffers: dict[tuple[int, str], np.ndarray] = {}
         self.values: dict[tuple[int, str], Any] = {}
@@ -52,6 +55,35 @@ class PackedSequence(SequenceState):
         """Writes the key or value, [kv_heads, head_dim], of the token at `position`."""
         self._buffers[layer, kind][0, :, position] = values
 
+    def read_kv(self, start: int, stop: int) -> np.ndarray:
+        """Copies the K/V of the tokens from `start` to `stop`, which every segment holds: float32, flat.
+
+        Raises:
+            GenerationError: no memory.
+        """
+        try:
+            copied = np.empty((stop - start) * self._token_size, np.float32)
+        except MemoryError:
+            raise GenerationError(f"not enough memory to copy the K/V of {stop - start} tokens") from None
+        for values, buffer in self._parts(copied):
+            values[:] = buffer[0, :, start:stop]
+        return copied
+
+    def write_kv(self, blocks: Sequence[np.ndarray], length: int) -> bool:
+        """Begins this empty sequence with `length` tokens whose K/V are in `blocks`, copied by `read_kv`, in order; the
+        last block may hold more. Returns whether the buffers changed.
+
+        Raises:
+            GenerationError: as `reserve`.
+        """
+        stops = np.cumsum([len(block) // self._token_size for block in blocks]).tolist()
+        changed = self.reserve(stops[-1])
+        for block, start, stop in zip(blocks, [0, *stops], stops, strict=False):
+            for values, buffer in self._parts(block):
+                buffer[0, :, start:stop] = values
+        self.lengths = [length] * len(self.lengths)
+        return changed
+
     def reserve(self, new: int) -> bool:
         """Makes room for `new` more tokens; returns whether the buffers changed.
 
@@ -74,3 +106,11 @@ class PackedSequence(SequenceState):
             self._buffers[layer, kind] = grown
             self.values[layer, kind] = self._ort.OrtValue.ortvalue_from_numpy(grown)
         self.capacity = capacity
+
+    def _parts(self, block: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The parts of a block of K/V, views [heads, tokens, head_dim], each with the buffer that it belongs to."""
+        tokens, stop = len(block) // self._token_size, 0
+        for buffer in self._buffers.values():
+            heads, head_dim = buffer.shape[1], buffer.shape[3]
+            start, stop = stop, stop + heads * tokens * head_dim
+            yield block[start:stop].reshape(heads, tokens, head_dim), buffer
