@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 # Python compiles what is imported; pip would compile ten times as much, for minutes.
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile
 TORCH := $(shell grep '^torch==' constraints.txt)
+TRITON := $(shell grep '^nvidia-pytriton==' constraints.txt)
 
 .PHONY: demo test lint docs format clean
 
@@ -37,6 +38,7 @@ clean:
 
 # The stamps are younger than pyproject.toml and constraints.txt, so a changed dependency installs again and nothing else
 # does. torch goes first and exactly pinned: a looser pin would fetch several GB of CUDA libraries.
+# nvidia-pytriton is there for the tritonserver in it, without what its Python asks for (numpy 1).
 $(VENV)/.torch: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "tide_export needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
@@ -51,4 +53,5 @@ $(VENV)/.runs: $(VENV)/.torch
 # After the demo's, where both are asked for: two pips at once would spoil the environment.
 $(VENV)/.tests: $(VENV)/.torch | $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.runs)
 	$(PIP) -c constraints.txt -e '.[export,cpu,test]'
+	$(PIP) --no-deps $(TRITON)
 	touch $@

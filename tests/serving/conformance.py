@@ -161,6 +161,34 @@ def by_http(client: httpx.Client, model: str) -> Front:
     return concurrently(ask)
 
 
+def by_triton(client: httpx.Client, model: str) -> Front:
+    """A model of tritonserver, streamed and whole in turn."""
+
+    def ask(item: Item) -> Answer:
+        options = {"temperature": 0.0} | item.options
+        streamed = bool(len(item.ids) % 2 == 0 or item.leaves_after)
+        body = options | {"input_ids": item.ids, "max_tokens": options.pop("max_new_tokens"), "stream": streamed}
+        if item.stops:
+            body["stop"] = json.dumps(item.stops)
+        text, tokens, reason = b"", list[int](), None
+        with client.stream("POST", f"/v2/models/{model}/generate_stream", json=body) as stream:
+            for pieces, event in enumerate(_events(stream), 1):
+                assert "error" not in event, event
+                text, tokens = text + bytes(values(event, "text_output")), tokens + values(event, "token_ids")
+                reason = bytes(values(event, "finish_reason")).decode() or None
+                if pieces == item.leaves_after:
+                    break
+        return Answer(text.decode(), reason, len(tokens), tokens)
+
+    return concurrently(ask)
+
+
+def values(event: dict[str, Any], output: str) -> list[int]:
+    """An output of a model in Triton's JSON, where a single value is no list and none may be missing."""
+    value = event.get(output, [])
+    return value if isinstance(value, list) else [value]
+
+
 def _events(stream: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in stream.iter_lines():
         if line.startswith("data: {"):

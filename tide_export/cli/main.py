@@ -23,6 +23,7 @@ from tide_export.cli.adapt import run_adapt
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.serve import run_serve
 from tide_export.cli.torch_environment import prepare
+from tide_export.cli.triton import run_triton
 from tide_export.errors import ConfigError, TideError
 from tide_export.files import NO_SPACE
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if not word.startswith("-")), None)
     try:
-        options = build_parser(config=command in ("adapt", "calibrate", "export", "serve")).parse_args(words)
+        options = build_parser(config=command in ("adapt", "calibrate", "export", "serve", "triton")).parse_args(words)
     except ModuleNotFoundError as error:  # pydantic
         return _fail(f"error: {_sentence(error)}", TideError.exit_code)
     prepare()  # before PyTorch is loaded
@@ -218,6 +219,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "tune": _tune,
     "generate": _generate,
     "serve": run_serve,
+    "triton": run_triton,
     "bench": _bench,
     "inspect": _inspect,
 }

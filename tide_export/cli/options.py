@@ -11,6 +11,7 @@ from tide_export.bundle.manifest import FLAVOURS, NETWORK_PRECISIONS, TARGETS, W
 from tide_export.cli.adapt import add_adapt_options
 from tide_export.cli.fields import field_option, yes_or_no
 from tide_export.cli.serve import add_serve_options
+from tide_export.cli.triton import add_triton_options
 from tide_export.thresholds.resolve import MODES
 from tide_export.version import __version__
 
@@ -63,6 +64,7 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_generate(commands)
     _add_serve(commands, config)
+    _add_triton(commands, config)
     _add_bench(commands)
     _add_inspect(commands)
     return parser
@@ -309,6 +311,12 @@ def _add_serve(commands, config: bool) -> None:
     _add_engine_options(parser, json="log one JSON object a line")
 
 
+def _add_triton(commands, config: bool) -> None:
+    parser = _command(commands, "triton", "Add a bundle to a model repository of NVIDIA Triton.")
+    add_triton_options(parser, config)
+    _add_provider(parser)
+
+
 def _add_bench(commands) -> None:
     parser = _command(
         commands, "bench", "Time prefill and decoding at full depth, with exits, and with every token exiting."
@@ -337,10 +345,14 @@ def _add_exit_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-pending", type=int, metavar="N", help="tokens that may be pending before a segment runs")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser, json: str = "print one JSON object instead") -> None:
+def _add_provider(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", help="engine to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx (auto)")
     _add_plugins(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser, json: str = "print one JSON object instead") -> None:
+    _add_provider(parser)
     parser.add_argument(
         "--no-verify", dest="verify", action="store_false", help="do not hash the bundle's files before running it"
     )

@@ -5,9 +5,14 @@ import json
 import logging
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tide_export.cli.fields import field_option
 from tide_export.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tide_export.serving.config import ServerConfig
 
 PACKAGES = ("pydantic", "fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
 
@@ -19,26 +24,38 @@ def add_serve_options(parser: argparse.ArgumentParser, config: bool) -> None:
         return
     from tide_export.serving.config import ServerConfig
 
+    add_server_fields(parser, ServerConfig.model_fields)
+
+
+def add_server_fields(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Adds options for fields of `ServerConfig`."""
+    from tide_export.serving.config import ServerConfig
+
     group = parser.add_argument_group("server (defaults in parentheses)")
-    for name, field in ServerConfig.model_fields.items():
-        option = field_option(name, field)
+    for name in names:
+        option = field_option(name, ServerConfig.model_fields[name])
         if option.get("metavar") == "SPEC":
             option["metavar"] = "TEXT"
         group.add_argument(f"--{name.replace('_', '-')}", dest=name, **option)
 
 
-def run_serve(options: Namespace) -> int:
-    """Serves until it is told to stop."""
+def server_config(options: Namespace) -> "ServerConfig":
+    """The fields of `ServerConfig` among the options. Raises ConfigError: one is out of range."""
     from pydantic import ValidationError
 
     from tide_export.serving.config import ServerConfig
 
     given = {name: value for name, value in vars(options).items() if name in ServerConfig.model_fields}
     try:
-        config = ServerConfig(**{name: value for name, value in given.items() if value is not None})
+        return ServerConfig(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+
+
+def run_serve(options: Namespace) -> int:
+    """Serves until it is told to stop."""
+    config = server_config(options)
     try:
         from tide_export.serving.app import serve
     except ModuleNotFoundError as error:

@@ -22,7 +22,7 @@ from tide_export.runtime.engine import load
 from tide_export.serving.answers import Answer
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.guard import Guard, answer
-from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest
+from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, refusal
 from tide_export.serving.service import Service, cancel
 
 R = TypeVar("R")
@@ -126,10 +126,7 @@ async def _read(request: Request, form: type[B]) -> B:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        said = first["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{place}: {said}" if place else said) from None
+        raise refusal(error) from None
 
 
 async def _answer(service: Service, http: Request, request: CompletionRequest | ChatRequest) -> Response:

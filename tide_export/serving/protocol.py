@@ -6,7 +6,7 @@ knows and cannot do is refused, unless it has the value that changes nothing.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tide_export.runtime.config import GenerationConfig
 
@@ -136,3 +136,11 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.kind, "param": None, "code": None}}
+
+
+def refusal(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a request, as one sentence."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    said = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{place}: {said}" if place else said)

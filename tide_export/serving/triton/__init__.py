@@ -1,0 +1,1 @@
+"""Serves a bundle as a model of NVIDIA Triton's python backend."""
