@@ -59,6 +59,12 @@ class ModelInfo:
         """Layers whose K/V `layers` read, ascending: their own, and those of earlier layers that they share."""
         return sorted({layer if self.kv_layers is None else self.kv_layers[layer] for layer in layers})
 
+    @property
+    def kv_token_size(self) -> int:
+        """Numbers in the K/V of one token, of all layers."""
+        shapes = [self.kv_shapes[layer] for layer in self.kv_read(range(self.num_layers))]
+        return 2 * sum(heads * head_dim for heads, head_dim in shapes)
+
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -87,9 +87,9 @@ class Progress:
             stats.decode_seconds += seconds
         stats.drafted, stats.accepted = decoder.drafted, decoder.accepted
         stats.lookup_drafted, stats.lookup_accepted = decoder.lookup_drafted, decoder.lookup_accepted
-        held = sum(n * size for n, size in zip(computed, self._segment_sizes, strict=True))
+        held = sum((n - stats.cached_tokens) * size for n, size in zip(computed, self._segment_sizes, strict=True))
         stats.layer_tokens_run = held + decoder.undone * stats.num_layers
-        stats.layer_tokens_total = stats.num_layers * computed[0]
+        stats.layer_tokens_total = stats.num_layers * (computed[0] - stats.cached_tokens)
         return taken
 
     def finished(self) -> Generation:

@@ -27,8 +27,7 @@ class PackedSequence(SequenceState):
         self._model = manifest.model
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
         self._limit = manifest.model.context_length
-        kv_shapes = [manifest.model.kv_shapes[layer] for layer in self._model.kv_read(range(self._model.num_layers))]
-        self._token_size = 2 * sum(heads * head_dim for heads, head_dim in kv_shapes)  # numbers in the K/V of a token
+        self._token_size = manifest.model.kv_token_size
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
         self._buffers: dict[tuple[int, str], np.ndarray] = {}
         self.values: dict[tuple[int, str], Any] = {}

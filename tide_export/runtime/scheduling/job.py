@@ -56,6 +56,19 @@ class Job:
         self.slot = None
         del self._state, self._decoder, self._block, self._step
 
+    def skip(self, count: int) -> None:
+        """Omits the first `count` tokens of the prompt, whose K/V are in the slot, from the first step."""
+        self._stepped = self.progress.stats.cached_tokens = count
+
+    @property
+    def unread(self) -> bool:
+        """Whether nothing of its prompt is in the slot."""
+        return self.reads_prompt and not self._stepped
+
+    @property
+    def reads_prompt(self) -> bool:
+        return not self.progress.tokens
+
     @property
     def verifies(self) -> bool:
         return self._decoder.verifies
@@ -70,7 +83,7 @@ class Job:
         ids, keep, full = self._step
         rest = len(ids) - self._stepped
         count = rest
-        if self._reads_prompt and rest > limit:
+        if self.reads_prompt and rest > limit:
             count = limit - (whole and rest - limit == 1)
             if count < 1 + (whole and rest > 1):
                 return None
@@ -92,10 +105,6 @@ class Job:
                 self._next_block()
             return tokens
         return []
-
-    @property
-    def _reads_prompt(self) -> bool:
-        return not self.progress.tokens
 
     def _next_block(self) -> None:
         self._block, self._seconds = self.progress.block(self._decoder), 0.0

@@ -6,6 +6,7 @@ the prompts of those that read. No thread is needed: whoever reads a handle does
 thread.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -28,11 +29,15 @@ from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.request import check_prompt, decoder_of, resolve, single_seed
 from tide_export.runtime.scheduling.handle import END, RequestHandle
 from tide_export.runtime.scheduling.job import Job, in_order
+from tide_export.runtime.scheduling.prefix_cache import PrefixCache, open_prefix_cache
 from tide_export.runtime.sequence import Batch, StepResult
 from tide_export.values import real_number, whole_number
 
 PROMPT_TOKENS = 512
 MIN_PROMPT_TOKENS = 4  # with fewer a prompt of a bundle that propagates could not be divided
+MINIMA = {"slots": 1, "prompt_tokens": MIN_PROMPT_TOKENS, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
+
+logger = logging.getLogger("tide_export")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class SchedulerLimits:
         waiting: requests in the queue beyond those for which a slot is free; None: any number.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
             any number.
+        prefix_cache_bytes: of K/V of prompts and answers, beside those of requests with a slot, that are kept for
+            requests that begin with the same tokens; 0: none.
 
     Raises:
         GenerationError: one is not a whole number, or too small.
@@ -54,9 +61,10 @@ class SchedulerLimits:
     prompt_tokens: int = PROMPT_TOKENS
     waiting: int | None = None
     kv_tokens: int | None = None
+    prefix_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, minimum in (("slots", 1), ("prompt_tokens", MIN_PROMPT_TOKENS), ("waiting", 1), ("kv_tokens", 1)):
+        for name, minimum in MINIMA.items():
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), minimum=minimum)
 
@@ -65,10 +73,15 @@ class Scheduler:
     """Decodes requests on one batch. Any thread may submit, cancel and read; one at a time does the steps."""
 
     def __init__(self, bundle: Bundle, auto: AutoMode | None, batch: Batch, limits: SchedulerLimits) -> None:
-        """`batch`: an empty one of the bundle, which nothing else uses; `auto`: what mode `auto` is."""
+        """`batch`: an empty one of the bundle, which nothing else uses; `auto`: what mode `auto` is.
+
+        Raises:
+            GenerationError: the batch can have no prefix cache, or not of this size.
+        """
         self.limits = limits
         self._bundle, self._auto, self._batch = bundle, auto, batch
         self._propagates = bundle.manifest.kv_cache_strategy == PROPAGATE
+        self._prefixes = open_prefix_cache(bundle.manifest, batch, limits.prefix_cache_bytes)
         self._waiting = deque[tuple[Job, RequestHandle]]()
         self._running = dict[int, tuple[Job, RequestHandle]]()
         self._changed = threading.Condition()  # of the queue and of `_closing`
@@ -85,6 +98,11 @@ class Scheduler:
     def running(self) -> int:
         """Requests with a slot."""
         return len(self._running)
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Bytes of K/V in the prefix cache now."""
+        return self._prefixes.bytes if self._prefixes is not None else 0
 
     @property
     def closed(self) -> bool:
@@ -243,6 +261,8 @@ class Scheduler:
         """What each request runs in this step, by slot."""
         left, steps = self.limits.prompt_tokens, dict[int, StepRequest]()
         for job in in_order([job for job, _ in self._running.values()]):
+            if self._prefixes is not None and left and job.unread and not self._begin_cached(self._prefixes, job):
+                continue
             step = job.next_step(left, whole=self._propagates)
             if step is None:
                 continue
@@ -251,6 +271,25 @@ class Scheduler:
             if not job.progress.tokens:
                 left -= len(step.ids)
         return steps
+
+    def _begin_cached(self, prefixes: PrefixCache, job: Job) -> bool:
+        """Takes over what is cached of a prompt; False: the request failed."""
+        assert job.slot is not None
+        try:
+            job.skip(prefixes.begin(job.slot, job.prompt))
+        except GenerationError as error:
+            self._fail(job.slot, error)
+            return False
+        return True
+
+    def _keep(self, job: Job) -> None:
+        """Caches the K/V of a request's text."""
+        if self._prefixes is None or job.slot is None:
+            return
+        try:
+            self._prefixes.keep(job.slot, job.prompt, job.progress.tokens)
+        except GenerationError as error:
+            logger.warning("the prefix cache does not grow: %s", error)
 
     def _run(self, steps: Mapping[int, StepRequest]) -> dict[int, StepResult]:
         """Runs a step. One that fails for several requests is repeated for each alone, so that only those end whose own
@@ -277,6 +316,7 @@ class Scheduler:
 
     def _take(self, slot: int, result: StepResult, seconds: float) -> None:
         job, handle = self._running[slot]
+        read = job.reads_prompt
         try:
             tokens = job.take(result, seconds)
         except GenerationError as error:  # logits that are not finite
@@ -286,6 +326,8 @@ class Scheduler:
             handle.put(tokens)
         if job.progress.finish_reason is not None:
             self._end(job, handle)
+        elif read:
+            self._keep(job)
 
     def _fail(self, slot: int, error: GenerationError) -> None:
         job, handle = self._running[slot]
@@ -297,6 +339,8 @@ class Scheduler:
             with self._changed:
                 self._waiting.remove((job, handle))
         else:
+            if handle.error is None:
+                self._keep(job)
             del self._running[job.slot]
             self._batch.leave(job.slot)
             job.end()

@@ -1,0 +1,223 @@
+"""K/V that requests share: the tokens are those without a cache, the memory is bounded, the statistics are right."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from judge import TEXT
+from tiny_engines import TinyLlama
+
+from tide_export.errors import GenerationError
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.packed.batch import PackedBatch
+from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS, PrefixCache
+from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.sequence import SequenceState
+from tide_export.verify.export_gate import dividing_thresholds
+
+SLOTS = 3
+PROMPT = [token % 97 + 3 for token in range(70)]
+FULL: dict[str, Any] = {"mode": "full", "max_new_tokens": 4, "stop_token_ids": []}
+
+
+@pytest.fixture(scope="module")
+def mixed(tiny_llama: TinyLlama) -> list[float]:
+    return dividing_thresholds(tiny_llama.source, tiny_llama.routers, TEXT)
+
+
+@pytest.fixture(scope="module", params=["exact", "propagating"])
+def engine(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Engine:
+    return tiny_llama.graph(getattr(tiny_llama, request.param))
+
+
+def scheduler_of(engine: Engine, blocks: int, **limits: Any) -> Scheduler:
+    """A scheduler whose cache has room for so many blocks."""
+    size = blocks * BLOCK_TOKENS * 4 * engine.manifest.model.kv_token_size
+    return engine.scheduler(SchedulerLimits(**({"slots": SLOTS} | limits), prefix_cache_bytes=size))
+
+
+def run(scheduler: Scheduler, ids: list[int], **options: Any) -> tuple[list[int], int]:
+    """The tokens after a prompt, and how many of its tokens were cached."""
+    done = scheduler.submit(ids, **options).result()
+    return done.tokens, done.stats.cached_tokens
+
+
+def options_of(engine: Engine, mixed: list[float]) -> list[dict[str, Any]]:
+    exits: dict[str, Any] = {"mode": "exit", "threshold": mixed, "min_layers": 0}
+    options = [{"mode": "full"}, exits, {"mode": "full", "temperature": 0.8, "seed": 3}, exits | {"threshold": 0.3}]
+    options.append(exits | {"temperature": 1.0, "seed": 5, "top_k": 20})
+    if engine.manifest.kv_cache_strategy == "exact":
+        lossless = {"mode": "lossless", "threshold": mixed}
+        options += [exits | {"max_pending": 30}, lossless, lossless | {"temperature": 0.8, "seed": 3}]
+    return options
+
+
+@pytest.mark.parametrize("blocks", [2, 5, 1000])
+def test_tokens_are_those_without_a_cache(engine: Engine, mixed: list[float], blocks: int) -> None:
+    order, options = random.Random(blocks), options_of(engine, mixed)
+    texts = [[order.randrange(engine.manifest.model.vocab_size) for _ in range(60)] for _ in range(2)]
+    scheduler, asked, handles = scheduler_of(engine, blocks, prompt_tokens=21), [], list[Any]()
+    while len(handles) < 40 or scheduler.running or scheduler.waiting:
+        for _ in range(order.randrange(3) if len(handles) < 40 else 0):
+            text = order.choice(texts)
+            prompt = text[: order.choice((1, 2, 16, 17, 31, 32, 33, 48, 60))] + [7] * order.choice((0, 0, 1, 9))
+            chosen = order.choice(options) | {"max_new_tokens": order.choice((1, 4, 15)), "stop_token_ids": []}
+            asked.append((prompt, chosen))
+            handles.append(scheduler.submit(prompt, **chosen))
+            ended = [one for one in handles if one.finish_reason == "length"]
+            if ended and order.random() < 0.5:  # the next turn of a conversation
+                before = handles.index(order.choice(ended))
+                texts.append([*asked[before][0], *handles[before].tokens, *[9] * 20])
+        if handles and order.random() < 0.1:
+            order.choice(handles).cancel()
+        scheduler.step()
+        assert scheduler.prefix_cache_bytes <= scheduler.limits.prefix_cache_bytes
+    for handle, (prompt, chosen) in zip(handles, asked, strict=True):
+        expected, found = engine.generate(prompt, **chosen), handle.result()
+        if found.finish_reason == "cancelled":
+            assert found.tokens == expected.tokens[: len(found.tokens)]
+        else:
+            assert (found.tokens, found.stats.exit_layer) == (expected.tokens, expected.stats.exit_layer)
+    reused = sum(handle.stats.cached_tokens for handle in handles)
+    assert reused > (0 if blocks < 1000 else 300)
+
+
+def test_what_is_reused(engine: Engine) -> None:
+    scheduler = scheduler_of(engine, 100)
+    one_more = int(engine.manifest.kv_cache_strategy == "propagate")  # a step over one token could exit
+    first = run(scheduler, PROMPT, **FULL)
+    assert first == (engine.generate(PROMPT, **FULL).tokens, 0)
+    assert run(scheduler, PROMPT, **FULL) == (first[0], 64), "whole blocks"
+    assert run(scheduler, PROMPT[:48], **FULL)[1] == 47 - one_more, "the last token is run: it gives the logits"
+    assert run(scheduler, PROMPT[:40], **FULL)[1] == 32, "of a prompt that another one begins with"
+    assert run(scheduler, [*PROMPT[:40], 1, 1, 1], **FULL)[1] == 32, "of one that goes on otherwise"
+    assert run(scheduler, [1, *PROMPT], **FULL)[1] == 0
+    assert run(scheduler, PROMPT[:1], **FULL)[1] == 0
+
+
+def test_answers_are_cached_but_not_where_kv_are_propagated(engine: Engine) -> None:
+    scheduler, options = scheduler_of(engine, 100), FULL | {"max_new_tokens": 30}
+    answer, _ = run(scheduler, PROMPT, **options)
+    _, cached = run(scheduler, [*PROMPT, *answer, 5], **FULL)
+    assert cached == (96 if engine.manifest.kv_cache_strategy == "exact" else 64)
+
+
+def test_statistics_count_what_was_run(engine: Engine) -> None:
+    scheduler = scheduler_of(engine, 100)
+    run(scheduler, PROMPT, **FULL)
+    stats = scheduler.submit(PROMPT, **FULL).result().stats
+    layers = engine.manifest.model.num_layers
+    ran = len(PROMPT) - 64 + FULL["max_new_tokens"] - 1
+    assert (stats.prompt_tokens, stats.cached_tokens) == (len(PROMPT), 64)
+    assert stats.layer_tokens_run == stats.layer_tokens_total == ran * layers
+
+
+def test_a_request_uses_a_prompt_that_was_read_while_it_waited(engine: Engine) -> None:
+    scheduler = scheduler_of(engine, 100, prompt_tokens=len(PROMPT))
+    first, second = (scheduler.submit(PROMPT, **FULL) for _ in range(2))
+    scheduler.step()
+    assert scheduler.running == 2
+    scheduler.step()
+    assert (first.stats.cached_tokens, second.stats.cached_tokens) == (0, 64)
+    assert first.result().tokens == second.result().tokens
+
+
+def test_a_request_that_fails_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, step = scheduler_of(engine, 100), type(engine.start_batch([2.0] * 2, 4, 1.0, SLOTS)).step
+
+    def broken(self: Any, *rest: Any, **options: Any) -> Any:
+        return {slot: one._replace(logits=one.logits * np.nan) for slot, one in step(self, *rest, **options).items()}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedBatch, "step", broken)
+        patched.setattr(type(scheduler._batch), "step", broken)
+        with pytest.raises(GenerationError, match="not finite"):
+            run(scheduler, PROMPT, **FULL)
+    assert scheduler.prefix_cache_bytes == 0
+    assert run(scheduler, PROMPT, **FULL) == (engine.generate(PROMPT, **FULL).tokens, 0)
+
+
+def test_no_memory_for_a_copy_changes_no_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Any, *rest: Any) -> Any:
+        raise GenerationError("no memory")
+
+    scheduler = scheduler_of(engine, 100)
+    expected = run(scheduler, PROMPT, **FULL)[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedBatch, "read_kv", full)
+        assert run(scheduler, PROMPT[1:], **FULL)[1] == 0
+        assert "the prefix cache does not grow: no memory" in caplog.text
+        patched.setattr(PackedBatch, "write_kv", full)
+        with pytest.raises(GenerationError, match="no memory"):
+            run(scheduler, PROMPT, **FULL)
+    assert run(scheduler, PROMPT, **FULL) == (expected, 64)
+
+
+def test_what_cannot_be_cached_is_refused(tiny_llama: TinyLlama) -> None:
+    with pytest.raises(GenerationError, match="prefix_cache_bytes is for provider 'cpu'"):
+        scheduler_of(tiny_llama.networks(), 1)
+    graph = tiny_llama.graph(tiny_llama.exact)
+    with pytest.raises(GenerationError, match="prefix_cache_bytes is 100, and the K/V of 16 tokens have"):
+        graph.scheduler(SchedulerLimits(prefix_cache_bytes=100))
+    with pytest.raises(GenerationError, match="prefix_cache_bytes"):
+        SchedulerLimits(prefix_cache_bytes=-1)
+
+
+class FakeBatch:
+    """K/V that are the token ids themselves."""
+
+    def __init__(self) -> None:
+        self.texts, self.sequences = dict[int, np.ndarray](), {0: SequenceState(2)}
+
+    def read_kv(self, slot: int, start: int, stop: int) -> np.ndarray:
+        assert stop <= self.sequences[slot].lengths[-1]
+        return self.texts[slot][start:stop].copy()
+
+    def write_kv(self, slot: int, blocks: list[np.ndarray], length: int) -> None:
+        assert sum(map(len, blocks[:-1])) < length <= sum(map(len, blocks))
+        self.texts[slot] = np.concatenate(blocks)[:length]
+
+
+def test_memory_is_bounded_and_the_kv_are_those_of_the_text() -> None:
+    order, batch = random.Random(4), FakeBatch()
+    block = 8 * BLOCK_TOKENS
+    cache = PrefixCache(batch, 20 * block + 5, propagates=False)  # type: ignore[arg-type]
+    reused = full = 0
+    for _ in range(5000):
+        shape = [order.randrange(3) for _ in range(order.randrange(6))]
+        prompt = np.repeat(np.array(shape, np.int64), 8)[: order.randrange(1, 60)]
+        if not len(prompt):
+            continue
+        begun = cache.begin(0, prompt)
+        assert begun < len(prompt)
+        if begun:
+            np.testing.assert_array_equal(batch.texts[0], prompt[:begun])
+        answer = [order.randrange(3)] * order.randrange(40)
+        batch.texts[0] = np.concatenate([prompt, np.array(answer, np.int64)])
+        total = len(batch.texts[0])
+        batch.sequences[0].lengths = [total, order.choice((total, total, max(total - 5, 0)))]
+        cache.keep(0, prompt, answer)
+        assert cache.bytes <= 20 * block
+        reused, full = reused + begun, full + (cache.bytes == 20 * block)
+    assert reused > 20_000
+    assert full > 1000
+    held = list(cache._blocks.values())
+    assert sum(one.kv.nbytes for one in held) == cache.bytes
+    assert {before for before, _ in cache._blocks} <= {0, *(one.number for one in held)}, "no block without its text"
+
+
+def test_the_least_recently_used_text_is_dropped() -> None:
+    batch = FakeBatch()
+    cache = PrefixCache(batch, 4 * 8 * BLOCK_TOKENS, propagates=False)  # type: ignore[arg-type]
+    texts = [np.full(2 * BLOCK_TOKENS, number, np.int64) for number in range(3)]
+    for text in (texts[0], texts[1], texts[0], texts[2]):
+        batch.texts[0], batch.sequences[0].lengths = text, [len(text)] * 2
+        cache.keep(0, text)
+    assert [cache.begin(0, text) for text in texts] == [31, 0, 31]
+    batch.texts[0] = np.full(9 * BLOCK_TOKENS, 5, np.int64)
+    batch.sequences[0].lengths = [9 * BLOCK_TOKENS] * 2
+    cache.keep(0, batch.texts[0])
+    assert cache.begin(0, batch.texts[0]) == 4 * BLOCK_TOKENS, "of a text that is too long, the beginning"
