@@ -189,23 +189,43 @@ def test_many_clients_get_their_own_text(server: Running, engine: Engine) -> Non
     assert [one.choices[0].text for one in found] == expected
 
 
-def test_metrics_count(server: Running) -> None:
-    def value(name: str) -> float:
-        found = re.search(rf"^{re.escape(name)} (\S+)$", server.http.get("/metrics").text, re.M)
-        return float(found[1]) if found else 0.0
+def value_of(server: Running, name: str) -> float:
+    """A metric; 0 where there is none yet."""
+    found = re.search(rf"^{re.escape(name)} (\S+)$", server.http.get("/metrics").text, re.M)
+    return float(found[1]) if found else 0.0
 
+
+def test_a_prompt_that_begins_like_another_is_cached(server: Running) -> None:
+    names = ["tide_prompt_tokens_total", "tide_cached_prompt_tokens_total", "tide_prefix_cache_hits_total"]
+    prompt = "class Cached:\n" + "    def method(self): pass\n" * 10
+    before, cached, texts = [value_of(server, name) for name in names], [], []
+    for _ in range(2):
+        done = server.openai.completions.create(prompt=[prompt, "x"], **GREEDY)
+        assert done.usage is not None
+        assert done.usage.prompt_tokens_details is not None
+        cached.append(done.usage.prompt_tokens_details.cached_tokens)
+        texts.append([choice.text for choice in done.choices])
+    after, size = [value_of(server, name) for name in names], done.usage.prompt_tokens
+    assert cached[0] == 0
+    assert size - 20 < cached[1] < size
+    assert texts[0] == texts[1]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2 * size, cached[1], 1]
+    assert 0 < value_of(server, "tide_prefix_cache_bytes") <= 2**30
+
+
+def test_metrics_count(server: Running) -> None:
     names = ['tide_requests_total{path="/v1/completions",status="200"}', "tide_prompt_tokens_total"]
     names += [
         'tide_tokens_total{layer="12"}',
         "tide_first_token_seconds_count",
         'tide_generations_total{reason="length"}',
     ]
-    before = [value(name) for name in names]
+    before = [value_of(server, name) for name in names]
     done = server.openai.completions.create(prompt=PROMPT, **GREEDY)
     assert done.usage is not None
-    after = [value(name) for name in names]
+    after = [value_of(server, name) for name in names]
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, done.usage.prompt_tokens, 24, 1, 1]
-    assert value('tide_layer_passes_total{kind="run"}') > 0
+    assert value_of(server, 'tide_layer_passes_total{kind="run"}') > 0
 
 
 def test_rates_are_limited_by_client(chat_bundle: Path) -> None:

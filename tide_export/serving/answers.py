@@ -21,7 +21,6 @@ class Answer:
 
     service: Service
     request: GenerationRequest
-    prompts: Sequence[Prompt]
     choices: Sequence[tuple[Prompt, RequestHandle]]
 
     def __post_init__(self) -> None:
@@ -50,7 +49,7 @@ class Answer:
         for number, (text, reason, _) in enumerate(results):
             said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
             choices.append({"index": number, **said, "logprobs": None, "finish_reason": reason})
-        spent = usage(self.prompts, sum(tokens for _, _, tokens in results))
+        spent = usage(self.choices, sum(tokens for _, _, tokens in results))
         return self._head("chat.completion" if self._chat else "text_completion") | {"choices": choices, "usage": spent}
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -84,7 +83,7 @@ class Answer:
                     said = {"delta": {}} if self._chat else {"text": ""}
                 yield self._event(number, said, piece.finish_reason)
             if self.request.stream_options is not None and self.request.stream_options.include_usage:
-                yield _data(self._chunk() | {"choices": [], "usage": usage(self.prompts, spent)})
+                yield _data(self._chunk() | {"choices": [], "usage": usage(self.choices, spent)})
             yield DONE
         finally:  # also where the client has gone
             cancel([handle for _, handle in self.choices])

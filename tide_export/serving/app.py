@@ -138,7 +138,7 @@ async def _answer(service: Service, http: Request, request: CompletionRequest | 
     except ApiError:
         cancel([handle for _, handle in choices])
         raise
-    made = Answer(service, request, prompts, choices)
+    made = Answer(service, request, choices)
     if request.stream:
         return StreamingResponse(made.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     return JSONResponse(await _unless_gone(http, made.whole()))

@@ -16,6 +16,9 @@ class ServerConfig(BaseModel):
     waiting: int = Field(64, ge=1, description="requests that may wait; one more is answered 429")
     prompt_tokens: int = Field(512, ge=4, description="tokens of prompts read in one step")
     kv_tokens: int | None = Field(None, ge=1, description="tokens of K/V memory of all requests that are decoded")
+    prefix_cache_bytes: int | None = Field(
+        None, ge=0, description="of K/V kept for requests that begin alike; by default 1 GiB on provider cpu, else 0"
+    )
     max_tokens: int = Field(1024, ge=1, description="of an answer, where a request asks for no number")
     request_seconds: float = Field(600.0, gt=0.0, description="after which a request is ended")
     body_bytes: int = Field(1 << 20, ge=1024, description="of a request at most; more is answered 413")

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tide_export.runtime.decoding.stats import ExitStats
+from tide_export.runtime.scheduling.handle import RequestHandle
 from tide_export.runtime.scheduling.scheduler import Scheduler
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -20,6 +20,8 @@ class Metrics:
         self.requests = Counter("tide_requests", "Requests, by path and HTTP status.", ["path", "status"], **own)
         self._ended = Counter("tide_generations", "Generations that ended, by reason.", ["reason"], **own)
         self._prompt = Counter("tide_prompt_tokens", "Tokens of prompts.", **own)
+        self._cached = Counter("tide_cached_prompt_tokens", "Tokens of prompts from the prefix cache.", **own)
+        self._hits = Counter("tide_prefix_cache_hits", "Requests that began with what was cached.", **own)
         self._tokens = Counter("tide_tokens", "Tokens generated, by the layers they were made after.", ["layer"], **own)
         self._layers = Counter("tide_layer_passes", "Layer passes of generated tokens.", ["kind"], **own)
         self._drafts = Counter("tide_drafts", "Drafts of lossless mode.", ["kind"], **own)
@@ -27,13 +29,18 @@ class Metrics:
             "tide_first_token_seconds", "From the request to its first token.", buckets=SECONDS, **own
         )
         self._per_token = Histogram("tide_token_seconds", "Time a token after the first.", buckets=SECONDS, **own)
+        cache = Gauge("tide_prefix_cache_bytes", "K/V in the prefix cache.", **own)
+        cache.set_function(lambda: scheduler.prefix_cache_bytes)
         Gauge("tide_requests_running", "Requests with a slot.", **own).set_function(lambda: scheduler.running)
         Gauge("tide_requests_waiting", "Requests in the queue.", **own).set_function(lambda: scheduler.waiting)
 
-    def ended(self, reason: str, stats: ExitStats) -> None:
+    def ended(self, reason: str, handle: RequestHandle) -> None:
         """Counts a generation that has ended."""
+        stats, cached = handle.stats, handle.cached_tokens
         self._ended.labels(reason).inc()
         self._prompt.inc(stats.prompt_tokens)
+        self._cached.inc(cached)
+        self._hits.inc(cached > 0)
         for layer, count in Counts(stats.exit_layer).items():
             self._tokens.labels(str(layer)).inc(count)
         run, total = sum(stats.layers_run), stats.num_layers * stats.total_tokens

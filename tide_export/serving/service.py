@@ -18,6 +18,7 @@ from tide_export.serving.stop_strings import StopStrings
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
+PREFIX_CACHE_BYTES = {"cpu": 2**30}  # by provider: where K/V can be copied
 STOPPING = "the server is stopping"
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
@@ -58,6 +59,9 @@ class Service:
             waiting=config.waiting,
             prompt_tokens=config.prompt_tokens,
             kv_tokens=config.kv_tokens,
+            prefix_cache_bytes=PREFIX_CACHE_BYTES.get(engine.backend.provider, 0)
+            if config.prefix_cache_bytes is None
+            else config.prefix_cache_bytes,
         )
         self.scheduler = engine.scheduler(limits)
         self.metrics = Metrics(self.scheduler)
@@ -132,7 +136,7 @@ class Service:
             raise ApiError(500, str(error), "server_error") from None
         finally:
             handle.cancel()
-            self.metrics.ended((stop.found and "stop string") or handle.finish_reason or "cancelled", handle.stats)
+            self.metrics.ended((stop.found and "stop string") or handle.finish_reason or "cancelled", handle)
         certain = stop.push(text.finish())
         rest = certain if stop.found is not None else certain + stop.finish()
         reason = FINISH_REASONS.get(handle.finish_reason or "")
@@ -169,11 +173,13 @@ def cancel(handles: Sequence[RequestHandle]) -> None:
         handle.cancel()
 
 
-def usage(prompts: Sequence[Prompt], completion_tokens: int) -> dict[str, Any]:
-    """OpenAI's `usage`."""
-    prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+def usage(choices: Sequence[tuple[Prompt, RequestHandle]], completion_tokens: int) -> dict[str, Any]:
+    """OpenAI's `usage`; of the choices of one prompt, the first says how much of it was cached."""
+    first = {id(prompt): (prompt, handle) for prompt, handle in reversed(choices)}.values()
+    prompt_tokens = sum(len(prompt.ids) for prompt, _ in first)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(handle.cached_tokens for _, handle in first)},
     }

@@ -39,8 +39,8 @@ def scheduler_of(engine: Engine, blocks: int, **limits: Any) -> Scheduler:
 
 def run(scheduler: Scheduler, ids: list[int], **options: Any) -> tuple[list[int], int]:
     """The tokens after a prompt, and how many of its tokens were cached."""
-    done = scheduler.submit(ids, **options).result()
-    return done.tokens, done.stats.cached_tokens
+    handle = scheduler.submit(ids, **options)
+    return handle.result().tokens, handle.cached_tokens
 
 
 def options_of(engine: Engine, mixed: list[float]) -> list[dict[str, Any]]:
@@ -79,7 +79,7 @@ def test_tokens_are_those_without_a_cache(engine: Engine, mixed: list[float], bl
             assert found.tokens == expected.tokens[: len(found.tokens)]
         else:
             assert (found.tokens, found.stats.exit_layer) == (expected.tokens, expected.stats.exit_layer)
-    reused = sum(handle.stats.cached_tokens for handle in handles)
+    reused = sum(handle.cached_tokens for handle in handles)
     assert reused > (0 if blocks < 1000 else 300)
 
 
@@ -106,10 +106,11 @@ def test_answers_are_cached_but_not_where_kv_are_propagated(engine: Engine) -> N
 def test_statistics_count_what_was_run(engine: Engine) -> None:
     scheduler = scheduler_of(engine, 100)
     run(scheduler, PROMPT, **FULL)
-    stats = scheduler.submit(PROMPT, **FULL).result().stats
+    handle = scheduler.submit(PROMPT, **FULL)
+    stats = handle.result().stats
     layers = engine.manifest.model.num_layers
     ran = len(PROMPT) - 64 + FULL["max_new_tokens"] - 1
-    assert (stats.prompt_tokens, stats.cached_tokens) == (len(PROMPT), 64)
+    assert (stats.prompt_tokens, handle.cached_tokens) == (len(PROMPT), 64)
     assert stats.layer_tokens_run == stats.layer_tokens_total == ran * layers
 
 
@@ -119,7 +120,7 @@ def test_a_request_uses_a_prompt_that_was_read_while_it_waited(engine: Engine) -
     scheduler.step()
     assert scheduler.running == 2
     scheduler.step()
-    assert (first.stats.cached_tokens, second.stats.cached_tokens) == (0, 64)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 64)
     assert first.result().tokens == second.result().tokens
 
 

@@ -36,12 +36,14 @@ class Progress:
         tokens: so far.
         stats: of them.
         finish_reason: None while more will come.
+        cached_tokens: of the prompt, whose K/V come from a prefix cache: `stats` count nothing as run for them.
     """
 
     def __init__(self, manifest: Manifest, prompt: np.ndarray, max_new_tokens: int, stop: Container[int]) -> None:
         """Nothing is generated after `prompt` yet."""
         self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
         self.tokens: list[int] = []
+        self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._next_ids: np.ndarray | list[int] = prompt
         self._segment_sizes, self._context = manifest.segment_sizes, manifest.model.context_length
@@ -87,9 +89,9 @@ class Progress:
             stats.decode_seconds += seconds
         stats.drafted, stats.accepted = decoder.drafted, decoder.accepted
         stats.lookup_drafted, stats.lookup_accepted = decoder.lookup_drafted, decoder.lookup_accepted
-        held = sum((n - stats.cached_tokens) * size for n, size in zip(computed, self._segment_sizes, strict=True))
+        held = sum((n - self.cached_tokens) * size for n, size in zip(computed, self._segment_sizes, strict=True))
         stats.layer_tokens_run = held + decoder.undone * stats.num_layers
-        stats.layer_tokens_total = stats.num_layers * (computed[0] - stats.cached_tokens)
+        stats.layer_tokens_total = stats.num_layers * (computed[0] - self.cached_tokens)
         return taken
 
     def finished(self) -> Generation:

@@ -23,10 +23,9 @@ class ExitStats:
     checkpoints: tuple[int, ...]  # layers run at each
     num_layers: int
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # those of the prompt whose K/V came from a scheduler's prefix cache: not run again
     exit_layer: list[int] = field(default_factory=list)  # per token: layers its logits went through
     layers_run: list[int] = field(default_factory=list)  # per token: layer passes its step executed
-    layer_tokens_run: int = 0  # positions x layers computed so far, the prompt's included but for cached tokens
+    layer_tokens_run: int = 0  # positions x layers computed so far, the prompt's included
     layer_tokens_total: int = 0  # what full depth would compute for the same positions
     drafted: int = 0  # lossless mode: tokens drafted, by early exits and prompt lookup
     accepted: int = 0  # those that the full model accepted

@@ -46,6 +46,11 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         """Of the tokens made so far."""
         return self._job.progress.stats
 
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt whose K/V came from the scheduler's prefix cache."""
+        return self._job.progress.cached_tokens
+
     def cancel(self) -> None:
         """Ends the request before the next step; its tokens so far stay. Does nothing after its end."""
         self._job.cancelled = True

@@ -58,7 +58,7 @@ class Job:
 
     def skip(self, count: int) -> None:
         """Omits the first `count` tokens of the prompt, whose K/V are in the slot, from the first step."""
-        self._stepped = self.progress.stats.cached_tokens = count
+        self._stepped = self.progress.cached_tokens = count
 
     @property
     def unread(self) -> bool:
