@@ -25,8 +25,9 @@ REFUSED = {  # option -> mode -> what is said
     "prompt_lookup": dict.fromkeys(("auto", "full", "exit"), "prompt_lookup is for mode 'lossless'"),
     "top_k": dict.fromkeys(MODES, "top_k is for a temperature above 0"),
     "top_p": dict.fromkeys(MODES, "top_p is for a temperature above 0"),
+    "min_p": dict.fromkeys(MODES, "min_p is for a temperature above 0"),
 }
-VALUES = {**GIVEN, "prompt_lookup": 3, "top_k": 2, "top_p": 0.5}
+VALUES = {**GIVEN, "prompt_lookup": 3, "top_k": 2, "top_p": 0.5, "min_p": 0.1}
 
 
 @pytest.mark.parametrize(("option", "mode"), list(product(REFUSED, MODES)))
@@ -44,7 +45,7 @@ def test_an_option_counts_or_is_refused(tiny_engine: Engine, option: str, mode: 
     if reason is not None:
         with pytest.raises(GenerationError, match=reason):
             tiny_engine.generate([[1, 2], [3]], max_new_tokens=4, **given)
-    if option.startswith("top"):
+    if option in ("top_k", "top_p", "min_p"):
         assert tiny_engine.generate([1, 2], max_new_tokens=4, temperature=0.5, **given).tokens
 
 

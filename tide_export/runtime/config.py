@@ -3,13 +3,14 @@
 What depends on a bundle (its vocabulary, context, checkpoints and defaults) is checked in `request`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import numpy as np
 
 from tide_export.errors import GenerationError
+from tide_export.runtime.decoding.processing import LogitsProcessor
 from tide_export.thresholds.resolve import check_mode, check_threshold
 from tide_export.values import real_number, shown, whole_number
 
@@ -34,6 +35,17 @@ class GenerationConfig:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: sample from the k most likely tokens; 0 keeps all.
         top_p: sample from the fewest most likely tokens whose probabilities (after top_k) sum to this or more.
+        min_p: drop tokens whose probability is below this share of the most likely one's, in [0, 1]; 0 keeps all.
+        repetition_penalty: above 0; divides the positive logits of tokens that the prompt or the text has, and
+            multiplies the negative ones. 1 changes nothing.
+        presence_penalty: in [-2, 2]; subtracted from the logits of tokens that were generated.
+        frequency_penalty: in [-2, 2]; subtracted from them once for each time that they were.
+        logit_bias: by token id, added to its logit. Stored as pairs, by id.
+        logits_processor: called with the ids of the sequence so far, the prompt's first, and a copy of the model's
+            logits, float32 [V]; returns those to choose from. It sees early exits' logits too, and in lossless mode
+            logits after drafts: it must depend on its arguments alone.
+        logprobs: return log-probabilities of each token and of this many of the most likely, by the model's logits
+            before anything changes them. None: none.
         seed: of the random numbers; None draws a new one. For a list of prompts, one seed for all or one for each.
         stop_token_ids: tokens that end the generation. None: the model's end-of-sequence ids; empty: none.
         compaction_threshold: for a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a
@@ -54,6 +66,13 @@ class GenerationConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    logits_processor: LogitsProcessor | None = None
+    logprobs: int | None = None
     seed: int | Sequence[int] | None = None
     stop_token_ids: Sequence[int] | None = None
     compaction_threshold: float | None = None
@@ -73,6 +92,19 @@ class GenerationConfig:
         self._set("top_p", real_number("top_p", self.top_p))
         if not 0 < self.top_p <= 1:
             raise GenerationError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        self._set_range("min_p", 0, 1)
+        self._set("repetition_penalty", real_number("repetition_penalty", self.repetition_penalty))
+        if self.repetition_penalty <= 0:
+            raise GenerationError(f"repetition_penalty must be above 0, not {self.repetition_penalty!r}")
+        self._set_range("presence_penalty", -2, 2)
+        self._set_range("frequency_penalty", -2, 2)
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise GenerationError(
+                f"logits_processor must be a function of token ids and logits, not {shown(self.logits_processor)}"
+            )
+        if self.logprobs is not None:
+            self._set("logprobs", whole_number("logprobs", self.logprobs, minimum=0))
         if isinstance(self.seed, list | tuple) or (isinstance(self.seed, np.ndarray) and self.seed.ndim):
             self._set("seed", tuple(whole_number("seed", seed, minimum=0) for seed in self.seed))
         elif self.seed is not None:
@@ -80,10 +112,13 @@ class GenerationConfig:
         if self.stop_token_ids is not None:
             self._set("stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids).tolist()))
         if self.compaction_threshold is not None:
-            share = real_number("compaction_threshold", self.compaction_threshold)
-            if not 0 <= share <= 1:
-                raise GenerationError(f"compaction_threshold must lie in [0, 1], not {share!r}")
-            self._set("compaction_threshold", share)
+            self._set_range("compaction_threshold", 0, 1)
+
+    def _set_range(self, name: str, low: int, high: int) -> None:
+        value = real_number(name, getattr(self, name))
+        if not low <= value <= high:
+            raise GenerationError(f"{name} must lie in [{low}, {high}], not {value!r}")
+        self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -101,6 +136,13 @@ class GenerationOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    logits_processor: LogitsProcessor | None
+    logprobs: int | None
     seed: int | Sequence[int] | None
     stop_token_ids: Sequence[int] | None
     compaction_threshold: float | None
@@ -144,3 +186,15 @@ def _threshold(value: Any) -> float | tuple[float, ...]:
     if not isinstance(value, list | tuple):
         return check_threshold(value)
     return tuple(check_threshold(one) for one in value)
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias, by id."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise GenerationError(f"logit_bias must give a number for each of some token ids, not {shown(value)}")
+    biases = {
+        whole_number("a token id of logit_bias", token, minimum=0): real_number("a bias of logit_bias", bias)
+        for token, bias in pairs
+    }
+    return tuple(sorted(biases.items()))

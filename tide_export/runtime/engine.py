@@ -19,7 +19,7 @@ from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.decoder import Decoder, run_block
 from tide_export.runtime.decoding.generation import FinishReason, Generation, Progress
-from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.request import (
     check_prompt,
@@ -27,8 +27,8 @@ from tide_export.runtime.request import (
     decoder_of,
     is_list_of_prompts,
     resolve,
+    sampler_of,
     seeds,
-    single_seed,
     without_auto,
 )
 from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -154,14 +154,15 @@ class Engine:
             GenerationError: the prompt is empty, holds something that is no token id or is longer than the model's
                 context; or an option is out of range, or of no effect: threshold, min_layers and max_pending in mode
                 "full" or where the bundle has no checkpoints, max_pending where K/V are propagated, prompt_lookup
-                outside mode "lossless", top_k and top_p without a temperature, compaction_threshold for one prompt.
+                outside mode "lossless", top_k, top_p and min_p without a temperature, compaction_threshold for one
+                prompt.
         """
         return self._stream(ids, with_options(config, options))
 
     def _stream(self, ids: Any, config: GenerationConfig) -> "TokenStream":
         manifest = self.manifest
         prompt, request = check_prompt(manifest, ids), resolve(self.bundle, config, batched=False, auto=self.auto)
-        sampler = Sampler(config.temperature, config.top_k, config.top_p, single_seed(config))
+        sampler = sampler_of(config, prompt)
         state = self.start(request.thresholds, request.max_pending)
         decoder = decoder_of(manifest, sampler, request.stop, request.drafts, state)
         return TokenStream(state, decoder, Progress(manifest, prompt, config.max_new_tokens, request.stop))
@@ -238,6 +239,12 @@ class TokenStream(Iterator[int]):
     def tokens(self) -> list[int]:
         """The tokens returned so far. The last may be missing where an exception ended the caller's `next(stream)`."""
         return self._progress.tokens[: self._returned]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the tokens returned so far; None: they were not asked for."""
+        logprobs = self._progress.logprobs
+        return None if logprobs is None else logprobs[: self._returned]
 
     @property
     def finish_reason(self) -> FinishReason | None:

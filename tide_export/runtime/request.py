@@ -17,6 +17,7 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, token_ids
 from tide_export.runtime.decoding.decoder import Decoder, OneByOne
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, default_drafting
+from tide_export.runtime.decoding.processing import LogitsProcessing
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.sequence import NO_LIMIT, SequenceState
 from tide_export.thresholds.resolve import resolve_thresholds
@@ -60,7 +61,7 @@ def resolve(bundle: Bundle, config: GenerationConfig, batched: bool, auto: AutoM
             f"mode 'lossless' needs an exact K/V cache, and bundle {bundle.path} propagates: export it with "
             "kv_cache_strategy exact"
         )
-    for name, used in (("top_k", config.top_k > 0), ("top_p", config.top_p < 1)):
+    for name, used in (("top_k", config.top_k > 0), ("top_p", config.top_p < 1), ("min_p", config.min_p > 0)):
         if used and config.temperature == 0:
             raise GenerationError(f"{name} is for a temperature above 0: without one the most likely token is taken")
     check_exits(bundle, config.mode, {name: getattr(config, name) for name in EXIT_OPTIONS}, batched)
@@ -68,6 +69,10 @@ def resolve(bundle: Bundle, config: GenerationConfig, batched: bool, auto: AutoM
     stop = manifest.model.eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
     if config.stop_token_ids:
         check_vocabulary(manifest, np.array(config.stop_token_ids), "stop_token_ids")
+    if config.logit_bias:
+        check_vocabulary(manifest, np.array(list(dict(config.logit_bias))), "logit_bias")
+    if config.logprobs is not None:
+        whole_number("logprobs", config.logprobs, minimum=0, maximum=manifest.model.vocab_size)
     return Request(
         config,
         thresholds,
@@ -207,6 +212,35 @@ def _compaction_threshold(manifest: Manifest, config: GenerationConfig) -> float
     """In lossless mode all pending tokens are drafts, which have to go through every layer: the default there is 0."""
     default = 0.0 if config.mode == "lossless" else manifest.compaction_threshold
     return default if config.compaction_threshold is None else config.compaction_threshold
+
+
+def sampler_of(config: GenerationConfig, prompt: np.ndarray) -> Sampler:
+    """The sampler of a sequence that begins with `prompt`."""
+    processing = None
+    if (
+        config.logits_processor is not None
+        or config.repetition_penalty != 1
+        or config.presence_penalty
+        or config.frequency_penalty
+        or config.logit_bias
+    ):
+        processing = LogitsProcessing(
+            prompt.tolist(),
+            processor=config.logits_processor,
+            repetition_penalty=config.repetition_penalty,
+            presence_penalty=config.presence_penalty,
+            frequency_penalty=config.frequency_penalty,
+            logit_bias=dict(config.logit_bias),
+        )
+    return Sampler(
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        single_seed(config),
+        min_p=config.min_p,
+        processing=processing,
+        logprobs=config.logprobs,
+    )
 
 
 def decoder_of(

@@ -148,9 +148,7 @@ class _Chosen(Sampler):
     def __call__(self, logits: np.ndarray) -> int:
         return int(logits)
 
-
-class _RecordedDecoder(LosslessDecoder):
-    _top = _Chosen()
+    draft = __call__
 
 
 class _RecordedSequence(SequenceState):
@@ -195,7 +193,7 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     seconds, counts = 0.0, np.zeros(4, np.int64)
     for number, prompt in enumerate(prompts):
         state = _RecordedSequence(recorded, number, prompt, left[number], costs.draft)
-        decoder = _RecordedDecoder(state, _Chosen(), depths, limits, frozenset(), None)
+        decoder = LosslessDecoder(state, _Chosen(), depths, limits, frozenset(), None)
         ids, made = list(prompt), 0
         while made < positions:
             block = run_block(decoder.block(ids, positions - made), state.step)

@@ -135,9 +135,6 @@ def test_restored_it_draws_the_same_again() -> None:
     drawn = [sampler(LOGITS) for _ in range(20)]
     sampler.restore(saved)
     assert [sampler(LOGITS) for _ in range(20)] == drawn
-    greedy = Sampler()
-    assert greedy.save() is None
-    greedy.restore(None)
 
 
 def test_tokens_masked_with_minus_infinity_are_never_drawn() -> None:

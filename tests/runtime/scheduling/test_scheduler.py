@@ -48,10 +48,11 @@ def requests_of(engine: Engine, mixed: list[float], count: int, seed: int) -> li
     """Prompts with options of every mode, drawn at random."""
     order, exits = random.Random(seed), {"mode": "exit", "threshold": mixed, "min_layers": 0}
     options = [{"mode": "full"}, exits, exits | {"threshold": 0.3}, {"mode": "full", "temperature": 0.8, "seed": 3}]
-    options.append(exits | {"temperature": 1.0, "seed": 5, "top_k": 20})
+    options.append(exits | {"temperature": 1.0, "seed": 5, "top_k": 20, "min_p": 0.01, "presence_penalty": 1.0})
+    changed = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 1}
     if engine.manifest.kv_cache_strategy == "exact":
         lossless = {"mode": "lossless", "threshold": mixed}
-        options += [exits | {"max_pending": 1}, lossless, lossless | {"temperature": 0.8, "seed": 3}]
+        options += [exits | {"max_pending": 1}, lossless, lossless | {"temperature": 0.8, "seed": 3} | changed]
     return [
         (
             [order.randrange(engine.manifest.model.vocab_size) for _ in range(order.choice(LENGTHS))],

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.runtime.decoding.sampling import Sampler, TokenLogprobs
 from tide_export.runtime.sequence import StepResult
 
 
@@ -46,8 +46,14 @@ class Decoder(ABC):
             could have exited before and only caught up with others.
     """
 
+    _sampler: Sampler
     verifies = False
     drafted = accepted = lookup_drafted = lookup_accepted = undone = 0
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of all tokens chosen so far; None: they were not asked for."""
+        return self._sampler.logprobs
 
     @abstractmethod
     def save(self) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.decoding.decoder import Block, Decoder, Token
+from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.decoding.stats import ExitStats
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "timeout"]
@@ -22,11 +23,13 @@ class Generation:
         stats: exits, layers run, seconds.
         finish_reason: "stop" (a stop token), "length" (max_new_tokens), "context" (the model's context is full); of
             a scheduler's request also "cancelled" and "timeout".
+        logprobs: of each token, where `GenerationConfig.logprobs` asked for them.
     """
 
     tokens: list[int]
     stats: ExitStats
     finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Progress:
@@ -34,6 +37,7 @@ class Progress:
 
     Attributes:
         tokens: so far.
+        logprobs: of them; None: they were not asked for.
         stats: of them.
         finish_reason: None while more will come.
         cached_tokens: of the prompt, whose K/V come from a prefix cache: `stats` count nothing as run for them.
@@ -44,6 +48,7 @@ class Progress:
         self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
         self.tokens: list[int] = []
         self.cached_tokens = 0
+        self.logprobs: list[TokenLogprobs] | None = None
         self.finish_reason: FinishReason | None = None
         self._next_ids: np.ndarray | list[int] = prompt
         self._segment_sizes, self._context = manifest.segment_sizes, manifest.model.context_length
@@ -56,7 +61,7 @@ class Progress:
     def restore(self, saved: Any) -> None:
         """Undoes all blocks since `saved`, also one that was not taken to its end; its counts are the next block's."""
         count, self._next_ids, self.stats.prefill_seconds, self.stats.decode_seconds = saved
-        for values in (self.tokens, self.stats.exit_layer, self.stats.layers_run):
+        for values in (self.tokens, self.logprobs or [], self.stats.exit_layer, self.stats.layers_run):
             del values[count:]
         self.finish_reason = None
 
@@ -81,6 +86,9 @@ class Progress:
         else:
             if computed[0] == self._context:
                 self.finish_reason = "context"  # there is no position left for the last token
+        if decoder.logprobs is not None:
+            known = len(self.tokens)
+            self.logprobs = (self.logprobs or []) + decoder.logprobs[known : known + len(taken)]
         self.tokens += taken
         self._next_ids = taken[-1:]
         if first:
@@ -98,7 +106,7 @@ class Progress:
         """The whole generation, once there is a `finish_reason`."""
         if self.finish_reason is None:
             raise RuntimeError("the generation has not finished")
-        return Generation(self.tokens, self.stats, self.finish_reason)
+        return Generation(self.tokens, self.stats, self.finish_reason, self.logprobs)
 
     def _reason(self, token: int) -> FinishReason | None:
         if token in self._stop:

@@ -2,13 +2,13 @@
 
 `LosslessDecoder.block` returns the full model's tokens. A draft costs the shallow segments and the head; when the
 router is not sure, or enough drafts are pending, the last segment runs over the pending tokens and gives the full-depth
-logits of every one. From these the sampler chooses each token as mode `full` does, with the same random number; a draft
-is accepted where it is that token. So greedy and sampled tokens are those of `full` with the same seed. For a draft
-that is one token, not drawn, this accepts as often as speculative rejection (Leviathan et al. 2023, arXiv 2211.17192).
-Rejected tokens are undone by lowering the lengths of the K/V buffers: nothing is copied. Self-speculative decoding with
-early exits is due to LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710); here the verifying run is the catch-up of lazy
-depth, so no layer runs twice for a token. Prompt-lookup drafts are verified by the same run. `acceptance` estimates
-whether a draft pays.
+logits of every one. From these the sampler chooses each token as mode `full` does, with the same random number and
+after the same processing; a draft is accepted where it is that token. So greedy and sampled tokens are those of `full`
+with the same seed. For a draft that is one token, not drawn, this accepts as often as speculative rejection (Leviathan
+et al. 2023, arXiv 2211.17192). Rejected tokens are undone by lowering the lengths of the K/V buffers: nothing is
+copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710); here
+the verifying run is the catch-up of lazy depth, so no layer runs twice for a token. Prompt-lookup drafts are verified
+by the same run. `acceptance` estimates whether a draft pays.
 """
 
 from collections.abc import Container, Sequence
@@ -61,7 +61,6 @@ class LosslessDecoder(Decoder):
     """Drafts and verifies one sequence."""
 
     verifies = True
-    _top = Sampler()  # gives the most likely token of an early exit's logits
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class LosslessDecoder(Decoder):
             passes = self._depths[result.segments_run - 1]
             if result.segments_run == len(self._depths):
                 break
-            drafts.append(Draft(self._top(result.logits), result.exit_layer, passes))
+            drafts.append(Draft(self._sampler.draft(result.logits), result.exit_layer, passes))
             cost += self._draft_costs[result.segments_run - 1]
             ids = [drafts[-1].id]
         early = len(drafts)

@@ -1,41 +1,90 @@
-"""Selects the next token from logits: greedy, or drawn after temperature, top-k and top-p, in that order.
+"""Selects the next token from logits: greedy, or drawn.
+
+First `LogitsProcessing` changes the logits, where an option asks for it. Then the most likely token is taken, or one is
+drawn after temperature, min-p, top-k and top-p, in this order, which is that of vLLM V1: min-p keeps the tokens whose
+probability is at least `min_p` times the largest, and top-p counts the probabilities of what min-p and top-k keep.
 
 Every sequence has its own `Sampler`. The same seed and the same logits give the same tokens.
 """
 
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tide_export.errors import GenerationError
+from tide_export.runtime.decoding.processing import LogitsProcessing
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities by the model's logits, before anything changes them."""
+
+    logprob: float  # of the token
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and theirs, best first; of equal ones the lowest id
 
 
 class Sampler:
     """Picks token ids by the options of one generation."""
 
-    def __init__(self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int | None = None) -> None:
-        """Takes options as `GenerationConfig` checked them."""
-        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+    def __init__(
+        self,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        *,
+        min_p: float = 0.0,
+        processing: LogitsProcessing | None = None,
+        logprobs: int | None = None,
+    ) -> None:
+        """Takes options as `GenerationConfig` checked them.
+
+        Args:
+            processing: changes the logits; None: nothing does.
+        """
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+        self.logprobs: list[TokenLogprobs] | None = None if logprobs is None else []
+        self._top_logprobs, self._processing = logprobs or 0, processing
         self._random = np.random.default_rng(seed)
+        self._length = len(processing.ids) if processing else 0  # tokens of the sequence without drafts
 
     def __call__(self, logits: np.ndarray) -> int:
-        """The next token for float logits [V]. Equal logits: greedy and top-k prefer the lowest id. Raises
-        GenerationError: the logits are not finite, so the model is broken."""
-        if self.greedy:
-            best = int(logits.argmax())  # numpy and torch both return the first of equals
-            if not isfinite(logits[best]):  # NaN counts as the largest
-                raise GenerationError("the model's logits are not finite")
-            return best
-        return self.draw(*self.distribution(logits))
+        """The next token for float logits [V]; it is then part of the sequence. Equal logits: greedy and top-k prefer
+        the lowest id. Raises GenerationError: the logits are not finite, so the model is broken."""
+        if self._processing is None:
+            token = self._choose(logits)
+        else:
+            self._processing.rewind(self._length)
+            token = self._choose(self._processed(logits))
+            self._processing.accept(token)
+            self._length += 1
+        if self.logprobs is not None:
+            self.logprobs.append(_logprobs(logits, token, self._top_logprobs))
+        return token
+
+    def draft(self, logits: np.ndarray) -> int:
+        """The most likely token of an early exit's logits [V], after the same processing. It is part of the sequence
+        for further drafts, until the next token is chosen."""
+        if self._processing is None:
+            return _most_likely(logits)
+        token = _most_likely(self._processed(logits))
+        self._processing.accept(token)
+        return token
 
     def save(self) -> Any:
-        """The state of the random numbers, which `restore` returns to."""
-        return None if self.greedy else self._random.bit_generator.state
+        """The state that `restore` returns to."""
+        random = None if self.greedy else self._random.bit_generator.state
+        return random, self._length, len(self.logprobs or ())
 
     def restore(self, saved: Any) -> None:
-        if saved is not None:
-            self._random.bit_generator.state = saved
+        """Also where an exception ended any call since."""
+        random, self._length, logprobs = saved
+        if random is not None:
+            self._random.bit_generator.state = random
+        if self._processing is not None:
+            self._processing.restore(self._length)
+        if self.logprobs is not None:
+            del self.logprobs[logprobs:]
 
     @property
     def greedy(self) -> bool:
@@ -60,11 +109,42 @@ class Sampler:
             raise GenerationError("the model's logits are not finite")
         ids = _top_ids(logits, self.top_k) if 0 < self.top_k < len(logits) else np.arange(len(logits))
         probabilities = _softmax(logits[ids], best, self.temperature)
+        if self.min_p > 0:
+            likely = probabilities >= self.min_p * probabilities.max()
+            ids, probabilities = ids[likely], probabilities[likely] / probabilities[likely].sum()
         if self.top_p < 1:
             order = np.argsort(-probabilities, kind="stable")
             top = order[: np.searchsorted(probabilities[order].cumsum(), self.top_p) + 1]
             ids, probabilities = ids[top], probabilities[top] / probabilities[top].sum()
         return ids, probabilities
+
+    def _choose(self, logits: np.ndarray) -> int:
+        return _most_likely(logits) if self.greedy else self.draw(*self.distribution(logits))
+
+    def _processed(self, logits: np.ndarray) -> np.ndarray:
+        assert self._processing is not None
+        if not isfinite(logits.max()):
+            raise GenerationError("the model's logits are not finite")
+        changed = self._processing(logits)
+        if not isfinite(changed.max()):
+            raise GenerationError("logits_processor and logit_bias leave no token with a finite logit")
+        return changed
+
+
+def _most_likely(logits: np.ndarray) -> int:
+    best = int(logits.argmax())  # numpy and torch both return the first of equals
+    if not isfinite(logits[best]):  # NaN counts as the largest
+        raise GenerationError("the model's logits are not finite")
+    return best
+
+
+def _logprobs(logits: np.ndarray, token: int, k: int) -> TokenLogprobs:
+    """Of `token` and of the k most likely."""
+    best = float(logits.max())
+    total = best + float(np.log(np.exp(logits.astype(np.float64) - best).sum()))
+    top = _top_ids(logits, k) if 0 < k < len(logits) else np.arange(len(logits) if k else 0)
+    top = top[np.argsort(-logits[top], kind="stable")]
+    return TokenLogprobs(float(logits[token]) - total, tuple((int(one), float(logits[one]) - total) for one in top))
 
 
 def _top_ids(logits: np.ndarray, k: int) -> np.ndarray:

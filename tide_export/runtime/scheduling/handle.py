@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import FinishReason, Generation
+from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.decoding.stats import ExitStats
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
     def finish_reason(self) -> FinishReason | None:
         """None until it has ended."""
         return self._job.progress.finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the tokens made so far; None: they were not asked for."""
+        return self._job.progress.logprobs
 
     @property
     def stats(self) -> ExitStats:

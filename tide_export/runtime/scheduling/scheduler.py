@@ -25,8 +25,7 @@ from tide_export.errors import GenerationError, QueueFullError, first_line
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.decoder import StepRequest
 from tide_export.runtime.decoding.generation import Progress
-from tide_export.runtime.decoding.sampling import Sampler
-from tide_export.runtime.request import check_prompt, decoder_of, resolve, single_seed
+from tide_export.runtime.request import check_prompt, decoder_of, resolve, sampler_of
 from tide_export.runtime.scheduling.handle import END, RequestHandle
 from tide_export.runtime.scheduling.job import Job, in_order
 from tide_export.runtime.scheduling.prefix_cache import PrefixCache, open_prefix_cache
@@ -130,7 +129,7 @@ class Scheduler:
         manifest, config = self._bundle.manifest, with_options(config, options)
         prompt = check_prompt(manifest, ids)
         request = resolve(self._bundle, config, batched=False, auto=self._auto)
-        sampler = Sampler(config.temperature, config.top_k, config.top_p, single_seed(config))
+        sampler = sampler_of(config, prompt)
         job = Job(
             prompt,
             request,
