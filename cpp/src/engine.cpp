@@ -3,19 +3,39 @@
 #include <algorithm>
 #include <chrono>
 
-#include "decoding/continuous_batching.h"
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
 #include "generation_error.h"
 #include "packed/networks.h"
+#include "packed/propagate.h"
 #include "request.h"
+#include "scheduling/step_loop.h"
 #include "sequence.h"
 #include "tide/runtime.h"
 
 namespace tide {
+namespace {
+
+// Of a list's prompts in one step, as in Python: nobody waits for a token of it.
+constexpr std::int64_t kListPromptTokens = 2048;
+
+// With fewer a prompt of a bundle that propagates could not be divided.
+constexpr std::int64_t kMinPromptTokens = 4;
+
+// An empty batch of `slots` sequences.
+std::unique_ptr<PackedBatch> batch_of(Backend& backend, std::int64_t slots, double compaction_threshold) {
+  BatchNetworks* const networks = backend.batch_networks();
+  if (networks == nullptr) {
+    throw GenerationError("this runtime decodes one prompt at a time on the engines of bundle '" +
+                          backend.bundle().path.string() + "': give one prompt at a time, or use provider 'cpu'");
+  }
+  return start_batch(networks->sessions(static_cast<std::size_t>(slots)), backend.manifest(), compaction_threshold);
+}
+
+}  // namespace
 
 std::string_view name_of(FinishReason reason) {
-  constexpr std::string_view names[] = {"stop", "length", "context", "cancelled"};
+  constexpr std::string_view names[] = {"stop", "length", "context", "cancelled", "timeout"};
   return names[static_cast<std::size_t>(reason)];
 }
 
@@ -74,24 +94,34 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     check_prompt(manifest(), prompts[i], "prompt " + std::to_string(i + 1));
   }
-  BatchNetworks* const networks = backend_->batch_networks();
-  if (networks == nullptr) {
-    throw GenerationError("this runtime decodes one prompt at a time on the engines of bundle '" +
-                          backend_->bundle().path.string() + "': give one prompt at a time, or use provider 'cpu'");
-  }
-  Request request(backend_->bundle(), resolved(config), prompts.size());
-  std::unique_ptr<PackedBatch> const batch = empty_batch(networks->sessions(prompts.size()), manifest(), request);
-  std::vector<Progress> progress;
-  progress.reserve(prompts.size());
-  std::vector<std::unique_ptr<Decoder>> decoders;
+  auto const request = std::make_shared<Request>(backend_->bundle(), resolved(config), prompts.size());
+  SchedulerLimits limits;
+  limits.slots = static_cast<std::int64_t>(prompts.size());
+  limits.prompt_tokens = kListPromptTokens;
+  StepLoop loop(backend_, batch_of(*backend_, limits.slots, request->compaction_threshold), limits);
+  std::vector<std::shared_ptr<Job>> jobs;
   for (std::size_t i = 0; i < prompts.size(); ++i) {
-    progress.emplace_back(manifest(), prompts[i], request);
-    decoders.push_back(make_decoder(manifest(), request, i));
+    std::function<bool(Token const&)> callback;
+    if (on_token) callback = [&on_token, i](Token const& token) { return on_token(i, token); };
+    jobs.push_back(std::make_shared<Job>(manifest(), prompts[i], request, i, std::nullopt, std::move(callback)));
+    loop.add(jobs.back());
   }
-  generate_batch(*batch, progress, decoders, on_token);
+  for (bool more = true; more;) {
+    more = loop.step();
+    if (loop.failure()) std::rethrow_exception(loop.failure());
+  }
   std::vector<Generation> generations;
-  for (Progress& one : progress) generations.push_back(one.finished());
+  for (auto const& job : jobs) generations.push_back(job->finished());
   return generations;
+}
+
+Scheduler Engine::scheduler(SchedulerLimits const& limits) const {
+  whole_number("slots", limits.slots, 1);
+  whole_number("prompt_tokens", limits.prompt_tokens, kMinPromptTokens);
+  if (limits.waiting) whole_number("waiting", *limits.waiting, 1);
+  if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
+  std::unique_ptr<PackedBatch> batch = batch_of(*backend_, limits.slots, manifest().compaction_threshold);
+  return Scheduler(*this, std::make_shared<StepLoop>(backend_, std::move(batch), limits));
 }
 
 State Engine::start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending,

@@ -13,19 +13,15 @@ std::string BatchDriver::answer(std::string const& command, std::vector<std::str
     return "null";
   }
   if (command == "batch_start") {
-    std::vector<double> const thresholds = real_numbers(command, words.at(0));
-    std::int64_t const max_pending = whole_numbers(command, words.at(1)).at(0);
+    thresholds_ = real_numbers(command, words.at(0));
+    max_pending_ = whole_numbers(command, words.at(1)).at(0);
     double const share = real_numbers(command, words.at(2)).at(0);
     auto const sessions = backend_->batch_networks()->sessions(
         static_cast<std::size_t>(whole_numbers(command, words.at(3)).at(0)));
-    if (backend_->manifest().propagates()) {
-      batch_ = std::make_unique<tide::PropagatingBatch>(sessions, backend_->manifest(), thresholds);
-    } else {
-      batch_ = std::make_unique<tide::PackedBatch>(sessions, backend_->manifest(), thresholds, max_pending, share);
-    }
+    batch_ = tide::start_batch(sessions, backend_->manifest(), share);
     used_.assign(batch_->free_slots(), false);
   } else if (command == "batch_join") {
-    std::size_t const slot = batch_->join();
+    std::size_t const slot = batch_->join(thresholds_, max_pending_);
     used_.at(slot) = true;
     return std::to_string(slot);
   } else {

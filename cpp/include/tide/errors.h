@@ -28,6 +28,11 @@ struct GenerationError : TideError {
   using TideError::TideError;
 };
 
+// A scheduler's queue is full.
+struct QueueFullError : GenerationError {
+  using GenerationError::GenerationError;
+};
+
 // The provider cannot run the bundle here: ONNX Runtime or TensorRT is missing or of the wrong version, the bundle has
 // no engines for it, or there is no GPU of the kind that they were built for.
 struct ProviderError : TideError {

@@ -101,7 +101,8 @@ enum class FinishReason {
   stop,      // a stop token, which is included
   length,    // max_new_tokens
   context,   // the model's context is full
-  cancelled  // the callback of `stream` returned false
+  cancelled,  // the callback of `stream` returned false, or the request of a scheduler was cancelled
+  timeout    // the request of a scheduler took longer than it may
 };
 
 std::string_view name_of(FinishReason reason);
@@ -111,6 +112,9 @@ struct Generation {
   ExitStats stats;
   FinishReason finish_reason = FinishReason::length;
 };
+
+class Scheduler;
+struct SchedulerLimits;
 
 // A loaded bundle. Copies share it. May be used by several threads at once: each generation has its own State.
 class Engine {
@@ -156,6 +160,12 @@ class Engine {
   std::vector<Generation> stream(std::vector<std::vector<std::int64_t>> const& prompts, GenerationConfig const& config,
                                  std::function<bool(std::size_t, Token const&)> const& on_token) const;
 
+  // A scheduler of its own for requests that come and go: include tide/scheduler.h.
+  //
+  // Throws GenerationError: a limit is out of range, the bundle holds no networks for batches, or there is no memory.
+  // BundleError: as for a list.
+  Scheduler scheduler(SchedulerLimits const& limits) const;
+
   // Prompts of a list that are decoded at the same time; 1: lists are refused.
   std::int64_t max_batch_size() const;
 
@@ -168,6 +178,7 @@ class Engine {
               std::int64_t room = kRoom) const;
 
  private:
+  friend class Scheduler;
   std::shared_ptr<Backend> backend_;
 };
 

@@ -33,11 +33,15 @@ class Progress {
   void take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
             double seconds, std::function<bool(Token const&)> const& on_token);
 
+  // Ends it before the next block.
+  void end(FinishReason reason);
+
+  Generation const& so_far() const { return generation_; }
+
   // The generation, once it has ended.
   Generation finished() { return std::move(generation_); }
 
  private:
-  void end(FinishReason reason);
 
   std::vector<std::int64_t> const depths_;
   std::optional<std::int64_t> const context_;

@@ -8,14 +8,11 @@
 
 namespace tide {
 
-PackedBatch::PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
-                         std::vector<double> const& thresholds, std::int64_t max_pending, double compaction_threshold)
+PackedBatch::PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold)
     : sessions_(std::move(sessions)),
       manifest_(manifest),
       depths_(manifest.depths()),
-      thresholds_(thresholds.begin(), thresholds.end()),
       hidden_size_(static_cast<std::size_t>(manifest.model.hidden_size)),
-      max_pending_(max_pending),
       compaction_threshold_(compaction_threshold),
       padding_(manifest),
       sequences_(sessions_->slots),
@@ -27,9 +24,10 @@ PackedBatch::PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const
   }
 }
 
-std::size_t PackedBatch::join() {
+std::size_t PackedBatch::join(std::vector<double> const& thresholds, std::int64_t max_pending) {
   std::size_t const slot = free_.back();
-  sequences_[slot] = std::make_unique<PackedSequence>(manifest_);
+  ExitRule rule{{thresholds.begin(), thresholds.end()}, max_pending};
+  sequences_[slot] = std::make_unique<PackedSequence>(manifest_, std::move(rule));
   free_.pop_back();
   return slot;
 }
@@ -88,7 +86,7 @@ std::vector<PackedBatch::SlotStep> PackedBatch::begin(std::vector<SlotRequest> c
 PackedBatch::Steps PackedBatch::still_active(Steps const& active, std::size_t k) const {
   Steps still;
   for (SlotStep* const one : active) {
-    if (!one->exit || one->total - one->sequence->lengths[k] > max_pending_) still.push_back(one);
+    if (!one->exit || one->total - one->sequence->lengths[k] > one->sequence->rule.max_pending) still.push_back(one);
   }
   return still;
 }
@@ -131,7 +129,8 @@ void PackedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
     SlotStep& one = *scheduled[i];
     float const* const end = states + static_cast<std::size_t>(logits[i]) * sessions_->exit_size;
-    bool const exits = deepest || (segment.scores[i] > thresholds_[k] && !one.request->request.full);
+    bool const may_exit = deepest || segment.scores[i] > one.sequence->rule.thresholds[k];
+    bool const exits = may_exit && (deepest || !one.request->request.full);
     if (exits && (!one.exit || (deepest && one.request->verifies))) {
       one.exit = k;
       one.exit_states.assign(states, end);

@@ -24,16 +24,14 @@ struct SlotRequest {
 // Sequences in `sessions->slots` slots, and the buffers of their steps. May be used by one thread at a time.
 class PackedBatch {
  public:
-  // thresholds: one per checkpoint, as returned by `resolve_thresholds`.
-  // max_pending: pending tokens of a sequence before a segment must run over it.
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
   //     pending tokens run it.
-  PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, std::vector<double> const& thresholds,
-              std::int64_t max_pending, double compaction_threshold);
+  PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold);
   virtual ~PackedBatch() = default;
 
   std::size_t free_slots() const { return free_.size(); }
-  std::size_t join();            // adds an empty sequence and returns its slot
+  // Adds an empty sequence and returns its slot. The arguments are those of `ExitRule`.
+  std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending);
   void leave(std::size_t slot);  // frees the slot and the buffers of its sequence; never fails
   PackedSequence& sequence(std::size_t slot) { return *sequences_[slot]; }
 
@@ -78,7 +76,6 @@ class PackedBatch {
   std::shared_ptr<BatchSessions> const sessions_;
   Manifest const& manifest_;
   std::vector<std::int64_t> const depths_;
-  std::vector<float> const thresholds_;
   std::size_t const hidden_size_;
   std::vector<std::unique_ptr<SegmentRun>> segments_;
   std::vector<float> input_;  // of a segment, unless the previous segment's output is the input
@@ -91,7 +88,6 @@ class PackedBatch {
   void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
   void commit(std::vector<SlotStep>& all);
 
-  std::int64_t const max_pending_;
   double const compaction_threshold_;
   PackedSequence padding_;  // in slots without a sequence
   std::vector<std::unique_ptr<PackedSequence>> sequences_;  // by slot

@@ -1,6 +1,6 @@
 #include "packed/propagate.h"
 
-#include "formatting.h"
+#include "generation_error.h"
 #include "names.h"
 #include "tide/errors.h"
 
@@ -24,7 +24,7 @@ std::vector<StepResult> PropagatingBatch::run_step(std::vector<SlotRequest> cons
       SlotStep& one = *active[i];
       bool const decoding = one.count == 1 && one.total > 1;
       float const* const states = last ? nullptr : new_states(k, one);
-      if (!last && !(decoding && segment.scores[i] > thresholds_[k])) {
+      if (!last && !(decoding && segment.scores[i] > one.sequence->rule.thresholds[k])) {
         still_active.push_back(&one);
         next_input.insert(next_input.end(), states, states + floats(one.count));
         continue;
@@ -83,6 +83,14 @@ void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
       exited[s]->sequence->buffer(layer, kind).write(positions_[s], values + s * head_dim, exited.size() * head_dim);
     }
   }
+}
+
+std::unique_ptr<PackedBatch> start_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
+                                         double compaction_threshold) {
+  return or_generation_error("cannot start a batch", [&]() -> std::unique_ptr<PackedBatch> {
+    if (manifest.propagates()) return std::make_unique<PropagatingBatch>(std::move(sessions), manifest);
+    return std::make_unique<PackedBatch>(std::move(sessions), manifest, compaction_threshold);
+  });
 }
 
 }  // namespace tide

@@ -10,7 +10,8 @@
 
 namespace tide {
 
-PackedSequence::PackedSequence(Manifest const& manifest) : manifest_(manifest) {
+PackedSequence::PackedSequence(Manifest const& manifest, ExitRule exit_rule)
+    : rule(std::move(exit_rule)), manifest_(manifest) {
   std::size_t const segments = manifest.checkpoints.size() + 1;
   lengths.assign(segments, 0);
   skipped.assign(segments, 0);

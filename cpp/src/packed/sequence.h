@@ -9,9 +9,17 @@
 
 namespace tide {
 
+// When the tokens of a sequence exit, and how many of them may be pending before a segment must run over it.
+struct ExitRule {
+  std::vector<float> thresholds;  // one per checkpoint, as returned by `resolve_thresholds`
+  std::int64_t max_pending = 0;
+};
+
 class PackedSequence {
  public:
-  explicit PackedSequence(Manifest const& manifest);
+  explicit PackedSequence(Manifest const& manifest, ExitRule rule = {});
+
+  ExitRule const rule;
 
   std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
   std::vector<std::int64_t> skipped;  // of these, tokens that skipped the segment: their K/V are propagated

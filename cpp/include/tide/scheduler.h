@@ -1,0 +1,97 @@
+// Decodes requests that join, leave and are cancelled between steps. The counterpart of Python's
+// tide_export/runtime/scheduling, with the same order of steps, limits and errors.
+//
+// A step ends what was cancelled, lets waiting requests join as slots and K/V memory become free, and runs one token, or
+// what lossless mode drafts, of each request that writes, and a part of the prompts of those that read. No thread is
+// needed: whoever reads a handle does the steps. `Scheduler::start` gives them to a thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "tide/runtime.h"
+
+namespace tide {
+
+class Job;       // internal
+class StepLoop;  // internal
+
+// What a scheduler holds at most.
+struct SchedulerLimits {
+  std::int64_t slots = 8;  // requests decoded at the same time; no more than `Engine::max_batch_size`
+  // Tokens of prompts read in one step, 4 or more: how long those that write may wait for those that read.
+  std::int64_t prompt_tokens = 512;
+  std::optional<std::int64_t> waiting;  // requests in the queue beyond those for which a slot is free; none: any number
+  // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: any number.
+  std::optional<std::int64_t> kv_tokens;
+};
+
+// A submitted request. Each copy reads all tokens; one thread at a time may use a copy. May outlive its scheduler.
+class RequestHandle {
+ public:
+  // The next token; none: the request has ended. Throws what the request failed with, after its last token.
+  std::optional<Token> next();
+
+  // Waits for the end. Throws what the request failed with.
+  Generation result();
+
+  // Ends the request before the next step; its tokens so far stay. Does nothing after its end.
+  void cancel();
+
+  std::vector<std::int64_t> tokens() const;            // made so far
+  ExitStats stats() const;                             // of these
+  std::optional<FinishReason> finish_reason() const;   // none until it has ended, and where it failed
+  std::exception_ptr error() const;                    // why it failed; null while it has not
+
+ private:
+  friend class Scheduler;
+  RequestHandle(std::shared_ptr<Job> job, std::weak_ptr<StepLoop> loop);
+
+  std::shared_ptr<Job> job_;
+  std::weak_ptr<StepLoop> loop_;
+  std::size_t read_ = 0;  // tokens returned by `next`
+};
+
+// Created by `Engine::scheduler`. Any thread may submit, cancel and read; one at a time does the steps.
+class Scheduler {
+ public:
+  Scheduler(Scheduler&&) noexcept;
+  Scheduler& operator=(Scheduler&&) noexcept;
+  ~Scheduler();  // cancels the requests that have not ended
+
+  // Checks a request and puts it into the queue.
+  //
+  // config: as in `Engine::stream`.
+  // timeout: seconds from now after which it is cancelled.
+  //
+  // Throws QueueFullError: the queue is full. GenerationError: as `Engine::stream`; the request can never get its K/V
+  // memory; the scheduler is closed.
+  RequestHandle submit(std::vector<std::int64_t> const& prompt, GenerationConfig const& config = {},
+                       std::optional<double> timeout = std::nullopt);
+
+  // Does one step over all requests with a slot; false: there was nothing to do. What fails ends its request.
+  bool step() noexcept;
+
+  // Lets a thread do the steps until `close`. Throws GenerationError: there is no thread.
+  void start();
+
+  // Takes no more requests, and returns when those submitted have ended; without `drain` these are cancelled.
+  void close(bool drain = true);
+
+  std::size_t waiting() const;  // requests without a slot
+  std::size_t running() const;  // requests with a slot
+  bool closed() const;          // whether it takes no more requests
+
+ private:
+  friend class Engine;
+  Scheduler(Engine engine, std::shared_ptr<StepLoop> loop);
+
+  Engine engine_;
+  std::shared_ptr<StepLoop> loop_;
+};
+
+}  // namespace tide

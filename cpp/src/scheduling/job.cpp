@@ -1,0 +1,117 @@
+#include "scheduling/job.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace tide {
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::shared_ptr<Request> request,
+         std::size_t number, std::optional<double> deadline, std::function<bool(Token const&)> on_token)
+    : request_(std::move(request)),
+      reserved_(static_cast<std::int64_t>(prompt.size()) + std::min(request_->max_new_tokens, kNoLimit)),
+      deadline_(deadline),
+      on_token_(std::move(on_token)),
+      decoder_(make_decoder(manifest, *request_, number)),
+      progress_(manifest, prompt, *request_) {}
+
+void Job::begin(PackedSequence& sequence) {
+  progress_.begin(*decoder_);
+  sequence_ = &sequence;
+}
+
+StepRequest const* Job::next_step(std::int64_t limit, bool whole) {
+  StepRequest const& request = decoder_->request();
+  auto const rest = static_cast<std::int64_t>(request.ids.size() - stepped_);
+  std::int64_t count = rest;
+  if (reads_prompt_ && rest > limit) {
+    count = limit - (whole && rest - limit == 1 ? 1 : 0);
+    if (count < (whole && rest > 1 ? 2 : 1)) return nullptr;
+  }
+  count_ = static_cast<std::size_t>(count);
+  if (count_ == request.ids.size()) return &request;
+  auto const first = request.ids.begin() + static_cast<std::ptrdiff_t>(stepped_);
+  part_.ids.assign(first, first + count);
+  part_.logits_to_keep = request.logits_to_keep;
+  part_.full = request.full;
+  return &part_;
+}
+
+bool Job::take(StepResult const& result, double seconds) {
+  seconds_ += seconds;
+  stepped_ += count_;
+  if (stepped_ < decoder_->request().ids.size()) return false;
+  stepped_ = 0;
+  std::vector<Token> const block = decoder_->take(result);
+  if (block.empty()) return false;  // another step is requested
+  if (sequence_->length() > decoder_->length()) sequence_->rewind(decoder_->length());
+  {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    progress_.take(block, *decoder_, sequence_->computed(), seconds_, [this](Token const& token) {
+      tokens_.push_back(token);
+      return !on_token_ || on_token_(token);
+    });
+  }
+  changed_.notify_all();
+  seconds_ = 0;
+  reads_prompt_ = false;
+  if (progress_.ended()) return true;
+  progress_.begin(*decoder_);
+  return false;
+}
+
+void Job::end(std::optional<FinishReason> reason, std::exception_ptr error) noexcept {
+  decoder_.reset();
+  sequence_ = nullptr;
+  part_ = {};
+  {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    if (reason) progress_.end(*reason);
+    error_ = std::move(error);
+    ended_ = true;
+  }
+  changed_.notify_all();
+}
+
+bool Job::ready(std::size_t read) const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return is_ready(read);
+}
+
+void Job::wait(std::size_t read) const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return is_ready(read); });
+}
+
+std::optional<Token> Job::token(std::size_t number) const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  if (number < tokens_.size()) return tokens_[number];
+  if (error_) std::rethrow_exception(error_);
+  return std::nullopt;
+}
+
+Generation Job::generation() const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return progress_.so_far();
+}
+
+Generation Job::finished() {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return progress_.finished();
+}
+
+std::optional<FinishReason> Job::finish_reason() const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  if (!ended_ || error_) return std::nullopt;
+  return progress_.so_far().finish_reason;
+}
+
+std::exception_ptr Job::error() const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return error_;
+}
+
+}  // namespace tide

@@ -1,0 +1,99 @@
+// One request in a scheduler: what it asks for next, and how far it has come.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "decoding/decoder.h"
+#include "decoding/generation.h"
+#include "packed/sequence.h"
+#include "request.h"
+
+namespace tide {
+
+// Seconds of the clock that deadlines count by.
+double seconds_now();
+
+// A request from its submission to its end.
+class Job {
+ public:
+  // request: of `number` prompts or more, which several jobs may share.
+  // deadline: by `seconds_now`, when it is cancelled.
+  // on_token: as in `Engine::stream`, or nullptr.
+  Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::shared_ptr<Request> request,
+      std::size_t number, std::optional<double> deadline, std::function<bool(Token const&)> on_token);
+
+  Request const& request() const { return *request_; }
+  std::int64_t reserved() const { return reserved_; }  // tokens of K/V that it may need
+  bool has_deadline() const { return deadline_.has_value(); }
+  bool expired(double now) const { return deadline_ && now >= *deadline_; }
+
+  // --- called by who does the steps -----------------------------------------------------------------------------------
+
+  // Takes over an empty sequence, which stays until the job's end.
+  void begin(PackedSequence& sequence);
+
+  // The next step, over at most `limit` tokens where it is a prompt's; nullptr: `limit` leaves nothing. Valid until
+  // `take`.
+  //
+  // whole: of several tokens one must not be left for a step of its own: where K/V are propagated such a step could exit.
+  StepRequest const* next_step(std::int64_t limit, bool whole);
+
+  // Continues with the result of the step of `next_step`, which took `seconds`. Returns whether the generation has ended.
+  bool take(StepResult const& result, double seconds);
+
+  // Ends the job and frees what it has in its slot: a caller may keep the handle for long. reason: in place of that of
+  // the generation. error: why it failed.
+  void end(std::optional<FinishReason> reason, std::exception_ptr error) noexcept;
+
+  bool reads_prompt() const { return reads_prompt_; }  // whether it has no token yet
+  bool verifies() const { return decoder_->verifies(); }
+
+  std::int64_t number = 0;  // by arrival
+
+  // --- called by any thread -------------------------------------------------------------------------------------------
+
+  std::atomic<bool> cancelled{false};  // whether it shall end before the next step
+
+  bool ready(std::size_t read) const;  // whether there are more than `read` tokens, or no more will come
+  void wait(std::size_t read) const;   // until then
+
+  // The token of this number; none: it has ended. Throws what it failed with. The job is `ready`.
+  std::optional<Token> token(std::size_t number) const;
+
+  Generation generation() const;  // so far
+  Generation finished();          // once it has ended; called once
+  std::optional<FinishReason> finish_reason() const;
+  std::exception_ptr error() const;
+
+ private:
+  bool is_ready(std::size_t read) const { return ended_ || tokens_.size() > read; }
+
+  std::shared_ptr<Request> const request_;
+  std::int64_t const reserved_;
+  std::optional<double> const deadline_;
+  std::function<bool(Token const&)> const on_token_;
+
+  std::unique_ptr<Decoder> decoder_;
+  PackedSequence* sequence_ = nullptr;
+  StepRequest part_;         // of the decoder's request, if it is divided
+  std::size_t stepped_ = 0;  // tokens of the decoder's request that steps have run over
+  std::size_t count_ = 0;    // tokens of the present step
+  double seconds_ = 0;       // that the steps of the block took so far
+  bool reads_prompt_ = true;
+
+  mutable std::mutex mutex_;  // of all that follows
+  mutable std::condition_variable changed_;
+  Progress progress_;
+  std::vector<Token> tokens_;
+  bool ended_ = false;
+  std::exception_ptr error_;
+};
+
+}  // namespace tide

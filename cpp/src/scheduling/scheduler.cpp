@@ -1,0 +1,74 @@
+#include "tide/scheduler.h"
+
+#include "generation_error.h"
+#include "scheduling/job.h"
+#include "scheduling/step_loop.h"
+
+namespace tide {
+
+Scheduler::Scheduler(Engine engine, std::shared_ptr<StepLoop> loop)
+    : engine_(std::move(engine)), loop_(std::move(loop)) {}
+
+Scheduler::Scheduler(Scheduler&&) noexcept = default;
+
+Scheduler& Scheduler::operator=(Scheduler&& other) noexcept {
+  std::swap(engine_, other.engine_);
+  std::swap(loop_, other.loop_);
+  return *this;
+}
+
+Scheduler::~Scheduler() {
+  if (loop_ != nullptr) loop_->close(false);
+}
+
+RequestHandle Scheduler::submit(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
+                                std::optional<double> timeout) {
+  Bundle const& bundle = engine_.backend_->bundle();
+  check_prompt(bundle.manifest, prompt, "the prompt");
+  auto const request =
+      std::make_shared<Request>(bundle, without_auto(bundle, config, engine_.auto_mode(), false), std::nullopt);
+  std::optional<double> deadline;
+  if (timeout) deadline = seconds_now() + real_number("timeout", *timeout);
+  auto const job = std::make_shared<Job>(bundle.manifest, prompt, request, 0, deadline, nullptr);
+  RequestHandle handle(job, loop_);
+  loop_->add(job);
+  return handle;
+}
+
+bool Scheduler::step() noexcept { return loop_->step(); }
+void Scheduler::start() { loop_->start(); }
+void Scheduler::close(bool drain) { loop_->close(drain); }
+std::size_t Scheduler::waiting() const { return loop_->waiting(); }
+std::size_t Scheduler::running() const { return loop_->running(); }
+bool Scheduler::closed() const { return loop_->closed(); }
+
+RequestHandle::RequestHandle(std::shared_ptr<Job> job, std::weak_ptr<StepLoop> loop)
+    : job_(std::move(job)), loop_(std::move(loop)) {}
+
+std::optional<Token> RequestHandle::next() {
+  while (!job_->ready(read_)) {
+    auto const loop = loop_.lock();
+    if (loop == nullptr || !loop->drive()) job_->wait(read_);
+  }
+  std::optional<Token> token = job_->token(read_);
+  if (token) ++read_;
+  return token;
+}
+
+Generation RequestHandle::result() {
+  while (next()) {
+  }
+  return job_->generation();
+}
+
+void RequestHandle::cancel() {
+  job_->cancelled = true;
+  if (auto const loop = loop_.lock()) loop->ask();
+}
+
+std::vector<std::int64_t> RequestHandle::tokens() const { return job_->generation().tokens; }
+ExitStats RequestHandle::stats() const { return job_->generation().stats; }
+std::optional<FinishReason> RequestHandle::finish_reason() const { return job_->finish_reason(); }
+std::exception_ptr RequestHandle::error() const { return job_->error(); }
+
+}  // namespace tide

@@ -1,0 +1,238 @@
+#include "scheduling/step_loop.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "generation_error.h"
+#include "tide/errors.h"
+
+namespace tide {
+
+StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<PackedBatch> batch, SchedulerLimits const& limits)
+    : backend_(std::move(backend)), batch_(std::move(batch)), limits_(limits), slots_(batch_->free_slots()) {
+  steps_.resize(slots_.size());  // no step allocates any of these
+  order_.reserve(slots_.size());
+  requests_.reserve(slots_.size());
+  alone_.reserve(1);
+}
+
+void StepLoop::add(std::shared_ptr<Job> job) {
+  if (limits_.kv_tokens && job->reserved() > *limits_.kv_tokens) {
+    throw GenerationError("prompt and max_new_tokens have " + std::to_string(job->reserved()) +
+                          " tokens, and the scheduler has K/V memory for " + std::to_string(*limits_.kv_tokens));
+  }
+  {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    if (closing_) throw GenerationError("the scheduler is closed: it takes no more requests");
+    auto const held = static_cast<std::int64_t>(waiting_.size() + running_);
+    if (limits_.waiting && held - limits_.slots >= *limits_.waiting) {
+      throw QueueFullError(std::to_string(*limits_.waiting) + " requests are waiting already: submit again later");
+    }
+    job->number = arrivals_++;
+    deadlines_ = deadlines_ || job->has_deadline();
+    waiting_.push_back(std::move(job));
+  }
+  changed_.notify_all();
+}
+
+bool StepLoop::step() noexcept {
+  std::lock_guard<std::mutex> const stepping(stepping_);
+  end_cancelled();
+  admit();
+  choose_steps();
+  if (requests_.empty()) return waiting() + running() > 0;
+  run(requests_);
+  return true;
+}
+
+bool StepLoop::drive() noexcept {
+  if (threaded_) return false;
+  step();
+  return true;
+}
+
+void StepLoop::start() {
+  std::lock_guard<std::mutex> const starting(starting_);
+  if (thread_.joinable() || closed()) return;
+  thread_ = or_generation_error("cannot start the scheduler's thread", [&] { return std::thread([this] { work(); }); });
+  threaded_ = true;
+}
+
+void StepLoop::close(bool drain) {
+  {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    closing_ = true;
+    cancelling_ = cancelling_ || !drain;
+  }
+  changed_.notify_all();
+  std::lock_guard<std::mutex> const starting(starting_);
+  if (thread_.joinable()) thread_.join();
+  threaded_ = false;
+  while (step()) {
+  }
+}
+
+std::size_t StepLoop::waiting() const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return waiting_.size();
+}
+
+std::size_t StepLoop::running() const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return running_;
+}
+
+bool StepLoop::closed() const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return closing_;
+}
+
+void StepLoop::work() noexcept {
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return closing_ || running_ > 0 || !waiting_.empty(); });
+      if (running_ == 0 && waiting_.empty()) return;
+    }
+    step();
+  }
+}
+
+// Why a job ends before the next step; none: it does not.
+std::optional<FinishReason> StepLoop::ends(Job const& job, double now) const {
+  if (job.expired(now)) return FinishReason::timeout;
+  if (job.cancelled || cancelling_) return FinishReason::cancelled;
+  return std::nullopt;
+}
+
+void StepLoop::end_cancelled() noexcept {
+  double const now = seconds_now();
+  std::unique_lock<std::mutex> lock(mutex_);
+  bool const cancelled = asked_.exchange(false) || cancelling_;
+  if (cancelled || deadlines_) {  // a long queue is not searched in every step
+    deadlines_ = false;
+    for (auto at = waiting_.begin(); at != waiting_.end();) {
+      if (auto const reason = ends(**at, now)) {
+        (*at)->end(reason, nullptr);
+        at = waiting_.erase(at);
+      } else {
+        deadlines_ = deadlines_ || (*at++)->has_deadline();
+      }
+    }
+  }
+  lock.unlock();
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (slots_[slot] == nullptr) continue;
+    lock.lock();
+    auto const reason = ends(*slots_[slot], now);
+    lock.unlock();
+    if (reason) end(slot, reason, nullptr);
+  }
+}
+
+// Gives slots to waiting jobs, first come, first served.
+void StepLoop::admit() noexcept {
+  std::int64_t room = limits_.kv_tokens.value_or(0);
+  for (auto const& job : slots_) room -= job && limits_.kv_tokens ? job->reserved() : 0;
+  while (batch_->free_slots() > 0) {
+    std::shared_ptr<Job> job;
+    {
+      std::lock_guard<std::mutex> const lock(mutex_);
+      if (waiting_.empty() || static_cast<std::int64_t>(running_) >= limits_.slots) return;
+      job = waiting_.front();
+      if (limits_.kv_tokens && job->reserved() > room) return;
+      waiting_.pop_front();
+      ++running_;
+    }
+    if (limits_.kv_tokens) room -= job->reserved();
+    join(job);
+  }
+}
+
+void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
+  std::optional<std::size_t> slot;
+  try {
+    slot = or_generation_error("cannot start a sequence",
+                               [&] { return batch_->join(job->request().thresholds, job->request().max_pending); });
+    slots_[*slot] = job;
+    job->begin(batch_->sequence(*slot));
+  } catch (...) {
+    if (slot) return fail(*slot, std::current_exception());
+    {
+      std::lock_guard<std::mutex> const lock(mutex_);
+      --running_;
+    }
+    if (!failure_) failure_ = std::current_exception();
+    job->end(std::nullopt, std::current_exception());
+  }
+}
+
+// What each job runs in this step: those that write first, then those that read their prompt, each as they came.
+void StepLoop::choose_steps() noexcept {
+  order_.clear();
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    steps_[slot] = nullptr;
+    if (slots_[slot] != nullptr) order_.push_back(slot);
+  }
+  std::sort(order_.begin(), order_.end(), [&](std::size_t a, std::size_t b) {
+    Job const &one = *slots_[a], &other = *slots_[b];
+    return one.reads_prompt() != other.reads_prompt() ? other.reads_prompt() : one.number < other.number;
+  });
+  std::int64_t left = limits_.prompt_tokens;
+  for (std::size_t const slot : order_) {
+    Job& job = *slots_[slot];
+    try {
+      steps_[slot] = job.next_step(left, backend_->manifest().propagates());
+    } catch (...) {
+      fail(slot, std::current_exception());
+      continue;
+    }
+    if (steps_[slot] != nullptr && job.reads_prompt()) left -= static_cast<std::int64_t>(steps_[slot]->ids.size());
+  }
+  requests_.clear();
+  for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (steps_[slot] != nullptr) requests_.push_back({slot, *steps_[slot], slots_[slot]->verifies()});
+  }
+}
+
+// Runs a step. One that fails for several jobs is repeated for each alone, so that only those end whose own step fails.
+void StepLoop::run(std::vector<SlotRequest> const& requests) noexcept {
+  auto const started = std::chrono::steady_clock::now();
+  try {
+    std::vector<StepResult> const results = batch_->step(requests);
+    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
+    for (std::size_t i = 0; i < requests.size(); ++i) take(requests[i].slot, results[i], seconds.count());
+  } catch (...) {  // of the step alone: `take` throws nothing
+    if (requests.size() == 1) return fail(requests[0].slot, std::current_exception());
+    for (SlotRequest const& request : requests) {
+      alone_.clear();
+      alone_.push_back(request);
+      run(alone_);
+    }
+  }
+}
+
+void StepLoop::take(std::size_t slot, StepResult const& result, double seconds) noexcept {
+  try {
+    if (slots_[slot]->take(result, seconds)) end(slot, std::nullopt, nullptr);
+  } catch (...) {  // logits that are not finite, no memory, or a callback's exception
+    fail(slot, std::current_exception());
+  }
+}
+
+void StepLoop::fail(std::size_t slot, std::exception_ptr error) noexcept {
+  if (!failure_) failure_ = error;
+  end(slot, std::nullopt, std::move(error));
+}
+
+void StepLoop::end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept {
+  std::shared_ptr<Job> const job = std::move(slots_[slot]);
+  batch_->leave(slot);
+  {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    --running_;
+  }
+  job->end(reason, std::move(error));
+}
+
+}  // namespace tide

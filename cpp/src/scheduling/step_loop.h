@@ -1,0 +1,80 @@
+// The steps of a scheduler: its queue, its slots and the batch that they run on. `Scheduler` is this for requests that
+// come and go, and `Engine::stream` of a list for requests that are all there.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "packed/batch.h"
+#include "scheduling/job.h"
+#include "sequence.h"
+#include "tide/scheduler.h"
+
+namespace tide {
+
+class StepLoop {
+ public:
+  // batch: an empty one of the backend, which nothing else uses.
+  StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<PackedBatch> batch, SchedulerLimits const& limits);
+
+  // Puts a job into the queue. Throws as `Scheduler::submit` does about the queue and K/V memory.
+  void add(std::shared_ptr<Job> job);
+
+  // As `Scheduler`.
+  bool step() noexcept;
+  void start();
+  void close(bool drain);
+  std::size_t waiting() const;
+  std::size_t running() const;
+  bool closed() const;
+
+  // A step by the reader of a handle; false: the thread does them.
+  bool drive() noexcept;
+
+  void ask() { asked_ = true; }  // after a job in the queue was cancelled
+
+  std::exception_ptr failure() const { return failure_; }  // of the first job that failed; not while others step
+
+ private:
+  void work() noexcept;
+  void end_cancelled() noexcept;
+  void admit() noexcept;
+  void join(std::shared_ptr<Job> const& job) noexcept;
+  void choose_steps() noexcept;
+  void run(std::vector<SlotRequest> const& requests) noexcept;
+  void take(std::size_t slot, StepResult const& result, double seconds) noexcept;
+  void fail(std::size_t slot, std::exception_ptr error) noexcept;
+  void end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept;
+  std::optional<FinishReason> ends(Job const& job, double now) const;
+
+  std::shared_ptr<Backend> const backend_;
+  std::unique_ptr<PackedBatch> const batch_;
+  SchedulerLimits const limits_;
+
+  std::mutex stepping_;                         // of what follows up to `mutex_`
+  std::vector<std::shared_ptr<Job>> slots_;     // by slot; null: free
+  std::vector<std::size_t> order_;              // slots of the present step, in the order in which they get tokens
+  std::vector<StepRequest const*> steps_;       // by slot
+  std::vector<SlotRequest> requests_, alone_;   // of the present step, and one of them
+  std::exception_ptr failure_;
+
+  mutable std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Job>> waiting_;
+  std::size_t running_ = 0;  // slots that are not free
+  std::int64_t arrivals_ = 0;
+  bool deadlines_ = false;  // whether a job in the queue has one
+  bool closing_ = false, cancelling_ = false;
+
+  std::atomic<bool> asked_{false}, threaded_{false};
+  std::mutex starting_;  // of the thread
+  std::thread thread_;
+};
+
+}  // namespace tide
