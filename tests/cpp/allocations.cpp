@@ -11,11 +11,14 @@ extern "C" OrtApiBase const* __real_OrtGetApiBase();
 namespace {
 
 thread_local std::int64_t next_number = 0;  // of the allocation that fails in the next call; 0: none
+thread_local std::int64_t second = 0;       // of the one that fails after it; 0: none
 thread_local std::int64_t remaining = 0;    // allocations until one fails; 0: none does
 thread_local bool failed = false;
 
 bool fails() {
   if (remaining == 0 || --remaining > 0) return false;
+  remaining = second;
+  second = 0;
   return failed = true;
 }
 
@@ -58,7 +61,10 @@ OrtApi const* failing_api(std::uint32_t version) noexcept {
 
 }  // namespace
 
-void fail_allocation(std::int64_t number) { next_number = number; }
+void fail_allocation(std::int64_t number, std::int64_t again) {
+  next_number = number;
+  second = again;
+}
 bool allocation_failed() { return failed; }
 
 void begin_injection() {
@@ -67,7 +73,7 @@ void begin_injection() {
   next_number = 0;
 }
 
-void end_injection() { remaining = 0; }
+void end_injection() { remaining = second = 0; }
 
 // The linker gives these to whoever calls the functions after `__wrap_`, in the driver and tide_runtime.
 extern "C" {

@@ -14,6 +14,7 @@
 #include "load.h"
 #include "networks.h"
 #include "options.h"
+#include "schedule.h"
 
 namespace {
 
@@ -76,10 +77,11 @@ class Driver {
     if (command == "generate") return generate(parse(words));
     if (command == "generate_batch") return generate_batch(parse(words));
     if (command.rfind("batch_", 0) == 0) return batch_.answer(command, words);
+    if (command.rfind("schedule_", 0) == 0) return schedule_.answer(engine(), command, words);
     if (command == "thresholds") return thresholds(parse(words).config);
     if (command == "max_batch_size") return std::to_string(engine().max_batch_size());
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
-    if (command == "fail_allocation") return fail_next(number);
+    if (command == "fail_allocation") return fail_next(number, whole_numbers(command, words.at(1)).at(0));
     if (command == "stream") return stream(number, parse({words.begin() + 1, words.end()}));
     if (command == "at_once") return prompts_at_once(number, parse({words.begin() + 1, words.end()}));
     if (command == "batches_at_once") return batches_at_once(number, parse({words.begin() + 1, words.end()}));
@@ -127,8 +129,8 @@ class Driver {
     return "null";
   }
 
-  static std::string fail_next(std::int64_t number) {
-    fail_allocation(number);
+  static std::string fail_next(std::int64_t number, std::int64_t again) {
+    fail_allocation(number, again);
     return "null";
   }
 
@@ -258,11 +260,13 @@ class Driver {
   std::optional<tide::Engine> engine_;
   std::map<std::int64_t, tide::State> states_;
   BatchDriver batch_;
+  ScheduleDriver schedule_;
 };
 
 char const* name_of(std::exception const& error) {
   if (dynamic_cast<tide::ConfigError const*>(&error) != nullptr) return "ConfigError";
   if (dynamic_cast<tide::BundleError const*>(&error) != nullptr) return "BundleError";
+  if (dynamic_cast<tide::QueueFullError const*>(&error) != nullptr) return "QueueFullError";
   if (dynamic_cast<tide::GenerationError const*>(&error) != nullptr) return "GenerationError";
   if (dynamic_cast<tide::ProviderError const*>(&error) != nullptr) return "ProviderError";
   return "std::exception";

@@ -18,13 +18,14 @@ DEVICES = ["graph", "propagating", "host", *(["gpu"] if cuda_headers() else [])]
 
 
 def failures(
-    engine: CppEngine, prepare: Callable[[], T], call: Callable[[T], Any], every: int = 1
+    engine: CppEngine, prepare: Callable[[], T], call: Callable[[T], Any], every: int = 1, again: int = 0
 ) -> Iterator[tuple[T, Any]]:
     """Yields what `prepare` returns after a `call` of it in which an allocation failed, and the call's result (None: it
-    ended with an error), for every allocation that it makes, or `every` so many."""
+    ended with an error), for every allocation that it makes, or `every` so many. The allocation `again` after it fails
+    too."""
     for number in count(1, every):
         subject = prepare()
-        engine.call("fail_allocation", str(number))
+        engine.call("fail_allocation", str(number), str(again))
         try:
             result = call(subject)
         except TideError:
