@@ -1,0 +1,13 @@
+# The HTTP server on the CPU (docs/guide/scale.md):
+#   docker build -t tide_export .
+#   docker run -p 8000:8000 -v "$PWD/out/demo:/bundle:ro" tide_export --model-name demo --slots 8
+FROM python:3.11-slim
+WORKDIR /build
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY tide_export tide_export
+RUN pip install --no-cache-dir -c constraints.txt '.[cpu,serve]' && rm -rf /build/*
+USER nobody
+WORKDIR /
+EXPOSE 8000
+HEALTHCHECK --start-period=60s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
+ENTRYPOINT ["tide-export", "serve", "/bundle", "--host", "0.0.0.0"]
