@@ -1,0 +1,199 @@
+"""Loads HTTP servers with requests that arrive at random, in alternating rounds: tokens/s and latencies over streams.
+
+    python tools/benchmarks/serve.py BUNDLE --dataset FILE.jsonl [--mode full,auto] [--peer NAME=COMMAND] [--streams
+    1,4,8,16] [--plot FILE.png] [--check]
+
+Starts `tide-export serve` on BUNDLE, and every peer: any server with OpenAI's /v1/completions, by the command that
+starts it with {port} where its port goes, e.g. --peer "llama.cpp=llama-server -m f32.gguf --port {port} -t 2 -np 16 -c
+16384". One that cannot be started is omitted, and the table has the reason. A round gives every case the same requests
+(Poisson arrivals, prompts of 100 to 900 characters of FILE, greedy answers of mixed lengths), in a new random order of
+cases; at most N are sent at a time, the others wait at the client. Prompts of all rounds differ, so that no server's
+cache helps. Times are seen by the client: to the first text from the sending of the request, and between texts. The
+goal is 1.3 times the tokens/s of the best peer at 8 streams; only ratios within one run mean anything.
+"""
+
+import argparse
+import json
+import random
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from harness.interleave import write_json
+from harness.peer_case import PeerError
+from harness.server_case import Heard, Server, draw
+
+from tide_export.formatting import table
+
+GOAL, GOAL_STREAMS = 1.3, 8
+OURS = "tide-export"
+
+
+@dataclass
+class Case:
+    """One way to ask one server, and what was measured: tokens/s of each round, and all that came back."""
+
+    title: str
+    server: Server
+    options: Mapping[str, Any]
+    speeds: dict[int, list[float]] = field(default_factory=dict)
+    heard: dict[int, list[Heard]] = field(default_factory=dict)
+    megabytes: list[float] = field(default_factory=list)
+
+    def result(self, streams: int, base: "Case") -> dict[str, Any]:
+        heard, speed = self.heard[streams], median(self.speeds[streams])
+        first, gaps = [one.first for one in heard], [gap for one in heard for gap in one.gaps]
+        same = sum(a.text == b.text for a, b in zip(heard, base.heard[streams], strict=True))
+        return {
+            "streams": streams,
+            "case": self.title,
+            "tokens_per_second": speed,
+            "relative": speed / median(base.speeds[streams]),
+            "first_ms": [1e3 * float(np.percentile(first, q)) for q in (50, 95)],
+            "token_ms": [1e3 * float(np.percentile(gaps, q)) for q in (50, 95)],
+            "same_text": same / len(heard),
+        }
+
+
+def start(arguments: argparse.Namespace, running: ExitStack) -> tuple[list[Case], dict[str, str]]:
+    """The cases, and why peers are omitted."""
+    slots = max(arguments.streams)
+    ours = [sys.executable, "-m", "tide_export.cli.main", "serve", arguments.bundle, "--port", "{port}", "-q"]
+    ours += ["--slots", str(slots), "--threads", str(arguments.threads), "--no-verify", "--provider", "cpu"]
+    server = Server(shlex.join(ours))
+    running.callback(server.close)
+    cases = [Case(f"{OURS}, {mode}", server, {"mode": mode}) for mode in arguments.mode]
+    omitted = {}
+    for option in arguments.peer:
+        name, _, command = option.partition("=")
+        try:
+            peer = Server(command)
+        except PeerError as error:
+            omitted[name] = str(error)
+            continue
+        running.callback(peer.close)
+        cases.append(Case(name, peer, {}))
+    return cases, omitted
+
+
+def measure(arguments: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
+    order = random.Random(arguments.seed)
+    with ExitStack() as running:
+        cases, omitted = start(arguments, running)
+        for case in cases:  # what is loaded or allocated at the first request
+            case.server.load(draw(texts, 2, 10.0, 4, order), 2, case.options)
+        for number in range(arguments.rounds):
+            for streams in arguments.streams:
+                count = arguments.requests * streams
+                asks = draw(texts, count, arguments.rate * streams, arguments.tokens, order)
+                for case in order.sample(cases, len(cases)):
+                    seconds, heard = case.server.load(asks, streams, case.options)
+                    tokens = sum(one.tokens for one in heard)
+                    case.speeds.setdefault(streams, []).append(tokens / seconds)
+                    case.heard.setdefault(streams, []).extend(heard)
+                    case.megabytes.append(case.server.megabytes)
+                    line = f"round {number + 1}, {streams} streams, {case.title}: {tokens} tokens in {seconds:.1f} s"
+                    print(line, file=sys.stderr, flush=True)
+    results = [case.result(streams, cases[0]) for streams in arguments.streams for case in cases]
+    return {
+        "bundle": arguments.bundle,
+        "threads": arguments.threads,
+        "rounds": arguments.rounds,
+        "results": results,
+        "megabytes": {case.title: [case.megabytes[0], case.megabytes[-1]] for case in cases},
+        "omitted": omitted,
+        "goal": goal(results, [case.title for case in cases if not case.title.startswith(OURS)]),
+    }
+
+
+def goal(results: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> dict[str, Any]:
+    """Our first case against the best peer; not met where there is none."""
+    speeds = {one["case"]: one["tokens_per_second"] for one in results if one["streams"] == GOAL_STREAMS}
+    best = max((peer for peer in peers if peer in speeds), key=lambda peer: speeds[peer], default=None)
+    ratio = None if best is None else next(iter(speeds.values())) / speeds[best]
+    return {"against": best, "ratio": ratio, "met": ratio is not None and ratio >= GOAL}
+
+
+def render(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            str(one["streams"]),
+            one["case"],
+            f"{one['tokens_per_second']:.1f}",
+            f"{one['relative']:.2f}",
+            *(f"{value:.0f}" for value in (*one["first_ms"], *one["token_ms"])),
+            f"{100 * one['same_text']:.0f} %",
+        ]
+        for one in result["results"]
+    ]
+    heads = ["streams", "case", "tokens/s", "ratio", "first p50 ms", "p95", "token p50 ms", "p95", "same text"]
+    memory = [f"{case}: {one:.0f} to {two:.0f} MB" for case, (one, two) in result["megabytes"].items()]
+    found = result["goal"]
+    verdict = "met" if found["met"] else "MISSED" if found["ratio"] else "NOT MEASURED"
+    ratio = f": {found['ratio']:.2f} against {found['against']}" if found["ratio"] else ""
+    return "\n".join(
+        [
+            f"{result['bundle']}, {result['threads']} threads, {result['rounds']} alternating rounds",
+            table(heads, rows),
+            f"memory after the first and the last round: {'; '.join(memory)}",
+            *(f"OMITTED {name}: {why}" for name, why in result["omitted"].items()),
+            f"{verdict} at least {GOAL:g}x the tokens/s of the best peer at {GOAL_STREAMS} streams{ratio}",
+        ]
+    )
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Tokens/s of each case over the streams."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for title in result["megabytes"]:
+        points = [(one["streams"], one["tokens_per_second"]) for one in result["results"] if one["case"] == title]
+        axes.plot(*zip(*points, strict=True), marker="o", label=title)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([one["streams"] for one in result["results"]], [str(one["streams"]) for one in result["results"]])
+    axes.set_xlabel("streams")
+    axes.set_ylabel(f"tokens/s ({result['threads']} threads)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("bundle")
+    parser.add_argument("--dataset", type=Path, required=True, help=".jsonl; prompts are cut from its field text")
+    parser.add_argument(
+        "--mode", type=lambda text: text.split(","), default=["full"], help="of our server, each a case"
+    )
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another server")
+    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 8, 16])
+    parser.add_argument("--requests", type=int, default=3, help="of a stream in a round")
+    parser.add_argument("--rate", type=float, default=4.0, help="arrivals a second and stream")
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer, on average")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of requests and order: another one for another run")
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--plot", type=Path, help="write tokens/s over streams (PNG) here")
+    parser.add_argument("--check", action="store_true", help="exit code 1 when the goal is missed or was not measured")
+    arguments = parser.parse_args()
+    texts = [json.loads(line)["text"] for line in arguments.dataset.read_text(encoding="utf-8").splitlines()]
+    result = measure(arguments, [text for text in texts if len(text) > 1000])
+    print(render(result))
+    if arguments.json:
+        write_json(result, arguments.json)
+    if arguments.plot:
+        plot(result, arguments.plot)
+    return int(arguments.check and not result["goal"]["met"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
