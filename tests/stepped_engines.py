@@ -1,7 +1,7 @@
 """Sequences and batches of one engine, stepped by the numbers that a test gives its sequences."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -44,7 +44,7 @@ class Singles:
 
     def failing(self, number: int, k: int) -> Any:
         """A context in which segment k of a sequence's step runs and then fails; None where that cannot be made."""
-        return None if self._segment_of is None else _failing(*self._segment_of(self._sequences[number], k))
+        return None if self._segment_of is None else _failing(self._segment_of(self._sequences[number], k))
 
 
 class Batched:
@@ -53,7 +53,7 @@ class Batched:
     def __init__(
         self, start: Callable[[Sequence[float], int, float], Any], segment_of: Any = None, checks_ids: bool = True
     ) -> None:
-        """`segment_of`: gives, of a batch and k, the object and the name of the method that runs segment k, and k if
+        """`segment_of`: gives, of a batch and k, what may run segment k: objects, the names of their methods, and k if
         that is the method's first argument, else None."""
         self._start, self._segment_of, self.checks_ids = start, segment_of, checks_ids
         self._slots: dict[int, int] = {}
@@ -86,18 +86,22 @@ class Batched:
         return [(n, results[slots[n]]) for n in new]
 
     def failing(self, number: int, k: int) -> Any:
-        return None if self._segment_of is None else _failing(*self._segment_of(self._batch, k))
+        return None if self._segment_of is None else _failing(self._segment_of(self._batch, k))
 
 
 @contextmanager
-def _failing(owner: Any, method: str, k: int | None) -> Iterator[None]:
-    """Lets a method fail after it has run; of segment k, its first argument, unless that is None."""
-    run = getattr(owner, method)
+def _failing(methods: Iterable[tuple[Any, str, int | None]]) -> Iterator[None]:
+    """Lets methods fail after they have run; of segment k, their first argument, unless that is None."""
+    with ExitStack() as stack:
+        for owner, method, k in methods:
+            stack.enter_context(patch.object(owner, method, _runs_and_fails(getattr(owner, method), k)))
+        yield
 
+
+def _runs_and_fails(run: Callable[..., Any], k: int | None) -> Callable[..., None]:
     def runs_and_fails(*arguments: Any, **options: Any) -> None:
         run(*arguments, **options)
         if k is None or arguments[0] == k:
             raise GenerationError("injected")
 
-    with patch.object(owner, method, runs_and_fails):
-        yield
+    return runs_and_fails

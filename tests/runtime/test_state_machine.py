@@ -33,15 +33,16 @@ def exact(tiny_llama, monkeypatch: pytest.MonkeyPatch) -> dict[str, Engine]:
 
 
 def of_graph(sequence, k):
-    return sequence._session, "run_with_iobinding", None
+    return [(sequence._session, "run_with_iobinding", None)]
 
 
 def of_buffers(owner, k):
-    return owner._buffers, "run", k
+    return [(owner._buffers, "run", k)]
 
 
-def of_packed(batch, k):
-    return batch._segments[k], "run", None
+def of_packed(engine: Engine):
+    """Of a step of several sequences, and of a step of one, which the graph of one sequence runs."""
+    return lambda batch, k: [(batch._segments[k], "run", None), (engine.backend.session, "run_with_iobinding", None)]
 
 
 def singles(engine: Engine, segment_of, checks_ids: bool = True) -> Singles:
@@ -65,7 +66,7 @@ def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.Mon
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # so that K/V buffers grow
     context = exact["graph"].manifest.model.context_length
     engines = {
-        name: batched(engine, of_packed if name == "graph" else of_buffers, name != "networks on a GPU")
+        name: batched(engine, of_packed(engine) if name == "graph" else of_buffers, name != "networks on a GPU")
         for name, engine in exact.items()
     }
     play(Player(judge, engines, context, batched=True), 40, *ALWAYS, *EXACT)
@@ -81,4 +82,6 @@ def test_propagated_batches(judge: Judge, tiny_llama, monkeypatch: pytest.Monkey
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
     graph = tiny_llama.graph(tiny_llama.propagating)
     context = graph.manifest.model.context_length
-    play(Player(judge, {"graph": batched(graph, of_packed)}, context, batched=True, propagates=True), 20, *ALWAYS)
+    play(
+        Player(judge, {"graph": batched(graph, of_packed(graph))}, context, batched=True, propagates=True), 20, *ALWAYS
+    )

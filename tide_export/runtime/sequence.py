@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from tide_export.bundle.manifest import ModelInfo
 from tide_export.errors import GenerationError
 
 ROOM = 128  # tokens of K/V buffer beyond the prompt before the first growth
@@ -252,22 +251,3 @@ def check_step(ids: Sequence[int] | np.ndarray, length: int, limit: int | None) 
     if limit is not None and total > limit:
         raise GenerationError(f"the sequence would have {total} tokens but the model's context holds {limit}")
     return total
-
-
-def zeroed_kv(model: ModelInfo, capacity: int) -> dict[tuple[int, str], np.ndarray]:
-    """K/V buffers float32 [1, heads, capacity, head_dim] by layer and kind, of the layers with K/V of their own.
-
-    The kernel provides zeroed pages when they are written: a large buffer uses no memory yet.
-
-    Raises:
-        GenerationError: no memory.
-    """
-    try:
-        return {
-            (layer, kind): np.zeros((1, heads, capacity, head_dim), np.float32)
-            for layer in model.kv_read(range(model.num_layers))
-            for heads, head_dim in [model.kv_shapes[layer]]
-            for kind in ("key", "value")
-        }
-    except MemoryError:
-        raise GenerationError(f"not enough memory for the K/V cache of {capacity} tokens") from None

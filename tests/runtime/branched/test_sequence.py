@@ -49,24 +49,23 @@ def test_keys_and_values_are_written_in_place(tiny_engine: Engine) -> None:
     state = tiny_engine.start([NEVER_EXIT, NEVER_EXIT])
     state.step([1, 2, 3])
     for layer in range(6):
-        past = state._binding.arrays[names.past(layer, "key")]
-        assert state._binding.arrays[names.present(layer, "key")] is past
+        past = state._kv.arrays[layer, "key"]
         assert (np.abs(past[0, 0, :3]).max(axis=1) > 0).all()
         assert not past[0, 0, 3:].any()
-    address = {name: array.ctypes.data for name, array in state._binding.arrays.items() if "key" in name}
-    kept = state._binding.arrays[names.past(5, "key")][0, 0, :3].copy()
+    address = {name: array.ctypes.data for name, array in state._kv.arrays.items()}
+    kept = state._kv.arrays[5, "key"][0, 0, :3].copy()
     for token in range(20):
         state.step([token])
-    assert {name: array.ctypes.data for name, array in state._binding.arrays.items() if "key" in name} == address
-    assert (state._binding.arrays[names.past(5, "key")][0, 0, :3] == kept).all()
-    assert state._binding.arrays[names.past(5, "key")][0, 0, :23].any(axis=1).all()
+    assert {name: array.ctypes.data for name, array in state._kv.arrays.items()} == address
+    assert (state._kv.arrays[5, "key"][0, 0, :3] == kept).all()
+    assert state._kv.arrays[5, "key"][0, 0, :23].any(axis=1).all()
 
 
 def test_a_skipped_segment_leaves_its_cache_alone(tiny_engine: Engine) -> None:
     state = tiny_engine.start([0.0, 0.0], max_pending=4)
     state.step([1, 2])
     for layer in range(6):
-        assert state._binding.arrays[names.past(layer, "value")].any() == (layer < 2)
+        assert state._kv.arrays[layer, "value"].any() == (layer < 2)
 
 
 # --- the step --------------------------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def test_buffers_grow_by_doubling_and_stop_at_the_context(tiny_engine: Engine) -
             assert state.length == capacities[-1] + 1
             capacities.append(state.capacity)
     assert capacities == [7, 14, 28, 56, 112, 224, 256]
-    assert state._binding.arrays[names.past(0, "key")].shape == (1, 1, 256, HEAD_DIM)
+    assert state._kv.arrays[0, "key"].shape == (1, 1, 256, HEAD_DIM)
     with pytest.raises(GenerationError, match="would have 257 tokens but the model's context holds 256"):
         state.step([1])
     assert state.length == 256

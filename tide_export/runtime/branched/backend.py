@@ -6,7 +6,8 @@ from typing import Any
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.runtime.branched.sequence import BranchedSequence
-from tide_export.runtime.packed.batch import PackedBatch
+from tide_export.runtime.onnxruntime.kv_buffers import KvBuffers
+from tide_export.runtime.packed.batch import PackedBatch, StartAlone
 from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks, BatchSessions
 from tide_export.runtime.packed.propagate import PropagatingBatch
 from tide_export.runtime.sequence import ROOM
@@ -38,7 +39,10 @@ class BranchedBackend:
         self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int
     ) -> PackedBatch:
         sessions = self.batch_networks.sessions(min(slots, MAX_BATCH_SIZE))
-        return empty_batch(sessions, self._manifest, thresholds, max_pending, compaction_threshold)
+        return empty_batch(sessions, self._manifest, thresholds, max_pending, compaction_threshold, self._start_alone)
+
+    def _start_alone(self, thresholds: Sequence[float], max_pending: int, kv: KvBuffers) -> BranchedSequence:
+        return BranchedSequence(self.session, self._manifest, thresholds, max_pending, kv=kv)
 
 
 def empty_batch(
@@ -47,9 +51,10 @@ def empty_batch(
     thresholds: Sequence[float],
     max_pending: int,
     compaction_threshold: float,
+    start_alone: StartAlone | None = None,
 ) -> PackedBatch:
-    """A batch of the bundle's kind of K/V cache. Where K/V are propagated nothing is ever pending, so the last two
-    have no effect."""
+    """A batch of the bundle's kind of K/V cache; see `PackedBatch`. Where K/V are propagated nothing is ever pending,
+    so `max_pending` and `compaction_threshold` have no effect."""
     if manifest.kv_cache_strategy == PROPAGATE:
-        return PropagatingBatch(sessions, manifest, thresholds)
-    return PackedBatch(sessions, manifest, thresholds, max_pending, compaction_threshold)
+        return PropagatingBatch(sessions, manifest, thresholds, start_alone)
+    return PackedBatch(sessions, manifest, thresholds, max_pending, compaction_threshold, start_alone)

@@ -14,33 +14,39 @@ from tide_export import names
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.errors import GenerationError, first_line
 from tide_export.runtime.onnxruntime.bindings import Binding, import_onnxruntime
-from tide_export.runtime.sequence import NO_LIMIT, ROOM, SingleSequence, StepResult, check_step, zeroed_kv
+from tide_export.runtime.onnxruntime.kv_buffers import KvBuffers
+from tide_export.runtime.packed.sequence import LoneSequence
+from tide_export.runtime.sequence import NO_LIMIT, ROOM, StepResult
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 
-class BranchedSequence(SingleSequence):
+class BranchedSequence(LoneSequence):
     """K/V buffers and pending hidden states of one sequence, bound once to one ONNX Runtime session."""
 
     def __init__(
-        self, session: Any, manifest: Manifest, thresholds: Sequence[float], max_pending: int, room: int = ROOM
+        self,
+        session: Any,
+        manifest: Manifest,
+        thresholds: Sequence[float],
+        max_pending: int,
+        room: int = ROOM,
+        kv: KvBuffers | None = None,
     ) -> None:
-        """An empty sequence; see `Backend.start`."""
+        """An empty sequence; see `Backend.start`. `kv`: another sequence's buffers, where it is to go on."""
         super().__init__(len(manifest.segment_sizes))
         ort = import_onnxruntime()
         self._ort, self._session = ort, session
-        self._limit, self._room = manifest.model.context_length, room
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
         self._model = manifest.model
-        self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
+        self._kv, self._bound_capacity = KvBuffers(ort, manifest, room) if kv is None else kv, 0
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
         self._ran = list(self.lengths)
-        self._capacity = 0
         self._unfinished: Any = None  # `save` before a step that an exception ended
         self._binding = Binding(ort, session)
 
         self._pending_names = [] if self._propagates else [names.pending(k + 1) for k in range(len(thresholds))]
-        nothing = np.zeros((1, 0, manifest.model.hidden_size), np.float32)
-        self._nothing = ort.OrtValue.ortvalue_from_numpy(nothing)
+        self._no_states = np.zeros((0, manifest.model.hidden_size), np.float32)
+        self._nothing = ort.OrtValue.ortvalue_from_numpy(self._no_states[None])
         self._pending = [self._nothing] * len(self._pending_names)  # before segment 1, 2, ... K-1
         for name in self._pending_names:
             self._binding.io.bind_ortvalue_input(name, self._nothing)
@@ -64,12 +70,26 @@ class BranchedSequence(SingleSequence):
     @property
     def capacity(self) -> int:
         """Tokens the K/V buffers can hold before they grow."""
-        return self._capacity
+        return self._kv.capacity
 
     @property
     def computed(self) -> list[int]:
         """Tokens of the sequence that each segment has run over."""
         return self._ran if self._propagates else self.lengths
+
+    @property
+    def pending_states(self) -> list[np.ndarray]:
+        # `numpy` gives a view, whose memory the next step may free.
+        pending = [self._no_states if value is self._nothing else value.numpy()[0].copy() for value in self._pending]
+        return [self._no_states, *pending] if pending else [self._no_states] * len(self.lengths)
+
+    def resume(self, lengths: Sequence[int], computed: Sequence[int], pending_states: Sequence[np.ndarray]) -> None:
+        if self._unfinished is not None:
+            self.restore(self._unfinished)
+        self.lengths, self._ran = list(lengths), list(computed)
+        for k, states in enumerate(pending_states[1 : len(self._pending) + 1]):
+            value = self._ort.OrtValue.ortvalue_from_numpy(states[None]) if len(states) else self._nothing
+            self._set_pending(k, value)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         self._thresholds.replace(thresholds)
@@ -84,10 +104,7 @@ class BranchedSequence(SingleSequence):
         # What is bound may be of any moment of a step: all of it is bound anew, here or by the next step.
         for name, value in zip(self._pending_names, self._pending, strict=True):
             self._binding.io.bind_ortvalue_input(name, value)
-        if self._capacity:
-            for layer in self._model.kv_read(range(self._model.num_layers)):
-                for kind in ("key", "value"):
-                    self._bind_buffer(layer, kind, self._binding.arrays[names.past(layer, kind)])
+        self._bound_capacity = 0
         self._one_id_bound = self._pending_output_empty = False
         self._logits_count = 0
         self._thresholds.invalidate()
@@ -96,10 +113,10 @@ class BranchedSequence(SingleSequence):
     def step(self, ids: Sequence[int] | np.ndarray, logits_to_keep: int = 1, full: bool = False) -> StepResult:
         if self._unfinished is not None:
             self.restore(self._unfinished)
-        count, total = len(ids), check_step(ids, self.lengths[0], self._limit)
         self._unfinished = self.save()
-        if total > self._capacity:
-            self._grow(total)
+        count, total = len(ids), self._kv.reserve(len(ids), self.lengths)
+        if self._kv.capacity != self._bound_capacity:
+            self._bind_kv()
         if count > 1:
             self._binding.input(names.INPUT_IDS, np.array(ids, np.int64)[None])
             self._one_id_bound = False
@@ -182,21 +199,11 @@ class BranchedSequence(SingleSequence):
         self._pending = [*self._pending[:k], value, *self._pending[k + 1 :]]  # `save` keeps the old list
         self._binding.io.bind_ortvalue_input(self._pending_names[k], value)
 
-    def _grow(self, needed: int) -> None:
-        """Moves K/V to buffers of at least `needed` tokens."""
-        capacity = max(2 * self._capacity, needed + (0 if self._capacity else self._room))
-        if self._limit is not None:
-            capacity = min(capacity, self._limit)
-        for (layer, kind), grown in zeroed_kv(self._model, capacity).items():
-            used = self.lengths[self._segment_of[layer]]
-            if used:
-                grown[:, :, :used] = self._binding.arrays[names.past(layer, kind)][:, :, :used]
-            self._bind_buffer(layer, kind, grown)
-        self._capacity = capacity
-
-    def _bind_buffer(self, layer: int, kind: str, buffer: np.ndarray) -> None:
-        self._binding.input(names.past(layer, kind), buffer)
-        self._binding.output(names.present(layer, kind), buffer)
+    def _bind_kv(self) -> None:
+        for (layer, kind), value in self._kv.values.items():
+            self._binding.io.bind_ortvalue_input(names.past(layer, kind), value)
+            self._binding.io.bind_ortvalue_output(names.present(layer, kind), value)
+        self._bound_capacity = self._kv.capacity
 
 
 class _Thresholds:

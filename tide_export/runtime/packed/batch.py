@@ -1,6 +1,6 @@
 """The step over several sequences: after every segment, `depth_rule` selects which of them run the next one."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -10,10 +10,13 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.errors import GenerationError, first_line
 from tide_export.runtime.decoding.depth_rule import active_slots, scheduled_slots
 from tide_export.runtime.onnxruntime.bindings import import_onnxruntime
+from tide_export.runtime.onnxruntime.kv_buffers import KvBuffers
 from tide_export.runtime.packed.networks import BatchSessions, layers_of
 from tide_export.runtime.packed.segment import SegmentRun
-from tide_export.runtime.packed.sequence import PackedSequence
-from tide_export.runtime.sequence import ExitRule, StepResult
+from tide_export.runtime.packed.sequence import LoneSequence, PackedSequence
+from tide_export.runtime.sequence import NO_LIMIT, ExitRule, StepResult
+
+StartAlone = Callable[[Sequence[float], int, KvBuffers], LoneSequence]  # thresholds, max_pending, the K/V buffers
 
 
 class SlotStep:
@@ -50,8 +53,13 @@ class PackedBatch:
         thresholds: Sequence[float],
         max_pending: int,
         compaction_threshold: float,
+        start_alone: StartAlone | None = None,
     ) -> None:
-        """An empty batch; see `Backend.start_batch`."""
+        """An empty batch; see `Backend.start_batch`.
+
+        Args:
+            start_alone: how a step of one sequence is run faster than on `sessions`; None: it is not.
+        """
         self._ort = import_onnxruntime()
         self._manifest, self._head = manifest, sessions.head
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
@@ -60,7 +68,9 @@ class PackedBatch:
         self.sequences: dict[int, PackedSequence] = {}
         self._free = list(range(sessions.slots))[::-1]
         self._padding = PackedSequence(self._ort, manifest)
-        self._padding.allocate(1)
+        self._padding.kv.allocate(1, self._padding.lengths)
+        self._start_alone, self._alone = start_alone, dict[int, LoneSequence]()
+        self._bound = dict[int, int]()  # capacity of the buffers bound to a slot; without an entry padding is
         widths = (manifest.model.hidden_size, sessions.exit_size)
         self._segments = [
             SegmentRun(
@@ -90,16 +100,16 @@ class PackedBatch:
     def leave(self, slot: int) -> None:
         """Frees a slot and the buffers of its sequence."""
         del self.sequences[slot], self._rules[slot]
+        self._alone.pop(slot, None)
         self._free.append(slot)
-        self._bind(slot, self._padding)
+        if self._bound.pop(slot, None) is not None:
+            self._bind(slot, self._padding)
 
     def read_kv(self, slot: int, start: int, stop: int) -> np.ndarray:
         return self.sequences[slot].read_kv(start, stop)
 
     def write_kv(self, slot: int, blocks: Sequence[np.ndarray], length: int) -> None:
-        sequence = self.sequences[slot]
-        if sequence.write_kv(blocks, length):
-            self._bind(slot, sequence)
+        self.sequences[slot].write_kv(blocks, length)
 
     def step(
         self,
@@ -107,7 +117,19 @@ class PackedBatch:
         logits_to_keep: Mapping[int, int] | None = None,
         full: Collection[int] = (),
     ) -> dict[int, StepResult]:
-        steps, keep = self._begin(new), logits_to_keep or {}
+        keep = logits_to_keep or {}
+        if len(new) == 1 and self._start_alone is not None:
+            ((slot, ids),) = new.items()
+            # A sequence alone returns the logits of its exit even where the last segment had to run.
+            if slot not in keep or slot in full or self._rules[slot].max_pending == NO_LIMIT:
+                return {slot: self._step_alone(self._start_alone, slot, ids, keep.get(slot, 1), slot in full)}
+        return self._step_all(new, keep, full)
+
+    def _step_all(
+        self, new: Mapping[int, Sequence[int] | np.ndarray], keep: Mapping[int, int], full: Collection[int]
+    ) -> dict[int, StepResult]:
+        """As `step`, on the batch's networks."""
+        steps = self._begin(new)
         everyone = active = list(steps)
         exited, previous = set[int](), None
         max_pending = {slot: self._rules[slot].max_pending for slot in everyone}
@@ -142,6 +164,15 @@ class PackedBatch:
             _commit(one)
         return results
 
+    def _step_alone(
+        self, start: StartAlone, slot: int, ids: Sequence[int] | np.ndarray, keep: int, full: bool
+    ) -> StepResult:
+        sequence = self.sequences[slot]
+        if slot not in self._alone:
+            rule = self._rules[slot]
+            self._alone[slot] = start(rule.thresholds, rule.max_pending, sequence.kv)
+        return sequence.step_alone(self._alone[slot], ids, keep, full)
+
     def _flags(self, k: int, slots: Sequence[int]) -> list[bool]:
         """Whether the last token of each slot may exit after segment k, which has just run over them."""
         scores = self._segments[k].scores.tolist()
@@ -151,8 +182,11 @@ class PackedBatch:
         """Makes room for the new tokens; the steps of their sequences by slot, ascending."""
         steps = {slot: SlotStep(self.sequences[slot], np.asarray(new[slot], np.int64)) for slot in sorted(new)}
         for slot, one in steps.items():
-            if one.sequence.reserve(len(one.states)):
+            kv = one.sequence.kv
+            kv.reserve(len(one.states), one.sequence.lengths)
+            if self._bound.get(slot) != kv.capacity:
                 self._bind(slot, one.sequence)
+                self._bound[slot] = kv.capacity
         return steps
 
     def _entry(self, k: int, running: Sequence[SlotStep], counts: Sequence[int], whole: bool) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.errors import GenerationError, first_line
-from tide_export.runtime.packed.batch import PackedBatch
+from tide_export.runtime.packed.batch import PackedBatch, StartAlone
 from tide_export.runtime.packed.networks import BatchSessions, kv_written
 from tide_export.runtime.sequence import StepResult
 
@@ -22,20 +22,23 @@ from tide_export.runtime.sequence import StepResult
 class PropagatingBatch(PackedBatch):
     """As `PackedBatch`; every segment's K/V buffers hold all tokens of a sequence."""
 
-    def __init__(self, sessions: BatchSessions, manifest: Manifest, thresholds: Sequence[float]) -> None:
-        """An empty batch; see `Backend.start_batch`."""
-        super().__init__(sessions, manifest, thresholds, max_pending=0, compaction_threshold=1.0)
+    def __init__(
+        self,
+        sessions: BatchSessions,
+        manifest: Manifest,
+        thresholds: Sequence[float],
+        start_alone: StartAlone | None = None,
+    ) -> None:
+        """An empty batch; see `PackedBatch`."""
+        super().__init__(sessions, manifest, thresholds, 0, 1.0, start_alone)
         self._skipped = sessions.skipped
 
-    def step(
-        self,
-        new: Mapping[int, Sequence[int] | np.ndarray],
-        logits_to_keep: Mapping[int, int] | None = None,
-        full: Collection[int] = (),
+    def _step_all(
+        self, new: Mapping[int, Sequence[int] | np.ndarray], keep: Mapping[int, int], full: Collection[int]
     ) -> dict[int, StepResult]:
-        """As `Batch.step`, without `logits_to_keep` and `full`, which are for lossless mode. A sequence's first step
-        runs every segment over it, as does each of several tokens."""
-        assert not logits_to_keep
+        """As `PackedBatch`, without `keep` and `full`, which are for lossless mode. A sequence's first step runs every
+        segment over it, as does each of several tokens."""
+        assert not keep
         assert not full
         steps = self._begin(new)
         running, counts = list(steps), [len(one.states) for one in steps.values()]

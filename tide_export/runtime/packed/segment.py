@@ -56,7 +56,7 @@ class SegmentRun:
         binding = self._binding.io
         for layer in self._read:
             for kind in ("key", "value"):
-                value = sequence.values[layer, kind]
+                value = sequence.kv.values[layer, kind]
                 binding.bind_ortvalue_input(names.slot(names.past(layer, kind), slot), value)
                 if layer in self._layers:
                     binding.bind_ortvalue_output(names.slot(names.present(layer, kind), slot), value)

@@ -3,6 +3,7 @@
 Nothing is bound here: `SegmentRun` binds the buffers to the slot that the sequence is in.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,30 +11,43 @@ import numpy as np
 
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.errors import GenerationError
-from tide_export.runtime.sequence import ROOM, SequenceState, check_step, zeroed_kv
+from tide_export.runtime.onnxruntime.kv_buffers import KvBuffers
+from tide_export.runtime.sequence import ROOM, SequenceState, SingleSequence, StepResult
+
+
+class LoneSequence(SingleSequence):
+    """A sequence that can go on where another one on the same K/V buffers has come."""
+
+    @property
+    @abstractmethod
+    def pending_states(self) -> list[np.ndarray]:
+        """Copies of the hidden states float32 [n, D] that are pending before each segment; none before the first."""
+
+    @abstractmethod
+    def resume(self, lengths: Sequence[int], computed: Sequence[int], pending_states: Sequence[np.ndarray]) -> None:
+        """Goes on after these tokens.
+
+        Args:
+            lengths, computed: as the attributes.
+            pending_states: as the attribute; they are not changed.
+        """
 
 
 class PackedSequence(SequenceState):
     """Attributes:
     skipped: tokens of each segment's K/V buffers whose keys and values come from the state they exited with.
     pending_states: float32 [n, D] before each segment; none before the first.
-    values: OrtValues of the K/V buffers, by layer and kind.
-    capacity: tokens these can hold.
+    kv: its K/V buffers.
     """
 
     def __init__(self, ort: Any, manifest: Manifest) -> None:
         super().__init__(len(manifest.segment_sizes))
-        self._ort = ort
-        self._model = manifest.model
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
-        self._limit = manifest.model.context_length
         self._token_size = manifest.model.kv_token_size
-        self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
-        self._buffers: dict[tuple[int, str], np.ndarray] = {}
-        self.values: dict[tuple[int, str], Any] = {}
+        self.kv = KvBuffers(ort, manifest, ROOM)
         self.skipped = [0] * len(self.lengths)
         self.pending_states = [np.zeros((0, manifest.model.hidden_size), np.float32)] * len(self.lengths)
-        self.capacity = 0
+        self._stepped_alone = list[np.ndarray]()  # the pending states after the last step of `step_alone`
 
     @property
     def computed(self) -> list[int]:
@@ -50,9 +64,20 @@ class PackedSequence(SequenceState):
             if left < len(self.pending_states[k]):
                 self.pending_states[k] = self.pending_states[k][:left].copy()
 
+    def step_alone(self, lone: LoneSequence, ids: Sequence[int] | np.ndarray, keep: int, full: bool) -> StepResult:
+        """Steps this sequence on `lone`, which has its K/V buffers; see `SingleSequence.step`."""
+        stepped = self._stepped_alone
+        if lone.lengths != self.lengths or any(a is not b for a, b in zip(self.pending_states, stepped, strict=False)):
+            lone.resume(self.lengths, self.computed, self.pending_states)
+        result = lone.step(ids, keep, full)
+        self.lengths, self._stepped_alone = list(lone.lengths), lone.pending_states
+        self.skipped = [held - ran for held, ran in zip(lone.lengths, lone.computed, strict=True)]
+        self.pending_states = list(self._stepped_alone)
+        return result
+
     def write(self, layer: int, kind: str, position: int, values: np.ndarray) -> None:
         """Writes the key or value, [kv_heads, head_dim], of the token at `position`."""
-        self._buffers[layer, kind][0, :, position] = values
+        self.kv.arrays[layer, kind][0, :, position] = values
 
     def read_kv(self, start: int, stop: int) -> np.ndarray:
         """Copies the K/V of the tokens from `start` to `stop`, which every segment holds: float32, flat.
@@ -68,48 +93,24 @@ class PackedSequence(SequenceState):
             values[:] = buffer[0, :, start:stop]
         return copied
 
-    def write_kv(self, blocks: Sequence[np.ndarray], length: int) -> bool:
+    def write_kv(self, blocks: Sequence[np.ndarray], length: int) -> None:
         """Begins this empty sequence with `length` tokens whose K/V are in `blocks`, copied by `read_kv`, in order; the
-        last block may hold more. Returns whether the buffers changed.
+        last block may hold more.
 
         Raises:
-            GenerationError: as `reserve`.
+            GenerationError: as `KvBuffers.reserve`.
         """
         stops = np.cumsum([len(block) // self._token_size for block in blocks]).tolist()
-        changed = self.reserve(stops[-1])
+        self.kv.reserve(stops[-1], self.lengths)
         for block, start, stop in zip(blocks, [0, *stops], stops, strict=False):
             for values, buffer in self._parts(block):
                 buffer[0, :, start:stop] = values
         self.lengths = [length] * len(self.lengths)
-        return changed
-
-    def reserve(self, new: int) -> bool:
-        """Makes room for `new` more tokens; returns whether the buffers changed.
-
-        Raises:
-            GenerationError: no new tokens, more than the model's context holds, or no memory for them.
-        """
-        total = check_step(range(new), self.lengths[0], self._limit)
-        if total <= self.capacity:
-            return False
-        capacity = max(2 * self.capacity, total + (0 if self.capacity else ROOM))
-        self.allocate(capacity if self._limit is None else min(capacity, self._limit))
-        return True
-
-    def allocate(self, capacity: int) -> None:
-        """Moves K/V to buffers of `capacity` tokens."""
-        for (layer, kind), grown in zeroed_kv(self._model, capacity).items():
-            used = self.lengths[self._segment_of[layer]]
-            if used:
-                grown[:, :, :used] = self._buffers[layer, kind][:, :, :used]
-            self._buffers[layer, kind] = grown
-            self.values[layer, kind] = self._ort.OrtValue.ortvalue_from_numpy(grown)
-        self.capacity = capacity
 
     def _parts(self, block: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The parts of a block of K/V, views [heads, tokens, head_dim], each with the buffer that it belongs to."""
         tokens, stop = len(block) // self._token_size, 0
-        for buffer in self._buffers.values():
+        for buffer in self.kv.arrays.values():
             heads, head_dim = buffer.shape[1], buffer.shape[3]
             start, stop = stop, stop + heads * tokens * head_dim
             yield block[start:stop].reshape(heads, tokens, head_dim), buffer
