@@ -83,6 +83,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.integers(0, 48),
     "seed": st.integers(0, 9),
     "stop_token_ids": st.lists(st.integers(0, 47), max_size=3),
+    "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    "detokenize": st.just(False),
     "compaction_threshold": st.floats(0, 1),
 }
 

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "exit": {"mode": "exit", "threshold": [0.5, 0.65], "max_pending": 2},
     "exit, drawn": {"mode": "exit", "threshold": 0.5, "temperature": 1.5, "seed": 3},
     "lossless": {"mode": "lossless", "threshold": 0.4, "max_pending": 2, "prompt_lookup": 3},
+    "lossless, changed": {"mode": "lossless", "threshold": 0.4, "repetition_penalty": 1.5, "presence_penalty": 1.0},
     "lossless, drawn": {"mode": "lossless", "threshold": 0.4, "prompt_lookup": 0, "temperature": 1.5, "seed": 5},
 }
 

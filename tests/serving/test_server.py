@@ -111,6 +111,67 @@ def test_stop_strings_end_the_text_before_them(server: Running) -> None:
     assert server.idle()
 
 
+CHANGED: dict[str, Any] = {
+    "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"300": 2.0}, "seed": 5, "temperature": 0.7,
+    "max_tokens": 12,
+}  # fmt: skip
+MORE: dict[str, Any] = {"mode": "lossless", "min_p": 0.02, "repetition_penalty": 1.3, "stop_token_ids": [17]}
+
+
+def test_options_change_the_tokens_as_the_engine_s(server: Running, engine: Engine) -> None:
+    ids, eos = engine.tokenizer.encode(PROMPT), engine.manifest.model.eos_token_ids
+    options = {name: value for name, value in (CHANGED | MORE).items() if name != "max_tokens"}
+    options |= {"logit_bias": {300: 2.0}, "max_new_tokens": 12, "logprobs": 2, "detokenize": True}
+    expected = engine.generate(ids, **options | {"stop_token_ids": [*eos, 17]})
+    asked: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "logprobs": 2, "extra_body": MORE, **CHANGED}
+    (choice,) = server.openai.completions.create(**asked).choices
+    assert choice.text == expected.text
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs], rel=1e-4)
+    assert "".join(choice.logprobs.tokens) == expected.text
+    assert choice.logprobs.text_offset == [
+        len("".join(choice.logprobs.tokens[:number])) for number in range(len(expected.tokens))
+    ]
+    best = [dict(sorted(one.top, key=lambda pair: -pair[1])[:1]) for one in expected.logprobs]
+    for found, one in zip(choice.logprobs.top_logprobs, best, strict=True):
+        assert max(found.values()) == pytest.approx(next(iter(one.values())), rel=1e-4)
+        assert len(found) == 2
+    streamed = list(server.openai.completions.create(stream=True, **asked))
+    parts = [event.choices[0].logprobs for event in streamed if event.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == choice.logprobs.tokens
+    assert [offset for part in parts for offset in part.text_offset] == choice.logprobs.text_offset
+
+
+def test_log_probabilities_of_a_conversation(server: Running) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "List"}], "logprobs": True, **GREEDY}
+    (choice,) = server.openai.chat.completions.create(top_logprobs=3, **asked).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(one.token for one in choice.logprobs.content) == choice.message.content
+    for one in choice.logprobs.content:
+        assert len(one.top_logprobs) == 3
+        assert (one.token, one.logprob) == (one.top_logprobs[0].token, one.top_logprobs[0].logprob)
+        assert bytes(one.bytes) == one.token.encode()
+    streamed = server.openai.chat.completions.create(stream=True, **asked)
+    parts = [event.choices[0].logprobs for event in streamed]
+    tokens = [one for part in parts if part is not None for one in part.content]
+    assert [one.token for one in tokens] == [one.token for one in choice.logprobs.content]
+    assert {len(one.top_logprobs) for one in tokens} == {0}
+    body = {"model": "demo", "messages": asked["messages"], "top_logprobs": 2}
+    refused = server.http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "top_logprobs needs logprobs")
+
+
+def test_an_end_of_sequence_can_be_ignored(server: Running, engine: Engine) -> None:
+    whole = engine.generate(engine.tokenizer.encode(PROMPT), max_new_tokens=24, mode="full").tokens
+    stopping = server.openai.completions.create(
+        prompt=PROMPT, **GREEDY | {"extra_body": {"mode": "full", "stop_token_ids": [whole[5]], "ignore_eos": True}}
+    )
+    assert stopping.usage is not None
+    assert stopping.usage.completion_tokens == whole.index(whole[5]) + 1
+    assert stopping.choices[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("body", "status", "reason"),
     [
@@ -123,8 +184,13 @@ def test_stop_strings_end_the_text_before_them(server: Running) -> None:
         ({"model": "demo", "prompt": [1] * 1024}, 400, "the model's context of 1024 leaves no room"),
         ({"model": "demo", "prompt": "a", "top_p": 3}, 400, "top_p: Input should be less than or equal to 1"),
         ({"model": "demo", "prompt": "a", "temperature": -1}, 400, "temperature: Input should be greater"),
-        ({"model": "demo", "prompt": "a", "presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
-        ({"model": "demo", "prompt": "a", "repetition_penalty": 1.2}, 400, "repetition_penalty is not supported"),
+        ({"model": "demo", "prompt": "a", "presence_penalty": 3}, 400, "presence_penalty: Input should be less"),
+        ({"model": "demo", "prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty: Input should be greater"),
+        ({"model": "demo", "prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias.x"),
+        ({"model": "demo", "prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias holds token id 99999, outside"),
+        ({"model": "demo", "prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids holds token id -1, outside"),
+        ({"model": "demo", "prompt": "a", "logprobs": 21}, 400, "logprobs: Input should be less"),
+        ({"model": "demo", "prompt": "a", "echo": True}, 400, "echo is not supported"),
         ({"model": "demo", "prompt": "a", "guided_regex": "a+"}, 400, "guided_regex is not supported"),
         ({"model": "demo", "prompt": "a", "mode": "full", "threshold": 0.5}, 400, "threshold is for modes"),
         ({"model": "demo", "prompt": "a", "stop": [""]}, 400, "stop"),

@@ -12,7 +12,7 @@ import numpy as np
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.processing import LogitsProcessor
 from tide_export.thresholds.resolve import check_mode, check_threshold
-from tide_export.values import real_number, shown, whole_number
+from tide_export.values import check_text, real_number, shown, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,9 @@ class GenerationConfig:
             before anything changes them. None: none.
         seed: of the random numbers; None draws a new one. For a list of prompts, one seed for all or one for each.
         stop_token_ids: tokens that end the generation. None: the model's end-of-sequence ids; empty: none.
+        stop: a string or several: the generation ends where its text first has one, and `text` ends before it. Stored
+            as a tuple.
+        detokenize: give the `text` of the generation, by the bundle's tokenizer; with `stop` it is given anyway.
         compaction_threshold: for a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a
             segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
             speed, never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: nothing is
@@ -75,6 +78,8 @@ class GenerationConfig:
     logprobs: int | None = None
     seed: int | Sequence[int] | None = None
     stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] = ()
+    detokenize: bool = False
     compaction_threshold: float | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +116,9 @@ class GenerationConfig:
             self._set("seed", whole_number("seed", self.seed, minimum=0))
         if self.stop_token_ids is not None:
             self._set("stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids).tolist()))
+        self._set("stop", _stop(self.stop))
+        if not isinstance(self.detokenize, bool):
+            raise GenerationError(f"detokenize must be True or False, not {shown(self.detokenize)}")
         if self.compaction_threshold is not None:
             self._set_range("compaction_threshold", 0, 1)
 
@@ -145,6 +153,8 @@ class GenerationOptions(TypedDict, total=False):
     logprobs: int | None
     seed: int | Sequence[int] | None
     stop_token_ids: Sequence[int] | None
+    stop: str | Sequence[str]
+    detokenize: bool
     compaction_threshold: float | None
 
 
@@ -186,6 +196,15 @@ def _threshold(value: Any) -> float | tuple[float, ...]:
     if not isinstance(value, list | tuple):
         return check_threshold(value)
     return tuple(check_threshold(one) for one in value)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(one, str) and one for one in stops):
+        raise GenerationError(f"stop must be a string or a list of strings, none of them empty, not {shown(value)}")
+    for one in stops:
+        check_text("a stop string", one)
+    return tuple(stops)
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

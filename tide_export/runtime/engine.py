@@ -29,10 +29,12 @@ from tide_export.runtime.request import (
     resolve,
     sampler_of,
     seeds,
+    text_of,
     without_auto,
 )
 from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from tide_export.runtime.sequence import ROOM, Backend, Batch, SingleSequence
+from tide_export.runtime.tokenizer import BundleTokenizer, tokenizer_of
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.values import whole_number
 
@@ -86,6 +88,11 @@ class Engine:
     def resolved(self, config: GenerationConfig) -> GenerationConfig:
         """`config` with the mode and thresholds that mode `auto` stands for, where it has that mode."""
         return without_auto(self.bundle, config, self.auto)
+
+    @property
+    def tokenizer(self) -> BundleTokenizer:
+        """The bundle's. Raises BundleError: it has none that can be used."""
+        return tokenizer_of(self.bundle)
 
     @property
     def max_batch_size(self) -> int:
@@ -165,7 +172,8 @@ class Engine:
         sampler = sampler_of(config, prompt)
         state = self.start(request.thresholds, request.max_pending)
         decoder = decoder_of(manifest, sampler, request.stop, request.drafts, state)
-        return TokenStream(state, decoder, Progress(manifest, prompt, config.max_new_tokens, request.stop))
+        text = text_of(self.bundle, config, prompt)
+        return TokenStream(state, decoder, Progress(manifest, prompt, config.max_new_tokens, request.stop, text))
 
     def _generate_batch(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
         manifest = self.manifest
@@ -239,6 +247,12 @@ class TokenStream(Iterator[int]):
     def tokens(self) -> list[int]:
         """The tokens returned so far. The last may be missing where an exception ended the caller's `next(stream)`."""
         return self._progress.tokens[: self._returned]
+
+    @property
+    def text(self) -> str | None:
+        """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
+        for it."""
+        return self._progress.text
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:

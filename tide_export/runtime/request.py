@@ -14,12 +14,15 @@ from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
+from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.config import GenerationConfig, token_ids
 from tide_export.runtime.decoding.decoder import Decoder, OneByOne
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, default_drafting
 from tide_export.runtime.decoding.processing import LogitsProcessing
 from tide_export.runtime.decoding.sampling import Sampler
+from tide_export.runtime.generated_text import GeneratedText
 from tide_export.runtime.sequence import NO_LIMIT, SequenceState
+from tide_export.runtime.tokenizer import tokenizer_of
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import real_number, whole_number
 
@@ -69,6 +72,9 @@ def resolve(bundle: Bundle, config: GenerationConfig, batched: bool, auto: AutoM
     stop = manifest.model.eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
     if config.stop_token_ids:
         check_vocabulary(manifest, np.array(config.stop_token_ids), "stop_token_ids")
+    if (config.stop or config.detokenize) and TOKENIZER_FILE not in bundle.files:
+        option = "stop" if config.stop else "detokenize"
+        raise GenerationError(f"{option} needs a tokenizer, and bundle {bundle.path} holds no {TOKENIZER_FILE}")
     if config.logit_bias:
         check_vocabulary(manifest, np.array(list(dict(config.logit_bias))), "logit_bias")
     if config.logprobs is not None:
@@ -212,6 +218,17 @@ def _compaction_threshold(manifest: Manifest, config: GenerationConfig) -> float
     """In lossless mode all pending tokens are drafts, which have to go through every layer: the default there is 0."""
     default = 0.0 if config.mode == "lossless" else manifest.compaction_threshold
     return default if config.compaction_threshold is None else config.compaction_threshold
+
+
+def text_of(bundle: Bundle, config: GenerationConfig, prompt: np.ndarray) -> GeneratedText | None:
+    """The text after `prompt`; None where no option asks for it.
+
+    Raises:
+        BundleError: the tokenizer cannot be used.
+    """
+    if not (config.stop or config.detokenize):
+        return None
+    return GeneratedText(tokenizer_of(bundle), prompt.tolist(), config.stop)
 
 
 def sampler_of(config: GenerationConfig, prompt: np.ndarray) -> Sampler:

@@ -5,15 +5,19 @@ Used by the command line's `generate`, `bench` and `tune`; needs the small `toke
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from tide_export.bundle.opened import Bundle
+from tide_export.bundle.opened import Bundle, BundleFile
 from tide_export.bundle.tokenizer_check import check_tokenizer, tokenizer_errors
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import TOKENIZER_FILE
 from tide_export.values import check_text, parse_json
 
 MAX_BYTES = 1 << 27  # of tokenizer.json; those of large vocabularies have 35 MB
+_tokenizers = WeakKeyDictionary[BundleFile, "BundleTokenizer"]()  # of open bundles
 REPLACEMENT = "\ufffd"  # what tokenizers gives for bytes that are not (yet) a complete UTF-8 character
 
 
@@ -73,6 +77,19 @@ class BundleTokenizer:
         with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def token_text(self, token: int) -> str:
+        """Text of one token in the middle of a text, also of a special one; bytes that are a part of a character come
+        out as U+FFFD."""
+        with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
+            before, both = (
+                self._tokenizer.decode(ids, skip_special_tokens=False) for ids in (self._letter, [*self._letter, token])
+            )
+        return both[len(before) :]
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        return self.encode_plain("a")
+
     def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text("the prompt", text)
         with tokenizer_errors("the bundle's tokenizer cannot encode the text", GenerationError):
@@ -92,6 +109,20 @@ class BundleTokenizer:
                 yield piece
         if piece := text.finish():
             yield piece
+
+
+def tokenizer_of(bundle: Bundle) -> BundleTokenizer:
+    """The tokenizer of an opened bundle, which is read once.
+
+    Raises:
+        BundleError: as `BundleTokenizer`.
+    """
+    file = bundle.files.get(TOKENIZER_FILE)
+    if file is None:
+        return BundleTokenizer(bundle)  # raises
+    if file not in _tokenizers:
+        _tokenizers[file] = BundleTokenizer(bundle)
+    return _tokenizers[file]
 
 
 class TextStream:
@@ -115,6 +146,15 @@ class TextStream:
     def finish(self) -> str:
         """What is left when the tokens end; bytes of an incomplete character come out as U+FFFD."""
         return self._new()
+
+    def save(self) -> Any:
+        """What `restore` returns to."""
+        return len(self._ids), self._start, self._shown
+
+    def restore(self, saved: Any) -> None:
+        """Undoes all since `saved`."""
+        count, self._start, self._shown = saved
+        del self._ids[count:]
 
     def _new(self) -> str:
         before = self._tokenizer.decode(self._ids[self._start : self._shown])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tide_export.runtime.scheduling.handle import RequestHandle
+from tide_export.serving.logprobs import of_completion, of_conversation
 from tide_export.serving.protocol import ApiError, ChatRequest, GenerationRequest
 from tide_export.serving.service import Piece, Prompt, Service, cancel, usage
 
@@ -31,11 +32,8 @@ class Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer once all choices have ended. Raises ApiError: one failed; the others are cancelled."""
 
-        async def read(number: int) -> tuple[str, str, int]:
-            text, tokens, reason = "", 0, ""
-            async for piece in self._pieces(number):
-                text, tokens, reason = text + piece.text, tokens + piece.tokens, piece.finish_reason or ""
-            return text, reason, tokens
+        async def read(number: int) -> list[Piece]:
+            return [piece async for piece in self._pieces(number)]
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -44,16 +42,19 @@ class Answer:
             raise errors.exceptions[0] from None
         finally:
             cancel([handle for _, handle in self.choices])
-        results = [task.result() for task in tasks]
-        choices = []
-        for number, (text, reason, _) in enumerate(results):
+        choices, spent_tokens = [], 0
+        for number, pieces in enumerate(task.result() for task in tasks):
+            text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
             said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            choices.append({"index": number, **said, "logprobs": None, "finish_reason": reason})
-        spent = usage(self.choices, sum(tokens for _, _, tokens in results))
+            logprobs = self._logprobs(pieces, 0)
+            choices.append({"index": number, **said, "logprobs": logprobs, "finish_reason": reason})
+            spent_tokens += sum(len(piece.tokens) for piece in pieces)
+        spent = usage(self.choices, spent_tokens)
         return self._head("chat.completion" if self._chat else "text_completion") | {"choices": choices, "usage": spent}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, the choices interleaved as they come; an error is the last event."""
+        sent = [0] * len(self.choices)  # characters
         queue, spent = asyncio.Queue[tuple[int, Piece | Exception]](), 0
 
         async def read(number: int) -> None:
@@ -75,13 +76,16 @@ class Answer:
                     yield _data(piece.body())
                     return
                 assert isinstance(piece, Piece)
-                spent += piece.tokens
+                spent += len(piece.tokens)
+                logprobs = self._logprobs([piece], sent[number])
+                sent[number] += len(piece.text)
                 left -= piece.finish_reason is not None
                 said: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
                 if piece.text and piece.finish_reason is not None:
-                    yield self._event(number, said, None)
+                    yield self._event(number, said, None, logprobs)
+                    logprobs = None
                     said = {"delta": {}} if self._chat else {"text": ""}
-                yield self._event(number, said, piece.finish_reason)
+                yield self._event(number, said, piece.finish_reason, logprobs)
             if self.request.stream_options is not None and self.request.stream_options.include_usage:
                 yield _data(self._chunk() | {"choices": [], "usage": usage(self.choices, spent)})
             yield DONE
@@ -91,8 +95,17 @@ class Answer:
                 task.cancel()
 
     def _pieces(self, number: int) -> AsyncIterator[Piece]:
-        prompt, handle = self.choices[number]
-        return self.service.pieces(handle, prompt, self.request.stops)
+        return self.service.pieces(self.choices[number][1])
+
+    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> Any:
+        """Of the tokens of pieces, whose text begins at character `offset`; None: nobody asked for them."""
+        tokens = [token for piece in pieces for token in piece.tokens]
+        found = [one for piece in pieces for one in piece.logprobs or ()]
+        if self.request.logprobs_wanted is None or not tokens:
+            return None
+        if self._chat:
+            return of_conversation(self.service.tokenizer, tokens, found)
+        return of_completion(self.service.tokenizer, tokens, found, offset)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.service.model}
@@ -100,8 +113,8 @@ class Answer:
     def _chunk(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self._chat else "text_completion")
 
-    def _event(self, number: int, said: dict[str, Any], reason: str | None) -> bytes:
-        choice = {"index": number, **said, "logprobs": None, "finish_reason": reason}
+    def _event(self, number: int, said: dict[str, Any], reason: str | None, logprobs: Any = None) -> bytes:
+        choice = {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
         return _data(self._chunk() | {"choices": [choice]})
 
 

@@ -4,6 +4,7 @@ A field that the server does not know is ignored, as OpenAI's own clients send m
 knows and cannot do is refused, unless it has the value that changes nothing.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -12,12 +13,8 @@ from tide_export.runtime.config import GenerationConfig
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
+MAX_LOGPROBS = 20  # OpenAI's
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -25,11 +22,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "response_format": ({"type": "text"},),
-    "min_p": (0, 0.0),
     "min_tokens": (0,),
-    "repetition_penalty": (1, 1.0),
-    "stop_token_ids": ([],),
-    "ignore_eos": (False,),
     "use_beam_search": (False,),
     "guided_json": (),
     "guided_regex": (),
@@ -54,9 +47,16 @@ class GenerationRequest(BaseModel):
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     seed: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     mode: Literal["auto", "exit", "full", "lossless"] = "auto"
@@ -70,11 +70,11 @@ class GenerationRequest(BaseModel):
         return self
 
     @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+    def logprobs_wanted(self) -> int | None:
+        """Of how many of the most likely tokens; None: no log-probabilities."""
+        raise NotImplementedError
 
-    def config(self, max_tokens: int, choice: int) -> GenerationConfig:
+    def config(self, max_tokens: int, choice: int, eos_token_ids: Sequence[int]) -> GenerationConfig:
         """How to generate choice number `choice`. Raises GenerationError."""
         greedy = self.temperature == 0
         return GenerationConfig(
@@ -84,6 +84,15 @@ class GenerationRequest(BaseModel):
             temperature=self.temperature,
             top_p=1.0 if greedy else self.top_p,
             top_k=0 if greedy else self.top_k,
+            min_p=0.0 if greedy else self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias or {},
+            logprobs=self.logprobs_wanted,
+            stop_token_ids=[*(() if self.ignore_eos else eos_token_ids), *(self.stop_token_ids or ())],
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            detokenize=True,
             seed=None if self.seed is None else self.seed + choice,
         )
 
@@ -92,6 +101,11 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -125,6 +139,18 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
+        return self
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class ApiError(Exception):

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tide_export.errors import BundleError, GenerationError, QueueFullError
+from tide_export.runtime.chat_template import ChatTemplate
+from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.scheduling.handle import RequestHandle
 from tide_export.runtime.scheduling.scheduler import SchedulerLimits
-from tide_export.runtime.tokenizer import BundleTokenizer, TextStream
-from tide_export.serving.chat_template import ChatTemplate
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.metrics import Metrics
 from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
-from tide_export.serving.stop_strings import StopStrings
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
@@ -28,7 +27,8 @@ class Piece:
     """A piece of the text of one choice; the last one says why it ended."""
 
     text: str
-    tokens: int  # new ones
+    tokens: list[int]  # new ones
+    logprobs: list[TokenLogprobs] | None  # of them
     finish_reason: str | None = None
 
 
@@ -52,7 +52,7 @@ class Service:
         """
         self.config, self.engine = config, engine
         self.model = config.model_name or engine.bundle.path.resolve().name
-        self.tokenizer = BundleTokenizer(engine.bundle)
+        self.tokenizer = engine.tokenizer
         self.created = int(time.time())
         limits = SchedulerLimits(
             slots=min(config.slots, engine.max_batch_size),
@@ -103,7 +103,7 @@ class Service:
             raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
         try:
             for choice in range(request.n):
-                config = request.config(prompt.max_tokens, choice)
+                config = request.config(prompt.max_tokens, choice, self.engine.manifest.model.eos_token_ids)
                 handles.append(self.scheduler.submit(prompt.ids, config, timeout=self.config.request_seconds))
         except GenerationError as error:
             cancel(handles)
@@ -112,39 +112,41 @@ class Service:
             raise ApiError(400, str(error)) from None
         return handles
 
-    async def pieces(self, handle: RequestHandle, prompt: Prompt, stops: Sequence[str]) -> AsyncIterator[Piece]:
-        """The text of one choice, piece by piece, up to a stop string.
+    async def pieces(self, handle: RequestHandle) -> AsyncIterator[Piece]:
+        """The text of one choice, piece by piece.
 
         Raises:
             ApiError: the generation failed, or took too long.
         """
-        text, stop, started, new = TextStream(self.tokenizer, prompt.ids), StopStrings(stops), time.perf_counter(), 0
+        started, sent, new = time.perf_counter(), 0, list[int]()
+        count = 0
+
+        def piece(reason: str | None = None) -> Piece:
+            logprobs = None if handle.logprobs is None else handle.logprobs[count - len(new) : count]
+            return Piece(text[sent:], new, logprobs, reason)
+
         try:
             async for token in handle:
-                if not handle.tokens[1:] and not new:
+                if not count:
                     self.metrics.first_token.observe(time.perf_counter() - started)
-                new += 1
-                certain = stop.push(text.push(token))
-                if stop.found is not None:
-                    handle.cancel()
-                    yield Piece(certain, new, "stop")
-                    return
-                if certain:
-                    yield Piece(certain, new)
-                    new = 0
+                new.append(token)
+                count += 1
+                text = handle.text or ""
+                if len(text) > sent:
+                    yield piece()
+                    sent, new = len(text), []
         except GenerationError as error:
             raise ApiError(500, str(error), "server_error") from None
         finally:
             handle.cancel()
-            self.metrics.ended((stop.found and "stop string") or handle.finish_reason or "cancelled", handle)
-        certain = stop.push(text.finish())
-        rest = certain if stop.found is not None else certain + stop.finish()
+            self.metrics.ended(handle.finish_reason or "cancelled", handle)
         reason = FINISH_REASONS.get(handle.finish_reason or "")
         if handle.finish_reason == "cancelled":
             raise ApiError(503, STOPPING, "server_error", RETRY_SECONDS)
         if reason is None:
             raise ApiError(504, f"the request took longer than {self.config.request_seconds:g} s", "server_error")
-        yield Piece(rest, new, reason)
+        text = handle.text or ""
+        yield piece(reason)
 
     def _conversation(self, request: ChatRequest) -> list[int]:
         if self._template is None:

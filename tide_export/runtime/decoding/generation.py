@@ -10,6 +10,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.decoding.decoder import Block, Decoder, Token
 from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.decoding.stats import ExitStats
+from tide_export.runtime.generated_text import GeneratedText
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "timeout"]
 
@@ -21,15 +22,17 @@ class Generation:
     Attributes:
         tokens: the new token ids; the stop token, if one came, is the last.
         stats: exits, layers run, seconds.
-        finish_reason: "stop" (a stop token), "length" (max_new_tokens), "context" (the model's context is full); of
-            a scheduler's request also "cancelled" and "timeout".
+        finish_reason: "stop" (a stop token or string), "length" (max_new_tokens), "context" (the model's context is
+            full); of a scheduler's request also "cancelled" and "timeout".
         logprobs: of each token, where `GenerationConfig.logprobs` asked for them.
+        text: of the tokens, up to a stop string, where `stop` or `detokenize` asked for it.
     """
 
     tokens: list[int]
     stats: ExitStats
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
+    text: str | None = None
 
 
 class Progress:
@@ -43,8 +46,20 @@ class Progress:
         cached_tokens: of the prompt, whose K/V come from a prefix cache: `stats` count nothing as run for them.
     """
 
-    def __init__(self, manifest: Manifest, prompt: np.ndarray, max_new_tokens: int, stop: Container[int]) -> None:
-        """Nothing is generated after `prompt` yet."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        prompt: np.ndarray,
+        max_new_tokens: int,
+        stop: Container[int],
+        text: GeneratedText | None = None,
+    ) -> None:
+        """Nothing is generated after `prompt` yet.
+
+        Args:
+            text: that of the tokens; None: nobody asked for it.
+        """
+        self._text = text
         self.stats = ExitStats(manifest.checkpoints, manifest.model.num_layers, prompt_tokens=len(prompt))
         self.tokens: list[int] = []
         self.cached_tokens = 0
@@ -56,11 +71,14 @@ class Progress:
 
     def save(self) -> Any:
         """What `restore` needs to undo the blocks after this call."""
-        return len(self.tokens), self._next_ids, self.stats.prefill_seconds, self.stats.decode_seconds
+        text = None if self._text is None else self._text.save()
+        return len(self.tokens), self._next_ids, self.stats.prefill_seconds, self.stats.decode_seconds, text
 
     def restore(self, saved: Any) -> None:
         """Undoes all blocks since `saved`, also one that was not taken to its end; its counts are the next block's."""
-        count, self._next_ids, self.stats.prefill_seconds, self.stats.decode_seconds = saved
+        count, self._next_ids, self.stats.prefill_seconds, self.stats.decode_seconds, text = saved
+        if self._text is not None:
+            self._text.restore(text)
         for values in (self.tokens, self.logprobs or [], self.stats.exit_layer, self.stats.layers_run):
             del values[count:]
         self.finish_reason = None
@@ -81,6 +99,8 @@ class Progress:
             stats.record(token.exit_layer, token.layers_run)
             taken.append(token.id)
             self.finish_reason = self._reason(token.id)
+            if self._text is not None and self._text.push(token.id):
+                self.finish_reason = "stop"
             if self.finish_reason is not None:
                 break
         else:
@@ -89,6 +109,8 @@ class Progress:
         if decoder.logprobs is not None:
             known = len(self.tokens)
             self.logprobs = (self.logprobs or []) + decoder.logprobs[known : known + len(taken)]
+        if self.finish_reason is not None:
+            self.end(self.finish_reason)
         self.tokens += taken
         self._next_ids = taken[-1:]
         if first:
@@ -102,11 +124,22 @@ class Progress:
         stats.layer_tokens_total = stats.num_layers * (computed[0] - self.cached_tokens)
         return taken
 
+    def end(self, reason: FinishReason) -> None:
+        """Ends the generation, also where a token did not."""
+        self.finish_reason = reason
+        if self._text is not None:
+            self._text.finish()
+
+    @property
+    def text(self) -> str | None:
+        """Of the tokens so far; None: nobody asked for it."""
+        return None if self._text is None else self._text.text
+
     def finished(self) -> Generation:
         """The whole generation, once there is a `finish_reason`."""
         if self.finish_reason is None:
             raise RuntimeError("the generation has not finished")
-        return Generation(self.tokens, self.stats, self.finish_reason, self.logprobs)
+        return Generation(self.tokens, self.stats, self.finish_reason, self.logprobs, self.text)
 
     def _reason(self, token: int) -> FinishReason | None:
         if token in self._stop:

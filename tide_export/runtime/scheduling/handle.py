@@ -43,6 +43,12 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         return self._job.progress.finish_reason
 
     @property
+    def text(self) -> str | None:
+        """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
+        for it."""
+        return self._job.progress.text
+
+    @property
     def logprobs(self) -> list[TokenLogprobs] | None:
         """Of the tokens made so far; None: they were not asked for."""
         return self._job.progress.logprobs

@@ -25,7 +25,7 @@ from tide_export.errors import GenerationError, QueueFullError, first_line
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.decoder import StepRequest
 from tide_export.runtime.decoding.generation import Progress
-from tide_export.runtime.request import check_prompt, decoder_of, resolve, sampler_of
+from tide_export.runtime.request import check_prompt, decoder_of, resolve, sampler_of, text_of
 from tide_export.runtime.scheduling.handle import END, RequestHandle
 from tide_export.runtime.scheduling.job import Job, in_order
 from tide_export.runtime.scheduling.prefix_cache import PrefixCache, open_prefix_cache
@@ -133,7 +133,7 @@ class Scheduler:
         job = Job(
             prompt,
             request,
-            Progress(manifest, prompt, config.max_new_tokens, request.stop),
+            Progress(manifest, prompt, config.max_new_tokens, request.stop, text_of(self._bundle, config, prompt)),
             partial(decoder_of, manifest, sampler, request.stop, request.drafts),
             None if timeout is None else time.monotonic() + real_number("timeout", timeout),
         )
@@ -233,7 +233,7 @@ class Scheduler:
         now = time.monotonic()
         for job, handle in self._all():
             if job.cancelled or self._cancelling or job.expired(now):
-                job.progress.finish_reason = "timeout" if job.expired(now) else "cancelled"
+                job.progress.end("timeout" if job.expired(now) else "cancelled")
                 self._end(job, handle)
 
     def _admit(self) -> None:

@@ -99,14 +99,13 @@ class TritonPythonModel:
                 await asyncio.sleep(POLL_SECONDS)
             handle.cancel()
 
-        watch, pieces, sent = asyncio.create_task(leave_with_client()), list[Piece](), 0
+        watch, pieces = asyncio.create_task(leave_with_client()), list[Piece]()
         try:
-            async for piece in self._service.pieces(handle, prompts[0], request.stops):
+            async for piece in self._service.pieces(handle):
                 pieces.append(piece)
                 if request.stream or piece.finish_reason is not None:
-                    count = sum(piece.tokens for piece in pieces)
-                    _send(sender, _response(pieces, handle.tokens[sent : sent + count]))
-                    sent, pieces = sent + count, []
+                    _send(sender, _response(pieces))
+                    pieces = []
         except ApiError:
             if sender.is_cancelled():
                 raise GONE from None
@@ -115,7 +114,8 @@ class TritonPythonModel:
             watch.cancel()
 
 
-def _response(pieces: list[Piece], tokens: list[int]) -> Any:
+def _response(pieces: list[Piece]) -> Any:
+    tokens = [token for piece in pieces for token in piece.tokens]
     text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason or ""
     values: dict[str, np.ndarray] = {
         "text_output": np.frombuffer(text.encode(), np.uint8),

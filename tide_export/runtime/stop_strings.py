@@ -1,6 +1,7 @@
 """Finds stop strings in text that arrives in pieces."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class StopStrings:
@@ -36,6 +37,14 @@ class StopStrings:
         """What was held back, once the text has ended."""
         held, self._held = self._held, ""
         return held
+
+    def save(self) -> Any:
+        """What `restore` returns to."""
+        return self._held, self.found
+
+    def restore(self, saved: Any) -> None:
+        """Undoes all since `saved`."""
+        self._held, self.found = saved
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tide_export.errors import BundleError, GenerationError
-from tide_export.serving.chat_template import ChatTemplate
+from tide_export.runtime.chat_template import ChatTemplate
 
 TEMPLATE = (
     "{% for message in messages %}\n"

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tide_export.serving.stop_strings import StopStrings
+from tide_export.runtime.stop_strings import StopStrings
 
 
 def run(text: str, stops: list[str], cuts: list[int]) -> tuple[str, str | None]:
