@@ -159,10 +159,12 @@ def test_a_cancelled_request_frees_its_slot_before_the_next_step(opened: Callabl
 
 def test_a_request_ends_at_its_timeout(opened: Callable[..., Any]) -> None:
     scheduler = opened(slots=1)
-    fine = scheduler.submit([5], **FULL, max_new_tokens=3, timeout=600.0)
-    late = scheduler.submit([5], **FULL, max_new_tokens=3, timeout=0.0)
-    assert late.result().finish_reason == "timeout"
-    assert fine.result().finish_reason == "length"
+    timeouts = [None, 600.0, 0.0, 600.0, None, 0.0]
+    handles = [scheduler.submit([5], **FULL, max_new_tokens=3, timeout=timeout) for timeout in timeouts]
+    scheduler.step()
+    assert (scheduler.running, scheduler.waiting) == (1, 3)
+    reasons = ["timeout" if timeout == 0.0 else "length" for timeout in timeouts]
+    assert [handle.result().finish_reason for handle in handles] == reasons
 
 
 def test_what_is_wrong_is_refused_at_once(opened: Callable[..., Any]) -> None:

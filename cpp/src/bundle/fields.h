@@ -30,6 +30,7 @@ class Field {
       : value_(value), source_(std::move(source)), where_(std::move(where)) {}
 
   bool is_null() const { return value_.is_null(); }
+  bool is_list() const { return value_.is_array(); }
   bool has(std::string const& name) const { return value_.contains(name); }
   [[noreturn]] void refuse(std::string const& rule) const;
 

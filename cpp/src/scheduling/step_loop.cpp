@@ -116,7 +116,8 @@ void StepLoop::end_cancelled() noexcept {
         (*at)->end(reason, nullptr);
         at = waiting_.erase(at);
       } else {
-        deadlines_ = deadlines_ || (*at++)->has_deadline();
+        deadlines_ = deadlines_ || (*at)->has_deadline();
+        ++at;
       }
     }
   }
