@@ -93,7 +93,10 @@ def measure(arguments: argparse.Namespace, texts: Sequence[str]) -> dict[str, An
                 count = arguments.requests * streams
                 asks = draw(texts, count, arguments.rate * streams, arguments.tokens, order)
                 for case in order.sample(cases, len(cases)):
-                    seconds, heard = case.server.load(asks, streams, case.options)
+                    try:
+                        seconds, heard = case.server.load(asks, streams, case.options)
+                    except PeerError as error:
+                        raise SystemExit(f"{case.title} {error}") from error
                     tokens = sum(one.tokens for one in heard)
                     case.speeds.setdefault(streams, []).append(tokens / seconds)
                     case.heard.setdefault(streams, []).extend(heard)

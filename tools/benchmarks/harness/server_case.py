@@ -98,7 +98,8 @@ class Server:
         self._log.close()
 
     async def _load(self, asks: Sequence[Ask], streams: int, options: Mapping[str, Any]) -> tuple[float, list[Heard]]:
-        async with httpx.AsyncClient(base_url=self.address, timeout=600) as client:
+        limits = httpx.Limits(max_keepalive_connections=0)  # a server may close an idle connection at any time
+        async with httpx.AsyncClient(base_url=self.address, timeout=600, limits=limits) as client:
             free, started = asyncio.Semaphore(streams), time.perf_counter()
 
             async def one(ask: Ask) -> Heard:
