@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tide_export.runtime.config import GenerationConfig
     from tide_export.runtime.decoding.generation import Generation
     from tide_export.runtime.engine import Engine, load
+    from tide_export.runtime.scheduling.audit import AuditConfig
     from tide_export.runtime.scheduling.handle import RequestHandle
     from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
     from tide_export.tuning.tune import tune
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdaptConfig",
     "AdaptError",
+    "AuditConfig",
     "BuildError",
     "BundleError",
     "CalibrationError",
@@ -85,6 +87,7 @@ __all__ = [
 
 _MODULES = {
     "AdaptConfig": "adaptation.config",
+    "AuditConfig": "runtime.scheduling.audit",
     "Engine": "runtime.engine",
     "ExportRequest": "pipeline.request",
     "Generation": "runtime.decoding.generation",

@@ -294,6 +294,24 @@ def test_metrics_count(server: Running) -> None:
     assert value_of(server, 'tide_layer_passes_total{kind="run"}') > 0
 
 
+def test_the_audit_is_in_the_metrics(chat_bundle: Path, engine: Engine) -> None:
+    running = Running(chat_bundle, audit_rate=1.0, audit_epsilon=0.5)
+    try:
+        mode: dict[str, Any] = {"extra_body": {"mode": "exit", "threshold": 0.3}}
+        done = running.openai.completions.create(prompt=PROMPT, **GREEDY | mode)
+        ids = BundleTokenizer(engine.bundle).encode(PROMPT)
+        assert done.choices[0].text == text_of(engine, ids, max_new_tokens=24, mode="exit", threshold=0.3)
+        names = [f"tide_audit_{name}_total" for name in ("tokens", "checked", "different", "raises")]
+        tokens, checked, different, raises = (value_of(running, name) for name in names)
+        assert tokens == 24 >= checked > 0
+        assert checked >= different
+        assert raises == 0
+        lower, upper = (value_of(running, f"tide_audit_disagreement_{side}_bound") for side in ("lower", "upper"))
+        assert 0 <= lower <= different / 24 < upper <= 1
+    finally:
+        running.stop()
+
+
 def test_rates_are_limited_by_client(chat_bundle: Path) -> None:
     running = Running(chat_bundle, requests_per_minute=2)
     try:

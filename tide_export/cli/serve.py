@@ -78,7 +78,7 @@ def _log(options: Namespace) -> None:
     """Sends what the server and uvicorn log to stderr, as lines of text or JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if options.json else logging.Formatter("%(asctime)s %(message)s"))
-    for name in ("tide_export.serving", "uvicorn"):
+    for name in ("tide_export.serving", "tide_export.scheduling", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.WARNING if options.quiet else logging.INFO)

@@ -32,6 +32,7 @@ from tide_export.runtime.request import (
     text_of,
     without_auto,
 )
+from tide_export.runtime.scheduling.audit import AuditConfig
 from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from tide_export.runtime.sequence import ROOM, Backend, Batch, SingleSequence
 from tide_export.runtime.tokenizer import BundleTokenizer, tokenizer_of
@@ -190,21 +191,28 @@ class Engine:
             scheduler.discard()
             raise
 
-    def scheduler(self, limits: SchedulerLimits | None = None, compaction_threshold: float | None = None) -> Scheduler:
+    def scheduler(
+        self,
+        limits: SchedulerLimits | None = None,
+        compaction_threshold: float | None = None,
+        audit: AuditConfig | None = None,
+    ) -> Scheduler:
         """A scheduler of its own for requests that come and go; see `Scheduler`.
 
         Args:
             limits: what it holds at most; None: the defaults.
             compaction_threshold: see `GenerationConfig`; None: the bundle's.
+            audit: checks some of the tokens of mode `exit` against full depth; None: none.
 
         Raises:
-            GenerationError: the bundle holds no networks for batches, or there is no memory.
+            GenerationError: the bundle holds no networks for batches, or there is no memory; a prefix cache or an audit
+                that this bundle or provider cannot have.
         """
         manifest, limits = self.manifest, limits or SchedulerLimits()
         share = manifest.compaction_threshold if compaction_threshold is None else compaction_threshold
         never = [NEVER_EXIT] * len(manifest.checkpoints)
         batch = self.start_batch(never, manifest.max_pending, share, limits.slots)
-        return Scheduler(self.bundle, self.auto, batch, limits)
+        return Scheduler(self.bundle, self.auto, batch, limits, audit)
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SingleSequence:
         """An empty sequence to `step` by hand; see `Backend.start`.

@@ -16,6 +16,7 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.config import GenerationConfig, token_ids
+from tide_export.runtime.decoding.audited import AuditedDecoder, Auditor
 from tide_export.runtime.decoding.decoder import Decoder, OneByOne
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, default_drafting
 from tide_export.runtime.decoding.processing import LogitsProcessing
@@ -261,10 +262,17 @@ def sampler_of(config: GenerationConfig, prompt: np.ndarray) -> Sampler:
 
 
 def decoder_of(
-    manifest: Manifest, sampler: Sampler, stop: frozenset[int], drafts: DraftLimits | None, state: SequenceState
+    manifest: Manifest,
+    sampler: Sampler,
+    stop: frozenset[int],
+    drafts: DraftLimits | None,
+    state: SequenceState,
+    auditor: Auditor | None = None,
 ) -> Decoder:
-    """The decoder of an empty sequence; `drafts` are None outside lossless mode."""
+    """The decoder of an empty sequence; `drafts` are None outside lossless mode, `auditor` is for mode exit alone."""
     depths = (*manifest.checkpoints, manifest.model.num_layers)
+    if auditor is not None:
+        return AuditedDecoder(state, sampler, depths, auditor)
     if drafts is None:
         return OneByOne(sampler, depths)
     return LosslessDecoder(state, sampler, depths, drafts, stop, manifest.model.context_length)

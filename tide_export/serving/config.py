@@ -19,6 +19,12 @@ class ServerConfig(BaseModel):
     prefix_cache_bytes: int | None = Field(
         None, ge=0, description="of K/V kept for requests that begin alike; by default 1 GiB on provider cpu, else 0"
     )
+    audit_rate: float | None = Field(
+        None, gt=0.0, le=1.0, description="share of mode exit's tokens checked against full depth; with an epsilon 0.01"
+    )
+    audit_epsilon: float | None = Field(
+        None, gt=0.0, lt=1.0, description="share of tokens that exits may change before thresholds are raised"
+    )
     max_tokens: int = Field(1024, ge=1, description="of an answer, where a request asks for no number")
     request_seconds: float = Field(600.0, gt=0.0, description="after which a request is ended")
     body_bytes: int = Field(1 << 20, ge=1024, description="of a request at most; more is answered 413")

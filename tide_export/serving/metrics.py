@@ -1,10 +1,14 @@
 """What the server counts, in Prometheus' form."""
 
 from collections import Counter as Counts
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from tide_export.runtime.scheduling.audit import Audit
 from tide_export.runtime.scheduling.handle import RequestHandle
 from tide_export.runtime.scheduling.scheduler import Scheduler
 
@@ -34,6 +38,9 @@ class Metrics:
         Gauge("tide_requests_running", "Requests with a slot.", **own).set_function(lambda: scheduler.running)
         Gauge("tide_requests_waiting", "Requests in the queue.", **own).set_function(lambda: scheduler.waiting)
 
+        if scheduler.audit is not None:
+            self._registry.register(AuditCollector(scheduler.audit))
+
     def ended(self, reason: str, handle: RequestHandle) -> None:
         """Counts a generation that has ended."""
         stats, cached = handle.stats, handle.cached_tokens
@@ -54,3 +61,23 @@ class Metrics:
     def render(self) -> bytes:
         """The text of /metrics."""
         return generate_latest(self._registry)
+
+
+class AuditCollector(Collector):
+    """Reads the counts and bounds of an audit."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+
+    def collect(self) -> Iterator[Metric]:
+        audit = self._audit
+        yield CounterMetricFamily("tide_audit_tokens", "Tokens of mode exit that were chosen.", value=audit.audited)
+        checked = "Those that had exited, and were made again at full depth."
+        yield CounterMetricFamily("tide_audit_checked", checked, value=audit.checked)
+        different = "Those that full depth makes another token of."
+        yield CounterMetricFamily("tide_audit_different", different, value=audit.different)
+        raises = "How often thresholds were raised."
+        yield CounterMetricFamily("tide_audit_raises", raises, value=audit.raises)
+        for side, bound in (("upper", audit.upper_bound), ("lower", audit.lower_bound)):
+            about = f"Share of mode exit's tokens that exits change: {side} bound, since thresholds were raised last."
+            yield GaugeMetricFamily(f"tide_audit_disagreement_{side}_bound", about, value=bound)

@@ -9,6 +9,7 @@ from tide_export.errors import BundleError, GenerationError, QueueFullError
 from tide_export.runtime.chat_template import ChatTemplate
 from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.scheduling.audit import AUDIT_RATE, AuditConfig
 from tide_export.runtime.scheduling.handle import RequestHandle
 from tide_export.runtime.scheduling.scheduler import SchedulerLimits
 from tide_export.serving.config import ServerConfig
@@ -63,7 +64,10 @@ class Service:
             if config.prefix_cache_bytes is None
             else config.prefix_cache_bytes,
         )
-        self.scheduler = engine.scheduler(limits)
+        audit = None
+        if config.audit_rate is not None or config.audit_epsilon is not None:
+            audit = AuditConfig(rate=config.audit_rate or AUDIT_RATE, epsilon=config.audit_epsilon)
+        self.scheduler = engine.scheduler(limits, audit=audit)
         self.metrics = Metrics(self.scheduler)
         self._template: ChatTemplate | None = None
         self._no_template = ""

@@ -62,8 +62,8 @@ class Job:
 
     @property
     def unread(self) -> bool:
-        """Whether nothing of its prompt is in the slot."""
-        return self.reads_prompt and not self._stepped
+        """Whether its slot is empty yet."""
+        return not self._state.length
 
     @property
     def reads_prompt(self) -> bool:

@@ -25,7 +25,8 @@ from tide_export.errors import GenerationError, QueueFullError, first_line
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.decoder import StepRequest
 from tide_export.runtime.decoding.generation import Progress
-from tide_export.runtime.request import check_prompt, decoder_of, resolve, sampler_of, text_of
+from tide_export.runtime.request import Request, check_prompt, decoder_of, resolve, sampler_of, text_of
+from tide_export.runtime.scheduling.audit import Audit, AuditConfig, open_audit
 from tide_export.runtime.scheduling.handle import END, RequestHandle
 from tide_export.runtime.scheduling.job import Job, in_order
 from tide_export.runtime.scheduling.prefix_cache import PrefixCache, open_prefix_cache
@@ -36,7 +37,7 @@ PROMPT_TOKENS = 512
 MIN_PROMPT_TOKENS = 4  # with fewer a prompt of a bundle that propagates could not be divided
 MINIMA = {"slots": 1, "prompt_tokens": MIN_PROMPT_TOKENS, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
 
-logger = logging.getLogger("tide_export")
+logger = logging.getLogger("tide_export.scheduling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +70,28 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Decodes requests on one batch. Any thread may submit, cancel and read; one at a time does the steps."""
+    """Decodes requests on one batch. Any thread may submit, cancel and read; one at a time does the steps.
 
-    def __init__(self, bundle: Bundle, auto: AutoMode | None, batch: Batch, limits: SchedulerLimits) -> None:
+    Attributes:
+        limits: what it holds at most.
+        audit: of mode `exit`; None: there is none.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        auto: AutoMode | None,
+        batch: Batch,
+        limits: SchedulerLimits,
+        audit: AuditConfig | None = None,
+    ) -> None:
         """`batch`: an empty one of the bundle, which nothing else uses; `auto`: what mode `auto` is.
 
         Raises:
-            GenerationError: the batch can have no prefix cache, or not of this size.
+            GenerationError: the batch can have no prefix cache, or not of this size; the bundle no audit.
         """
         self.limits = limits
+        self.audit: Audit | None = None if audit is None else open_audit(bundle, audit)
         self._bundle, self._auto, self._batch = bundle, auto, batch
         self._propagates = bundle.manifest.kv_cache_strategy == PROPAGATE
         self._prefixes = open_prefix_cache(bundle.manifest, batch, limits.prefix_cache_bytes)
@@ -130,11 +144,12 @@ class Scheduler:
         prompt = check_prompt(manifest, ids)
         request = resolve(self._bundle, config, batched=False, auto=self._auto)
         sampler = sampler_of(config, prompt)
+        audit = self.audit if request.config.mode == "exit" else None
         job = Job(
             prompt,
             request,
             Progress(manifest, prompt, config.max_new_tokens, request.stop, text_of(self._bundle, config, prompt)),
-            partial(decoder_of, manifest, sampler, request.stop, request.drafts),
+            partial(decoder_of, manifest, sampler, request.stop, request.drafts, auditor=audit),
             None if timeout is None else time.monotonic() + real_number("timeout", timeout),
         )
         room = self.limits.kv_tokens
@@ -248,13 +263,19 @@ class Scheduler:
             with self._changed:
                 self._waiting.popleft()
             try:
-                slot = self._batch.join(job.request.thresholds, job.request.max_pending)
+                slot = self._batch.join(self._thresholds(job.request), job.request.max_pending)
             except GenerationError as error:  # the device failed
                 handle.error = error
                 handle.put(END)
                 continue
             job.begin(slot, self._batch.sequences[slot])
             self._running[slot] = (job, handle)
+
+    def _thresholds(self, request: Request) -> list[float]:
+        """Those of a request that begins now."""
+        if self.audit is None or request.config.mode != "exit":
+            return request.thresholds
+        return self.audit.raised(request.thresholds)
 
     def _steps(self) -> dict[int, StepRequest]:
         """What each request runs in this step, by slot."""
