@@ -78,6 +78,18 @@ def test_it_counts_the_tokens_that_full_depth_would_not_make(
     assert audit.lower_bound < sum(wrong) / len(left) < audit.upper_bound
 
 
+def test_penalties_and_logprobs_are_those_without_an_audit(graph: Engine, exits: dict[str, Any]) -> None:
+    options = exits | {"repetition_penalty": 1.5, "temperature": 0.9, "seed": 4, "logprobs": 2, "max_new_tokens": 30}
+    scheduler, audit = audited(graph)
+    found, expected = scheduler.submit([5, 6], **options).result(), graph.generate([5, 6], **options)
+    assert found.tokens == expected.tokens
+    assert found.logprobs is not None
+    assert expected.logprobs is not None
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert audit.different > 0
+
+
 def test_a_sample_is_drawn_whatever_the_tokens_are(graph: Engine, exits: dict[str, Any]) -> None:
     scheduler, audit = audited(graph, AuditConfig(rate=0.3), prefix_cache_bytes=2**20)
     audit._random.seed(5)
