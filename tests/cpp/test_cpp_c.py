@@ -3,14 +3,16 @@
 import ctypes
 import json
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cpp_builds import SANITIZE, CppBuild, onnxruntime_library
+from cpp_builds import ROOT, SANITIZE, CppBuild, onnxruntime_library
 
 import tide_export
 from tide_export.runtime.engine import Engine
@@ -24,13 +26,17 @@ def engine(tiny_llama) -> Engine:
     return tiny_llama.graph(tiny_llama.exact)
 
 
+def onnxruntime_folder(cpp: CppBuild) -> Path:
+    """The folder of libonnxruntime.so.1, which CMake made where there is none."""
+    link = cpp.driver.parent / "onnxruntime"
+    return link if link.is_dir() else onnxruntime_library().parent
+
+
 def test_a_program_in_c(cpp: CppBuild, tiny_llama, engine: Engine) -> None:
     service = cpp.driver.parent / "tide_service"
-    link = cpp.driver.parent / "onnxruntime"  # the folder of libonnxruntime.so.1, which CMake made where there is none
-    folder = link if link.is_dir() else onnxruntime_library().parent
     done = subprocess.run(
         [service, tiny_llama.exact],
-        env=os.environ | {"LD_LIBRARY_PATH": str(folder)},
+        env=os.environ | {"LD_LIBRARY_PATH": str(onnxruntime_folder(cpp))},
         capture_output=True,
         text=True,
         check=False,
@@ -190,12 +196,55 @@ def test_a_scheduler(library: ctypes.CDLL, loaded: c_void_p, engine: Engine) -> 
         library.tide_request_free(request)
 
 
+def test_the_guide(cpp: CppBuild, tiny_llama, engine: Engine, tmp_path: Path) -> None:
+    """The blocks of docs/guide/c.md run."""
+    prefix, libraries = cpp.prefix, onnxruntime_folder(cpp)
+    names = {
+        "out/demo": tiny_llama.exact,
+        '"libonnxruntime.so.1"': f'"{onnxruntime_library()}"',
+        '"libtide.so"': f'"{prefix}/lib/libtide.so"',
+    }
+    blocks = {}
+    for language, text in re.findall(r"```(c|python)\n(.*?)```", (ROOT / "docs/guide/c.md").read_text(), re.DOTALL):
+        for name, there in names.items():
+            text = text.replace(name, str(there))
+        blocks[language] = tmp_path / f"guide.{language}"
+        blocks[language].write_text(text)
+    expected = engine.generate([5, 17, 3], max_new_tokens=16)
+    environment = os.environ | {"LD_LIBRARY_PATH": f"{prefix}/lib:{libraries}"}
+    link = ["-L", prefix / "lib", "-ltide", f"-Wl,-rpath-link,{libraries}"]
+    subprocess.run(
+        [
+            "cc",
+            "-std=c99",
+            "-x",
+            "c",
+            blocks["c"],
+            "-x",
+            "none",
+            "-o",
+            tmp_path / "guide",
+            "-I",
+            prefix / "include",
+            *link,
+        ],
+        check=True,
+    )
+    done = subprocess.run([tmp_path / "guide"], env=environment, capture_output=True, text=True, check=True)
+    *tokens, stats = done.stdout.splitlines()
+    assert [int(token) for token in tokens] == expected.tokens
+    assert json.loads(stats)["total_tokens"] == len(expected.tokens)
+    done = subprocess.run([sys.executable, blocks["python"]], capture_output=True, text=True, check=True)
+    pairs = zip(expected.tokens[:8], expected.stats.exit_layer, strict=False)
+    assert done.stdout.splitlines() == [f"{token} after {layers} layers" for token, layers in pairs]
+
+
 def test_the_header_says_what_the_library_exports(cpp: CppBuild) -> None:
     exported = subprocess.run(
         ["nm", "-D", "--defined-only", cpp.prefix / "lib" / "libtide.so"], capture_output=True, text=True, check=True
     )
     symbols = {line.split()[-1] for line in exported.stdout.splitlines()}
-    header = (Path(tide_export.__file__).parents[1] / "cpp" / "include" / "tide" / "tide.h").read_text()
+    header = (ROOT / "cpp/include/tide/tide.h").read_text()
     declared = {
         word.split("(")[0].lstrip("*")
         for word in header.split()
