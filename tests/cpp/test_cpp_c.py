@@ -198,6 +198,8 @@ def test_a_scheduler(library: ctypes.CDLL, loaded: c_void_p, engine: Engine) -> 
 
 def test_the_guide(cpp: CppBuild, tiny_llama, engine: Engine, tmp_path: Path) -> None:
     """The blocks of docs/guide/c.md run."""
+    if SANITIZE:
+        pytest.skip("they are not built with the sanitizer that the library needs")
     prefix, libraries = cpp.prefix, onnxruntime_folder(cpp)
     names = {
         "out/demo": tiny_llama.exact,
@@ -245,9 +247,4 @@ def test_the_header_says_what_the_library_exports(cpp: CppBuild) -> None:
     )
     symbols = {line.split()[-1] for line in exported.stdout.splitlines()}
     header = (ROOT / "cpp/include/tide/tide.h").read_text()
-    declared = {
-        word.split("(")[0].lstrip("*")
-        for word in header.split()
-        if word.lstrip("*").startswith("tide_") and "(" in word
-    }
-    assert symbols == declared - {"tide_on_token)"}
+    assert symbols == set(re.findall(r"(tide_\w+)\(", header))
