@@ -66,11 +66,15 @@ def items_of(engine: Engine, text: Sequence[int], count: int = REQUESTS) -> list
     if engine.manifest.kv_cache_strategy == "exact":
         modes.append({"mode": "lossless", "threshold": THRESHOLD})
     sampling: list[dict[str, Any]] = [{}, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 40, "top_p": 0.9}]
+    sampling.append({"temperature": 1.0, "min_p": 0.05})
+    changes: list[dict[str, Any]] = [{}, {}, {"presence_penalty": 0.5, "frequency_penalty": 0.25}]
+    changes += [{"repetition_penalty": 1.2}, {"logit_bias": {262: 4.0, 9: -100.0}}]
     items = []
     for number in range(count):
         length = order.choice((1, 4, 30, 120))
         first = order.randrange(len(text) - length)
-        options = modes[number % len(modes)] | order.choice(sampling) | {"max_new_tokens": order.choice(NEW_TOKENS)}
+        options = modes[number % len(modes)] | order.choice(sampling) | order.choice(changes)
+        options["max_new_tokens"] = order.choice(NEW_TOKENS)
         if "temperature" in options:
             options["seed"] = number
         stops = order.choice(([], [], ["\n\n", "self."], ["e"]))
@@ -114,19 +118,20 @@ def concurrently(ask: Callable[[Item], Answer]) -> Front:
 
 def by_scheduler(engine: Engine) -> Front:
     """The scheduler in a thread."""
-    tokenizer = BundleTokenizer(engine.bundle)
 
     def front(items: Sequence[Item]) -> list[Answer]:
         with engine.scheduler(SchedulerLimits(slots=CLIENTS - 2, prompt_tokens=64)) as scheduler:
 
             def ask(item: Item) -> Answer:
-                handle = scheduler.submit(item.ids, **item.options)
+                handle = scheduler.submit(item.ids, stop=item.stops, detokenize=True, **item.options)
                 for number, _ in enumerate(handle, 1):
                     if number == item.leaves_after:
                         handle.cancel()
-                tokens = handle.result().tokens
-                reason = {"stop": "stop", "cancelled": None}.get(handle.finish_reason, "length")
-                return _up_to_stop(tokenizer, item, Answer("", reason, len(tokens), tokens))
+                done = handle.result()
+                if done.finish_reason == "cancelled":
+                    return Answer("", None, len(done.tokens), done.tokens)
+                reason = "stop" if done.finish_reason == "stop" else "length"
+                return Answer(done.text or "", reason, len(done.tokens), done.tokens)
 
             return concurrently(ask)(items)
 
@@ -168,6 +173,7 @@ def by_triton(client: httpx.Client, model: str) -> Front:
         options = {"temperature": 0.0} | item.options
         streamed = bool(len(item.ids) % 2 == 0 or item.leaves_after)
         body = options | {"input_ids": item.ids, "max_tokens": options.pop("max_new_tokens"), "stream": streamed}
+        body |= {name: json.dumps(body[name]) for name in ("logit_bias",) if name in body}
         if item.stops:
             body["stop"] = json.dumps(item.stops)
         text, tokens, reason = b"", list[int](), None

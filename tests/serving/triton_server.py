@@ -3,6 +3,7 @@
 The wheel asks for numpy 1, which nothing of the server needs: `pip install --no-deps nvidia-pytriton`.
 """
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -70,7 +71,6 @@ class TritonServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.http.close()  # it would wait for an open connection
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
-        finally:
-            self._process.kill()
+        self._process.kill()
