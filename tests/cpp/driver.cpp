@@ -20,15 +20,6 @@ namespace {
 
 using Words = std::vector<std::string>;
 
-std::string as_json(tide::Generation const& generation) {
-  return "{\"tokens\": " + list(generation.tokens) + ", \"finish_reason\": \"" +
-         std::string(name_of(generation.finish_reason)) + "\", \"stats\": " + generation.stats.json() + "}";
-}
-
-std::string as_json(std::vector<tide::Generation> const& generations) {
-  return list(generations.data(), generations.size(), [](tide::Generation const& one) { return as_json(one); });
-}
-
 std::vector<std::int64_t> prompt_of(Options const& options) {
   return options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts.at(0);
 }

@@ -1,10 +1,12 @@
-// Lists of values as JSON.
+// Lists of values, and generations, as JSON.
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
 #include <string>
 #include <vector>
+
+#include "tide/runtime.h"
 
 template <typename T, typename F>
 std::string list(T const* values, std::size_t count, F const& shown) {
@@ -24,4 +26,13 @@ inline std::string list(float const* values, std::size_t count) {
     std::snprintf(text, sizeof text, "%.9g", static_cast<double>(value));
     return std::string(text);
   });
+}
+
+inline std::string as_json(tide::Generation const& generation) {
+  return "{\"tokens\": " + list(generation.tokens) + ", \"finish_reason\": \"" +
+         std::string(name_of(generation.finish_reason)) + "\", \"stats\": " + generation.stats.json() + "}";
+}
+
+inline std::string as_json(std::vector<tide::Generation> const& generations) {
+  return list(generations.data(), generations.size(), [](tide::Generation const& one) { return as_json(one); });
 }

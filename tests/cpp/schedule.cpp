@@ -15,13 +15,8 @@ std::optional<std::int64_t> limit(std::string const& word) {
   return whole_numbers("schedule_open", word).at(0);
 }
 
-std::string quoted(std::optional<tide::FinishReason> const& reason) {
+std::string shown(std::optional<tide::FinishReason> const& reason) {
   return reason ? "\"" + std::string(name_of(*reason)) + "\"" : "null";
-}
-
-std::string as_json(tide::Generation const& generation) {
-  return "{\"tokens\": " + list(generation.tokens) + ", \"finish_reason\": " + quoted(generation.finish_reason) +
-         ", \"stats\": " + generation.stats.json() + "}";
 }
 
 }  // namespace
@@ -62,7 +57,7 @@ std::string ScheduleDriver::answer(tide::Engine const& engine, std::string const
       std::optional<tide::Token> const token = injected([&] { return handle.next(); });
       return token ? std::to_string(token->id) : "null";
     }
-    return "{\"tokens\": " + list(handle.tokens()) + ", \"finish_reason\": " + quoted(handle.finish_reason()) +
+    return "{\"tokens\": " + list(handle.tokens()) + ", \"finish_reason\": " + shown(handle.finish_reason()) +
            ", \"failed\": " + (handle.error() ? "true" : "false") + ", \"stats\": " + handle.stats().json() + "}";
   }
   return counts();
