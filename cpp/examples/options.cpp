@@ -5,10 +5,12 @@
 #include <functional>
 #include <iterator>
 #include <map>
+#include <sstream>
 
 char const* const kUsage =
-    "usage: tide_generate BUNDLE (--ids 1,2,3 | --ids-file FILE) ... [options]\n"
-    "Generates after prompts of token ids; prints the new ids and statistics as JSON.\n"
+    "usage: tide_generate BUNDLE (--prompt TEXT | --ids 1,2,3 | --ids-file FILE) ... [options]\n"
+    "Generates after prompts; prints the new ids, their text for prompts of text, and statistics as JSON.\n"
+    "  --prompt TEXT         a prompt; text needs a library that TIDE_TOKENIZERS names (docs/guide/cpp.md)\n"
     "  --ids 1,2,3           a prompt; may be repeated: several prompts are decoded as a batch\n"
     "  --ids-file FILE       a prompt: ids between white space or commas; may be repeated\n"
     "  --max-new-tokens N    64\n"
@@ -18,8 +20,12 @@ char const* const kUsage =
     "  --max-pending N       pending tokens (in lossless mode drafts) before a segment must run\n"
     "  --prompt-lookup N     lossless mode: tokens of one prompt-lookup draft, at most\n"
     "  --compaction-threshold X  batches: if a smaller share than this needs a segment, only those run it\n"
-    "  --temperature X  --top-k N  --top-p X\n"
+    "  --temperature X  --top-k N  --top-p X  --min-p X\n"
+    "  --repetition-penalty X  --presence-penalty X  --frequency-penalty X\n"
+    "  --logit-bias ID:X[,ID:X...]  added to the logits of these tokens\n"
+    "  --logprobs K          print log-probabilities of each token and of the K most likely\n"
     "  --seed N[,N...]       one for all prompts, or one for each\n"
+    "  --stop TEXT           ends the generation where its text has it; may be repeated\n"
     "  --stop-ids 1,2        instead of the model's own; --ignore-eos: none\n"
     "  --threads N           of one step; default: one per physical core\n"
     "  --provider NAME       auto (the default), cpu, tensorrt or tensorrt-rtx\n"
@@ -55,6 +61,17 @@ std::int64_t whole(std::string const& option, std::string const& text) {
 
 double real(std::string const& option, std::string const& text) { return number<double>(option, text, "a number"); }
 
+// Pairs "ID:NUMBER" separated by commas.
+std::map<std::int64_t, double> biases(std::string const& option, std::string const& text) {
+  std::map<std::int64_t, double> values;
+  std::istringstream pairs(text);
+  for (std::string pair; std::getline(pairs, pair, ',');) {
+    std::size_t const colon = std::min(pair.find(':'), pair.size());
+    values[whole(option, pair.substr(0, colon))] = real(option, pair.substr(std::min(colon + 1, pair.size())));
+  }
+  return values;
+}
+
 std::string read(std::string const& file) {
   std::ifstream stream(file);
   std::string const text(std::istreambuf_iterator<char>(stream), {});
@@ -79,6 +96,8 @@ Options parse(std::vector<std::string> const& arguments) {
   std::map<std::string, std::function<void(Text, Text)>> const valued = {
       {"--ids", [&](Text name, Text text) { options.prompts.push_back(whole_numbers(name, text)); }},
       {"--ids-file", [&](Text name, Text file) { options.prompts.push_back(whole_numbers(name, read(file))); }},
+      {"--prompt", [&](Text, Text text) { options.texts.push_back(text); }},
+      {"--stop", [&](Text, Text text) { config.stop.push_back(text); }},
       {"--max-new-tokens", [&](Text name, Text text) { config.max_new_tokens = whole(name, text); }},
       {"--mode", [&](Text, Text text) { config.mode = tide::mode_of(text); }},
       {"--threshold",
@@ -93,6 +112,12 @@ Options parse(std::vector<std::string> const& arguments) {
       {"--temperature", [&](Text name, Text text) { config.temperature = real(name, text); }},
       {"--top-k", [&](Text name, Text text) { config.top_k = whole(name, text); }},
       {"--top-p", [&](Text name, Text text) { config.top_p = real(name, text); }},
+      {"--min-p", [&](Text name, Text text) { config.min_p = real(name, text); }},
+      {"--repetition-penalty", [&](Text name, Text text) { config.repetition_penalty = real(name, text); }},
+      {"--presence-penalty", [&](Text name, Text text) { config.presence_penalty = real(name, text); }},
+      {"--frequency-penalty", [&](Text name, Text text) { config.frequency_penalty = real(name, text); }},
+      {"--logit-bias", [&](Text name, Text text) { config.logit_bias = biases(name, text); }},
+      {"--logprobs", [&](Text name, Text text) { config.logprobs = whole(name, text); }},
       {"--seed",
        [&](Text name, Text text) {
          std::vector<std::int64_t> const values = whole_numbers(name, text);

@@ -8,7 +8,8 @@
 
 struct Options {
   std::string bundle;
-  std::vector<std::vector<std::int64_t>> prompts;  // in the order given
+  std::vector<std::vector<std::int64_t>> prompts;  // of token ids, in the order given
+  std::vector<std::string> texts;                  // prompts of text, after those of token ids
   tide::LoadOptions load;
   tide::GenerationConfig config;
   bool help = false;

@@ -3,16 +3,9 @@
 #include <iostream>
 
 #include "options.h"
+#include "results.h"
 
 namespace {
-
-// The fields of a JSON object.
-std::string as_json(tide::Generation const& generation) {
-  std::string tokens;
-  for (std::int64_t const token : generation.tokens) tokens += (tokens.empty() ? "" : ", ") + std::to_string(token);
-  return "\"tokens\": [" + tokens + "], \"finish_reason\": \"" + std::string(name_of(generation.finish_reason)) +
-         "\", \"stats\": " + generation.stats.json();
-}
 
 // Generates for several prompts; the JSON is that of `tide-export generate --json`.
 std::string generate_batch(tide::Engine const& engine, Options const& options) {
@@ -23,7 +16,7 @@ std::string generate_batch(tide::Engine const& engine, Options const& options) {
   std::string sequences;
   for (tide::Generation const& one : generations) {
     total += one.tokens.size();
-    sequences += (sequences.empty() ? "{" : ", {") + as_json(one) + "}";
+    sequences += (sequences.empty() ? "{" : ", {") + fields(one) + "}";
   }
   return "\"total_tokens\": " + std::to_string(total) + ", \"seconds\": " + std::to_string(seconds) +
          ", \"tokens_per_second\": " + std::to_string(static_cast<double>(total) / seconds) + ", \"sequences\": [" +
@@ -34,16 +27,21 @@ std::string generate_batch(tide::Engine const& engine, Options const& options) {
 
 int main(int count, char** arguments) {
   try {
-    Options const options = parse({arguments + 1, arguments + count});
+    Options options = parse({arguments + 1, arguments + count});
     if (options.help) {
       std::cout << kUsage;
       return 0;
     }
     if (options.bundle.empty()) throw tide::ConfigError("no bundle is given: see tide_generate --help");
     tide::Engine const engine = tide::Engine::load(options.bundle, options.load);
+    if (!options.texts.empty() || !options.config.stop.empty()) {
+      tide::Tokenizer const tokenizer = engine.tokenizer();
+      for (std::string const& text : options.texts) options.prompts.push_back(tokenizer.encode(text));
+      options.config.detokenizer = tokenizer;
+    }
     std::vector<std::int64_t> const prompt = options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts[0];
     std::string const answer = options.prompts.size() > 1 ? generate_batch(engine, options)
-                                                          : as_json(engine.generate(prompt, options.config));
+                                                          : fields(engine.generate(prompt, options.config));
     std::cout << "{\"mode\": \"" << name_of(engine.resolved(options.config).mode) << "\", " << answer << "}"
               << std::endl;
     return 0;

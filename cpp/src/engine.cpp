@@ -11,6 +11,7 @@
 #include "request.h"
 #include "scheduling/step_loop.h"
 #include "sequence.h"
+#include "text/tokenizer.h"
 #include "tide/runtime.h"
 
 namespace tide {
@@ -122,6 +123,10 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits) const {
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
   std::unique_ptr<PackedBatch> batch = batch_of(*backend_, limits.slots, manifest().compaction_threshold);
   return Scheduler(*this, std::make_shared<StepLoop>(backend_, std::move(batch), limits));
+}
+
+Tokenizer Engine::tokenizer(std::optional<std::filesystem::path> const& library) const {
+  return open_tokenizer(backend_->bundle(), library);
 }
 
 State Engine::start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending,

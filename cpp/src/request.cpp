@@ -37,9 +37,10 @@ void check_exits(Bundle const& bundle, GenerationConfig const& config, bool batc
   }
 }
 
-// Throws if top_k or top_p is set for greedy decoding, where they have no effect.
+// Throws if top_k, top_p or min_p is set for greedy decoding, where they have no effect.
 void check_sampling(GenerationConfig const& config) {
-  std::pair<char const*, bool> const options[] = {{"top_k", config.top_k > 0}, {"top_p", config.top_p < 1}};
+  std::pair<char const*, bool> const options[] = {
+      {"top_k", config.top_k > 0}, {"top_p", config.top_p < 1}, {"min_p", config.min_p > 0}};
   for (auto const& [option, set] : options) {
     if (!set || config.temperature != 0) continue;
     throw GenerationError(std::string(option) +
@@ -68,10 +69,7 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig c
 // The compaction threshold of a list of prompts.
 double compaction_share(Manifest const& manifest, GenerationConfig const& config) {
   auto const& chosen = config.compaction_threshold;
-  double const share = chosen ? real_number("compaction_threshold", *chosen) : manifest.compaction_threshold;
-  if (!(0 <= share && share <= 1)) {
-    throw GenerationError("compaction_threshold must lie in [0, 1], not " + shown(share));
-  }
+  double const share = chosen ? number_within("compaction_threshold", *chosen, 0, 1) : manifest.compaction_threshold;
   // In lossless mode pending tokens are drafts, all of which must go through every layer.
   return config.mode == Mode::lossless && !chosen ? 0 : share;
 }
@@ -100,11 +98,36 @@ void check_vocabulary(Manifest const& manifest, std::vector<std::int64_t> const&
   }
 }
 
+// Throws if logit_bias or logprobs does not fit the vocabulary.
+void check_logits(Manifest const& manifest, GenerationConfig const& config) {
+  std::vector<std::int64_t> biased;
+  for (auto const& [id, bias] : config.logit_bias) biased.push_back(id);
+  check_vocabulary(manifest, biased, "logit_bias");
+  if (!config.logprobs || *config.logprobs <= manifest.model.vocab_size) return;
+  throw GenerationError("logprobs must be a whole number from 0 to " + std::to_string(manifest.model.vocab_size) +
+                        ", not " + std::to_string(*config.logprobs));
+}
+
 // The tokens that end a generation.
 std::set<std::int64_t> stop_ids(Manifest const& manifest, GenerationConfig const& config) {
   if (config.stop_token_ids) check_vocabulary(manifest, *config.stop_token_ids, "stop_token_ids");
   auto const& ids = config.stop_token_ids ? *config.stop_token_ids : manifest.model.eos_token_ids;
   return {ids.begin(), ids.end()};
+}
+
+// The strings that end a generation.
+std::vector<std::string> stop_strings(GenerationConfig const& config) {
+  std::string shown;
+  bool empty = false;
+  for (std::string const& text : config.stop) {
+    shown += (shown.empty() ? "'" : ", '") + text + "'";
+    empty = empty || text.empty();
+  }
+  if (empty) {
+    throw GenerationError("stop must be a string or a list of strings, none of them empty, not [" + shown + "]");
+  }
+  if (config.stop.empty() || config.detokenizer) return config.stop;
+  throw GenerationError("stop needs a tokenizer: give one as GenerationConfig::detokenizer (Engine::tokenizer)");
 }
 
 }  // namespace
@@ -119,6 +142,9 @@ Request::Request(Bundle const& bundle, GenerationConfig const& config, std::opti
   check_sampling(config);
   check_exits(bundle, config, prompts.has_value());
   stop_token_ids = stop_ids(bundle.manifest, config);
+  check_logits(bundle.manifest, config);
+  stop = stop_strings(config);
+  detokenizer = config.detokenizer;
   if (prompts) compaction_threshold = compaction_share(bundle.manifest, config);
 }
 
@@ -157,6 +183,12 @@ std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t min
 double real_number(char const* name, double value) {
   if (std::isfinite(value)) return value;
   throw GenerationError(std::string(name) + " must be a number, not " + shown(value));
+}
+
+double number_within(char const* name, double value, int low, int high) {
+  if (low <= real_number(name, value) && value <= high) return value;
+  throw GenerationError(std::string(name) + " must lie in [" + std::to_string(low) + ", " + std::to_string(high) +
+                        "], not " + shown(value));
 }
 
 std::string_view name_of(Mode mode) {

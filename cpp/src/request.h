@@ -27,6 +27,8 @@ struct Request {
   double compaction_threshold = 1;    // for a list of prompts
   std::vector<Sampler> samplers;      // one per prompt
   std::set<std::int64_t> stop_token_ids;
+  std::vector<std::string> stop;  // none is empty
+  Detokenizer detokenizer;        // none: no text is made
 };
 
 // `config` without mode `automatic`: with the mode that it is, its thresholds, and none of the options that this mode
@@ -39,6 +41,9 @@ std::int64_t whole_number(char const* name, std::int64_t value, std::int64_t min
 
 // Throws unless `value` is finite; returns it.
 double real_number(char const* name, double value);
+
+// Throws unless `value` is a number from `low` to `high`; returns it.
+double number_within(char const* name, double value, int low, int high);
 
 // Throws unless there is one threshold per checkpoint and none is NaN.
 void check_thresholds(Manifest const& manifest, std::vector<double> const& thresholds);

@@ -13,6 +13,7 @@ import numpy as np
 
 from tide_export import errors
 from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.decoding.stats import ExitStats
 from tide_export.runtime.sequence import ROOM, StepResult
 
@@ -43,6 +44,10 @@ def words(**options: Any) -> list[str]:
     for name, value in options.items():
         if name == "stop_token_ids" and value is not None:
             arguments += ["--stop-ids", listed(value)] if len(value) else ["--ignore-eos"]
+        elif name == "logit_bias":
+            arguments += ["--logit-bias", listed([f"{token}:{bias}" for token, bias in value.items()])]
+        elif name == "logits_processor":
+            arguments += ["--processor", value.__name__]
         elif value is not None:
             arguments += [
                 f"--{name.replace('_', '-')}",
@@ -139,7 +144,8 @@ class CppEngine:
         counted = ExitStats(checkpoints=checkpoints, **{name: stats[name] for name in COUNTED})
         python = counted.as_dict()  # with the rates, which C++ must compute from the counts as Python does
         assert {name: stats[name] for name in python} == {name: _close(stats[name], python[name]) for name in python}
-        return Generation(answer["tokens"], counted, answer["finish_reason"])
+        logprobs = [TokenLogprobs(one["logprob"], tuple(map(tuple, one["top"]))) for one in answer.get("logprobs", ())]
+        return Generation(answer["tokens"], counted, answer["finish_reason"], logprobs or None)
 
     def start(self, thresholds: Sequence[float], max_pending: int = 16, room: int = ROOM) -> "CppState":
         self._started += 1

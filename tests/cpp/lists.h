@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "results.h"
 #include "tide/runtime.h"
 
 template <typename T, typename F>
@@ -28,10 +29,7 @@ inline std::string list(float const* values, std::size_t count) {
   });
 }
 
-inline std::string as_json(tide::Generation const& generation) {
-  return "{\"tokens\": " + list(generation.tokens) + ", \"finish_reason\": \"" +
-         std::string(name_of(generation.finish_reason)) + "\", \"stats\": " + generation.stats.json() + "}";
-}
+inline std::string as_json(tide::Generation const& generation) { return "{" + fields(generation) + "}"; }
 
 inline std::string as_json(std::vector<tide::Generation> const& generations) {
   return list(generations.data(), generations.size(), [](tide::Generation const& one) { return as_json(one); });

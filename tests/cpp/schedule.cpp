@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "allocations.h"
+#include "hooks.h"
 #include "lists.h"
 #include "options.h"
 
@@ -10,7 +11,7 @@ namespace {
 
 using Words = std::vector<std::string>;
 
-std::optional<std::int64_t> limit(std::string const& word) {
+std::optional<std::int64_t> limit_of(std::string const& word) {
   if (word == "none") return std::nullopt;
   return whole_numbers("schedule_open", word).at(0);
 }
@@ -24,17 +25,17 @@ std::string shown(std::optional<tide::FinishReason> const& reason) {
 std::string ScheduleDriver::answer(tide::Engine const& engine, std::string const& command, Words const& words) {
   if (command == "schedule_open") {
     tide::SchedulerLimits limits;
-    limits.slots = limit(words.at(0)).value();
-    limits.prompt_tokens = limit(words.at(1)).value();
-    limits.waiting = limit(words.at(2));
-    limits.kv_tokens = limit(words.at(3));
+    limits.slots = limit_of(words.at(0)).value();
+    limits.prompt_tokens = limit_of(words.at(1)).value();
+    limits.waiting = limit_of(words.at(2));
+    limits.kv_tokens = limit_of(words.at(3));
     handles_.clear();
     scheduler_.reset();
     scheduler_.emplace(engine.scheduler(limits));
   } else if (command == "schedule_submit") {
     std::optional<double> timeout;
     if (words.at(0) != "none") timeout = real_numbers(command, words.at(0)).at(0);
-    Options const options = parse({words.begin() + 1, words.end()});
+    Options const options = parse_with_hooks({words.begin() + 1, words.end()});
     std::vector<std::int64_t> const prompt = options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts[0];
     handles_.push_back(injected([&] { return scheduler_->submit(prompt, options.config, timeout); }));
     return std::to_string(handles_.size() - 1);

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hooks import latest
 
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -34,6 +35,8 @@ def assert_like(drawn: np.ndarray, expected: np.ndarray) -> None:
         {"temperature": 2.0, "top_p": 0.8},
         {"temperature": 2.0, "top_k": 9, "top_p": 0.7},
         {"temperature": 3.0, "top_p": 0.05},
+        {"temperature": 2.0, "min_p": 0.3},
+        {"temperature": 3.0, "top_k": 12, "min_p": 0.2, "top_p": 0.9},
         {"temperature": 1e-300},
     ],
 )
@@ -45,7 +48,18 @@ def test_draws_follow_the_distribution(tiny_engines: dict[str, Any], options: di
     assert_like(shares(tiny_engines["cpp"], mode="full", **options), expected)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.3}, {"temperature": 1.0, "top_k": 3, "top_p": 0.9}])
+PROCESSED: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}
+PROCESSED |= {"logit_bias": {7: 0.3, 9: -0.2}, "logits_processor": latest, "logprobs": 2}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.3},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.9},
+        {"temperature": 0.5, "top_k": 9, "min_p": 0.1, "top_p": 0.9, **PROCESSED},
+    ],
+)
 def test_lossless_draws_what_full_depth_draws_with_the_same_seed(
     tiny_engines: dict[str, Any], options: dict[str, Any]
 ) -> None:

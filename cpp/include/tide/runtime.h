@@ -2,12 +2,13 @@
 // Python runtime, on ONNX Runtime's CPU or on the bundle's TensorRT engines, with the same rule, defaults and errors;
 // greedy tokens are the same.
 //
-// Takes and returns token ids; the caller tokenizes text with the bundle's tokenizer.json.
+// Takes and returns token ids; `Engine::tokenizer` makes them of text.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +20,7 @@
 #include "tide/manifest.h"
 #include "tide/state.h"
 #include "tide/stats.h"
+#include "tide/tokenizer.h"
 
 namespace tide {
 
@@ -71,6 +73,12 @@ class OneOrEach {
 using Threshold = OneOrEach<double>;   // exit threshold of all checkpoints, or of each; in [0, 1]
 using Seed = OneOrEach<std::int64_t>;  // of the random numbers, for all prompts or for each of a list; 0 or more
 
+// Changes the logits [vocabulary] from which the next token of a sequence is chosen: a token at -infinity cannot come.
+// ids: the tokens of the prompt and those generated, in lossless mode with the drafts that follow them. It may be called
+// again for shorter ids, for drafts were rejected; it is called in the thread that generates.
+using LogitsProcessor =
+    std::function<void(std::vector<std::int64_t> const& ids, float* logits, std::size_t vocabulary)>;
+
 // Options of a generation, with the names and defaults of Python's `GenerationConfig`. An option without a value takes
 // the bundle's.
 struct GenerationConfig {
@@ -83,11 +91,30 @@ struct GenerationConfig {
   double temperature = 0;                     // 0: greedy; else logits are divided by it
   std::int64_t top_k = 0;                     // keep the k most likely tokens; 0: all
   double top_p = 1;                           // keep the fewest most likely tokens whose probabilities sum to this
+  double min_p = 0;  // drop tokens less likely than this share of the most likely one's probability; 0: none
+  // What changes the logits before a token is chosen, greedily or sampled, in this order. `lossless` gives the tokens of
+  // `full` with these too.
+  LogitsProcessor logits_processor;
+  double repetition_penalty = 1;  // of tokens in the prompt or generated: divides positive logits, multiplies others
+  double frequency_penalty = 0;   // subtracted from a token's logit for each time that it was generated
+  double presence_penalty = 0;    // subtracted if it was generated at all
+  std::map<std::int64_t, double> logit_bias;  // added, by token id
+  // Returns the log-probabilities, by the model's own logits, of each token and of this many most likely; none: no.
+  std::optional<std::int64_t> logprobs;
   std::optional<Seed> seed;                   // none: a random one for each sequence
   std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's; an empty list: never stop
+  // Strings that end the generation where they come up in its text, also across tokens; for them `detokenizer` is needed.
+  std::vector<std::string> stop;
+  Detokenizer detokenizer;  // makes `Generation::text`
   // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all with
   // pending tokens run it too. Changes speed, never tokens. Default in lossless mode: 0.
   std::optional<double> compaction_threshold;
+};
+
+// Log-probabilities at the position of one token, by the model's logits before anything changes them.
+struct TokenLogprobs {
+  double logprob;                                     // of the token
+  std::vector<std::pair<std::int64_t, double>> top;  // the most likely tokens, best first; of equal ones the lowest id
 };
 
 // One generated token.
@@ -95,10 +122,11 @@ struct Token {
   std::int64_t id;
   std::int64_t exit_layer;  // layers its logits went through (accepted draft: when drafted); 0: prompt-lookup draft
   std::int64_t layers_run;  // layer passes it cost; those of rejected drafts count for the token that replaced them
+  std::optional<TokenLogprobs> logprobs = {};  // where GenerationConfig::logprobs asks for them
 };
 
 enum class FinishReason {
-  stop,      // a stop token, which is included
+  stop,      // a stop token, which is included, or a stop string
   length,    // max_new_tokens
   context,   // the model's context is full
   cancelled,  // the callback of `stream` returned false, or the request of a scheduler was cancelled
@@ -111,6 +139,8 @@ struct Generation {
   std::vector<std::int64_t> tokens;  // the generated ones
   ExitStats stats;
   FinishReason finish_reason = FinishReason::length;
+  std::optional<std::string> text;  // of the tokens, up to a stop string, where GenerationConfig::detokenizer makes it
+  std::vector<TokenLogprobs> logprobs;  // one per token where GenerationConfig::logprobs asks for them
 };
 
 class Scheduler;
@@ -168,6 +198,14 @@ class Engine {
 
   // Prompts of a list that are decoded at the same time; 1: lists are refused.
   std::int64_t max_batch_size() const;
+
+  // Opens the bundle's tokenizer.json.
+  //
+  // library: one with the C binding of Hugging Face's tokenizers, as github.com/mlc-ai/tokenizers-cpp makes it; none:
+  // that of the environment variable TIDE_TOKENIZERS, else libtokenizers_c.so where the system finds it. It stays open.
+  //
+  // Throws BundleError: the bundle holds no tokenizer.json. ProviderError: there is no such library.
+  Tokenizer tokenizer(std::optional<std::filesystem::path> const& library = std::nullopt) const;
 
   // Starts an empty sequence to `step` by hand. The state may outlive the engine.
   //

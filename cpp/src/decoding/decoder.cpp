@@ -12,12 +12,16 @@ class OneByOne final : public Decoder {
   OneByOne(Sampler sampler, std::vector<std::int64_t> depths)
       : sampler_(std::move(sampler)), depths_(std::move(depths)) {}
 
-  void begin(std::vector<std::int64_t> const& ids, std::int64_t) override { request_.ids = ids; }
+  void begin(std::vector<std::int64_t> const& ids, std::int64_t) override {
+    if (length_ == 0) sampler_.begin(ids);
+    request_.ids = ids;
+  }
 
   std::vector<Token> take(StepResult const& result) override {
     length_ += static_cast<std::int64_t>(request_.ids.size());
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
-    return {{sampler_(result.last(), result.vocabulary), result.exit_layer, passes}};
+    Choice choice = sampler_(result.last(), result.vocabulary);
+    return {{choice.id, result.exit_layer, passes, std::move(choice.logprobs)}};
   }
 
  private:

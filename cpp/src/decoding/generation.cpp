@@ -7,6 +7,9 @@ Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& pr
   generation_.stats.checkpoints = manifest.checkpoints;
   generation_.stats.num_layers = manifest.model.num_layers;
   generation_.stats.prompt_tokens = static_cast<std::int64_t>(prompt.size());
+  if (!request.detokenizer) return;
+  text_.emplace(request.detokenizer, prompt, request.stop);
+  generation_.text.emplace();
 }
 
 void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
@@ -26,13 +29,20 @@ void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std
     generation_.tokens.push_back(token.id);
     stats.exit_layer.push_back(token.exit_layer);
     stats.layers_run.push_back(token.layers_run);
+    if (token.logprobs) generation_.logprobs.push_back(*token.logprobs);
+    bool const stops = text_ && text_->push(token.id, *generation_.text);
     bool const wanted = !on_token || on_token(token);
-    if (request_.stop_token_ids.count(token.id) == 1) return end(FinishReason::stop);
-    if (stats.total_tokens() == request_.max_new_tokens) return end(FinishReason::length);
-    if (!wanted) return end(FinishReason::cancelled);
+    if (stops || request_.stop_token_ids.count(token.id) == 1) return finish(FinishReason::stop);
+    if (stats.total_tokens() == request_.max_new_tokens) return finish(FinishReason::length);
+    if (!wanted) return finish(FinishReason::cancelled);
   }
-  if (computed[0] == context_) end(FinishReason::context);  // no step can run over the last token
+  if (computed[0] == context_) finish(FinishReason::context);  // no step can run over the last token
   next_ids_ = {generation_.tokens.back()};
+}
+
+void Progress::finish(FinishReason reason) {
+  if (text_) text_->finish(*generation_.text);
+  end(reason);
 }
 
 void Progress::end(FinishReason reason) {

@@ -7,6 +7,7 @@
 
 #include "decoding/decoder.h"
 #include "request.h"
+#include "text/generated_text.h"
 #include "tide/runtime.h"
 
 namespace tide {
@@ -42,12 +43,15 @@ class Progress {
   Generation finished() { return std::move(generation_); }
 
  private:
+  // Ends it after the last token.
+  void finish(FinishReason reason);
 
   std::vector<std::int64_t> const depths_;
   std::optional<std::int64_t> const context_;
   Request const& request_;
   std::vector<std::int64_t> next_ids_;
   Generation generation_;
+  std::optional<GeneratedText> text_;  // where there is a detokenizer
   bool ended_ = false;
 };
 

@@ -42,7 +42,10 @@ class LosslessDecoder final : public Decoder {
   bool verifies() const override { return true; }
 
   void begin(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) override {
-    if (length_ == 0) extend(ids);
+    if (length_ == 0) {
+      sampler_.begin(ids);
+      extend(ids);
+    }
     max_tokens_ = length_ == 0 ? 1 : max_tokens;  // a prompt needs every layer: no draft
     drafts_.clear();
     cost_ = 0;
@@ -53,7 +56,7 @@ class LosslessDecoder final : public Decoder {
     length_ += static_cast<std::int64_t>(request_.ids.size());
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
     if (static_cast<std::size_t>(result.segments_run) == depths_.size()) return verify(result, passes);
-    drafts_.push_back({{top_(result.last(), result.vocabulary), result.exit_layer, passes}, std::nullopt});
+    drafts_.push_back({{sampler_.draft(result.last(), result.vocabulary), result.exit_layer, passes}, std::nullopt});
     cost_ += draft_costs_[static_cast<std::size_t>(result.segments_run - 1)];
     request_step({drafts_.back().token.id});
     return {};
@@ -106,9 +109,10 @@ class LosslessDecoder final : public Decoder {
     std::size_t const exits = drafts_.size();
     drafts_.insert(drafts_.end(), ngram_.begin(), ngram_.end());
     std::vector<Token> tokens;
-    std::int64_t last = sampler_(result.row(0), result.vocabulary);
-    while (tokens.size() < drafts_.size() && drafts_[tokens.size()].token.id == last) {
+    Choice last = sampler_(result.row(0), result.vocabulary);
+    while (tokens.size() < drafts_.size() && drafts_[tokens.size()].token.id == last.id) {
       tokens.push_back(drafts_[tokens.size()].token);
+      tokens.back().logprobs = std::move(last.logprobs);
       last = sampler_(result.row(tokens.size()), result.vocabulary);
     }
     std::size_t const ngram_accepted = tokens.size() - std::min(tokens.size(), exits);
@@ -131,7 +135,7 @@ class LosslessDecoder final : public Decoder {
     length_ -= drafts - num_accepted;
     std::int64_t rejected_passes = 0;
     for (std::size_t i = tokens.size(); i < drafts_.size(); ++i) rejected_passes += drafts_[i].token.layers_run;
-    tokens.push_back({last, result.exit_layer, passes + rejected_passes});
+    tokens.push_back({last.id, result.exit_layer, passes + rejected_passes, std::move(last.logprobs)});
     std::vector<std::int64_t> ids;
     for (Token const& token : tokens) ids.push_back(token.id);
     extend(ids);
@@ -139,7 +143,6 @@ class LosslessDecoder final : public Decoder {
   }
 
   Sampler sampler_;
-  Sampler top_{GenerationConfig{}, std::nullopt};  // gives the most likely token of an early exit's logits
   std::vector<std::int64_t> const depths_;
   std::int64_t const max_drafts_;
   std::int64_t const max_ngram_;

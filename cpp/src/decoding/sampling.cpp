@@ -60,18 +60,49 @@ Choices nucleus(Choices const& all, double share) {
   return top;
 }
 
+// The choices of at least `share` of the largest probability, which sum to 1 again.
+Choices likely(Choices const& all, double share) {
+  double const least = share * *std::max_element(all.weights.begin(), all.weights.end());
+  Choices kept;
+  double sum = 0;
+  for (std::size_t i = 0; i < all.ids.size(); ++i) {
+    if (all.weights[i] < least) continue;
+    kept.ids.push_back(all.ids[i]);
+    kept.weights.push_back(all.weights[i]);
+    sum += all.weights[i];
+  }
+  for (double& weight : kept.weights) weight /= sum;
+  return kept;
+}
+
+// The log-probabilities of a token and of the k most likely.
+TokenLogprobs logprobs_of(float const* logits, std::size_t vocabulary, std::int64_t token, std::size_t k) {
+  double const best = *std::max_element(logits, logits + vocabulary);
+  double sum = 0;
+  for (std::size_t i = 0; i < vocabulary; ++i) sum += std::exp(double{logits[i]} - best);
+  double const total = best + std::log(sum);
+  std::vector<std::int64_t> top = top_ids(logits, vocabulary, std::min(k, vocabulary));
+  std::stable_sort(top.begin(), top.end(), [&](std::int64_t a, std::int64_t b) { return logits[a] > logits[b]; });
+  TokenLogprobs logprobs{double{logits[token]} - total, {}};
+  for (std::int64_t const id : top) logprobs.top.emplace_back(id, double{logits[id]} - total);
+  return logprobs;
+}
+
 }  // namespace
 
 Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed)
     : temperature_(real_number("temperature", config.temperature)),
       top_k_(static_cast<std::size_t>(config.top_k)),
-      top_p_(config.top_p) {
+      top_p_(config.top_p),
+      min_p_(number_within("min_p", config.min_p, 0, 1)) {
   if (temperature_ < 0) throw GenerationError("temperature must be 0 or more, not " + shown(temperature_));
   whole_number("top_k", config.top_k, 0);
   real_number("top_p", top_p_);
   if (!(0 < top_p_ && top_p_ <= 1)) {
     throw GenerationError("top_p must be above 0 and at most 1, not " + shown(top_p_));
   }
+  if (config.logprobs) logprobs_ = static_cast<std::size_t>(whole_number("logprobs", *config.logprobs, 0));
+  if (LogitsProcessing::needed(config)) processing_ = std::make_unique<LogitsProcessing>(config);
   if (seed) {
     random_.seed(static_cast<std::uint64_t>(whole_number("seed", *seed, 0)));
   } else if (!greedy()) {
@@ -80,9 +111,27 @@ Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> see
   }
 }
 
-std::int64_t Sampler::operator()(float const* logits, std::size_t vocabulary) {
-  if (greedy()) return static_cast<std::int64_t>(checked_best(logits, vocabulary));
-  return draw(distribution(logits, vocabulary));
+void Sampler::begin(std::vector<std::int64_t> const& prompt) {
+  length_ = prompt.size();
+  if (processing_) processing_->begin(prompt);
+}
+
+Choice Sampler::operator()(float const* logits, std::size_t vocabulary) {
+  if (processing_) processing_->rewind(length_);
+  float const* const changed = processed(logits, vocabulary);
+  Choice choice{greedy() ? static_cast<std::int64_t>(checked_best(changed, vocabulary))
+                         : draw(distribution(changed, vocabulary)),
+                std::nullopt};
+  if (processing_) processing_->accept(choice.id);
+  ++length_;
+  if (logprobs_) choice.logprobs = logprobs_of(logits, vocabulary, choice.id, *logprobs_);
+  return choice;
+}
+
+std::int64_t Sampler::draft(float const* logits, std::size_t vocabulary) {
+  auto const id = static_cast<std::int64_t>(checked_best(processed(logits, vocabulary), vocabulary));
+  if (processing_) processing_->accept(id);
+  return id;
 }
 
 Choices Sampler::distribution(float const* logits, std::size_t vocabulary) const {
@@ -100,6 +149,7 @@ Choices Sampler::distribution(float const* logits, std::size_t vocabulary) const
     sum += choices.weights.back();
   }
   for (double& weight : choices.weights) weight /= sum;
+  if (min_p_ > 0) choices = likely(choices, min_p_);
   return top_p_ < 1 ? nucleus(choices, top_p_) : choices;
 }
 
@@ -111,5 +161,15 @@ std::int64_t Sampler::draw(Choices const& choices) {
 }
 
 double Sampler::uniform() { return static_cast<double>(random_() >> 11) * 0x1p-53; }
+
+float const* Sampler::processed(float const* logits, std::size_t vocabulary) {
+  if (!processing_) return logits;
+  checked_best(logits, vocabulary);
+  float const* const changed = (*processing_)(logits, vocabulary);
+  bool const left = std::all_of(changed, changed + vocabulary, [](float value) { return !std::isnan(value); }) &&
+                    std::isfinite(*std::max_element(changed, changed + vocabulary));
+  if (!left) throw GenerationError("logits_processor and logit_bias leave no token with a finite logit");
+  return changed;
+}
 
 }  // namespace tide

@@ -1,12 +1,15 @@
-// Chooses the next token from logits: greedily, or sampled after temperature, top-k and top-p, in that order. The rules
-// are those of tide_export/runtime/decoding/sampling.py; the random numbers differ.
+// Chooses the next token from logits. First `LogitsProcessing` changes them, where an option asks for it; then the most
+// likely token is taken, or one is drawn after temperature, min-p, top-k and top-p. The rules are those of
+// tide_export/runtime/decoding/sampling.py; the random numbers differ.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <random>
 #include <vector>
 
+#include "decoding/processing.h"
 #include "tide/runtime.h"
 
 namespace tide {
@@ -17,18 +20,31 @@ struct Choices {
   std::vector<double> weights;
 };
 
+// A chosen token.
+struct Choice {
+  std::int64_t id;
+  std::optional<TokenLogprobs> logprobs;  // where asked for
+};
+
 class Sampler {
  public:
-  // Uses the configuration's temperature, top_k and top_p; without a seed it takes a random one. Throws
-  // GenerationError: temperature below 0, top_k below 0, top_p outside (0, 1], seed below 0.
+  // Uses the configuration's sampling options; without a seed it takes a random one. Throws GenerationError: one is out
+  // of range.
   Sampler(GenerationConfig const& config, std::optional<std::int64_t> seed);
 
   // Whether the most likely token is taken and nothing is drawn.
   bool greedy() const { return temperature_ == 0; }
 
-  // The next token from logits [vocabulary]. Of equal logits, greedy and top-k prefer the lowest id. Throws
-  // GenerationError: the logits are not finite.
-  std::int64_t operator()(float const* logits, std::size_t vocabulary);
+  // Reads the prompt of a sequence that has no tokens yet.
+  void begin(std::vector<std::int64_t> const& prompt);
+
+  // The next token from logits [vocabulary]; it is then part of the sequence. Of equal logits, greedy and top-k prefer
+  // the lowest id. Throws GenerationError: the logits are not finite, or no token is left.
+  Choice operator()(float const* logits, std::size_t vocabulary);
+
+  // The most likely token of an early exit's logits, after the same processing. It is part of the sequence for further
+  // drafts, until the next token is chosen.
+  std::int64_t draft(float const* logits, std::size_t vocabulary);
 
   // The tokens that can be drawn, with probabilities that sum to 1.
   Choices distribution(float const* logits, std::size_t vocabulary) const;
@@ -40,9 +56,16 @@ class Sampler {
   double uniform();
 
  private:
+  // The logits to choose from.
+  float const* processed(float const* logits, std::size_t vocabulary);
+
   double temperature_;
   std::size_t top_k_;
   double top_p_;
+  double min_p_;
+  std::optional<std::size_t> logprobs_;           // the most likely tokens to return
+  std::unique_ptr<LogitsProcessing> processing_;  // none: nothing changes logits
+  std::size_t length_ = 0;                        // tokens of the sequence that are not drafts
   std::mt19937_64 random_;
 };
 

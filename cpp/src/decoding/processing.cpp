@@ -1,0 +1,75 @@
+#include "decoding/processing.h"
+
+#include "generation_error.h"
+#include "request.h"
+
+namespace tide {
+namespace {
+
+double repetition_penalty(GenerationConfig const& config) {
+  double const penalty = real_number("repetition_penalty", config.repetition_penalty);
+  if (penalty > 0) return penalty;
+  throw GenerationError("repetition_penalty must be above 0, not " + shown(penalty));
+}
+
+}  // namespace
+
+LogitsProcessing::LogitsProcessing(GenerationConfig const& config)
+    : processor_(config.logits_processor),
+      repetition_(static_cast<float>(repetition_penalty(config))),
+      presence_(static_cast<float>(number_within("presence_penalty", config.presence_penalty, -2, 2))),
+      frequency_(static_cast<float>(number_within("frequency_penalty", config.frequency_penalty, -2, 2))),
+      counts_tokens_(repetition_ != 1 || presence_ != 0 || frequency_ != 0) {
+  for (auto const& [id, bias] : config.logit_bias) {
+    bias_.emplace_back(static_cast<std::size_t>(whole_number("a token id of logit_bias", id, 0)),
+                       static_cast<float>(real_number("a bias of logit_bias", bias)));
+  }
+}
+
+bool LogitsProcessing::needed(GenerationConfig const& config) {
+  return config.logits_processor || config.repetition_penalty != 1 || config.presence_penalty != 0 ||
+         config.frequency_penalty != 0 || !config.logit_bias.empty();
+}
+
+void LogitsProcessing::begin(std::vector<std::int64_t> const& prompt) {
+  ids_ = prompt;
+  prompt_length_ = prompt.size();
+  if (repetition_ == 1) return;  // the other penalties count what is generated
+  for (std::int64_t const id : prompt) ++counts_[id].all;
+}
+
+void LogitsProcessing::accept(std::int64_t token) {
+  ids_.push_back(token);
+  if (!counts_tokens_) return;
+  Count& count = counts_[token];
+  ++count.all;
+  ++count.generated;
+}
+
+void LogitsProcessing::rewind(std::size_t length) {
+  for (; ids_.size() > length; ids_.pop_back()) {
+    if (!counts_tokens_) continue;
+    auto const at = counts_.find(ids_.back());
+    --at->second.generated;
+    if (--at->second.all == 0) counts_.erase(at);
+  }
+}
+
+float const* LogitsProcessing::operator()(float const* logits, std::size_t vocabulary) {
+  logits_.assign(logits, logits + vocabulary);
+  if (processor_) {
+    or_generation_error("logits_processor failed", [&] { processor_(ids_, logits_.data(), vocabulary); });
+  }
+  for (auto const& [id, count] : counts_) {
+    float& logit = logits_[static_cast<std::size_t>(id)];
+    if (repetition_ != 1) logit = logit > 0 ? logit / repetition_ : logit * repetition_;
+    if (count.generated == 0) continue;
+    // The product is exact in a double: compilers must not fuse it with the subtraction, which NumPy does not.
+    logit -= static_cast<float>(static_cast<double>(frequency_) * static_cast<double>(count.generated));
+    logit -= presence_;
+  }
+  for (auto const& [id, bias] : bias_) logits_[id] += bias;
+  return logits_.data();
+}
+
+}  // namespace tide

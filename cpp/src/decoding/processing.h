@@ -1,0 +1,53 @@
+// Changes the logits of one sequence before a token is chosen from them, by the tokens that it has so far. Order and
+// float32 arithmetic are those of tide_export/runtime/decoding/processing.py, so that both give equal logits.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "tide/runtime.h"
+
+namespace tide {
+
+class LogitsProcessing {
+ public:
+  // Uses the configuration's logits_processor, penalties and logit_bias. Throws GenerationError: one is out of range.
+  explicit LogitsProcessing(GenerationConfig const& config);
+
+  // Whether any of these options changes logits.
+  static bool needed(GenerationConfig const& config);
+
+  // Reads the prompt of a sequence that has no tokens yet.
+  void begin(std::vector<std::int64_t> const& prompt);
+
+  // Adds a token to the sequence.
+  void accept(std::int64_t token);
+
+  // Removes all tokens but the first `length`.
+  void rewind(std::size_t length);
+
+  // Tokens of the prompt and those accepted since.
+  std::size_t length() const { return ids_.size(); }
+
+  // What the next token is chosen from, given the model's logits [vocabulary], which stay as they are; valid until the
+  // next call. Throws GenerationError: the hook threw.
+  float const* operator()(float const* logits, std::size_t vocabulary);
+
+ private:
+  struct Count {
+    std::int64_t all = 0, generated = 0;
+  };
+
+  LogitsProcessor const processor_;
+  float const repetition_, presence_, frequency_;
+  std::vector<std::pair<std::size_t, float>> bias_;
+  bool const counts_tokens_;
+  std::vector<std::int64_t> ids_;
+  std::size_t prompt_length_ = 0;
+  std::unordered_map<std::int64_t, Count> counts_;  // of the tokens that occur
+  std::vector<float> logits_;
+};
+
+}  // namespace tide
