@@ -66,10 +66,11 @@ def start(arguments: argparse.Namespace, running: ExitStack) -> tuple[list[Case]
     slots = max(arguments.streams)
     ours = [sys.executable, "-m", "tide_export.cli.main", "serve", arguments.bundle, "--port", "{port}", "-q"]
     ours += ["--slots", str(slots), "--threads", str(arguments.threads), "--no-verify", "--provider", "cpu"]
-    server = Server(shlex.join(ours))
-    running.callback(server.close)
-    cases = [Case(f"{OURS}, {mode}", server, {"mode": mode}) for mode in arguments.mode]
-    omitted = {}
+    cases, omitted = list[Case](), dict[str, str]()
+    for mode in arguments.mode:  # a server each: the second one asked would have the prompts of the first in its cache
+        server = Server(shlex.join(ours))
+        running.callback(server.close)
+        cases.append(Case(f"{OURS}, {mode}", server, {"mode": mode}))
     for option in arguments.peer:
         name, _, command = option.partition("=")
         try:
