@@ -84,6 +84,9 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 9),
     "stop_token_ids": st.lists(st.integers(0, 47), max_size=3),
     "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    "json_schema": st.sampled_from([{}, {"type": "object"}, '{"type": "object"}', "{", {1: 2}]),
+    "regex": st.text(max_size=5),
+    "grammar": st.text(max_size=5),
     "detokenize": st.just(False),
     "compaction_threshold": st.floats(0, 1),
 }

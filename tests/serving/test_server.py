@@ -142,6 +142,38 @@ def test_options_change_the_tokens_as_the_engine_s(server: Running, engine: Engi
     assert [offset for part in parts for offset in part.text_offset] == choice.logprobs.text_offset
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"lines": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3}},
+    "required": ["lines"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def test_text_of_a_form(server: Running) -> None:
+    client, model = server.openai, {"model": "demo", "temperature": 0}
+    named: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "lines", "schema": SCHEMA, "strict": True}}
+    said = client.chat.completions.create(
+        messages=[{"role": "user", "content": "List"}], response_format=named, max_completion_tokens=60, **model
+    )
+    value = json.loads(said.choices[0].message.content or "")
+    assert value.keys() == {"lines"}
+    assert said.choices[0].finish_reason == "stop"
+    for body in ({"guided_json": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}):
+        done = client.completions.create(prompt=PROMPT, max_tokens=60, extra_body=body, **model)
+        assert json.loads(done.choices[0].text).keys() == {"lines"}
+    for body, form in (
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_choice": ["left", 'a "b"']}, 'left|a "b"'),
+        ({"guided_grammar": 'start: "x" | "y"'}, "x|y"),
+        ({"response_format": {"type": "json_object"}}, r"(?s)\s*\{.*"),
+        ({"response_format": {"type": "text"}}, r"(?s).*"),
+    ):
+        events = client.completions.create(prompt=PROMPT, max_tokens=9, stream=True, extra_body=body, **model)
+        assert re.fullmatch(form, "".join(event.choices[0].text for event in events))
+
+
 def test_log_probabilities_of_a_conversation(server: Running) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "List"}], "logprobs": True, **GREEDY}
     (choice,) = server.openai.chat.completions.create(top_logprobs=3, **asked).choices
@@ -191,7 +223,12 @@ def test_an_end_of_sequence_can_be_ignored(server: Running, engine: Engine) -> N
         ({"model": "demo", "prompt": "a", "stop_token_ids": [-1]}, 400, "stop_token_ids holds token id -1, outside"),
         ({"model": "demo", "prompt": "a", "logprobs": 21}, 400, "logprobs: Input should be less"),
         ({"model": "demo", "prompt": "a", "echo": True}, 400, "echo is not supported"),
-        ({"model": "demo", "prompt": "a", "guided_regex": "a+"}, 400, "guided_regex is not supported"),
+        ({"model": "demo", "prompt": "a", "guided_regex": "[a"}, 400, "regex cannot be compiled: "),
+        ({"model": "demo", "prompt": "a", "guided_json": "{"}, 400, "json_schema must be a JSON object"),
+        ({"model": "demo", "prompt": "a", "guided_choice": []}, 400, "guided_choice: List should have at least 1"),
+        ({"model": "demo", "prompt": "a", "structured_outputs": {"xml": 1}}, 400, "structured_outputs.xml"),
+        ({"model": "demo", "prompt": "a", "guided_regex": "a", "guided_json": {}}, 400, "exclude each other"),
+        ({"model": "demo", "prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format.type"),
         ({"model": "demo", "prompt": "a", "mode": "full", "threshold": 0.5}, 400, "threshold is for modes"),
         ({"model": "demo", "prompt": "a", "stop": [""]}, 400, "stop"),
         ({"model": "demo", "prompt": "a" * 30_000}, 413, "more than 20000 bytes"),

@@ -3,6 +3,7 @@
 What depends on a bundle (its vocabulary, context, checkpoints and defaults) is checked in `request`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -12,7 +13,7 @@ import numpy as np
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.processing import LogitsProcessor
 from tide_export.thresholds.resolve import check_mode, check_threshold
-from tide_export.values import check_text, real_number, shown, whole_number
+from tide_export.values import check_text, parse_json, real_number, shown, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class GenerationConfig:
         stop_token_ids: tokens that end the generation. None: the model's end-of-sequence ids; empty: none.
         stop: a string or several: the generation ends where its text first has one, and `text` ends before it. Stored
             as a tuple.
+        json_schema: the text is JSON of this schema, a mapping or JSON text; stored as text. It, `regex` and `grammar`
+            need the extra `grammar`, and a model with an end-of-sequence token, which ends the text whatever
+            `stop_token_ids` are. At most one of the three.
+        regex: the text matches this regular expression, in the syntax of Rust's regex crate.
+        grammar: the text follows this Lark grammar, in llguidance's syntax.
         detokenize: give the `text` of the generation, by the bundle's tokenizer; with `stop` it is given anyway.
         compaction_threshold: for a list of prompts, in [0, 1]: when a smaller share of the sequences than this needs a
             segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
@@ -79,6 +85,9 @@ class GenerationConfig:
     seed: int | Sequence[int] | None = None
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
     detokenize: bool = False
     compaction_threshold: float | None = None
 
@@ -117,6 +126,13 @@ class GenerationConfig:
         if self.stop_token_ids is not None:
             self._set("stop_token_ids", tuple(token_ids("stop_token_ids", self.stop_token_ids).tolist()))
         self._set("stop", _stop(self.stop))
+        if self.json_schema is not None:
+            self._set("json_schema", _json_schema(self.json_schema))
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None:
+                _check_grammar(name, getattr(self, name))
+        if sum(one is not None for one in (self.json_schema, self.regex, self.grammar)) > 1:
+            raise GenerationError("json_schema, regex and grammar exclude each other: give one")
         if not isinstance(self.detokenize, bool):
             raise GenerationError(f"detokenize must be True or False, not {shown(self.detokenize)}")
         if self.compaction_threshold is not None:
@@ -154,6 +170,9 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | Sequence[int] | None
     stop_token_ids: Sequence[int] | None
     stop: str | Sequence[str]
+    json_schema: Mapping[str, Any] | str | None
+    regex: str | None
+    grammar: str | None
     detokenize: bool
     compaction_threshold: float | None
 
@@ -205,6 +224,25 @@ def _stop(value: Any) -> tuple[str, ...]:
     for one in stops:
         check_text("a stop string", one)
     return tuple(stops)
+
+
+def _json_schema(value: Any) -> str:
+    """A schema as JSON text."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+        schema = parse_json(text)
+    except Exception:  # of JSON, and of any object's own conversions
+        schema = None
+    if not isinstance(schema, dict):
+        raise GenerationError(f"json_schema must be a JSON object, or text that holds one, not {shown(value)}")
+    check_text("json_schema", text)
+    return text
+
+
+def _check_grammar(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise GenerationError(f"{name} must be a string that is not empty, not {shown(value)}")
+    check_text(name, value)
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

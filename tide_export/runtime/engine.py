@@ -170,7 +170,7 @@ class Engine:
     def _stream(self, ids: Any, config: GenerationConfig) -> "TokenStream":
         manifest = self.manifest
         prompt, request = check_prompt(manifest, ids), resolve(self.bundle, config, batched=False, auto=self.auto)
-        sampler = sampler_of(config, prompt)
+        sampler = sampler_of(request, prompt)
         state = self.start(request.thresholds, request.max_pending)
         decoder = decoder_of(manifest, sampler, request.stop, request.drafts, state)
         text = text_of(self.bundle, config, prompt)

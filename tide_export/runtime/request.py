@@ -22,6 +22,7 @@ from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder, 
 from tide_export.runtime.decoding.processing import LogitsProcessing
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.generated_text import GeneratedText
+from tide_export.runtime.grammar import KINDS, Grammar
 from tide_export.runtime.sequence import NO_LIMIT, SequenceState
 from tide_export.runtime.tokenizer import tokenizer_of
 from tide_export.thresholds.resolve import resolve_thresholds
@@ -41,6 +42,7 @@ class Request:
         compaction_threshold: see `GenerationConfig`.
         drafts: how far to draft; None outside lossless mode.
         stop: tokens that end a generation.
+        grammar: that the text must follow; None: any text.
     """
 
     config: GenerationConfig
@@ -49,6 +51,7 @@ class Request:
     compaction_threshold: float
     drafts: DraftLimits | None
     stop: frozenset[int]
+    grammar: Grammar | None
 
 
 def resolve(bundle: Bundle, config: GenerationConfig, batched: bool, auto: AutoMode | None = None) -> Request:
@@ -73,13 +76,16 @@ def resolve(bundle: Bundle, config: GenerationConfig, batched: bool, auto: AutoM
     stop = manifest.model.eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
     if config.stop_token_ids:
         check_vocabulary(manifest, np.array(config.stop_token_ids), "stop_token_ids")
-    if (config.stop or config.detokenize) and TOKENIZER_FILE not in bundle.files:
-        option = "stop" if config.stop else "detokenize"
-        raise GenerationError(f"{option} needs a tokenizer, and bundle {bundle.path} holds no {TOKENIZER_FILE}")
+    for option in ("stop", "detokenize", *KINDS):
+        if getattr(config, option) and TOKENIZER_FILE not in bundle.files:
+            raise GenerationError(f"{option} needs a tokenizer, and bundle {bundle.path} holds no {TOKENIZER_FILE}")
     if config.logit_bias:
         check_vocabulary(manifest, np.array(list(dict(config.logit_bias))), "logit_bias")
     if config.logprobs is not None:
         whole_number("logprobs", config.logprobs, minimum=0, maximum=manifest.model.vocab_size)
+    grammars = [Grammar(bundle, kind, text) for kind in KINDS if (text := getattr(config, kind)) is not None]
+    if grammars:
+        stop = (*stop, *manifest.model.eos_token_ids)
     return Request(
         config,
         thresholds,
@@ -87,6 +93,7 @@ def resolve(bundle: Bundle, config: GenerationConfig, batched: bool, auto: AutoM
         _compaction_threshold(manifest, config),
         drafts,
         frozenset(map(int, stop)),
+        grammars[0] if grammars else None,
     )
 
 
@@ -232,15 +239,16 @@ def text_of(bundle: Bundle, config: GenerationConfig, prompt: np.ndarray) -> Gen
     return GeneratedText(tokenizer_of(bundle), prompt.tolist(), config.stop)
 
 
-def sampler_of(config: GenerationConfig, prompt: np.ndarray) -> Sampler:
+def sampler_of(request: Request, prompt: np.ndarray) -> Sampler:
     """The sampler of a sequence that begins with `prompt`."""
-    processing = None
+    config, processing = request.config, None
     if (
         config.logits_processor is not None
         or config.repetition_penalty != 1
         or config.presence_penalty
         or config.frequency_penalty
         or config.logit_bias
+        or request.grammar is not None
     ):
         processing = LogitsProcessing(
             prompt.tolist(),
@@ -249,6 +257,7 @@ def sampler_of(config: GenerationConfig, prompt: np.ndarray) -> Sampler:
             presence_penalty=config.presence_penalty,
             frequency_penalty=config.frequency_penalty,
             logit_bias=dict(config.logit_bias),
+            grammar=None if request.grammar is None else request.grammar.start(),
         )
     return Sampler(
         config.temperature,

@@ -77,6 +77,10 @@ class BundleTokenizer:
         with tokenizer_errors("the bundle's tokenizer cannot decode the tokens", GenerationError):
             return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        return self._tokenizer.to_str()
+
     def token_text(self, token: int) -> str:
         """Text of one token in the middle of a text, also of a special one; bytes that are a part of a character come
         out as U+FFFD."""

@@ -134,7 +134,7 @@ async def _answer(service: Service, http: Request, request: CompletionRequest | 
     choices = []
     try:
         for prompt in prompts:
-            choices += [(prompt, handle) for handle in service.submit(request, prompt)]
+            choices += [(prompt, handle) for handle in await asyncio.to_thread(service.submit, request, prompt)]
     except ApiError:
         cancel([handle for _, handle in choices])
         raise

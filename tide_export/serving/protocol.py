@@ -4,16 +4,19 @@ A field that the server does not know is ignored, as OpenAI's own clients send m
 knows and cannot do is refused, unless it has the value that changes nothing.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20  # OpenAI's
+ANY_OBJECT = {"type": "object"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -21,20 +24,45 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
     "min_tokens": (0,),
     "use_beam_search": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
 }
 Stop = Annotated[str, Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """The schema of a `response_format`; its name and whether it is strict change nothing here."""
+
+    value: dict[str, Any] = Field(ANY_OBJECT, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """What the text must be, by vLLM's names."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def options(self) -> dict[str, Any]:
+        """As options of `GenerationConfig`, which lets at most one of them be given."""
+        schema = ANY_OBJECT if self.json_object and self.json_ is None else self.json_
+        choices = None if self.choice is None else "start: " + " | ".join(map(json.dumps, self.choice))
+        if self.grammar is not None and choices is not None:
+            raise GenerationError("grammar and choice exclude each other: give one")
+        return {"json_schema": schema, "regex": self.regex, "grammar": self.grammar or choices}
 
 
 class GenerationRequest(BaseModel):
@@ -57,6 +85,12 @@ class GenerationRequest(BaseModel):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     mode: Literal["auto", "exit", "full", "lossless"] = "auto"
@@ -73,6 +107,17 @@ class GenerationRequest(BaseModel):
     def logprobs_wanted(self) -> int | None:
         """Of how many of the most likely tokens; None: no log-probabilities."""
         raise NotImplementedError
+
+    def _structured(self) -> StructuredOutputs:
+        """What the text must be, however it was asked for."""
+        asked = self.structured_outputs or StructuredOutputs(
+            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+        )
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return asked
+        schema = wanted.json_schema.value if wanted.json_schema is not None else ANY_OBJECT
+        return asked.model_copy(update={"json_": schema if wanted.type == "json_schema" else ANY_OBJECT})
 
     def config(self, max_tokens: int, choice: int, eos_token_ids: Sequence[int]) -> GenerationConfig:
         """How to generate choice number `choice`. Raises GenerationError."""
@@ -93,6 +138,7 @@ class GenerationRequest(BaseModel):
             stop_token_ids=[*(() if self.ignore_eos else eos_token_ids), *(self.stop_token_ids or ())],
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or (),
             detokenize=True,
+            **self._structured().options(),
             seed=None if self.seed is None else self.seed + choice,
         )
 

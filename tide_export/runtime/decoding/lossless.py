@@ -165,6 +165,8 @@ class LosslessDecoder(Decoder):
             share *= self._acceptance.of(match.source)
             if share * TOKEN_VALUE < self._verify_cost(len(tokens) + 1) - cost:
                 break
+            if not self._sampler.take_draft(match.token):
+                break
             ngram.append(Draft(match.token, 0, 0, match.source))
             tokens.append(match.token)
         return ngram

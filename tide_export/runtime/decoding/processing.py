@@ -1,8 +1,8 @@
 """Changes the logits of one sequence before a token is chosen from them, by the tokens that it has so far.
 
 The order is: the `logits_processor` hook; the repetition penalty, over the tokens of the prompt and those generated, as
-transformers; the frequency and then the presence penalty, over those generated, as vLLM and OpenAI; `logit_bias`. All
-arithmetic is in float32, each step rounded, so that the C++ runtime gets equal logits.
+transformers; the frequency and then the presence penalty, over those generated, as vLLM and OpenAI; `logit_bias`; the
+grammar's mask. All arithmetic is in float32, each step rounded, so that the C++ runtime gets equal logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tide_export.errors import GenerationError, first_line
+from tide_export.runtime.grammar import GrammarState
 
 LogitsProcessor = Callable[[list[int], np.ndarray], np.ndarray]
 FIRST_ENTRIES = 64
@@ -31,6 +32,7 @@ class LogitsProcessing:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         """Takes options as `GenerationConfig` checked them; nothing came after `prompt` yet."""
         self.ids = list(prompt)
@@ -39,13 +41,14 @@ class LogitsProcessing:
         self._presence, self._frequency = np.float32(presence_penalty), np.float32(frequency_penalty)
         self._bias_ids = np.array(list(logit_bias or {}), np.int64)
         self._bias = np.array(list((logit_bias or {}).values()), np.float32)
+        self._grammar = grammar
         self._count()
 
     def __call__(self, logits: np.ndarray) -> np.ndarray:
         """What the next token is chosen from, float32 [V], of a model's logits [V], which stay as they are.
 
         Raises:
-            GenerationError: the hook failed, or returned something else than logits.
+            GenerationError: the hook failed, or returned something else than logits; the grammar became too complex.
         """
         logits = self._hooked(logits.astype(np.float32))
         if self._seen is not None:
@@ -57,6 +60,8 @@ class LogitsProcessing:
             logits[ids] -= self._frequency * counts
             logits[ids] -= self._presence
         logits[self._bias_ids] += self._bias
+        if self._grammar is not None:
+            logits[~self._grammar.mask()] = -np.inf
         return logits
 
     def accept(self, token: int) -> None:
@@ -65,9 +70,17 @@ class LogitsProcessing:
         for table in (self._seen, self._generated):
             if table is not None:
                 table.add(token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
+
+    def allows(self, token: int) -> bool:
+        """Whether the grammar lets a token follow that does not end the text."""
+        return self._grammar is None or self._grammar.allows(token)
 
     def rewind(self, length: int) -> None:
         """Removes all tokens but the first `length`."""
+        if self._grammar is not None:
+            self._grammar.rewind(len(self.ids) - length)
         while len(self.ids) > length:
             token = self.ids.pop()
             for table in (self._seen, self._generated):
@@ -78,6 +91,8 @@ class LogitsProcessing:
         """As `rewind`, also where an exception ended `accept` or `rewind` at any point."""
         del self.ids[length:]
         self._count()
+        if self._grammar is not None:
+            self._grammar.restore(self.ids[self._prompt_length :])
 
     def _count(self) -> None:
         self._seen = _Counts(self.ids) if self._repetition != 1 else None

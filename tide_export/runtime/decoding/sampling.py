@@ -71,6 +71,14 @@ class Sampler:
         self._processing.accept(token)
         return token
 
+    def take_draft(self, token: int) -> bool:
+        """Adds a draft as `draft` does, unless the grammar forbids it; whether it did."""
+        if self._processing is not None:
+            if not self._processing.allows(token):
+                return False
+            self._processing.accept(token)
+        return True
+
     def save(self) -> Any:
         """The state that `restore` returns to."""
         random = None if self.greedy else self._random.bit_generator.state
@@ -127,7 +135,7 @@ class Sampler:
             raise GenerationError("the model's logits are not finite")
         changed = self._processing(logits)
         if not isfinite(changed.max()):
-            raise GenerationError("logits_processor and logit_bias leave no token with a finite logit")
+            raise GenerationError("logits_processor, logit_bias and grammar leave no token with a finite logit")
         return changed
 
 

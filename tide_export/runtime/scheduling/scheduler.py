@@ -143,7 +143,7 @@ class Scheduler:
         manifest, config = self._bundle.manifest, with_options(config, options)
         prompt = check_prompt(manifest, ids)
         request = resolve(self._bundle, config, batched=False, auto=self._auto)
-        sampler = sampler_of(config, prompt)
+        sampler = sampler_of(request, prompt)
         audit = self.audit if request.config.mode == "exit" else None
         job = Job(
             prompt,

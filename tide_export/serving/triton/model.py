@@ -92,7 +92,7 @@ class TritonPythonModel:
         prompts = await asyncio.to_thread(self._service.prompts, request)
         if len(prompts) != 1:
             raise ApiError(400, "prompt: a request has one prompt here; send one for each")
-        (handle,) = self._service.submit(request, prompts[0])
+        (handle,) = await asyncio.to_thread(self._service.submit, request, prompts[0])
 
         async def leave_with_client() -> None:
             while not sender.is_cancelled():

@@ -1,0 +1,121 @@
+"""Constrains a generation to a JSON schema, a regular expression or a Lark grammar, by llguidance (extra `grammar`).
+
+llguidance says after each token which tokens may follow. At the end of what a grammar describes only the model's
+end-of-sequence tokens may.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from tide_export.bundle.opened import Bundle, BundleFile
+from tide_export.errors import GenerationError, one_line
+from tide_export.names import TOKENIZER_FILE
+from tide_export.runtime.tokenizer import tokenizer_of
+
+KINDS = ("json_schema", "regex", "grammar")  # options of `GenerationConfig`
+_vocabularies = WeakKeyDictionary[BundleFile, Any]()  # of open bundles; making one takes a second
+
+
+class Grammar:
+    """A grammar for the tokens of one bundle."""
+
+    def __init__(self, bundle: Bundle, kind: str, text: str) -> None:
+        """Compiles `text`, which is of one of KINDS.
+
+        Raises:
+            GenerationError: it cannot be compiled; the model has no end-of-sequence token; llguidance is missing, or
+                cannot use the tokenizer.
+            BundleError: the tokenizer cannot be used.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ModuleNotFoundError:
+            raise GenerationError(
+                f"{kind} needs the package 'llguidance': pip install 'tide_export[grammar]'"
+            ) from None
+        makers: dict[str, Any] = {
+            "json_schema": LLMatcher.grammar_from_json_schema,
+            "regex": LLMatcher.grammar_from_regex,
+            "grammar": LLMatcher.grammar_from_lark,
+        }
+        tokens = _vocabulary(bundle, kind)
+        try:
+            matcher = LLMatcher(tokens, makers[kind](text), log_level=0)
+        except ValueError as error:
+            raise GenerationError(f"{kind} cannot be compiled: {one_line(error)}") from error
+        if matcher.is_error():
+            raise GenerationError(f"{kind} cannot be compiled: {' '.join(matcher.get_error().split())[:200]}")
+        self.kind, self._matcher, self._size = kind, matcher, bundle.manifest.model.vocab_size
+
+    def start(self) -> "GrammarState":
+        """The state of a new text."""
+        return GrammarState(self.kind, self._matcher, self._size)
+
+
+class GrammarState:
+    """How far one text has come in a grammar."""
+
+    def __init__(self, kind: str, fresh: Any, vocab_size: int) -> None:
+        """`fresh`: llguidance's matcher at the start of a text, which stays there."""
+        self._kind, self._fresh, self._size = kind, fresh, vocab_size
+        self.restore([])
+
+    def mask(self) -> np.ndarray:
+        """Which tokens may follow, bool [V].
+
+        Raises:
+            GenerationError: the grammar became too complex.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(bits, count=self._size, bitorder="little").view(bool)
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may follow, and more after it."""
+        return not self._matcher.is_stopped() and self._matcher.validate_tokens([token]) == 1
+
+    def accept(self, token: int) -> None:
+        """Adds a token that may follow."""
+        if self._matcher.is_stopped():  # only an end-of-sequence token comes now, which llguidance does not count
+            self._after_stop += 1
+        else:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def rewind(self, count: int) -> None:
+        """Removes the last tokens."""
+        uncounted = min(count, self._after_stop)
+        self._after_stop -= uncounted
+        if count > uncounted:
+            self._matcher.rollback(count - uncounted)
+            self._check()
+
+    def restore(self, tokens: Sequence[int]) -> None:
+        """Begins anew with `tokens`, whatever the state is."""
+        self._matcher, self._after_stop = self._fresh.deep_copy(), 0
+        for token in tokens:
+            self.accept(token)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().split("<state>")[0]
+            raise GenerationError(f"{self._kind} cannot be followed: {' '.join(reason.split())[:200]}")
+
+
+def _vocabulary(bundle: Bundle, kind: str) -> Any:
+    """llguidance's tables of a bundle's tokens, made once."""
+    from llguidance import LLTokenizer
+
+    ends, file = list(bundle.manifest.model.eos_token_ids), bundle.files[TOKENIZER_FILE]
+    if not ends:
+        raise GenerationError(f"{kind} needs a model with an end-of-sequence token, and that of {bundle.path} has none")
+    if file not in _vocabularies:
+        text = tokenizer_of(bundle).to_json()
+        try:
+            _vocabularies[file] = LLTokenizer(text, n_vocab=bundle.manifest.model.vocab_size, eos_token=ends)
+        except Exception as error:  # of Rust, of several kinds
+            raise GenerationError(f"{kind} cannot be used with the bundle's tokenizer: {one_line(error)}") from error
+    return _vocabularies[file]
