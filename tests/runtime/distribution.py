@@ -9,6 +9,13 @@ import numpy as np
 from tide_export.runtime.decoding.sampling import Sampler
 
 
+def probabilities(sampler: Sampler, logits: np.ndarray) -> dict[int, float]:
+    """Of the tokens that can be drawn."""
+    ids, weights = sampler.distribution(logits)
+    assert weights.dtype == np.float32
+    return dict(zip(ids.tolist(), (weights / weights.sum(dtype=np.float64)).tolist(), strict=True))
+
+
 def joint(
     logits_behind: Callable[[Sequence[int]], np.ndarray], sampler: Sampler, length: int
 ) -> dict[tuple[int, ...], float]:
@@ -17,8 +24,8 @@ def joint(
     for _ in range(length):
         longer = {}
         for tokens, share in known.items():
-            for token, p in zip(*sampler.distribution(logits_behind(tokens)), strict=True):
-                longer[(*tokens, int(token))] = share * p
+            for token, p in probabilities(sampler, logits_behind(tokens)).items():
+                longer[(*tokens, token)] = share * p
         known = longer
     return known
 

@@ -7,6 +7,7 @@ probability is at least `min_p` times the largest, and top-p counts the probabil
 Every sequence has its own `Sampler`. The same seed and the same logits give the same tokens.
 """
 
+from functools import lru_cache
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ import numpy as np
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.processing import LogitsProcessing
+
+BLOCK = 256  # weights that are added up before one of them is drawn
+GROUP = 64  # logits of which the largest is looked at before the others
+TINY, HUGE = 1e-30, 1e30  # temperatures beyond which nothing changes any more
 
 
 class TokenLogprobs(NamedTuple):
@@ -101,30 +106,37 @@ class Sampler:
 
     def draw(self, ids: np.ndarray, weights: np.ndarray) -> int:
         """One of `ids` [n], with probabilities in proportion to `weights` [n]."""
-        edges = weights.cumsum()
-        drawn = np.searchsorted(edges, self.uniform() * edges[-1], side="right")
-        return int(ids[min(drawn, len(ids) - 1)])
+        number = self.uniform()
+        if len(weights) < 4 * BLOCK:
+            return int(ids[_share_at(weights, number)[0]])
+        whole = len(weights) // BLOCK * BLOCK
+        sums = np.append(weights[:whole].reshape(-1, BLOCK).sum(1), weights[whole:].sum())
+        block, number = _share_at(sums, number)
+        start = block * BLOCK
+        return int(ids[start + _share_at(weights[start : start + BLOCK], number)[0]])
 
     def uniform(self) -> float:
         """A number in [0, 1)."""
         return self._random.random()
 
     def distribution(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that can be drawn (int64 [n]) and their probabilities (float64 [n], adding up to 1). Raises
-        GenerationError: the logits are not finite."""
+        """The tokens that can be drawn (int64 [n]), and numbers in proportion to their probabilities (float32 [n]).
+        Raises GenerationError: the logits are not finite."""
         best = logits.max()  # NaN if any is
         if not isfinite(best):
             raise GenerationError("the model's logits are not finite")
-        ids = _top_ids(logits, self.top_k) if 0 < self.top_k < len(logits) else np.arange(len(logits))
-        probabilities = _softmax(logits[ids], best, self.temperature)
+        if 0 < self.top_k < len(logits):
+            ids = _top_ids(logits, self.top_k)
+            weights = _weights(logits[ids], best, self.temperature)
+        else:
+            ids, weights = _all_ids(len(logits)), _weights(logits, best, self.temperature)
         if self.min_p > 0:
-            likely = probabilities >= self.min_p * probabilities.max()
-            ids, probabilities = ids[likely], probabilities[likely] / probabilities[likely].sum()
+            likely = np.flatnonzero(weights >= self.min_p)  # the largest is 1
+            ids, weights = ids[likely], weights[likely]
         if self.top_p < 1:
-            order = np.argsort(-probabilities, kind="stable")
-            top = order[: np.searchsorted(probabilities[order].cumsum(), self.top_p) + 1]
-            ids, probabilities = ids[top], probabilities[top] / probabilities[top].sum()
-        return ids, probabilities
+            top = _nucleus(weights, self.top_p)
+            ids, weights = ids[top], weights[top]
+        return ids, weights
 
     def _choose(self, logits: np.ndarray) -> int:
         return _most_likely(logits) if self.greedy else self.draw(*self.distribution(logits))
@@ -157,13 +169,45 @@ def _logprobs(logits: np.ndarray, token: int, k: int) -> TokenLogprobs:
 
 def _top_ids(logits: np.ndarray, k: int) -> np.ndarray:
     """Ids of exactly k largest logits, ascending; of equal logits at the edge, the lowest ids."""
-    edge = np.partition(logits, len(logits) - k)[len(logits) - k]
-    above = np.flatnonzero(logits > edge)
-    ties = np.flatnonzero(logits == edge)[: k - len(above)]
+    groups = len(logits) // GROUP
+    if groups > 4 * k:  # k groups have a logit of the k-th largest maximum or more: so do the k largest logits
+        maxima = logits[: groups * GROUP].reshape(GROUP, groups).max(0)
+        candidates = np.flatnonzero(logits >= np.partition(maxima, groups - k)[groups - k])
+    else:
+        candidates = _all_ids(len(logits))
+    values = logits[candidates]
+    edge = np.partition(values, len(values) - k)[len(values) - k]
+    above = candidates[values > edge]
+    ties = candidates[values == edge][: k - len(above)]
     return np.sort(np.concatenate([above, ties]))
 
 
-def _softmax(logits: np.ndarray, best: float, temperature: float) -> np.ndarray:
+def _nucleus(weights: np.ndarray, top_p: float) -> np.ndarray:
+    """Indices of the fewest largest weights that sum to a share `top_p` or more, largest first."""
+    total = weights.sum(dtype=np.float64)
+    # All that are less than this add up to half of what may be omitted, at most.
+    candidates = np.flatnonzero(weights >= (1 - top_p) * total / (2 * len(weights)))
+    largest = candidates[np.argsort(-weights[candidates], kind="stable")]
+    return largest[: np.searchsorted(weights[largest].cumsum(dtype=np.float64), top_p * total) + 1]
+
+
+def _weights(logits: np.ndarray, best: float, temperature: float) -> np.ndarray:
+    """Numbers float32 in proportion to the probabilities; that of the most likely token is 1."""
     with np.errstate(over="ignore"):  # a tiny temperature: -inf, whose exp is the 0 it should be
-        weights = np.exp((logits.astype(np.float64) - best) / temperature)
-    return weights / weights.sum()
+        return np.exp((logits - np.float32(best)) / np.float32(min(max(temperature, TINY), HUGE)))
+
+
+def _share_at(weights: np.ndarray, number: float) -> tuple[int, float]:
+    """Divides [0, 1) among the weights: in which one's share `number` lies, never one of 0, and where in that share."""
+    edges = weights.cumsum(dtype=np.float64)
+    wanted = number * edges[-1]
+    index = int(edges.searchsorted(wanted, side="right"))
+    if index == len(weights):  # the product was rounded up
+        index = int(np.flatnonzero(weights)[-1])
+    before = edges[index - 1] if index else 0.0
+    return index, min((wanted - before) / (edges[index] - before), 1.0)
+
+
+@lru_cache(maxsize=4)
+def _all_ids(count: int) -> np.ndarray:
+    return np.arange(count)
