@@ -96,14 +96,29 @@ def expected(engine: Engine, items: Sequence[Item]) -> list[Answer]:
 
 def check(front: Front, items: Sequence[Item], answers: Sequence[Answer]) -> None:
     """Compares what `front` gives with what it must."""
-    for item, found, right in zip(items, front(items), answers, strict=True):
-        if item.leaves_after is not None and found.finish_reason is None:
-            assert right.text.startswith(found.text), item
-            assert found.tokens is None or found.tokens == right.tokens[: len(found.tokens)], item
-            continue
-        assert (found.text, found.finish_reason) == (right.text, right.finish_reason), item
-        assert found.count is None or found.count == right.count, item
-        assert found.tokens is None or found.tokens == right.tokens, item
+    found = front(items)
+    wrong = [
+        (number, item.options, item.stops, _difference(item, one, right))
+        for number, (item, one, right) in enumerate(zip(items, found, answers, strict=True))
+        if _difference(item, one, right)
+    ]
+    assert not wrong, f"{len(wrong)} of {len(items)} requests differ: {wrong}"
+
+
+def _difference(item: Item, found: Answer, right: Answer) -> str:
+    """What is different, in words; empty where nothing is."""
+    tokens, expected = found.tokens or [], right.tokens or []
+    if item.leaves_after is not None and found.finish_reason is None:
+        same = right.text.startswith(found.text) and tokens == expected[: len(tokens)]
+    else:
+        same = (found.text, found.finish_reason) == (right.text, right.finish_reason)
+        same &= found.count in (None, right.count) and found.tokens in (None, right.tokens)
+    if same:
+        return ""
+    first = next((n for n, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), None)
+    text = next((n for n, (a, b) in enumerate(zip(found.text, right.text, strict=False)) if a != b), None)
+    ends = f"{found.count} {found.finish_reason}, {right.count} {right.finish_reason}"
+    return f"from token {first}, character {text} on; ends {ends}"
 
 
 def concurrently(ask: Callable[[Item], Answer]) -> Front:
