@@ -67,24 +67,24 @@ class Driver {
     if (command == "profiles") return picked_profiles(words.at(0), whole_numbers(command, words.at(1)));
     if (command == "plugins") return found_plugins(words.at(0));
     if (command == "allocation_failed") return allocation_failed() ? "true" : "false";
-    if (command == "generate") return generate(parse_with_hooks(words));
+    if (command == "generate") return generate(parse_with_hooks(words, engine(), tokenizer_));
     if (command == "tokenizer") return open_tokenizer(words);
     if (command == "encode") return list(tokenizer().encode(from_hex(words.at(0)), words.at(1) == "1"));
     if (command == "decode") return json_string(tokenizer().decode(ids_of(words.at(0)), words.at(1) == "1"));
     if (command == "pieces") return pieces(ids_of(words.at(0)), ids_of(words.at(1)));
-    if (command == "generate_batch") return generate_batch(parse_with_hooks(words));
+    if (command == "generate_batch") return generate_batch(parse_with_hooks(words, engine(), tokenizer_));
     if (command.rfind("batch_", 0) == 0) return batch_.answer(command, words);
     if (command.rfind("schedule_", 0) == 0) return schedule_.answer(engine(), command, words);
     if (command == "thresholds") return thresholds(parse(words).config);
     if (command == "max_batch_size") return std::to_string(engine().max_batch_size());
     std::int64_t const number = whole_numbers(command, words.at(0)).at(0);
     if (command == "fail_allocation") return fail_next(number, whole_numbers(command, words.at(1)).at(0));
-    if (command == "stream") return stream(number, parse_with_hooks({words.begin() + 1, words.end()}));
+    if (command == "stream") return stream(number, parse_with_hooks({words.begin() + 1, words.end()}, engine()));
     if (command == "at_once") return prompts_at_once(number, parse({words.begin() + 1, words.end()}));
     if (command == "batches_at_once") return batches_at_once(number, parse({words.begin() + 1, words.end()}));
     if (command == "stream_batch") return stream_batch(number, words);
     if (command == "threads") return threads(number, words);
-    if (command == "draw") return draw(number, parse_with_hooks({words.begin() + 1, words.end()}));
+    if (command == "draw") return draw(number, parse_with_hooks({words.begin() + 1, words.end()}, engine()));
     if (command == "start") return start(number, words);
     tide::State& state = states_.at(number);
     if (command == "step") return step(state, words);
@@ -165,7 +165,7 @@ class Driver {
   // if that is negative, it throws at its token of that number.
   std::string stream_batch(std::int64_t number, Words const& words) const {
     std::int64_t const max_tokens = whole_numbers("stream_batch", words.at(1)).at(0);
-    Options const options = parse_with_hooks({words.begin() + 2, words.end()});
+    Options const options = parse_with_hooks({words.begin() + 2, words.end()}, engine());
     std::vector<std::vector<std::int64_t>> taken(options.prompts.size());
     auto const on_token = [&](std::size_t prompt, tide::Token const& token) {
       taken.at(prompt).push_back(token.id);

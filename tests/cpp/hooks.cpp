@@ -6,6 +6,8 @@
 #include <set>
 #include <stdexcept>
 
+#include "grammar.h"
+
 namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
@@ -45,12 +47,19 @@ std::string taken(std::vector<std::string>& words, std::string const& option) {
 
 }  // namespace
 
-Options parse_with_hooks(std::vector<std::string> words) {
+Options parse_with_hooks(std::vector<std::string> words, tide::Engine const& engine,
+                         std::optional<tide::Tokenizer> const& tokenizer) {
+  std::string const regex = from_hex(taken(words, "--regex-hex")), folder = taken(words, "--regex-bundle");
   std::string const processor = taken(words, "--processor"), detokenizer = taken(words, "--detokenizer");
   std::vector<std::string> stop;
   for (std::string word; !(word = taken(words, "--stop-hex")).empty();) stop.push_back(from_hex(word));
   Options options = parse(words);
   options.config.stop = stop;
+  if (!regex.empty()) {
+    std::int64_t const end = engine.manifest().model.eos_token_ids.at(0);
+    options.config.logits_processor = regex_of(regex, folder, end, options.prompts.at(0).size());
+  }
+  if (detokenizer == "bundle") options.config.detokenizer = tokenizer.value();
   if (detokenizer == "letters") options.config.detokenizer = letters;
   if (detokenizer == "throws") {
     options.config.detokenizer = [](Ids const&) -> std::string { throw std::runtime_error("no"); };

@@ -35,7 +35,7 @@ std::string ScheduleDriver::answer(tide::Engine const& engine, std::string const
   } else if (command == "schedule_submit") {
     std::optional<double> timeout;
     if (words.at(0) != "none") timeout = real_numbers(command, words.at(0)).at(0);
-    Options const options = parse_with_hooks({words.begin() + 1, words.end()});
+    Options const options = parse_with_hooks({words.begin() + 1, words.end()}, engine);
     std::vector<std::int64_t> const prompt = options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts[0];
     handles_.push_back(injected([&] { return scheduler_->submit(prompt, options.config, timeout); }));
     return std::to_string(handles_.size() - 1);

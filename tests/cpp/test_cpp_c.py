@@ -112,6 +112,9 @@ OPTIONS: list[dict[str, Any]] = [
     GREEDY | {"mode": "lossless", "threshold": [0.5, 0.5], "prompt_lookup": 3},
     {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "seed": 3, "max_new_tokens": 4, "stop_token_ids": [1, 2]},
     {"stop_token_ids": None},
+    GREEDY | {"repetition_penalty": 1.6, "presence_penalty": 0.4, "logit_bias": {4: 0.4, 80: -100.0}},
+    GREEDY | {"mode": "lossless", "frequency_penalty": 0.4},
+    {"temperature": 0.7, "min_p": 0.2, "seed": 3, "max_new_tokens": 4},
 ]
 
 
@@ -141,6 +144,8 @@ def test_ctypes(library: ctypes.CDLL, loaded: c_void_p, engine: Engine, options:
         ('{"max_new_tokens": 0}', "max_new_tokens must be a whole number, 1 or more, not 0"),
         ('{"mode": "fast"}', "mode must be 'auto', 'full', 'exit' or 'lossless', not 'fast'"),
         ('{"threshold": ["x"]}', "options: field 'threshold.0' must be a number, not \"x\""),
+        ('{"logit_bias": {"x": 1}}', "options: field 'logit_bias.x' is no token id"),
+        ('{"min_p": 0.5}', "min_p is for a temperature above 0: without one the most likely token is taken"),
         ('{"seed": [1, 2], "temperature": 1}', "seed must be a whole number, 0 or more, not [1, 2]"),
     ],
 )

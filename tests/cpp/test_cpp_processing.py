@@ -88,7 +88,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {3: float("-inf")}}, "a bias of logit_bias must be a number, not -inf"),
     ({"logprobs": -1}, "logprobs must be a whole number, 0 or more, not -1"),
     ({"logprobs": 10**6}, "logprobs must be a whole number from 0 to .*, not 1000000"),
-    ({"logits_processor": none}, "logits_processor and logit_bias leave no token with a finite logit"),
+    ({"logits_processor": none}, "logits_processor, logit_bias and grammar leave no token with a finite logit"),
     ({"logits_processor": throws}, "logits_processor failed: no rule fits$"),
 ]
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.names import MANIFEST_FILE, TOKENIZER_FILE
+from tide_export.runtime.engine import load
 from tide_export.runtime.tokenizer import BundleTokenizer
 
 TEXTS = [
@@ -205,6 +207,43 @@ def test_stop_strings(tiny_llama, open_cpp: Callable[..., CppEngine], mode: dict
 
 def _letters(tokens: list[int]) -> str:
     return "".join(chr(97 + token % 26) * (1 + token % 2) for token in tokens)
+
+
+PROMPT = "import os\nimport sys\n\n\ndef main():\n"
+
+
+@pytest.mark.parametrize("mode", [{"mode": "full"}, {"mode": "lossless", "threshold": 0.3}], ids=str)
+def test_stop_strings_as_in_python(
+    demo_bundle: Path, texts: dict[str, tuple[BundleTokenizer, CppEngine]], mode: dict[str, Any]
+) -> None:
+    python, cpp = load(demo_bundle, threads=1), texts["demo"][1]
+    ids, options = texts["demo"][0].encode(PROMPT), {"max_new_tokens": 24, "stop_token_ids": [], **mode}
+    whole = python.generate(ids, detokenize=True, **options)
+    assert whole.text
+    middle = len(whole.text) // 2
+    for stop in ((), (whole.text[middle : middle + 3],), ("no such", whole.text[-4:], whole.text[-6:-2])):
+        words = [word for one in stop for word in ("--stop-hex", hexadecimal(one))]
+        ours = cpp.call("generate", *cpp.request(ids, **options), "--detokenizer", "bundle", *words)
+        theirs = python.generate(ids, stop=stop, detokenize=True, **options)
+        assert ours["text"] == theirs.text
+        assert (ours["tokens"], ours["finish_reason"]) == (theirs.tokens, theirs.finish_reason)
+        assert (theirs.finish_reason == "stop") == bool(stop)
+
+
+def test_a_grammar(demo_bundle: Path, texts: dict[str, tuple[BundleTokenizer, CppEngine]]) -> None:
+    """llguidance's C API as the logits processor: lossless mode keeps its promise with it."""
+    tokenizer, cpp = texts["demo"]
+    ids, pattern = tokenizer.encode(PROMPT), r"    x = [0-9]{3}\n    return \(x, [a-f]+7\)"
+    tokens = []
+    for mode in ({"mode": "full"}, {"mode": "exit", "threshold": 0.3}, {"mode": "lossless", "threshold": 0.3}):
+        words = ["--regex-hex", hexadecimal(pattern), "--regex-bundle", str(demo_bundle), "--detokenizer", "bundle"]
+        out = cpp.call("generate", *cpp.request(ids, max_new_tokens=60, **mode), *words)
+        if out["finish_reason"] == "stop":
+            assert re.fullmatch(pattern, out["text"])
+        else:
+            assert re.match(r"    x = [0-9]{3}\n    return \(x, [a-f]*$", out["text"])
+        tokens.append(out["tokens"])
+    assert tokens[0] == tokens[2]
 
 
 def test_the_example_program(cpp: CppBuild, demo_bundle: Path, library: Path) -> None:

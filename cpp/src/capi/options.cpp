@@ -1,5 +1,6 @@
 #include "capi/options.h"
 
+#include <charconv>
 #include <map>
 
 #include "bundle/fields.h"
@@ -32,6 +33,18 @@ OneOrEach<T> one_or_each(Field const& field, T (Field::*one)() const, std::vecto
   return field.is_list() ? OneOrEach<T>((field.*each)()) : OneOrEach<T>((field.*one)());
 }
 
+// Biases by token id, whose digits are a field's name.
+std::map<std::int64_t, double> biases(Field const& field) {
+  std::map<std::int64_t, double> values;
+  for (auto const& [name, value] : field.entries()) {
+    std::int64_t id = 0;
+    auto const end = std::from_chars(name.data(), name.data() + name.size(), id);
+    if (name.empty() || end.ec != std::errc() || end.ptr != name.data() + name.size()) value.refuse("is no token id");
+    values[id] = value.real();
+  }
+  return values;
+}
+
 }  // namespace
 
 LoadOptions load_options(char const* text) {
@@ -57,6 +70,11 @@ GenerationConfig generation_config(char const* text) {
       {"temperature", [&](Field const& field) { config.temperature = field.real(); }},
       {"top_k", [&](Field const& field) { config.top_k = field.whole(); }},
       {"top_p", [&](Field const& field) { config.top_p = field.real(); }},
+      {"min_p", [&](Field const& field) { config.min_p = field.real(); }},
+      {"repetition_penalty", [&](Field const& field) { config.repetition_penalty = field.real(); }},
+      {"presence_penalty", [&](Field const& field) { config.presence_penalty = field.real(); }},
+      {"frequency_penalty", [&](Field const& field) { config.frequency_penalty = field.real(); }},
+      {"logit_bias", [&](Field const& field) { config.logit_bias = biases(field); }},
       {"seed", [&](Field const& field) { config.seed = one_or_each(field, &Field::whole, &Field::wholes); }},
       {"stop_token_ids", [&](Field const& field) { config.stop_token_ids = field.wholes(); }},
       {"compaction_threshold", [&](Field const& field) { config.compaction_threshold = field.real(); }},

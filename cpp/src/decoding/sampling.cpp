@@ -168,7 +168,7 @@ float const* Sampler::processed(float const* logits, std::size_t vocabulary) {
   float const* const changed = (*processing_)(logits, vocabulary);
   bool const left = std::all_of(changed, changed + vocabulary, [](float value) { return !std::isnan(value); }) &&
                     std::isfinite(*std::max_element(changed, changed + vocabulary));
-  if (!left) throw GenerationError("logits_processor and logit_bias leave no token with a finite logit");
+  if (!left) throw GenerationError("logits_processor, logit_bias and grammar leave no token with a finite logit");
   return changed;
 }
 
