@@ -1,6 +1,8 @@
 """`tide-export generate`: its text, its numbers, its options, one prompt or several."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,42 @@ def test_generate_equals_the_python_interface(demo_bundle: Path, capsys):
     assert generated(capsys, demo_bundle, "--max-new-tokens", 10, "--mode", "full", *flags)["tokens"] == expected.tokens
 
 
+def test_options_that_shape_the_text(demo_bundle: Path, tmp_path: Path, capsys):
+    engine = tide_export.load(demo_bundle)
+    ids, schema = engine.tokenizer.encode(PROMPT), tmp_path / "schema.json"
+    options = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.2, "logprobs": 2}
+    expected = engine.generate(ids, max_new_tokens=10, mode="full", logit_bias={7: 2.0, 9: -1.0}, **options)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    flags += ["--logit-bias", "7=2", "--logit-bias", "9=-1", "--max-new-tokens", 10, "--mode", "full"]
+    found = generated(capsys, demo_bundle, *flags)
+    assert found["tokens"] == expected.tokens
+    assert found["logprobs"][3]["top"] == [list(pair) for pair in expected.logprobs[3].top]
+    whole = generated(capsys, demo_bundle, "--mode", "full", "--max-new-tokens", 12)["text"]
+    line = ["generate", str(demo_bundle), "--prompt", PROMPT, "--mode", "full", "--max-new-tokens", "12", "-q"]
+    assert main([*line, "--stop", "never", "--stop", whole[7:11]]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(whole[7:11])] + "\n"
+    schema.write_text('{"enum": ["a", 12]}')
+    assert generated(capsys, demo_bundle, "--json-schema", schema)["text"] in ('"a"', "12")
+    schema.write_text('start: "left" | "right"')
+    assert main([*line, "--grammar", str(schema)]) == 0
+    assert capsys.readouterr().out in ("left\n", "right\n")
+
+
+def test_a_conversation(demo_bundle: Path, tmp_path: Path, capsys, monkeypatch):
+    bundle = tmp_path / "chat"
+    shutil.copytree(demo_bundle, bundle)
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+    (bundle / "chat_template.jinja").write_text(template)
+    engine = tide_export.load(bundle)
+    ids = engine.tokenizer.encode_plain(f"# system: Be brief.\n# user: {PROMPT}\n# assistant:")
+    expected = engine.generate(ids, max_new_tokens=8, mode="full").tokens
+    line = ["--chat", "--system", "Be brief.", "--mode", "full", "--max-new-tokens", 8]
+    assert generated(capsys, bundle, *line)["tokens"] == expected
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    says = refused(capsys, "generate", bundle, "-q", "--prompt", PROMPT, "--chat")
+    assert "a conversation needs the package 'jinja2': pip install 'tide_export[chat]'" in says
+
+
 def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
     shallow = generated(capsys, demo_bundle, "--threshold", 0, "--min-layers", 0, "--max-new-tokens", 6)
     assert shallow["stats"]["exits_per_layer"] == {"3": 6, "6": 0, "9": 0}
@@ -74,6 +112,15 @@ def test_thresholds_reach_the_graph(demo_bundle: Path, capsys):
         (["--threshold", "1e400"], "threshold must lie in [0, 1], not inf"),
         (["--max-pending", "9" * 30], "max_pending must be a whole number from 0 to 9223372036854775807"),
         (["--prompt", "\udcff"], "the prompt is not valid Unicode: its character 1 is '\\udcff'"),
+        (["--min-p", "0.1"], "min_p is for a temperature above 0"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be above 0"),
+        (["--logit-bias", "99999=1"], "logit_bias holds token id 99999, outside the vocabulary"),
+        (["--logprobs", "3"], "--logprobs is for --json"),
+        (["--stop", ""], "stop must be a string or a list of strings, none of them empty"),
+        (["--regex", "[a"], "regex cannot be compiled"),
+        (["--json-schema", "gone.json"], "--json-schema: cannot read gone.json"),
+        (["--system", "Be brief."], "--system is for --chat"),
+        (["--chat"], "takes no conversations, only text"),
         (["--provider", "abacus"], "provider"),
         (["--provider", "tensorrt"], "holds no TensorRT engines"),
     ],

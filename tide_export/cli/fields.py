@@ -1,11 +1,24 @@
-"""Makes command-line options of the fields of pydantic settings."""
+"""Makes command-line options of the fields of pydantic settings, and arguments of functions of options."""
 
 import argparse
+from collections.abc import Callable
+from inspect import signature
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
+
+
+# Options of the command line itself; all others are named like the parameter they are given for.
+OWN_OPTIONS = ("command", "quiet", "verbose", "debug", "json")
+
+
+def given(options: argparse.Namespace, function: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """The options that were given, by the names of the parameters they are for; only those of `function`, if given."""
+    values = {name: value for name, value in vars(options).items() if value is not None and name not in OWN_OPTIONS}
+    names = values if function is None else signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}
 
 
 def field_option(name: str, field: "FieldInfo") -> dict[str, Any]:

@@ -9,17 +9,17 @@ import json
 import logging
 import os
 import sys
-import time
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tide_export.cli.adapt import run_adapt
+from tide_export.cli.fields import given
+from tide_export.cli.generate import run_generate
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
 from tide_export.cli.serve import run_serve
 from tide_export.cli.torch_environment import prepare
@@ -29,13 +29,9 @@ from tide_export.files import NO_SPACE
 
 if TYPE_CHECKING:
     from tide_export.config import TideConfig
-    from tide_export.runtime.decoding.generation import Generation
-    from tide_export.runtime.tokenizer import BundleTokenizer
 
 logger = logging.getLogger("tide_export")
 
-# Options of the command line itself; all others are named like the parameter they are given for.
-OWN_OPTIONS = ("command", "quiet", "verbose", "debug", "json")
 # Fields of `TideConfig` that are used when the routers are fitted already.
 EXPORT_FIELDS = {"epsilon", "exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold"}
 QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
@@ -77,7 +73,7 @@ def _calibrate(options: Namespace) -> int:
         return _import_from_tide(options)
     from tide_export.pipeline.calibrate import calibrate
 
-    more = _arguments(options, calibrate)
+    more = given(options, calibrate)
     if calibrate(**more, config=config) is not None:  # the main one of several processes
         print(options.output)
     return 0
@@ -103,21 +99,21 @@ def _export(options: Namespace) -> int:
     from tide_export.pipeline.flow import export
     from tide_export.pipeline.request import ExportRequest
 
-    print(export(**_arguments(options, ExportRequest), config=config))
+    print(export(**given(options, ExportRequest), config=config))
     return 0
 
 
 def _build(options: Namespace) -> int:
     from tide_export.engines.rebuild import rebuild
 
-    print(rebuild(**_arguments(options)).path)
+    print(rebuild(**given(options)).path)
     return 0
 
 
 def _validate(options: Namespace) -> int:
     from tide_export.verify.validate import validate
 
-    report = validate(**_arguments(options))
+    report = validate(**given(options))
     _print_report(options, report)
     return 0 if report.holds else 1
 
@@ -125,80 +121,14 @@ def _validate(options: Namespace) -> int:
 def _tune(options: Namespace) -> int:
     from tide_export.tuning.tune import tune
 
-    _print_report(options, tune(**_arguments(options)))
+    _print_report(options, tune(**given(options)))
     return 0
-
-
-def _generate(options: Namespace) -> int:
-    from tide_export.bundle.auto_mode import sentence
-    from tide_export.runtime.config import GenerationConfig
-    from tide_export.runtime.engine import load
-    from tide_export.runtime.tokenizer import BundleTokenizer, read_prompts
-
-    prompts = options.prompt if options.prompts is None else read_prompts(Path(options.prompts))
-    if len(prompts) == 1 and options.compaction_threshold is not None:
-        raise ConfigError("--compaction-threshold is for several prompts")
-    config = GenerationConfig(**_arguments(options, GenerationConfig))
-    engine = load(**_arguments(options, load))
-    tokenizer = BundleTokenizer(engine.bundle)
-    encoded = [tokenizer.encode(prompt) for prompt in prompts]
-    mode = engine.resolved(config).mode
-    if config.mode == "auto" and options.threshold is None and options.min_layers is None and not options.quiet:
-        print(sentence(engine.auto), file=sys.stderr)
-    if len(prompts) > 1:
-        started = time.perf_counter()
-        done = engine.generate(encoded, config)
-        seconds = time.perf_counter() - started
-        answers = [_answer(tokenizer, *one) for one in zip(prompts, encoded, done, strict=True)]
-        _print_batch(options, mode, answers, done, seconds)
-    elif options.json:
-        answer = _answer(tokenizer, prompts[0], encoded[0], engine.generate(encoded[0], config))
-        print(json.dumps(answer | {"mode": mode}, indent=2))
-    else:
-        if options.echo:
-            print(prompts[0], end="", flush=True)
-        stream = engine.stream(encoded[0], config)
-        for piece in tokenizer.stream(encoded[0], stream):
-            print(piece, end="", flush=True)
-        print(flush=True)
-        if not options.quiet:
-            print(f"\n{stream.stats.summary()}\nended by {stream.finish_reason}", file=sys.stderr)
-    return 0
-
-
-def _answer(tokenizer: "BundleTokenizer", prompt: str, ids: list[int], generation: "Generation") -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "text": "".join(tokenizer.stream(ids, generation.tokens)),
-        "tokens": generation.tokens,
-        "finish_reason": generation.finish_reason,
-        "stats": generation.stats.as_dict(),
-    }
-
-
-def _print_batch(
-    options: Namespace, mode: str, answers: list[dict[str, Any]], done: list["Generation"], seconds: float
-) -> None:
-    """Prints the texts of several prompts in order, each under a line with its number."""
-    total = sum(len(one.tokens) for one in done)
-    if options.json:
-        whole = {"mode": mode, "total_tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
-        print(json.dumps(whole | {"sequences": answers}, indent=2))
-        return
-    for number, (answer, one) in enumerate(zip(answers, done, strict=True), 1):
-        print(f"--- {number} of {len(done)}", flush=True)
-        print((answer["prompt"] if options.echo else "") + answer["text"], flush=True)
-        if not options.quiet:
-            print(f"\n{one.stats.summary()}\nended by {one.finish_reason}\n", file=sys.stderr)
-    if not options.quiet:
-        speed = f"{total / seconds:.1f} tokens/s"
-        print(f"{total} tokens of {len(done)} prompts in {seconds:.3f} s ({speed})", file=sys.stderr)
 
 
 def _bench(options: Namespace) -> int:
     from tide_export.runtime.bench import bench
 
-    _print_report(options, bench(**_arguments(options)))
+    _print_report(options, bench(**given(options)))
     return 0
 
 
@@ -217,19 +147,12 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "build": _build,
     "validate": _validate,
     "tune": _tune,
-    "generate": _generate,
+    "generate": run_generate,
     "serve": run_serve,
     "triton": run_triton,
     "bench": _bench,
     "inspect": _inspect,
 }
-
-
-def _arguments(options: Namespace, function: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """The options that were given, by the names of the parameters they are for; only those of `function`, if given."""
-    values = {name: value for name, value in vars(options).items() if value is not None and name not in OWN_OPTIONS}
-    names = values if function is None else signature(function).parameters
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _print_report(options: Namespace, report: Any) -> None:
@@ -252,7 +175,7 @@ def _config_options(options: Namespace) -> dict[str, Any]:
     """The fields of `TideConfig` set on the command line."""
     from tide_export.config import TideConfig
 
-    return {name: value for name, value in _arguments(options).items() if name in TideConfig.model_fields}
+    return {name: value for name, value in given(options).items() if name in TideConfig.model_fields}
 
 
 def _recipe(path: str | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import NoReturn
 from tide_export.bundle.manifest import FLAVOURS, NETWORK_PRECISIONS, TARGETS, WEIGHTS
 from tide_export.cli.adapt import add_adapt_options
 from tide_export.cli.fields import field_option, yes_or_no
+from tide_export.cli.generate import add_prompt_options, add_sampling_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
 from tide_export.thresholds.resolve import MODES
@@ -263,14 +264,7 @@ def _add_tune(commands) -> None:
 
 def _add_generate(commands) -> None:
     parser = _command(commands, "generate", "Continue a prompt; text to stdout as it comes, statistics to stderr.")
-    parser.add_argument("bundle", metavar="BUNDLE")
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated: decoded as a batch")
-    prompts.add_argument(
-        "--prompts", metavar="FILE", help="prompts to decode as a batch: one a line, or .jsonl with a field prompt"
-    )
-    parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(64)")
+    add_prompt_options(parser)
     _add_exit_options(parser)
     parser.add_argument(
         "--mode",
@@ -282,19 +276,7 @@ def _add_generate(commands) -> None:
     parser.add_argument(
         "--prompt-lookup", type=int, metavar="N", help="--mode lossless: draft up to N tokens from earlier text"
     )
-    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (0)")
-    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens; 0: all (0)")
-    parser.add_argument(
-        "--top-p", type=float, metavar="X", help="sample from the most likely tokens of this total probability (1)"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="of the sampling; the same seed gives the same text")
-    parser.add_argument(
-        "--ignore-eos",
-        dest="stop_token_ids",
-        action="store_const",
-        const=(),
-        help="do not stop at an end-of-sequence token",
-    )
+    add_sampling_options(parser)
     parser.add_argument(
         "--compaction-threshold",
         type=float,

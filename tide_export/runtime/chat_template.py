@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tide_export.errors import BundleError, GenerationError, first_line
+from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.values import parse_json
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -21,18 +22,22 @@ class ChatTemplate:
 
         Raises:
             BundleError: the bundle has none, or it cannot be compiled.
+            GenerationError: jinja2 is missing.
         """
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+        try:
+            from jinja2 import TemplateError
+            from jinja2.ext import loopcontrols
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ModuleNotFoundError:
+            raise GenerationError(
+                "a conversation needs the package 'jinja2': pip install 'tide_export[chat]'"
+            ) from None
         path = folder / TEMPLATE_FILE
         try:
             source = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise BundleError(
-                f"bundle {folder} has no {TEMPLATE_FILE}: its model takes no conversations, so give text to "
-                "/v1/completions"
+                f"bundle {folder} has no {TEMPLATE_FILE}: its model takes no conversations, only text"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise BundleError(f"cannot read {path}: {first_line(error)}") from error
@@ -55,6 +60,17 @@ class ChatTemplate:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
         except Exception as error:  # Jinja's own, and whatever a template's expressions raise
             raise GenerationError(f"the chat template refuses the messages: {first_line(error)}") from error
+
+    def encode(self, tokenizer: BundleTokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt as token ids.
+
+        Raises:
+            GenerationError: the template refuses the messages, or makes no text of them.
+        """
+        ids = tokenizer.encode_plain(self.render(messages))
+        if not ids:
+            raise GenerationError("the chat template makes no text of the messages")
+        return ids
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

@@ -155,11 +155,7 @@ class Service:
     def _conversation(self, request: ChatRequest) -> list[int]:
         if self._template is None:
             raise ApiError(400, self._no_template)
-        text = self._template.render([message.plain() for message in request.messages])
-        ids = self.tokenizer.encode_plain(text)
-        if not ids:
-            raise ApiError(400, "the chat template makes no text of the messages")
-        return ids
+        return self._template.encode(self.tokenizer, [message.plain() for message in request.messages])
 
     def _room(self, ids: Sequence[int], asked: int) -> int:
         """Tokens that an answer to a prompt may have."""

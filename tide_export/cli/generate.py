@@ -1,0 +1,183 @@
+"""The command `tide-export generate`: its prompts, what decides about its tokens, and what it prints."""
+
+import argparse
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tide_export.cli.fields import given
+from tide_export.errors import ConfigError, GenerationError
+
+if TYPE_CHECKING:
+    from tide_export.runtime.config import GenerationConfig
+    from tide_export.runtime.decoding.generation import Generation
+    from tide_export.runtime.engine import Engine
+
+FILES = ("json_schema", "grammar")  # options that name a file with the value
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the bundle and the options about its prompts."""
+    parser.add_argument("bundle", metavar="BUNDLE")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated: decoded as a batch")
+    prompts.add_argument(
+        "--prompts", metavar="FILE", help="prompts to decode as a batch: one a line, or .jsonl with a field prompt"
+    )
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, by the bundle's template")
+    parser.add_argument("--system", metavar="TEXT", help="--chat: the system message before it")
+    parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="(64)")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that decide which token comes next, and which one is the last."""
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (0)")
+    parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens; 0: all (0)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="X", help="sample from the most likely tokens of this total probability (1)"
+    )
+    parser.add_argument(
+        "--min-p", type=float, metavar="X", help="drop tokens below this share of the most likely one's probability (0)"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="above 1 against tokens that came, also in the prompt (1)",
+    )
+    parser.add_argument("--presence-penalty", type=float, metavar="X", help="for tokens of the text, -2 to 2 (0)")
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="X", help="the same, each time that they came, -2 to 2 (0)"
+    )
+    parser.add_argument(
+        "--logit-bias", type=_bias, action="append", metavar="ID=X", help="added to a token's logit; may be repeated"
+    )
+    parser.add_argument(
+        "--logprobs", type=int, metavar="N", help="--json: log-probabilities of each token and the N most likely"
+    )
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema")
+    forms.add_argument("--regex", metavar="REGEX", help="the text matches this regular expression")
+    forms.add_argument("--grammar", metavar="FILE", help="the text follows this Lark grammar")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the sampling; the same seed gives the same text")
+    parser.add_argument(
+        "--ignore-eos",
+        dest="stop_token_ids",
+        action="store_const",
+        const=(),
+        help="do not stop at an end-of-sequence token",
+    )
+
+
+def run_generate(options: Namespace) -> int:
+    """Generates, and prints the text as it comes, or all as JSON."""
+    from tide_export.bundle.auto_mode import sentence
+    from tide_export.runtime.config import GenerationConfig
+    from tide_export.runtime.engine import load
+    from tide_export.runtime.tokenizer import read_prompts
+
+    prompts = options.prompt if options.prompts is None else read_prompts(Path(options.prompts))
+    if len(prompts) == 1 and options.compaction_threshold is not None:
+        raise ConfigError("--compaction-threshold is for several prompts")
+    if options.logprobs is not None and not options.json:
+        raise ConfigError("--logprobs is for --json: the text does not show them")
+    if options.system is not None and not options.chat:
+        raise ConfigError("--system is for --chat")
+    read = {name: _read(name, path) for name in FILES if (path := getattr(options, name)) is not None}
+    config = GenerationConfig(**given(options, GenerationConfig) | read, detokenize=True)
+    engine = load(**given(options, load))
+    encoded = _encoded(engine, options, prompts)
+    mode = engine.resolved(config).mode
+    if config.mode == "auto" and options.threshold is None and options.min_layers is None and not options.quiet:
+        print(sentence(engine.auto), file=sys.stderr)
+    if len(prompts) > 1:
+        started = time.perf_counter()
+        done = engine.generate(encoded, config)
+        seconds = time.perf_counter() - started
+        _print_batch(options, mode, prompts, done, seconds)
+    elif options.json:
+        print(json.dumps(_answer(prompts[0], engine.generate(encoded[0], config)) | {"mode": mode}, indent=2))
+    else:
+        _print_stream(engine, options, prompts[0], encoded[0], config)
+    return 0
+
+
+def _encoded(engine: "Engine", options: Namespace, prompts: Sequence[str]) -> list[list[int]]:
+    """The prompts as token ids, with --chat each as a user's message."""
+    if not options.chat:
+        return [engine.tokenizer.encode(prompt) for prompt in prompts]
+    from tide_export.runtime.chat_template import ChatTemplate
+
+    template = ChatTemplate(engine.bundle.path)
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [template.encode(engine.tokenizer, [*system, {"role": "user", "content": one}]) for one in prompts]
+
+
+def _print_stream(
+    engine: "Engine", options: Namespace, prompt: str, ids: list[int], config: "GenerationConfig"
+) -> None:
+    if options.echo:
+        print(prompt, end="", flush=True)
+    stream, shown = engine.stream(ids, config), 0
+    for _ in stream:
+        text = stream.text or ""
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
+    print(flush=True)
+    if not options.quiet:
+        print(f"\n{stream.stats.summary()}\nended by {stream.finish_reason}", file=sys.stderr)
+
+
+def _answer(prompt: str, generation: "Generation") -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "prompt": prompt,
+        "text": generation.text,
+        "tokens": generation.tokens,
+        "finish_reason": generation.finish_reason,
+        "stats": generation.stats.as_dict(),
+    }
+    if generation.logprobs is not None:
+        answer["logprobs"] = [{"logprob": one.logprob, "top": one.top} for one in generation.logprobs]
+    return answer
+
+
+def _print_batch(
+    options: Namespace, mode: str, prompts: Sequence[str], done: Sequence["Generation"], seconds: float
+) -> None:
+    """Prints the texts of several prompts in order, each under a line with its number."""
+    total = sum(len(one.tokens) for one in done)
+    if options.json:
+        whole = {"mode": mode, "total_tokens": total, "seconds": seconds, "tokens_per_second": total / seconds}
+        answers = [_answer(prompt, one) for prompt, one in zip(prompts, done, strict=True)]
+        print(json.dumps(whole | {"sequences": answers}, indent=2))
+        return
+    for number, (prompt, one) in enumerate(zip(prompts, done, strict=True), 1):
+        print(f"--- {number} of {len(done)}", flush=True)
+        print((prompt if options.echo else "") + (one.text or ""), flush=True)
+        if not options.quiet:
+            print(f"\n{one.stats.summary()}\nended by {one.finish_reason}\n", file=sys.stderr)
+    if not options.quiet:
+        speed = f"{total / seconds:.1f} tokens/s"
+        print(f"{total} tokens of {len(done)} prompts in {seconds:.3f} s ({speed})", file=sys.stderr)
+
+
+def _read(name: str, path: str) -> str:
+    """The text of the file that an option names."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise GenerationError(f"--{name.replace('_', '-')}: cannot read {path}: {error}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number such as 42=-1.5") from None
