@@ -10,12 +10,15 @@ import httpx
 import openai
 import uvicorn
 
-from tide_export.runtime.engine import load
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.serving.app import build_app
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.service import Service
 
 KEY = "secret"
+PROMPT = "def read_lines(path):"
+GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 24, "extra_body": {"mode": "full"}}
 
 
 def free_port() -> int:
@@ -52,3 +55,8 @@ class Running:
                 return True
             time.sleep(0.01)
         return False
+
+
+def text_of(engine: Engine, ids: list[int], **options: Any) -> str:
+    tokens = engine.generate(ids, **options).tokens
+    return "".join(BundleTokenizer(engine.bundle).stream(ids, tokens))

@@ -2,53 +2,22 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from running_server import Running, free_port
+from running_server import GREEDY, PROMPT, Running, free_port, text_of
 
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.service import Service
-
-PROMPT = "def read_lines(path):"
-GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 24, "extra_body": {"mode": "full"}}
-
-
-@pytest.fixture(scope="module")
-def chat_bundle(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "demo"
-    shutil.copytree(demo_bundle, folder)
-    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(chat_bundle: Path) -> Iterator[Running]:
-    running = Running(chat_bundle)
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
-def engine(chat_bundle: Path) -> Engine:
-    return load(chat_bundle, provider="cpu", threads=1)
-
-
-def text_of(engine: Engine, ids: list[int], **options: Any) -> str:
-    tokens = engine.generate(ids, **options).tokens
-    return "".join(BundleTokenizer(engine.bundle).stream(ids, tokens))
 
 
 def test_a_completion_is_the_engine_s_text(server: Running, engine: Engine) -> None:
@@ -290,63 +259,6 @@ def test_many_clients_get_their_own_text(server: Running, engine: Engine) -> Non
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda one: server.openai.completions.create(prompt=one, **GREEDY), prompts))
     assert [one.choices[0].text for one in found] == expected
-
-
-def value_of(server: Running, name: str) -> float:
-    """A metric; 0 where there is none yet."""
-    found = re.search(rf"^{re.escape(name)} (\S+)$", server.http.get("/metrics").text, re.M)
-    return float(found[1]) if found else 0.0
-
-
-def test_a_prompt_that_begins_like_another_is_cached(server: Running) -> None:
-    names = ["tide_prompt_tokens_total", "tide_cached_prompt_tokens_total", "tide_prefix_cache_hits_total"]
-    prompt = "class Cached:\n" + "    def method(self): pass\n" * 10
-    before, cached, texts = [value_of(server, name) for name in names], [], []
-    for _ in range(2):
-        done = server.openai.completions.create(prompt=[prompt, "x"], **GREEDY)
-        assert done.usage is not None
-        assert done.usage.prompt_tokens_details is not None
-        cached.append(done.usage.prompt_tokens_details.cached_tokens)
-        texts.append([choice.text for choice in done.choices])
-    after, size = [value_of(server, name) for name in names], done.usage.prompt_tokens
-    assert cached[0] == 0
-    assert size - 20 < cached[1] < size
-    assert texts[0] == texts[1]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [2 * size, cached[1], 1]
-    assert 0 < value_of(server, "tide_prefix_cache_bytes") <= 2**30
-
-
-def test_metrics_count(server: Running) -> None:
-    names = ['tide_requests_total{path="/v1/completions",status="200"}', "tide_prompt_tokens_total"]
-    names += [
-        'tide_tokens_total{layer="12"}',
-        "tide_first_token_seconds_count",
-        'tide_generations_total{reason="length"}',
-    ]
-    before = [value_of(server, name) for name in names]
-    done = server.openai.completions.create(prompt=PROMPT, **GREEDY)
-    assert done.usage is not None
-    after = [value_of(server, name) for name in names]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [1, done.usage.prompt_tokens, 24, 1, 1]
-    assert value_of(server, 'tide_layer_passes_total{kind="run"}') > 0
-
-
-def test_the_audit_is_in_the_metrics(chat_bundle: Path, engine: Engine) -> None:
-    running = Running(chat_bundle, audit_rate=1.0, audit_epsilon=0.5)
-    try:
-        mode: dict[str, Any] = {"extra_body": {"mode": "exit", "threshold": 0.3}}
-        done = running.openai.completions.create(prompt=PROMPT, **GREEDY | mode)
-        ids = BundleTokenizer(engine.bundle).encode(PROMPT)
-        assert done.choices[0].text == text_of(engine, ids, max_new_tokens=24, mode="exit", threshold=0.3)
-        names = [f"tide_audit_{name}_total" for name in ("tokens", "checked", "different", "raises")]
-        tokens, checked, different, raises = (value_of(running, name) for name in names)
-        assert tokens == 24 >= checked > 0
-        assert checked >= different
-        assert raises == 0
-        lower, upper = (value_of(running, f"tide_audit_disagreement_{side}_bound") for side in ("lower", "upper"))
-        assert 0 <= lower <= different / 24 < upper <= 1
-    finally:
-        running.stop()
 
 
 def test_rates_are_limited_by_client(chat_bundle: Path) -> None:
