@@ -36,6 +36,13 @@ std::string letters(Ids const& ids) {
   return text;
 }
 
+// Two tokens are a letter of two bytes; a last one alone is half of it.
+std::string halves(Ids const& ids) {
+  std::string text;
+  for (std::size_t i = 0; i + 1 < ids.size(); i += 2) text += "\xC3\xA9";
+  return text + (ids.size() % 2 == 1 ? "\xEF\xBF\xBD" : "");
+}
+
 // Takes the option and its value out of the words; "": it is not there.
 std::string taken(std::vector<std::string>& words, std::string const& option) {
   auto const at = std::find(words.begin(), words.end(), option);
@@ -61,6 +68,7 @@ Options parse_with_hooks(std::vector<std::string> words, tide::Engine const& eng
   }
   if (detokenizer == "bundle") options.config.detokenizer = tokenizer.value();
   if (detokenizer == "letters") options.config.detokenizer = letters;
+  if (detokenizer == "halves") options.config.detokenizer = halves;
   if (detokenizer == "throws") {
     options.config.detokenizer = [](Ids const&) -> std::string { throw std::runtime_error("no"); };
   }

@@ -167,6 +167,16 @@ def test_a_request_ends_at_its_timeout(opened: Callable[..., Any]) -> None:
     assert [handle.result().finish_reason for handle in handles] == reasons
 
 
+def test_a_cancelled_request_has_all_its_text(exact: CppEngine) -> None:
+    CppScheduler(exact, SchedulerLimits(slots=1))
+    request = [*exact.request([5, 6], 9, **FULL), "--detokenizer", "halves"]
+    number = str(exact.call("schedule_submit", "none", *request))
+    for _ in range(3):
+        exact.call("schedule_step")
+    exact.call("schedule_cancel", number)
+    assert exact.call("schedule_result", number)["text"] == "\u00e9\ufffd", "half a character at the end too"
+
+
 def test_what_is_wrong_is_refused_at_once(opened: Callable[..., Any]) -> None:
     scheduler = opened(slots=SLOTS)
     for ids, options, reason in [

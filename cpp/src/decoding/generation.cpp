@@ -42,10 +42,6 @@ void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std
 
 void Progress::finish(FinishReason reason) {
   if (text_) text_->finish(*generation_.text);
-  end(reason);
-}
-
-void Progress::end(FinishReason reason) {
   generation_.finish_reason = reason;
   ended_ = true;
 }

@@ -34,8 +34,8 @@ class Progress {
   void take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
             double seconds, std::function<bool(Token const&)> const& on_token);
 
-  // Ends it before the next block.
-  void end(FinishReason reason);
+  // Ends it after the last token; its text is then complete.
+  void finish(FinishReason reason);
 
   Generation const& so_far() const { return generation_; }
 
@@ -43,9 +43,6 @@ class Progress {
   Generation finished() { return std::move(generation_); }
 
  private:
-  // Ends it after the last token.
-  void finish(FinishReason reason);
-
   std::vector<std::int64_t> const depths_;
   std::optional<std::int64_t> const context_;
   Request const& request_;

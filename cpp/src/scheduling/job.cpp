@@ -69,7 +69,11 @@ void Job::end(std::optional<FinishReason> reason, std::exception_ptr error) noex
   part_ = {};
   {
     std::lock_guard<std::mutex> const lock(mutex_);
-    if (reason) progress_.end(*reason);
+    try {
+      if (reason) progress_.finish(*reason);
+    } catch (...) {  // of the detokenizer
+      error = std::current_exception();
+    }
     error_ = std::move(error);
     ended_ = true;
   }
