@@ -201,13 +201,14 @@ def test_memory_is_bounded_and_the_kv_are_those_of_the_text() -> None:
         total = len(batch.texts[0])
         batch.sequences[0].lengths = [total, order.choice((total, total, max(total - 5, 0)))]
         cache.keep(0, prompt, answer)
-        assert cache.bytes <= 20 * block
+        held = list(cache._blocks.values())
+        assert sum(one.kv.nbytes for one in held) == cache.bytes <= 20 * block
+        assert {before for before, _ in cache._blocks} <= {0, *(one.number for one in held)}, (
+            "no block without its text"
+        )
         reused, full = reused + begun, full + (cache.bytes == 20 * block)
     assert reused > 20_000
     assert full > 1000
-    held = list(cache._blocks.values())
-    assert sum(one.kv.nbytes for one in held) == cache.bytes
-    assert {before for before, _ in cache._blocks} <= {0, *(one.number for one in held)}, "no block without its text"
 
 
 def test_the_least_recently_used_text_is_dropped() -> None:
