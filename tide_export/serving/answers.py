@@ -28,6 +28,7 @@ class Answer:
         self._chat = isinstance(self.request, ChatRequest)
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._offsets = [0] * len(self.choices)  # characters of the tokens so far
 
     async def whole(self) -> dict[str, Any]:
         """The answer once all choices have ended. Raises ApiError: one failed; the others are cancelled."""
@@ -46,7 +47,7 @@ class Answer:
         for number, pieces in enumerate(task.result() for task in tasks):
             text, reason = "".join(piece.text for piece in pieces), pieces[-1].finish_reason
             said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            logprobs = self._logprobs(pieces, 0)
+            logprobs = self._logprobs(number, pieces)
             choices.append({"index": number, **said, "logprobs": logprobs, "finish_reason": reason})
             spent_tokens += sum(len(piece.tokens) for piece in pieces)
         spent = usage(self.choices, spent_tokens)
@@ -54,7 +55,6 @@ class Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, the choices interleaved as they come; an error is the last event."""
-        sent = [0] * len(self.choices)  # characters
         queue, spent = asyncio.Queue[tuple[int, Piece | Exception]](), 0
 
         async def read(number: int) -> None:
@@ -77,8 +77,7 @@ class Answer:
                     return
                 assert isinstance(piece, Piece)
                 spent += len(piece.tokens)
-                logprobs = self._logprobs([piece], sent[number])
-                sent[number] += len(piece.text)
+                logprobs = self._logprobs(number, [piece])
                 left -= piece.finish_reason is not None
                 said: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
                 if piece.text and piece.finish_reason is not None:
@@ -97,15 +96,17 @@ class Answer:
     def _pieces(self, number: int) -> AsyncIterator[Piece]:
         return self.service.pieces(self.choices[number][1])
 
-    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> Any:
-        """Of the tokens of pieces, whose text begins at character `offset`; None: nobody asked for them."""
+    def _logprobs(self, number: int, pieces: Sequence[Piece]) -> Any:
+        """Of the tokens of the next pieces of a choice; None: nobody asked for them."""
         tokens = [token for piece in pieces for token in piece.tokens]
         found = [one for piece in pieces for one in piece.logprobs or ()]
         if self.request.logprobs_wanted is None or not tokens:
             return None
         if self._chat:
             return of_conversation(self.service.tokenizer, tokens, found)
-        return of_completion(self.service.tokenizer, tokens, found, offset)
+        made = of_completion(self.service.tokenizer, tokens, found, self._offsets[number])
+        self._offsets[number] += sum(map(len, made["tokens"]))
+        return made
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.service.model}
