@@ -346,7 +346,7 @@ def test_the_help_names_every_option(cpp: CppBuild) -> None:
 def test_classes_have_the_names_of_the_python_ones(cpp: CppBuild) -> None:
     text = (cpp.prefix / "include" / "tide" / "errors.h").read_text()
     named = [line.split()[1] for line in text.splitlines() if line.startswith("struct ")]
-    assert len(named) == 5
+    assert len(named) == 6
     assert all(issubclass(getattr(errors, name), errors.TideError) for name in named)
 
 

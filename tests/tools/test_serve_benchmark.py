@@ -35,7 +35,7 @@ def test_real_servers_are_loaded(
 ) -> None:
     peer = [sys.executable, "-m", "tide_export.cli.main", "serve", str(demo_bundle), "--port", "{port}", "-q"]
     line = ["serve.py", demo_bundle, "--dataset", TEXT, "--streams", "1,2", "--requests", 1, "--rounds", 1]
-    line += ["--threads", 1, "--tokens", 4, "--mode", "full", "--peer", f"twin={shlex.join(peer)}"]
+    line += ["--threads", 1, "--tokens", 12, "--mode", "full", "--peer", f"twin={shlex.join(peer)}"]
     line += ["--peer", "missing=no-such-server", "--json", tmp_path / "r.json", "--plot", tmp_path / "p.png"]
     monkeypatch.setattr(sys, "argv", [str(word) for word in line])
     assert tool.main() == 0

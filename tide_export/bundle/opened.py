@@ -21,7 +21,7 @@ from tide_export.bundle.manifest import FileInfo, Manifest, check_size
 from tide_export.errors import BundleError
 from tide_export.names import MANIFEST_FILE
 
-ATTEMPTS = 10  # to open a bundle while exports replace it; each failure needs a replacement in the same millisecond
+ATTEMPTS = 100  # to open a bundle while exports replace it; each failure needs a replacement meanwhile
 CHUNK = 1 << 20  # bytes hashed at a time
 ADVICE = "export the bundle again or copy it anew"
 

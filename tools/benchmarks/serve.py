@@ -55,10 +55,15 @@ class Case:
             "case": self.title,
             "tokens_per_second": speed,
             "relative": speed / median(base.speeds[streams]),
-            "first_ms": [1e3 * float(np.percentile(first, q)) for q in (50, 95)],
-            "token_ms": [1e3 * float(np.percentile(gaps, q)) for q in (50, 95)],
+            "first_ms": percentiles(first),
+            "token_ms": percentiles(gaps),
             "same_text": same / len(heard),
         }
+
+
+def percentiles(seconds: Sequence[float]) -> list[float | None]:
+    """p50 and p95 in milliseconds; None where there is nothing, as between the tokens of answers of one."""
+    return [1e3 * float(np.percentile(seconds, q)) if seconds else None for q in (50, 95)]
 
 
 def start(arguments: argparse.Namespace, running: ExitStack) -> tuple[list[Case], dict[str, str]]:
@@ -131,7 +136,7 @@ def render(result: Mapping[str, Any]) -> str:
             one["case"],
             f"{one['tokens_per_second']:.1f}",
             f"{one['relative']:.2f}",
-            *(f"{value:.0f}" for value in (*one["first_ms"], *one["token_ms"])),
+            *("-" if value is None else f"{value:.0f}" for value in (*one["first_ms"], *one["token_ms"])),
             f"{100 * one['same_text']:.0f} %",
         ]
         for one in result["results"]

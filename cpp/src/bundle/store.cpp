@@ -20,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char const* kAdvice = "; export the bundle again or copy it anew";
-constexpr int kAttempts = 10;  // to open a bundle while exports replace it
+constexpr int kAttempts = 100;  // to open a bundle while exports replace it
 
 std::string message_of(int error) { return std::generic_category().message(error); }
 

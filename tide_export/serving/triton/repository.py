@@ -32,10 +32,9 @@ MODEL = '''"""Written by `tide-export triton`."""
 
 import sys
 
-try:
-    import tide_export
-except ModuleNotFoundError:  # Triton's Python does not know the environment that this file was written from
-    sys.path[:0] = {packages}
+# The environment that this file was written from, which Triton's Python does not know. Where it is missing, Triton's
+# own has the package.
+sys.path[:0] = {packages}
 
 from tide_export.serving.triton.model import TritonPythonModel
 '''
