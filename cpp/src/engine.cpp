@@ -30,7 +30,8 @@ std::unique_ptr<PackedBatch> batch_of(Backend& backend, std::int64_t slots, doub
     throw GenerationError("this runtime decodes one prompt at a time on the engines of bundle '" +
                           backend.bundle().path.string() + "': give one prompt at a time, or use provider 'cpu'");
   }
-  return start_batch(networks->sessions(static_cast<std::size_t>(slots)), backend.manifest(), compaction_threshold);
+  return start_batch(networks->sessions(static_cast<std::size_t>(slots)), backend.manifest(), compaction_threshold,
+                     networks->start_lone());
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ std::string BatchDriver::answer(std::string const& command, std::vector<std::str
     double const share = real_numbers(command, words.at(2)).at(0);
     auto const sessions = backend_->batch_networks()->sessions(
         static_cast<std::size_t>(whole_numbers(command, words.at(3)).at(0)));
-    batch_ = tide::start_batch(sessions, backend_->manifest(), share);
+    batch_ = tide::start_batch(sessions, backend_->manifest(), share, backend_->batch_networks()->start_lone());
     used_.assign(batch_->free_slots(), false);
   } else if (command == "batch_join") {
     std::size_t const slot = batch_->join(thresholds_, max_pending_);

@@ -3,6 +3,7 @@
 #include "formatting.h"
 #include "names.h"
 #include "onnxruntime/session.h"
+#include "packed/sequence.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -64,7 +65,8 @@ void check_metadata(Ort::Session const& session, Manifest const& manifest, std::
 }  // namespace
 
 BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> threads)
-    : Backend(std::move(opened), "cpu"), batch_networks_(bundle(), threads) {
+    : Backend(std::move(opened), "cpu"),
+      batch_networks_(bundle(), threads, [this](ExitRule const& rule, KvBuffers& kv) { return start_lone(rule, kv); }) {
   check_onnxruntime();
   env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
   std::filesystem::path const graph = bundle().file(kGraphFile).path();

@@ -23,6 +23,8 @@ class BranchedBackend final : public Backend {
   Ort::Session& session() { return session_; }
 
  private:
+  std::unique_ptr<LoneSequence> start_lone(ExitRule const& rule, KvBuffers& kv);
+
   ReturnsFreeMemory returns_free_memory_;
   Ort::Env env_{nullptr};
   Ort::Session session_{nullptr};

@@ -9,6 +9,7 @@
 
 #include "branched/backend.h"
 #include "onnxruntime/kv_buffer.h"
+#include "packed/sequence.h"
 #include "names.h"
 #include "request.h"
 #include "formatting.h"
@@ -26,14 +27,16 @@ std::size_t first_above(std::vector<float> const& scores, std::vector<float> con
   return number;
 }
 
-class BranchedSequence final : public Sequence {
+class BranchedSequence final : public LoneSequence {
  public:
+  // kv: its buffers, if they are another sequence's; else it has its own, with `room`.
   BranchedSequence(BranchedBackend& backend, std::vector<float> const& thresholds, std::int64_t max_pending,
-                std::int64_t room)
+                   std::int64_t room, KvBuffers* kv = nullptr)
       : backend_(backend),
         manifest_(backend.manifest()),
         binding_(backend.session()),
-        room_(room),
+        own_kv_(manifest_, room),
+        kv_(kv == nullptr ? own_kv_ : *kv),
         max_pending_(max_pending),
         propagates_(manifest_.propagates()),
         depths_(manifest_.depths()),
@@ -58,14 +61,6 @@ class BranchedSequence final : public Sequence {
       binding_.BindOutput(names::kScores, tensor(scores_.data(), {1, count}));
     }
     bind_input(names::kTotalLength, &total_, {});
-    std::size_t segment = 0;
-    for (std::size_t const layer : manifest_.model.kv_read(0, manifest_.model.kv_shapes.size())) {
-      while (static_cast<std::int64_t>(layer) >= depths_[segment]) ++segment;
-      for (char const* kind : names::kKinds) {
-        caches_.push_back({names::past(layer, kind), names::present(layer, kind), segment,
-                           KvBuffer(manifest_.model.kv_shapes[layer])});
-      }
-    }
   }
 
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t total, std::int64_t logits_to_keep,
@@ -73,7 +68,7 @@ class BranchedSequence final : public Sequence {
     std::size_t segments_run = 1;
     StepResult result;
     try {
-      if (total > capacity_) grow(total);
+      kv_.reserve(total, lengths_);
       bind_sequence();
       bind_ids(ids, count);
       total_ = static_cast<std::int32_t>(total);
@@ -109,7 +104,9 @@ class BranchedSequence final : public Sequence {
     for (std::size_t k = 0; k < pending_.size(); ++k) {
       if (lengths_[k] <= length || !pending_[k].states) continue;
       std::int64_t const left = std::max<std::int64_t>(length - lengths_[k + 1], 0);
-      replaced.emplace_back(&pending_[k], left > 0 ? first_states(pending_[k].states, left) : Ort::Value(nullptr));
+      auto const size = static_cast<std::size_t>(left * manifest_.model.hidden_size);
+      float const* const states = pending_[k].states.GetTensorData<float>();
+      replaced.emplace_back(&pending_[k], left > 0 ? copied(states, size) : Ort::Value(nullptr));
     }
     for (auto& [pending, states] : replaced) pending->replace(std::move(states));
     // K/V beyond the new length are overwritten before they are read.
@@ -125,15 +122,33 @@ class BranchedSequence final : public Sequence {
   std::vector<std::int64_t> const& lengths() const override { return lengths_; }
   std::vector<std::int64_t> const& computed() const override { return propagates_ ? ran_ : lengths_; }
   std::int64_t limit() const override { return context_of(manifest_); }
-  std::int64_t capacity() const override { return capacity_; }
+  std::int64_t capacity() const override { return kv_.capacity(); }
+
+  void resume(std::vector<std::int64_t> const& lengths, std::vector<std::int64_t> const& computed,
+              std::vector<std::vector<float>> const& pending) override {
+    std::vector<Ort::Value> states;  // before each segment but the first
+    for (std::size_t k = 1; k <= pending_.size(); ++k) {
+      states.push_back(pending[k].empty() ? Ort::Value(nullptr) : copied(pending[k].data(), pending[k].size()));
+    }
+    for (std::size_t k = 0; k < pending_.size(); ++k) {
+      if (states[k] || pending_[k].states) pending_[k].replace(std::move(states[k]));
+    }
+    std::copy(lengths.begin(), lengths.end(), lengths_.begin());
+    std::copy(computed.begin(), computed.end(), ran_.begin());
+  }
+
+  std::vector<std::vector<float>> pending_states() const override {
+    std::vector<std::vector<float>> copies(lengths_.size());
+    for (std::size_t k = 0; k < pending_.size(); ++k) {
+      Ort::Value const& states = pending_[k].states;
+      if (!states) continue;
+      float const* const first = states.GetTensorData<float>();
+      copies[k + 1].assign(first, first + states.GetTensorTypeAndShapeInfo().GetElementCount());
+    }
+    return copies;
+  }
 
  private:
-  struct Cache {
-    std::string past, present;
-    std::size_t segment;
-    KvBuffer buffer;
-  };
-
   // States pending before a segment.
   struct Pending {
     std::string name;
@@ -163,13 +178,15 @@ class BranchedSequence final : public Sequence {
       binding_.BindInput(pending.name.c_str(), pending.states ? pending.states : no_tokens_);
       pending.bound = true;
     }
-    if (caches_bound_) return;
-    for (Cache const& cache : caches_) {
-      Ort::Value const value = cache.buffer.tensor(memory_);
-      binding_.BindInput(cache.past.c_str(), value);
-      binding_.BindOutput(cache.present.c_str(), value);
+    if (bound_capacity_ == kv_.capacity()) return;
+    for (std::size_t const layer : manifest_.model.kv_read(0, manifest_.model.kv_shapes.size())) {
+      for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
+        Ort::Value const value = kv_.buffer(layer, kind).tensor(memory_);
+        binding_.BindInput(names::past(layer, names::kKinds[kind]).c_str(), value);
+        binding_.BindOutput(names::present(layer, names::kKinds[kind]).c_str(), value);
+      }
     }
-    caches_bound_ = true;
+    bound_capacity_ = kv_.capacity();
   }
 
   void bind_ids(std::int64_t const* ids, std::size_t count) {
@@ -234,23 +251,13 @@ class BranchedSequence final : public Sequence {
     std::fill_n(lengths_.begin(), segments_run, total);
   }
 
-  // Moves K/V to buffers of at least `needed` tokens, all or none.
-  void grow(std::int64_t needed) {
-    std::int64_t const capacity = grown_capacity(manifest_, capacity_, needed, room_);
-    std::vector<KvBuffer> larger;
-    for (Cache const& cache : caches_) larger.push_back(cache.buffer.grown(capacity, lengths_[cache.segment]));
-    for (std::size_t i = 0; i < larger.size(); ++i) caches_[i].buffer = std::move(larger[i]);
-    capacity_ = capacity;
-    caches_bound_ = false;
-  }
-
-  // A copy of the first `count` of the states [1, n, D].
-  Ort::Value first_states(Ort::Value const& states, std::int64_t count) const {
+  // A copy of states [n, D], `size` numbers, as [1, n, D].
+  Ort::Value copied(float const* states, std::size_t size) const {
     Ort::AllocatorWithDefaultOptions allocator;
-    std::array<std::int64_t, 3> const shape{1, count, manifest_.model.hidden_size};
+    std::int64_t const width = manifest_.model.hidden_size;
+    std::array<std::int64_t, 3> const shape{1, static_cast<std::int64_t>(size) / width, width};
     Ort::Value copy = Ort::Value::CreateTensor<float>(allocator, shape.data(), shape.size());
-    auto const bytes = static_cast<std::size_t>(count * manifest_.model.hidden_size) * sizeof(float);
-    std::memcpy(copy.GetTensorMutableData<float>(), states.GetTensorData<float>(), bytes);
+    std::memcpy(copy.GetTensorMutableData<float>(), states, size * sizeof(float));
     return copy;
   }
 
@@ -260,16 +267,15 @@ class BranchedSequence final : public Sequence {
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
 
-  std::int64_t const room_, max_pending_;
+  KvBuffers own_kv_;
+  KvBuffers& kv_;
+  std::int64_t bound_capacity_ = 0;  // of the buffers that are bound; 0: none
+  std::int64_t const max_pending_;
   bool const propagates_;
   std::vector<std::int64_t> const depths_;
 
   std::vector<std::int64_t> lengths_;  // tokens in each segment's buffers, shallowest first; never rising
   std::vector<std::int64_t> ran_;      // tokens that each segment has run over, where K/V are propagated
-  std::vector<Cache> caches_;
-  std::int64_t capacity_ = 0;
-
-  bool caches_bound_ = false;
 
   std::vector<Pending> pending_;  // before segment 1, 2, ...; empty where tokens are never pending
   float no_state_ = 0;
@@ -295,6 +301,10 @@ class BranchedSequence final : public Sequence {
 std::unique_ptr<Sequence> BranchedBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                               std::int64_t room) {
   return std::make_unique<BranchedSequence>(*this, thresholds, max_pending, room);
+}
+
+std::unique_ptr<LoneSequence> BranchedBackend::start_lone(ExitRule const& rule, KvBuffers& kv) {
+  return std::make_unique<BranchedSequence>(*this, rule.thresholds, rule.max_pending, 0, &kv);
 }
 
 }  // namespace tide

@@ -5,7 +5,9 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 
+#include "names.h"
 #include "onnxruntime/session.h"
 #include "tide/errors.h"
 
@@ -42,9 +44,31 @@ Ort::Value KvBuffer::tensor(Ort::MemoryInfo const& memory) const {
   return view(memory, data_.get(), {1, heads_, capacity_, head_dim_});
 }
 
-std::int64_t grown_capacity(Manifest const& manifest, std::int64_t capacity, std::int64_t needed, std::int64_t room) {
-  std::int64_t const larger = std::max(2 * capacity, needed + (capacity == 0 ? room : 0));
-  return std::min(larger, manifest.model.context_length.value_or(larger));
+KvBuffers::KvBuffers(Manifest const& manifest, std::int64_t room) : manifest_(manifest), room_(room) {
+  for (ModelInfo::KvShape const shape : manifest.model.kv_shapes) {
+    for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) buffers_.emplace_back(shape);
+  }
+}
+
+void KvBuffers::reserve(std::int64_t total, std::vector<std::int64_t> const& lengths) {
+  if (total <= capacity_) return;
+  std::int64_t const larger = std::max(2 * capacity_, total + (capacity_ == 0 ? room_ : 0));
+  allocate(std::min(larger, manifest_.model.context_length.value_or(larger)), lengths);
+}
+
+void KvBuffers::allocate(std::int64_t capacity, std::vector<std::int64_t> const& lengths) {
+  std::vector<std::pair<KvBuffer*, KvBuffer>> replaced;  // and by what
+  std::vector<std::int64_t> const depths = manifest_.depths();
+  std::size_t segment = 0;
+  for (std::size_t const layer : manifest_.model.kv_read(0, manifest_.model.kv_shapes.size())) {
+    while (static_cast<std::int64_t>(layer) >= depths[segment]) ++segment;
+    for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
+      KvBuffer& held = buffer(layer, kind);
+      replaced.emplace_back(&held, held.grown(capacity, lengths[segment]));
+    }
+  }
+  for (auto& [held, larger] : replaced) *held = std::move(larger);
+  capacity_ = capacity;
 }
 
 }  // namespace tide

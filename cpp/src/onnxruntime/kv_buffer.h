@@ -1,15 +1,17 @@
-// Keys or values of one layer of one sequence, in memory that ONNX Runtime reads and writes in place.
+// Keys and values of one sequence, in memory that ONNX Runtime reads and writes in place.
 #pragma once
 
 #include <onnxruntime_cxx_api.h>
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "tide/manifest.h"
 
 namespace tide {
 
+// Those of one layer.
 class KvBuffer {
  public:
   // Creates a buffer without memory.
@@ -33,8 +35,29 @@ class KvBuffer {
   std::unique_ptr<float, Free> data_;
 };
 
-// The capacity that buffers grow to so that `needed` tokens fit: twice the old one, at first `room` more than needed;
-// never more than the model's context.
-std::int64_t grown_capacity(Manifest const& manifest, std::int64_t capacity, std::int64_t needed, std::int64_t room);
+// Those of all layers with K/V of their own.
+class KvBuffers {
+ public:
+  // Creates buffers without memory. room: tokens to hold beyond those of the first `reserve`.
+  KvBuffers(Manifest const& manifest, std::int64_t room);
+
+  // Makes room for `total` tokens: twice what there is, at first `room` more than needed; never more than the model's
+  // context. lengths: tokens in each segment's buffers. Throws GenerationError: not enough memory.
+  void reserve(std::int64_t total, std::vector<std::int64_t> const& lengths);
+
+  // Moves K/V to buffers of `capacity` tokens, all or none. Throws GenerationError: not enough memory.
+  void allocate(std::int64_t capacity, std::vector<std::int64_t> const& lengths);
+
+  std::int64_t capacity() const { return capacity_; }  // tokens that they hold
+
+  // kind: an index into `names::kKinds`.
+  KvBuffer& buffer(std::size_t layer, std::size_t kind) { return buffers_[2 * layer + kind]; }
+
+ private:
+  Manifest const& manifest_;
+  std::int64_t const room_;
+  std::vector<KvBuffer> buffers_;  // keys and values of each layer, interleaved; empty of one that has none
+  std::int64_t capacity_ = 0;
+};
 
 }  // namespace tide

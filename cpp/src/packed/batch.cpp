@@ -5,19 +5,28 @@
 #include "generation_error.h"
 #include "names.h"
 #include "tide/errors.h"
+#include "tide/state.h"
 
 namespace tide {
+namespace {
 
-PackedBatch::PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold)
+constexpr std::int64_t kUnbound = -1, kPaddingBound = 0;
+
+}  // namespace
+
+PackedBatch::PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold,
+                         StartLone start_lone)
     : sessions_(std::move(sessions)),
       manifest_(manifest),
       depths_(manifest.depths()),
       hidden_size_(static_cast<std::size_t>(manifest.model.hidden_size)),
       compaction_threshold_(compaction_threshold),
+      start_lone_(std::move(start_lone)),
       padding_(manifest),
       sequences_(sessions_->slots),
-      bound_(sessions_->slots, true) {
-  padding_.allocate(1);
+      lone_(sessions_->slots),
+      bound_(sessions_->slots, kPaddingBound) {
+  padding_.kv.allocate(1, padding_.lengths);
   for (std::size_t slot = sessions_->slots; slot > 0; --slot) free_.push_back(slot - 1);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
     segments_.push_back(std::make_unique<SegmentRun>(*sessions_, manifest, k, padding_));
@@ -33,13 +42,32 @@ std::size_t PackedBatch::join(std::vector<double> const& thresholds, std::int64_
 }
 
 void PackedBatch::leave(std::size_t slot) {
+  lone_[slot].reset();  // first: it refers to the sequence's buffers
   sequences_[slot].reset();
-  bound_[slot] = false;
+  bound_[slot] = kUnbound;
   free_.push_back(slot);
 }
 
 std::vector<StepResult> PackedBatch::step(std::vector<SlotRequest> const& requests) {
-  return or_generation_error("the step failed", [&] { return run_step(requests); });
+  return or_generation_error("the step failed", [&] {
+    if (requests.size() != 1 || !runs_alone(requests[0])) return run_step(requests);
+    std::vector<StepResult> results(1);  // nothing may fail after the step
+    results[0] = step_alone(requests[0]);
+    return results;
+  });
+}
+
+// A sequence alone returns the logits of its exit even where the last segment had to run.
+bool PackedBatch::runs_alone(SlotRequest const& request) const {
+  bool const has_limit = sequences_[request.slot]->rule.max_pending != kNoLimit;
+  return start_lone_ && (!request.verifies || request.request.full || !has_limit);
+}
+
+StepResult PackedBatch::step_alone(SlotRequest const& request) {
+  PackedSequence& sequence = *sequences_[request.slot];
+  std::unique_ptr<LoneSequence>& lone = lone_[request.slot];
+  if (lone == nullptr) lone = start_lone_(sequence.rule, sequence.kv);
+  return sequence.step_alone(*lone, request.request);
 }
 
 std::vector<StepResult> PackedBatch::run_step(std::vector<SlotRequest> const& requests) {
@@ -73,7 +101,7 @@ std::vector<PackedBatch::SlotStep> PackedBatch::begin(std::vector<SlotRequest> c
   for (SlotRequest const& request : requests) {
     std::vector<std::int64_t> const& ids = request.request.ids;
     PackedSequence& sequence = *sequences_[request.slot];
-    if (sequence.reserve(ids.size())) bound_[request.slot] = false;
+    sequence.reserve(ids.size());
     auto const count = static_cast<std::int64_t>(ids.size());
     all.push_back({&request, &sequence, sequence.length() + count, count});
     ids_.insert(ids_.end(), ids.begin(), ids.end());
@@ -183,17 +211,19 @@ void PackedBatch::commit(std::vector<SlotStep>& all) {
       one.sequence->pending[k].clear();
     }
     if (one.segments_run < segments_.size()) one.sequence->pending[one.segments_run] = std::move(one.pending_states);
+    one.sequence->lone_is_current = false;
   }
 }
 
 // Binds the buffers that were replaced, also those that an earlier step that failed left unbound: a run has all slots.
 void PackedBatch::bind() {
   for (std::size_t slot = 0; slot < bound_.size(); ++slot) {
-    if (bound_[slot]) continue;
-    bool const has_buffers = sequences_[slot] != nullptr && sequences_[slot]->capacity() > 0;
-    PackedSequence& sequence = has_buffers ? *sequences_[slot] : padding_;
+    std::int64_t const capacity = sequences_[slot] == nullptr ? kPaddingBound : sequences_[slot]->kv.capacity();
+    if (bound_[slot] == capacity) continue;
+    bound_[slot] = kUnbound;  // in case of an exception
+    PackedSequence& sequence = capacity == kPaddingBound ? padding_ : *sequences_[slot];
     for (auto const& segment : segments_) segment->bind(slot, sequence);
-    bound_[slot] = true;
+    bound_[slot] = capacity;
   }
 }
 

@@ -26,7 +26,9 @@ class PackedBatch {
  public:
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
   //     pending tokens run it.
-  PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold);
+  // start_lone: how a step of one sequence runs faster than on `sessions`.
+  PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold,
+              StartLone start_lone);
   virtual ~PackedBatch() = default;
 
   std::size_t free_slots() const { return free_.size(); }
@@ -82,6 +84,8 @@ class PackedBatch {
   Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
 
  private:
+  bool runs_alone(SlotRequest const& request) const;
+  StepResult step_alone(SlotRequest const& request);
   void bind();
   Steps still_active(Steps const& active, std::size_t k) const;
   float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
@@ -89,9 +93,11 @@ class PackedBatch {
   void commit(std::vector<SlotStep>& all);
 
   double const compaction_threshold_;
+  StartLone const start_lone_;
   PackedSequence padding_;  // in slots without a sequence
   std::vector<std::unique_ptr<PackedSequence>> sequences_;  // by slot
-  std::vector<bool> bound_;  // by slot: whether every segment has its present buffers bound
+  std::vector<std::unique_ptr<LoneSequence>> lone_;  // by slot, of sequences that were stepped alone
+  std::vector<std::int64_t> bound_;  // by slot: the capacity of its buffers that are bound; kUnbound: others are
   std::vector<std::size_t> free_;                           // slots; the next is the last
   std::vector<std::int64_t> ids_;
   std::vector<float> exit_states_;

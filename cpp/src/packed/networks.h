@@ -6,11 +6,13 @@
 
 #include <onnxruntime_cxx_api.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bundle/store.h"
@@ -39,11 +41,21 @@ struct BatchSessions {
   std::map<std::size_t, Ort::Session> skipped;
 };
 
+struct ExitRule;
+class KvBuffers;
+class LoneSequence;
+
+// Starts a sequence on the graph of one sequence, with these K/V buffers.
+using StartLone = std::function<std::unique_ptr<LoneSequence>(ExitRule const& rule, KvBuffers& kv)>;
+
 // The batch networks of a backend. May be used by several threads at once.
 class BatchNetworks {
  public:
-  // `bundle` must outlive it. threads: of one run.
-  BatchNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) : bundle_(bundle), threads_(threads) {}
+  // `bundle` must outlive it. threads: of one run. start_lone: how a step of one sequence runs faster than on these.
+  BatchNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, StartLone start_lone)
+      : bundle_(bundle), threads_(threads), start_lone_(std::move(start_lone)) {}
+
+  StartLone const& start_lone() const { return start_lone_; }
 
   // Sequences that can be decoded at the same time; 1: the bundle holds no networks for batches.
   std::size_t max_batch_size() const;
@@ -59,6 +71,7 @@ class BatchNetworks {
 
   Bundle const& bundle_;
   std::optional<std::int64_t> const threads_;
+  StartLone const start_lone_;
   std::mutex mutex_;
   std::shared_ptr<BatchSessions> opened_;
 };

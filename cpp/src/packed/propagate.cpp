@@ -49,6 +49,7 @@ std::vector<StepResult> PropagatingBatch::run_step(std::vector<SlotRequest> cons
       one.sequence->lengths[k] = one.total;
       if (k > *one.exit) one.sequence->skipped[k] += one.count;
     }
+    one.sequence->lone_is_current = false;
   }
   return step_results;
 }
@@ -80,16 +81,18 @@ void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
     auto const head_dim = static_cast<std::size_t>(manifest_.model.kv_shapes[layer].head_dim);
     float const* const values = keys_values[i].GetTensorData<float>();  // [1, heads, m, head_dim]
     for (std::size_t s = 0; s < exited.size(); ++s) {
-      exited[s]->sequence->buffer(layer, kind).write(positions_[s], values + s * head_dim, exited.size() * head_dim);
+      exited[s]->sequence->kv.buffer(layer, kind).write(positions_[s], values + s * head_dim, exited.size() * head_dim);
     }
   }
 }
 
 std::unique_ptr<PackedBatch> start_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
-                                         double compaction_threshold) {
+                                         double compaction_threshold, StartLone start_lone) {
   return or_generation_error("cannot start a batch", [&]() -> std::unique_ptr<PackedBatch> {
-    if (manifest.propagates()) return std::make_unique<PropagatingBatch>(std::move(sessions), manifest);
-    return std::make_unique<PackedBatch>(std::move(sessions), manifest, compaction_threshold);
+    if (manifest.propagates()) {
+      return std::make_unique<PropagatingBatch>(std::move(sessions), manifest, std::move(start_lone));
+    }
+    return std::make_unique<PackedBatch>(std::move(sessions), manifest, compaction_threshold, std::move(start_lone));
   });
 }
 

@@ -12,8 +12,8 @@ namespace tide {
 // As `PackedBatch`; every segment's K/V buffers hold all tokens of a sequence.
 class PropagatingBatch final : public PackedBatch {
  public:
-  PropagatingBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest)
-      : PackedBatch(std::move(sessions), manifest, 1.0) {}
+  PropagatingBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, StartLone start_lone)
+      : PackedBatch(std::move(sessions), manifest, 1.0, std::move(start_lone)) {}
 
  private:
   // As in `PackedBatch`, but returns one row of logits for each sequence: there is no lossless mode. A sequence's first
@@ -25,8 +25,8 @@ class PropagatingBatch final : public PackedBatch {
   std::vector<std::int64_t> positions_;
 };
 
-// Starts an empty batch for the bundle's kind of K/V cache. Throws GenerationError: not enough memory.
+// Starts an empty batch for the bundle's kind of K/V cache; see `PackedBatch`. Throws GenerationError: not enough memory.
 std::unique_ptr<PackedBatch> start_batch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest,
-                                         double compaction_threshold);
+                                         double compaction_threshold, StartLone start_lone);
 
 }  // namespace tide

@@ -28,7 +28,7 @@ SegmentRun::SegmentRun(BatchSessions& sessions, Manifest const& manifest, std::s
 void SegmentRun::bind(std::size_t slot, PackedSequence& sequence) {
   for (std::size_t const layer : kv_read_) {
     for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
-      Ort::Value const value = sequence.buffer(layer, kind).tensor(memory_);
+      Ort::Value const value = sequence.kv.buffer(layer, kind).tensor(memory_);
       binding_.BindInput(names::slot(names::past(layer, names::kKinds[kind]), slot).c_str(), value);
       if (layer < layers_.first) continue;  // an earlier segment's
       binding_.BindOutput(names::slot(names::present(layer, names::kKinds[kind]), slot).c_str(), value);

@@ -3,23 +3,17 @@
 #include <algorithm>
 #include <utility>
 
-#include "names.h"
-#include "packed/networks.h"
 #include "request.h"
 #include "tide/state.h"
 
 namespace tide {
 
 PackedSequence::PackedSequence(Manifest const& manifest, ExitRule exit_rule)
-    : rule(std::move(exit_rule)), manifest_(manifest) {
+    : rule(std::move(exit_rule)), kv(manifest, kRoom), manifest_(manifest) {
   std::size_t const segments = manifest.checkpoints.size() + 1;
   lengths.assign(segments, 0);
   skipped.assign(segments, 0);
   pending.resize(segments);
-  for (std::size_t k = 0; k < segments; ++k) segment_of_.insert(segment_of_.end(), layers_of(manifest, k).count, k);
-  for (ModelInfo::KvShape const shape : manifest.model.kv_shapes) {
-    for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) buffers_.emplace_back(shape);
-  }
 }
 
 std::vector<std::int64_t> PackedSequence::computed() const {
@@ -37,25 +31,25 @@ void PackedSequence::rewind(std::int64_t length) {
   }
   // K/V beyond the new length are overwritten before they are read.
   for (std::int64_t& segment_length : lengths) segment_length = std::min(segment_length, length);
+  lone_is_current = false;
 }
 
-bool PackedSequence::reserve(std::size_t count) {
-  std::int64_t const total = length_after(lengths[0], count, context_of(manifest_));
-  if (total <= capacity_) return false;
-  allocate(grown_capacity(manifest_, capacity_, total, kRoom));
-  return true;
+void PackedSequence::reserve(std::size_t count) {
+  kv.reserve(length_after(lengths[0], count, context_of(manifest_)), lengths);
 }
 
-void PackedSequence::allocate(std::int64_t capacity) {
-  std::vector<std::pair<KvBuffer*, KvBuffer>> replaced;  // and by what
-  for (std::size_t const layer : manifest_.model.kv_read(0, segment_of_.size())) {
-    for (std::size_t kind = 0; kind < std::size(names::kKinds); ++kind) {
-      KvBuffer& held = buffer(layer, kind);
-      replaced.emplace_back(&held, held.grown(capacity, lengths[segment_of_[layer]]));
-    }
-  }
-  for (auto& [held, larger] : replaced) *held = std::move(larger);
-  capacity_ = capacity;
+StepResult PackedSequence::step_alone(LoneSequence& lone, StepRequest const& request) {
+  std::int64_t const total = length_after(lengths[0], request.ids.size(), context_of(manifest_));
+  if (!lone_is_current) lone.resume(lengths, computed(), pending);
+  lone_is_current = false;  // in case of an exception
+  StepResult const result =
+      lone.step(request.ids.data(), request.ids.size(), total, request.logits_to_keep, request.full);
+  std::vector<std::vector<float>> states = lone.pending_states();
+  pending.swap(states);
+  std::copy(lone.lengths().begin(), lone.lengths().end(), lengths.begin());
+  for (std::size_t k = 0; k < lengths.size(); ++k) skipped[k] = lengths[k] - lone.computed()[k];
+  lone_is_current = true;
+  return result;
 }
 
 }  // namespace tide

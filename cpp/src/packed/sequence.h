@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "decoding/decoder.h"
+#include "lone_sequence.h"
 #include "onnxruntime/kv_buffer.h"
 
 namespace tide {
@@ -32,23 +34,18 @@ class PackedSequence {
   // propagated.
   void rewind(std::int64_t length);
 
-  // Makes room for `count` more tokens; whether the buffers changed. Throws GenerationError: no tokens, more than the
-  // model's context holds, or not enough memory for them; the buffers are then as before.
-  bool reserve(std::size_t count);
+  // Makes room for `count` more tokens. Throws GenerationError: no tokens, more than the model's context holds, or not
+  // enough memory for them; the buffers are then as before.
+  void reserve(std::size_t count);
 
-  // Moves K/V to buffers of `capacity` tokens, all or none.
-  void allocate(std::int64_t capacity);
+  // Steps this sequence on `lone`, which has its K/V buffers. Throws as `Sequence::step`; it is then as before.
+  StepResult step_alone(LoneSequence& lone, StepRequest const& request);
 
-  std::int64_t capacity() const { return capacity_; }  // tokens that the buffers hold
-
-  // kind: an index into `names::kKinds`.
-  KvBuffer& buffer(std::size_t layer, std::size_t kind) { return buffers_[2 * layer + kind]; }
+  KvBuffers kv;
+  bool lone_is_current = false;  // whether the sequence of `step_alone` has come as far as this one
 
  private:
   Manifest const& manifest_;
-  std::vector<std::size_t> segment_of_;  // by layer
-  std::vector<KvBuffer> buffers_;        // keys and values of each layer, interleaved; empty of one that has none
-  std::int64_t capacity_ = 0;
 };
 
 }  // namespace tide
