@@ -87,7 +87,7 @@ def kinds() -> dict[str, Tokenizer]:
 def library() -> Path:
     spec = find_spec("litert_lm")
     need(spec is not None and bool(spec.submodule_search_locations), "litert-lm-api is not installed")
-    return Path(spec.submodule_search_locations[0]) / "liblitert-lm.so"  # type: ignore[union-attr, index]
+    return Path(spec.submodule_search_locations[0]) / "liblitert-lm.so"
 
 
 def with_tokenizer(bundle: Path, folder: Path, content: str) -> Path:

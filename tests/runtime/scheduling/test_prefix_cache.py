@@ -185,7 +185,7 @@ class FakeBatch:
 def test_memory_is_bounded_and_the_kv_are_those_of_the_text() -> None:
     order, batch = random.Random(4), FakeBatch()
     block = 8 * BLOCK_TOKENS
-    cache = PrefixCache(batch, 20 * block + 5, propagates=False)  # type: ignore[arg-type]
+    cache = PrefixCache(batch, 20 * block + 5, propagates=False)
     reused = full = 0
     for _ in range(5000):
         shape = [order.randrange(3) for _ in range(order.randrange(6))]
@@ -213,7 +213,7 @@ def test_memory_is_bounded_and_the_kv_are_those_of_the_text() -> None:
 
 def test_the_least_recently_used_text_is_dropped() -> None:
     batch = FakeBatch()
-    cache = PrefixCache(batch, 4 * 8 * BLOCK_TOKENS, propagates=False)  # type: ignore[arg-type]
+    cache = PrefixCache(batch, 4 * 8 * BLOCK_TOKENS, propagates=False)
     texts = [np.full(2 * BLOCK_TOKENS, number, np.int64) for number in range(3)]
     for text in (texts[0], texts[1], texts[0], texts[2]):
         batch.texts[0], batch.sequences[0].lengths = text, [len(text)] * 2
