@@ -6,6 +6,7 @@ features of the rows matter to these prompts.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from families import BRIEF, EXPORTED, FAMILIES, REFUSED, build
@@ -14,6 +15,8 @@ from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.routers.random_routers import random_routers
+from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.scheduling.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
@@ -94,11 +97,26 @@ def check_batch(family: str, engine, thresholds: list[float], modes: int = 2) ->
         batched = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_token_ids=[], **options)
         for one, other in zip(batched, alone, strict=True):
             assert (one.tokens, one.stats.exit_layer) == (other.tokens, other.stats.exit_layer)
+        check_handover(engine, options, alone[-1])
         exits = {layers for one in batched for layers in one.stats.exit_layer}
         if "threshold" not in options:
             assert exits == {engine.manifest.model.num_layers}
         elif family in BATCHED:  # greedy text of the others may exit at one checkpoint only
             assert len(exits) > 1
+
+
+def check_handover(engine, options: dict[str, Any], expected: Generation) -> None:
+    """A request that is alone, then one of several, then alone again: on the graph of one sequence and on the networks
+    for batches in turn, on the same K/V buffers."""
+    scheduler = engine.scheduler(SchedulerLimits(slots=len(PROMPTS)))
+    options = options | {"stop_token_ids": []}
+    handle = scheduler.submit(PROMPTS[-1], max_new_tokens=NEW_TOKENS, **options)
+    for _ in range(7):
+        scheduler.step()
+    others = [scheduler.submit(prompt, max_new_tokens=7, **options) for prompt in PROMPTS[:-1]]
+    found = handle.result()
+    assert (found.tokens, found.stats.exit_layer) == (expected.tokens, expected.stats.exit_layer)
+    assert all(other.finish_reason == "length" for other in others)
 
 
 # Models that number their tokens themselves: their segment networks run one sequence at a time.
