@@ -5,6 +5,7 @@ knows and cannot do is refused, unless it has the value that changes nothing.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -65,7 +66,7 @@ class StructuredOutputs(BaseModel):
         return {"json_schema": schema, "regex": self.regex, "grammar": self.grammar or choices}
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(BaseModel, ABC):
     """What both kinds of requests have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -104,9 +105,9 @@ class GenerationRequest(BaseModel):
         return self
 
     @property
+    @abstractmethod
     def logprobs_wanted(self) -> int | None:
         """Of how many of the most likely tokens; None: no log-probabilities."""
-        raise NotImplementedError
 
     def _structured(self) -> StructuredOutputs:
         """What the text must be, however it was asked for."""
