@@ -9,6 +9,7 @@ from state_machine import ALWAYS, EXACT, Player, play
 from stepped_engines import Batched, Singles
 
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.pytorch.segments import open_torch
 from tide_export.runtime.segmented import cuda
 
 sys.path.append(str(Path(__file__).parent / "segmented"))  # the stand-ins for a GPU
@@ -70,6 +71,14 @@ def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.Mon
         for name, engine in exact.items()
     }
     play(Player(judge, engines, context, batched=True), 40, *ALWAYS, *EXACT)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_segment_networks_in_pytorch(judge: Judge, exact: dict[str, Engine], several: bool) -> None:
+    bundle = exact["networks"].bundle
+    engine, context = Engine(bundle, open_torch(bundle, "cpu")), bundle.manifest.model.context_length
+    engines = {"PyTorch": (batched if several else singles)(engine, of_buffers)}
+    play(Player(judge, engines, context, batched=several), 8)
 
 
 def test_propagated_sequences(judge: Judge, tiny_llama) -> None:

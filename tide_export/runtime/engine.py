@@ -53,8 +53,8 @@ def load(
 
     Args:
         bundle: the folder that `tide-export export` wrote.
-        provider: "cpu", "cuda" (ONNX Runtime), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest that the bundle
-            holds and this machine runs.
+        provider: "cpu", "cuda" (ONNX Runtime), "torch" (PyTorch), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest
+            that the bundle holds and this machine runs, never PyTorch.
         threads: threads one step may use on the CPU; None: one per physical core.
         verify: check the sha256 of every file first (sizes are always checked).
         plugins: the plugin library, for TensorRT engines that use plugins; None: that of the environment variable

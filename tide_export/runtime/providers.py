@@ -1,7 +1,8 @@
 """Selects the engine that runs a bundle here: the provider given by name, or the best there is.
 
 A provider given by name opens or is refused with the reason; "auto" takes the first of TensorRT, ONNX Runtime on CUDA
-and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs why not a faster one.
+and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs why not a faster one. PyTorch is taken
+only by name: how fast it is on a GPU is not known yet.
 """
 
 import logging
@@ -13,6 +14,7 @@ from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.onnxruntime.bindings import check_threads
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.onnxruntime.session import open_session
+from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.sequence import Backend
 from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
@@ -21,7 +23,7 @@ from tide_export.runtime.tensorrt.plugins import NONE
 
 logger = logging.getLogger("tide_export")
 
-PROVIDERS = ("auto", "cpu", "cuda", *FLAVOURS)
+PROVIDERS = ("auto", "cpu", "cuda", "torch", *FLAVOURS)
 
 
 def open_provider(
@@ -44,9 +46,9 @@ def open_provider(
     engines = bundle.manifest.engines
     if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
         raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: omit --plugins")
-    if plugins not in (None, NONE) and provider in ("cpu", "cuda"):
+    if plugins not in (None, NONE) and provider in ("cpu", "cuda", "torch"):
         raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: omit --plugins")
-    if threads is not None and provider not in ("auto", "cpu"):
+    if threads is not None and provider not in ("auto", "cpu", "torch"):
         raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: omit --threads")
     if provider != "auto":
         return _open(bundle, provider, threads, plugins)
@@ -73,7 +75,19 @@ def _open(bundle: Bundle, provider: str, threads: int | None, plugins: str | os.
         return BranchedBackend(bundle, open_session(bundle, threads), threads)
     if provider == "cuda":
         backend, title = open_segments(bundle, "cuda"), "ONNX Runtime on CUDA"
+    elif provider == "torch":
+        backend, title = _open_torch(bundle, threads), "PyTorch"
     else:
         backend, title = open_engines(bundle, provider, plugins), FLAVOURS[provider].title
     logger.info("running '%s' with %s", bundle.path, title)
     return backend
+
+
+def _open_torch(bundle: Bundle, threads: int | None) -> SegmentBackend:
+    try:
+        from tide_export.runtime.pytorch.segments import open_torch
+    except ImportError as error:
+        raise ProviderError(
+            f"provider 'torch' needs the packages torch and onnx ({error}): pip install tide_export[torch]"
+        ) from None
+    return open_torch(bundle, threads=threads)

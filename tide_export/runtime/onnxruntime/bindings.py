@@ -92,7 +92,7 @@ def load_session(
     except ValueError:
         tensors = []  # no ONNX model, as ONNX Runtime will say
     with bundle.file(weights).mapped() if tensors else contextlib.nullcontext(b"") as memory:
-        arrays = [_array(tensor, memory, str(file.path)) for tensor in tensors]
+        arrays = [external_array(tensor, memory, str(file.path)) for tensor in tensors]
         try:
             values = [
                 ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.dtype)
@@ -117,7 +117,7 @@ def return_free_memory() -> None:
         trim(ctypes.c_size_t(0))
 
 
-def _array(tensor: ExternalTensor, memory: Any, network: str) -> np.ndarray:
+def external_array(tensor: ExternalTensor, memory: Any, network: str) -> np.ndarray:
     """The data of `tensor` in the memory of its file, as unsigned integers of its size."""
     size = ELEMENT_SIZES.get(tensor.dtype)
     if size is None:

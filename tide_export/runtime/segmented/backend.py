@@ -28,7 +28,7 @@ class SegmentBackend:
     """The networks of one bundle on one engine. See `Backend`.
 
     Attributes:
-        provider: cpu, cuda, tensorrt or tensorrt-rtx.
+        provider: cpu, cuda, torch, tensorrt or tensorrt-rtx.
         max_batch_size: sequences a batch can have; 1: there are no batches.
         specs: tensors of the networks.
     """
