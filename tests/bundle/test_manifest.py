@@ -3,13 +3,13 @@
 import json
 import re
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from bundles import edit, make_manifest, names_in, write
 
-from tide_export.bundle.manifest import Quantization
+from tide_export.bundle.manifest import BuiltEngine, Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.errors import BundleError
@@ -54,6 +54,7 @@ ENGINES = {
     "seconds": 3.5,
     "plugins": None,
 }
+BUILT = {part: asdict(BuiltEngine(1000, 200, 12, 2, 1)) for part in ("segment_00", "segment_01", "segment_02", "head")}
 PLUGINS = {"version": "0.1.0", "sha256": "0" * 64, "engines": ["segment_00", "segment_01"]}
 
 
@@ -130,6 +131,23 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
         (NETWORKS, ENGINES | {"plugins": PLUGINS | {"engines": []}}, "field 'engines.plugins.engines' must be some of"),
         (NETWORKS, ENGINES | {"plugins": PLUGINS | {"engines": ["tail"]}}, "'engines.plugins.engines' must be some of"),
         (NETWORKS, ENGINES | {"plugins": {}}, "field 'engines.plugins.version' is missing"),
+        (NETWORKS, ENGINES | {"built": BUILT}, None),
+        (
+            NETWORKS,
+            ENGINES | {"built": BUILT | {"tail": BUILT["head"]}},
+            "'engines.built' must have one entry per engine",
+        ),
+        (NETWORKS, ENGINES | {"built": {**BUILT, "head": {}}}, "field 'engines.built.head.weights_bytes' is missing"),
+        (
+            NETWORKS,
+            ENGINES | {"built": {**BUILT, "head": BUILT["head"] | {"layers": -1}}},
+            "field 'engines.built.head' holds a negative value",
+        ),
+        (
+            NETWORKS,
+            ENGINES | {"built": {**BUILT, "head": BUILT["head"] | {"fused_attention_layers": 3}}},
+            "field 'engines.built.head.fused_attention_layers' must be at most attention_layers",
+        ),
         (NETWORKS | {"files": False}, None, "field 'files' does not list segments/segment_00.onnx"),
         (NETWORKS, ENGINES | {"files": False}, "field 'files' does not list engines/segment_00.engine"),
     ],

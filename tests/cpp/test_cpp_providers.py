@@ -20,6 +20,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, ConfigError, GenerationError, ProviderError
 from tide_export.runtime.engine import load
+from tide_export.runtime.tensorrt.flavours import RTX_CAPABILITIES
 from tide_export.version import __version__
 
 VERSION = "11.1.0.106"
@@ -198,12 +199,18 @@ def test_a_log_that_throws_ends_the_load(driver, built: Path) -> None:
     assert driver.generate([1, 2], max_new_tokens=4).tokens == expected, "the engine before it stays"
 
 
-def test_engines_for_all_gpus_from_8_0_on(driver, changed) -> None:
-    bundle = changed(compute_capabilities=())
-    for device in ("8,0", "12,0"):
+@pytest.mark.parametrize("listed", [(), RTX_CAPABILITIES])
+def test_engines_of_tensorrt_for_rtx_run_on_the_gpus_it_knows(driver, changed, listed) -> None:
+    bundle = changed(flavour="tensorrt-rtx", compute_capabilities=listed)
+    for device in ("8,0", "12,1"):
         driver.call("machine", str(bundle), VERSION, device)
-    with pytest.raises(ProviderError, match=r"built for GPUs of compute capability 8\.0 and later, this one has 7\.5"):
-        driver.call("machine", str(bundle), VERSION, "7,5")
+    for device in ("7,5", "8,7", "9,0", "10,0"):
+        here = device.replace(",", "\\.")
+        with pytest.raises(
+            ProviderError,
+            match=rf"8\.0, 8\.6, 8\.9, 12\.0, 12\.1, this one has {here}: build others with .*-target tensorrt`",
+        ):
+            driver.call("machine", str(bundle), VERSION, device)
 
 
 def test_a_run_takes_the_narrowest_profile_and_none_beyond_the_widest(driver, built: Path) -> None:

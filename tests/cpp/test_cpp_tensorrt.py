@@ -25,7 +25,7 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.version import __version__
 
 PROFILES = (
-    *(Profile("decode", 1, 1, 1, 1), Profile("catch-up", 1, 16, 32, 1), Profile("prefill", 1, 512, 1024, 1)),
+    *(Profile("decode", 1, 1, 2, 1), Profile("catch-up", 1, 16, 32, 1), Profile("prefill", 1, 512, 1024, 1)),
     *(Profile("batch-decode", 1, 1, 1, 8), Profile("batch-catch-up", 1, 16, 32, 8)),
 )
 

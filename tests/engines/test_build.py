@@ -9,18 +9,19 @@ import onnx
 import pytest
 
 from tide_export import names
-from tide_export.bundle.manifest import Manifest, NetworksInfo
+from tide_export.bundle.inspect import describe, render
+from tide_export.bundle.manifest import BuiltEngine, Manifest
 from tide_export.bundle.opened import open_bundle
-from tide_export.bundle.profiles import profiles_for, run_sizes, with_batch_size
+from tide_export.bundle.profiles import profiles_for, with_batch_size
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.engines import build
-from tide_export.engines.build import _check_built, build_engines, require_builder, run_worker
+from tide_export.engines.build import _check_built, _timing_cache, _warn, build_engines, require_builder, run_worker
 from tide_export.engines.rebuild import rebuild
-from tide_export.errors import BuildError, BundleError, ConfigError, GenerationError, ProviderError
+from tide_export.errors import BuildError, BundleError, ConfigError, ProviderError
 from tide_export.runtime.segmented.network_spec import kv_aliases, of_network, specs
-from tide_export.runtime.tensorrt import flavours
-from tide_export.runtime.tensorrt.engines import _check_engine, _Runtime, pick_profile
+from tide_export.runtime.tensorrt import flavours, gpu
+from tide_export.runtime.tensorrt.engines import _check_engine, _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.gpu import compute_capability
 
@@ -47,7 +48,7 @@ def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bun
     assert manifest.networks is not None
     profiles = [(profile.name, profile.max_tokens, profile.batch_size) for profile in manifest.engines.profiles]
     assert profiles == [
-        ("decode", 1, 1),
+        ("decode", 2, 1),
         ("catch-up", 32, 1),
         ("prefill", 1024, 1),
         ("batch-decode", 1, 8),
@@ -59,6 +60,32 @@ def test_every_network_of_the_demo_model_becomes_an_engine(built: Path, demo_bun
     assert {file: info for file, info in manifest.files.items() if not file.startswith("engines/")} == (
         before.manifest.files
     )
+
+
+def test_the_weights_are_in_memory_once_for_all_profiles(built: Path) -> None:
+    """By the builder's own figures: a profile of one shape alone had a copy in another layout."""
+    opened = open_bundle(built, verify=False)
+    assert opened.manifest.engines is not None
+    assert opened.manifest.engines.built is not None
+    for part, engine in opened.manifest.engines.built.items():
+        network = onnx.load(str(built / names.network_file(part)))
+        stored = sum(onnx.numpy_helper.to_array(weight).nbytes for weight in network.graph.initializer)
+        assert 0.9 * stored < engine.weights_bytes < 1.1 * stored, part
+        assert engine.activation_bytes > 0
+        assert engine.layers > 1
+    segment = opened.manifest.engines.built["segment_01"]
+    assert (segment.attention_layers, segment.fused_attention_layers) == (3, 0), "none is fused in float32"
+    lines = [line.split() for line in render(describe(built, verify=False)).splitlines()]
+    (shown,) = (line for line in lines if line[:1] == ["segment_01"] and "fused" in line)
+    assert shown[5:] == [str(segment.layers), "0", "of", "3", "fused"]
+
+
+def test_what_a_builder_reports_that_users_should_know_is_logged(caplog) -> None:
+    lean, copied = BuiltEngine(100 << 20, 0, 9, 4, 4), BuiltEngine(190 << 20, 0, 9, 4, 3)
+    _warn(TENSORRT_RTX, {"segment_00": lean, "segment_01": copied}, {"segment_00": 95 << 20, "segment_01": 95 << 20})
+    growth, decomposed = caplog.messages
+    assert growth.startswith("TensorRT for RTX stores the weights of segment_01 in 199.2 MB of GPU memory, 2.0 times")
+    assert decomposed.startswith("TensorRT for RTX has no fused attention for segment_01 and uses several kernels")
 
 
 def test_an_engine_holds_the_tensors_it_is_bound_by(built: Path) -> None:
@@ -88,14 +115,18 @@ def test_an_engine_has_a_header_the_library_knows(built: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["fp16", "bf16"])
-def test_half_precision_networks_become_engines(weights: str, half_precision, tmp_path: Path) -> None:
+def test_half_precision_networks_become_engines(weights: str, half_precision, tmp_path: Path, caplog) -> None:
     networks, manifest = half_precision(weights)
     networks.save(tmp_path)
     manifest = replace(manifest, networks=networks.info(manifest))
     info = build_engines(tmp_path, manifest, TENSORRT_RTX)  # refuses other types, shapes, or K/V that is not in place
-    assert info.compute_capabilities == ()
+    assert info.compute_capabilities == flavours.RTX_CAPABILITIES
     parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), names.HEAD]
-    assert all((tmp_path / names.engine_file(part)).stat().st_size > 100_000 for part in parts)
+    assert all((tmp_path / names.engine_file(part)).stat().st_size > 50_000 for part in parts)
+    assert info.built is not None
+    attention = {part: (one.fused_attention_layers, one.attention_layers) for part, one in info.built.items()}
+    assert attention == {"segment_00": (2, 2), "segment_01": (1, 1), names.HEAD: (0, 0)}
+    assert "has no fused attention" not in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -239,48 +270,6 @@ def test_progress_adds_up_to_the_networks(demo_bundle: Path, tmp_path: Path) -> 
     assert len(amounts) == 4
 
 
-def info_of(capacity: int, max_pending: int, rows: int = 1, bound: int | None = None) -> NetworksInfo:
-    sizes = run_sizes(capacity, max_pending, rows, bound)
-    return NetworksInfo("fp32", capacity, sizes[0], sizes[1], 16, sizes[2], sizes[3])
-
-
-@pytest.mark.parametrize("rows", [1, 2, 8, 100])
-@pytest.mark.parametrize(
-    ("capacity", "max_pending"), [(1024, 16), (1000, 15), (4096, 0), (8, 16), (1, 1), (131072, 40)]
-)
-def test_profiles_take_every_number_of_tokens_a_run_can_have(capacity: int, max_pending: int, rows: int) -> None:
-    info = info_of(capacity, max_pending, rows)
-    profiles = profiles_for(info)
-    assert all(1 <= p.min_tokens <= p.opt_tokens <= p.max_tokens <= capacity for p in profiles)
-    prefill = profiles[2]
-    assert prefill.max_tokens == min(1024, capacity)
-    assert pick_profile(profiles, 1) == 0
-    for tokens in {2, max_pending + 1, prefill.max_tokens} & set(range(2, prefill.max_tokens + 1)):
-        assert profiles[pick_profile(profiles, tokens)].max_tokens >= tokens
-    if 1 < max_pending + 1 <= min(1024, capacity):
-        assert profiles[pick_profile(profiles, max_pending + 1)].name == "catch-up"
-    assert info.max_batch_size == min(rows, info.max_tokens)
-    assert info.max_logits >= info.max_batch_size, "the head runs once over a batch"
-    for several in range(2, info.max_batch_size + 1):
-        assert profiles[pick_profile(profiles, 1, several)].name == "batch-decode"
-        if info.max_slot_tokens > 1:
-            assert profiles[pick_profile(profiles, info.max_slot_tokens, several)].name == "batch-catch-up"
-    with pytest.raises(GenerationError, match=f"{info.max_batch_size + 1} sequences exceeds the engine's profiles"):
-        pick_profile(profiles, 1, info.max_batch_size + 1)
-    if info.max_batch_size > 1:
-        with pytest.raises(GenerationError, match="of each of 2 sequences exceeds the engine's profiles, which take"):
-            pick_profile(profiles, info.max_slot_tokens + 1, 2)
-
-
-def test_profiles_end_where_a_run_may_take_no_more_tokens() -> None:
-    """Of a model whose experts are gathered; any number of tokens up to there is still taken."""
-    for most in (1, 5):
-        info = info_of(1024, 16, 8, most)
-        profiles = profiles_for(info)
-        assert [p.max_tokens * p.batch_size for p in profiles] == ([1, 1, 1] if most == 1 else [1, 5, 5, 5, 5])
-        assert all(1 <= p.min_tokens <= p.opt_tokens <= p.max_tokens for p in profiles)
-
-
 def test_the_batch_size_can_change_when_engines_are_built(demo_bundle: Path, tmp_path: Path, monkeypatch) -> None:
     info = open_bundle(demo_bundle, verify=False).manifest.networks
     assert info is not None
@@ -355,6 +344,25 @@ def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch
         monkeypatch.setattr(flavours.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
         with pytest.raises(ProviderError, match=rf"pip install {package}, or tide_export\[{extra}\]"):
             require_builder(flavour)
+
+
+def test_timings_are_kept_per_version_and_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gpus = {"NVIDIA H100 80GB HBM3": "NVIDIA-H100-80GB-HBM3", "NVIDIA RTX A6000 (x)": "NVIDIA-RTX-A6000-x"}
+    for name, shown in gpus.items():
+
+        def give(buffer, size: int, handle, name: str = name) -> int:
+            buffer.value = name.encode()
+            return 0
+
+        driver = types.SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGet=lambda *_: 0, cuDeviceGetName=give)
+        monkeypatch.setattr(gpu, "_driver", lambda driver=driver: driver)
+        gpu.device_name.cache_clear()
+        assert _timing_cache(TENSORRT, "11.4") == tmp_path / "tide_export" / f"tensorrt-11.4-{shown}.timing"
+    gpu.device_name.cache_clear()
+    monkeypatch.setattr(gpu, "_driver", lambda: None)
+    assert gpu.device_name() == "none"
+    gpu.device_name.cache_clear()
 
 
 def test_tensorrt_without_a_gpu_says_where_to_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from bundles import make_manifest
 
 from tide_export.bundle.manifest import (
+    BuiltEngine,
     Drafting,
     EnginesInfo,
     FileInfo,
@@ -24,9 +25,8 @@ def manifests() -> list[dict[str, Any]]:
     parts = [*(segment(k) for k in range(len(plain.segment_sizes))), HEAD]
     networks = NetworksInfo("fp16", 64, 32, 8, 16, 2, 8)
     profiles = (Profile("decode", 1, 1, 1, 1), Profile("batch-decode", 1, 1, 1, 2))
-    engines = EnginesInfo(
-        "tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, PluginsInfo("0.1.0", "cd" * 32, ("segment_00",))
-    )
+    plugins, built = PluginsInfo("0.1.0", "cd" * 32, ("segment_00",)), dict.fromkeys(parts, BuiltEngine(9, 8, 7, 2, 1))
+    engines = EnginesInfo("tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, plugins, built)
     files = [GRAPH_FILE, *map(network_file, parts), *map(engine_file, parts)]
     kinds = [
         plain,

@@ -25,11 +25,11 @@ from tide_export.runtime.tensorrt.engines import pick_profile
 from tide_export.runtime.tensorrt.flavours import (
     DAMAGED,
     REFUSALS,
+    RTX_CAPABILITIES,
     TENSORRT,
     TENSORRT_RTX,
     built_for,
     check_header,
-    runs_on,
 )
 
 PROFILES = (Profile("decode", 1, 1, 1, 8), Profile("catch-up", 1, 16, 32, 8), Profile("prefill", 1, 512, 1024, 1))
@@ -242,14 +242,21 @@ def test_a_network_unlike_its_manifest_is_refused(demo_bundle: Path, tmp_path: P
         on_onnxruntime.open_segments(replace(opened, manifest=half), threads=1)
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "device", "runs"),
-    [(("8.9",), (8, 9), True), (("8.9",), (9, 0), False), ((), (8, 0), True), ((), (12, 0), True), ((), (7, 5), False)],
-)
-def test_engines_run_where_they_were_built_for(capabilities, device, runs: bool) -> None:
-    assert runs_on(capabilities, device) == runs
+@pytest.mark.parametrize("listed", [(), RTX_CAPABILITIES])
+@pytest.mark.parametrize("device", [(7, 5), (8, 7), (9, 0), (10, 0)])
+def test_rtx_engines_are_refused_on_gpus_that_rtx_does_not_know(built: Path, machine, listed, device) -> None:
+    """Hopper and data center Blackwell are newer than 8.0, and still none of its GPUs."""
+    machine(device)
+    bundle = changed(built, flavour="tensorrt-rtx", compute_capabilities=listed)
+    here = f"{device[0]}\\.{device[1]}"
+    sentence = rf"8\.0, 8\.6, 8\.9, 12\.0, 12\.1, this one has {here}: build others with .*-target tensorrt`"
+    with pytest.raises(ProviderError, match=sentence):
+        on_tensorrt.open_engines(bundle, "tensorrt-rtx")
 
 
-def test_tensorrt_builds_for_the_gpu_there_is_and_rtx_for_all() -> None:
+def test_tensorrt_builds_for_the_gpu_there_is_and_rtx_for_all_it_knows() -> None:
     assert built_for(TENSORRT, (9, 0)) == ("9.0",)
-    assert built_for(TENSORRT_RTX, (9, 0)) == built_for(TENSORRT_RTX, None) == ()
+    assert built_for(TENSORRT_RTX, (9, 0)) == built_for(TENSORRT_RTX, None) == RTX_CAPABILITIES
+    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    known = [name[2:-1] + "." + name[-1] for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
+    assert tuple(known) == ("7.5", *RTX_CAPABILITIES), "7.5 has to be asked for when engines are built"

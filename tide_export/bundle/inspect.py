@@ -159,7 +159,7 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
     ]
     if engines is None:
         return [*lines, "engines    none: tide-export build builds them"]
-    gpus = ", ".join(engines["compute_capabilities"]) or "8.0 and later"
+    gpus = ", ".join(engines["compute_capabilities"]) or "of all GPUs it supports"
     profiles = ", ".join(
         f"{p['name']} {p['batch_size']} x {p['min_tokens']}-{p['max_tokens']}" for p in engines["profiles"]
     )
@@ -169,7 +169,19 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
         f"{engines['seconds']:g} s",
         f"profiles   sequences x tokens of a run: {profiles}",
         f"plugins    {_plugins(engines['plugins'])}",
+        *([] if engines["built"] is None else [_built_table(engines["built"])]),
     ]
+
+
+def _built_table(built: dict[str, dict[str, int]]) -> str:
+    """What the builder reported of the engines."""
+    rows = []
+    for name, engine in built.items():
+        fused, attentions = engine["fused_attention_layers"], engine["attention_layers"]
+        attention = "-" if not attentions else f"{fused} of {attentions} fused"
+        memory = (size(engine["weights_bytes"]), size(engine["activation_bytes"]))
+        rows.append([name, *memory, engine["layers"], attention])
+    return table(["engine", "weights", "working memory", "layers", "attention"], rows)
 
 
 def _pending(described: dict[str, Any]) -> str:

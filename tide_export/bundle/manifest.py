@@ -37,7 +37,8 @@ KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
-OMITTED = ("quantization", "remote_code", "auto", "model.kv_layers")  # fields that are not written when None
+# Fields that are not written when None.
+OMITTED = ("quantization", "remote_code", "auto", "model.kv_layers", "engines.built")
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,28 @@ class PluginsInfo:
 
 
 @dataclass(frozen=True)
+class BuiltEngine:
+    """What the builder reported of one engine."""
+
+    weights_bytes: int  # of GPU memory
+    activation_bytes: int  # of working memory, of the profile that takes most
+    layers: int  # kernels, of all profiles
+    attention_layers: int  # of the network
+    fused_attention_layers: int  # of these, in every profile; the others were decomposed into several kernels
+
+
+@dataclass(frozen=True)
 class EnginesInfo:
     """The engines that were built from those networks."""
 
     flavour: str  # tensorrt or tensorrt-rtx
     version: str  # of that library; engines run on no other
-    compute_capabilities: tuple[str, ...]  # of the GPUs they run on, such as "8.9"; empty: 8.0 and later
+    compute_capabilities: tuple[str, ...]  # of the GPUs they run on, such as "8.9"; empty: the flavour's
     weights_sha256: str  # of the source model, as `model.weights_sha256`
     profiles: tuple[Profile, ...]
     seconds: float  # that building took
     plugins: PluginsInfo | None = None  # None: the networks' functions were built
+    built: dict[str, BuiltEngine] | None = None  # by network; None, and then not written: of an earlier release
 
 
 @dataclass(frozen=True)
@@ -206,7 +219,7 @@ class Manifest:
         for path in OMITTED:
             *parents, name = path.split(".")
             owner = written[parents[0]] if parents else written
-            if owner[name] is None:
+            if owner is not None and owner[name] is None:
                 del owner[name]
         return json.dumps({"schema": SCHEMA, **written}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -360,6 +373,14 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
             require(
                 bool(holders) and set(holders) <= set(parts), "engines.plugins.engines", "must be some of the engines"
             )
+        if engines.built is not None:
+            require(set(engines.built) == set(parts), "engines.built", "must have one entry per engine")
+            for name, built in sorted(engines.built.items()):
+                fused, attentions = built.fused_attention_layers, built.attention_layers
+                numbers = (built.weights_bytes, built.activation_bytes, built.layers, fused)
+                require(min(numbers) >= 0, f"engines.built.{name}", "holds a negative value")
+                where = f"engines.built.{name}.fused_attention_layers"
+                require(fused <= attentions, where, "must be at most attention_layers")
         for file in map(engine_file, parts):
             require(file in manifest.files, "files", f"does not list {file}")
 

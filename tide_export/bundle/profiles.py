@@ -12,6 +12,9 @@ from tide_export.errors import ConfigError
 from tide_export.values import whole_number
 
 PREFILL_TOKENS = 1024  # of one run at most: longer prompts are run in parts
+# Of a decoding run at most. For a profile with one shape alone TensorRT for RTX stores the weights a second time, in
+# the layout of matrix-vector products; not for one that takes 1 or 2 tokens.
+DECODE_TOKENS = 2
 BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # sequences of one run at most: by default, and the limit
 
 
@@ -45,7 +48,8 @@ def run_sizes(capacity: int, max_pending: int, batch_size: int = 1, bound: int |
     """
     max_tokens = min(PREFILL_TOKENS, capacity, bound or PREFILL_TOKENS)
     batch_size = min(batch_size, max_tokens)
-    max_logits = min(max(1 << max_pending.bit_length(), 1 << (batch_size - 1).bit_length()), max_tokens)
+    rows = max(1 << max_pending.bit_length(), 1 << (batch_size - 1).bit_length(), DECODE_TOKENS)
+    max_logits = min(rows, max_tokens)
     return RunSizes(max_tokens, max_logits, batch_size, max(1, min(max_logits, max_tokens // batch_size)))
 
 
@@ -63,7 +67,8 @@ def profiles_for(info: NetworksInfo) -> tuple[Profile, ...]:
     separate so that TensorRT chooses kernels for one sequence.
     """
     catch_up, prompt, size, slot = info.max_logits, info.max_tokens, info.max_batch_size, info.max_slot_tokens
-    profiles = [Profile("decode", 1, 1, 1, 1), Profile("catch-up", 1, max(1, catch_up // 2), catch_up, 1)]
+    profiles = [Profile("decode", 1, 1, min(DECODE_TOKENS, catch_up), 1)]
+    profiles.append(Profile("catch-up", 1, max(1, catch_up // 2), catch_up, 1))
     profiles.append(Profile("prefill", 1, max(1, prompt // 2), prompt, 1))
     if size > 1:
         profiles.append(Profile("batch-decode", 1, 1, 1, size))

@@ -20,19 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from tide_export import names
-from tide_export.bundle.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
+from tide_export.bundle.manifest import BuiltEngine, EnginesInfo, Manifest, PluginsInfo, Profile
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BuildError
+from tide_export.formatting import size
 from tide_export.progress import stage
 from tide_export.runtime.segmented.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
-from tide_export.runtime.tensorrt.flavours import Flavour, built_for, import_library
-from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.flavours import Flavour, built_for, import_library, user_cache
+from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
 
 logger = logging.getLogger("tide_export")
 
 LOG_LINES = 3  # of a failed builder, quoted in the error
 WORKER = ("-m", "tide_export.engines.worker")
+MAX_WEIGHTS_GROWTH = 1.1  # GPU memory of an engine's weights over the bytes of its network's constants ...
+SMALL_BYTES = 1 << 20  # ... for networks with more than a few of them
 
 
 def require_builder(flavour: Flavour) -> str:
@@ -96,7 +99,39 @@ def build_engines(
     capabilities = built_for(flavour, compute_capability())
     weights = manifest.model.weights_sha256
     used = None if plugins is None else _plugins_used(plugins, expected, built)
-    return EnginesInfo(flavour.name, version, capabilities, weights, profiles, round(seconds, 1), used)
+    found = {name: _built_engine(event) for name, event in built.items()}
+    _warn(flavour, found, {name: event["constants"] for name, event in built.items()})
+    return EnginesInfo(flavour.name, version, capabilities, weights, profiles, round(seconds, 1), used, found)
+
+
+def _built_engine(event: Mapping[str, Any]) -> BuiltEngine:
+    """What the builder reported; every profile has kernels of its own."""
+    fused = min(event["attentions"], event["fused_attention_kernels"] // event["profiles"])
+    return BuiltEngine(event["weights_bytes"], event["activation_bytes"], event["layers"], event["attentions"], fused)
+
+
+def _warn(flavour: Flavour, built: Mapping[str, BuiltEngine], constants: Mapping[str, int]) -> None:
+    """Logs warnings for engines that hold more weights than their networks, or slower attention.
+
+    Args:
+        constants: of every network, in bytes.
+    """
+    for name, engine in built.items():
+        if engine.weights_bytes > MAX_WEIGHTS_GROWTH * constants[name] + SMALL_BYTES:
+            logger.warning(
+                "%s stores the weights of %s in %s of GPU memory, %.1f times their size: a profile has its own copy",
+                flavour.title,
+                name,
+                size(engine.weights_bytes),
+                engine.weights_bytes / max(1, constants[name]),
+            )
+    decomposed = [name for name, engine in built.items() if engine.fused_attention_layers < engine.attention_layers]
+    if decomposed:
+        logger.warning(
+            "%s has no fused attention for %s and uses several kernels instead: fp16 and bf16 may have one",
+            flavour.title,
+            ", ".join(decomposed),
+        )
 
 
 def _plugins_used(
@@ -126,10 +161,8 @@ def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
 
 
 def _timing_cache(flavour: Flavour, version: str) -> Path:
-    """The file of kernel times of earlier builds; one per version, in the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
-    base.mkdir(parents=True, exist_ok=True)
-    return base / f"{flavour.name}-{version}.timing"
+    """The file of kernel times of earlier builds, in the user's cache folder; one per version and kind of GPU."""
+    return user_cache() / f"{flavour.name}-{version}-{device_name()}.timing"
 
 
 def run_worker(

@@ -7,6 +7,7 @@ PyTorch. The parent process has checked the job and checks the results.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +33,11 @@ def main() -> int:
     from tide_export.errors import TideError
 
     G_LOGGER.module_severity = G_LOGGER.WARNING
+    log = BuildLog.install()
     for network in job["networks"]:
         emit("building", network=network["name"])
         try:
-            built = build(network, job, emit)
+            built = build(network, job, emit) | log.built()
         except (PolygraphyException, TideError, RuntimeError, MemoryError, OSError) as error:
             reason = "not enough memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
             emit("refused", network=network["name"], reason=reason)
@@ -72,6 +74,8 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     def exact(builder: Any, network: Any, config: Any) -> None:
         # Float32 networks are for equal tokens: TensorFloat-32 would round every matmul.
         config.clear_flag(trt.BuilderFlag.TF32)
+        if mod.config.USE_TENSORRT_RTX:  # an engine that allocates memory in a run cannot be recorded in a CUDA graph
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         described["profiles"] = config.num_optimization_profiles
 
     profiles = []
@@ -84,6 +88,7 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     cache = job["timing_cache"]
     if cache is not None:
         options["load_timing_cache"] = cache
+    options["profiling_verbosity"] = trt.ProfilingVerbosity.DETAILED  # the log then lists the engine's layers
     create = CreateConfigRTX if mod.config.USE_TENSORRT_RTX else CreateConfig
     engine = EngineBytesFromNetwork(
         PostprocessNetwork(NetworkFromOnnxPath(network["source"]), prepare),
@@ -92,6 +97,47 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     )()
     Path(network["engine"]).write_bytes(engine)
     return described
+
+
+class BuildLog:
+    """Reads the builder's log: TensorRT's own logger, which shows warnings and errors, keeps what an engine holds."""
+
+    WEIGHTS, ACTIVATIONS = (re.compile(rf"Total {kind} Memory: (\d+) bytes") for kind in ("Weights", "Activation"))
+    LAYER = re.compile(r"^Name: ([^,]*), LayerType: ", re.MULTILINE)
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    @classmethod
+    def install(cls) -> "BuildLog":
+        """Returns the log of the builders that Polygraphy creates from now on."""
+        from polygraphy.backend.trt import util
+        from polygraphy.mod.trt_importer import lazy_import_trt
+
+        trt, log = lazy_import_trt(), cls()
+
+        class Log(trt.ILogger):  # type: ignore[name-defined]
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                log.messages.append(message)
+                if severity not in (trt.ILogger.Severity.INFO, trt.ILogger.Severity.VERBOSE):
+                    print(message, file=sys.stderr, flush=True)
+
+        util.TRT_LOGGER = Log()
+        return log
+
+    def built(self) -> dict[str, int]:
+        """The memory, layers and fused attention layers of the engine built since the last call."""
+        text, self.messages = "\n".join(self.messages), []
+        layers = self.LAYER.findall(text)
+        return {
+            "weights_bytes": sum(map(int, self.WEIGHTS.findall(text))),
+            "activation_bytes": max(map(int, self.ACTIVATIONS.findall(text)), default=0),
+            "layers": len(layers),
+            "fused_attention_kernels": sum("mha" in name for name in layers),
+        }
 
 
 def allow_decomposition(trt: Any, network: Any) -> None:
@@ -104,21 +150,27 @@ def allow_decomposition(trt: Any, network: Any) -> None:
 
 
 def describe(trt: Any, network: Any) -> dict[str, Any]:
-    """The parsed network: inputs and outputs {name: [dtype, shape]}, outputs updated in place {output: input}, and the
-    number of plugins."""
+    """The parsed network: inputs and outputs {name: [dtype, shape]}, outputs updated in place {output: input}, the
+    numbers of plugins and attention layers, and the bytes of its constants."""
     inputs = [network.get_input(index) for index in range(network.num_inputs)]
     outputs = [network.get_output(index) for index in range(network.num_outputs)]
-    aliases, plugins = {}, 0
+    aliases, plugins, attentions, constants = {}, 0, 0, 0
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.KV_CACHE_UPDATE:
             aliases[layer.get_output(0).name] = layer.get_input(0).name
         plugins += layer.type == trt.LayerType.PLUGIN_V3
+        attentions += layer.type == trt.LayerType.ATTENTION_INPUT
+        if layer.type == trt.LayerType.CONSTANT:
+            layer.__class__ = trt.IConstantLayer
+            constants += layer.weights.nbytes
     return {
         "inputs": {tensor.name: [tensor.dtype.name, list(tensor.shape)] for tensor in inputs},
         "outputs": {tensor.name: [tensor.dtype.name, list(tensor.shape)] for tensor in outputs},
         "aliases": aliases,
         "plugins": plugins,
+        "attentions": attentions,
+        "constants": constants,
     }
 
 

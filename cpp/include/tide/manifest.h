@@ -63,15 +63,25 @@ struct PluginsInfo {
   std::vector<std::string> engines;  // by name: segment_00, ...
 };
 
+// What the builder reported of one engine.
+struct BuiltEngine {
+  std::int64_t weights_bytes = 0;           // of GPU memory
+  std::int64_t activation_bytes = 0;        // of working memory, of the profile that takes most
+  std::int64_t layers = 0;                  // kernels, of all profiles
+  std::int64_t attention_layers = 0;        // of the network
+  std::int64_t fused_attention_layers = 0;  // of these, in every profile; the others are several kernels
+};
+
 // The TensorRT engines built from those networks.
 struct EnginesInfo {
   std::string flavour;                            // "tensorrt" or "tensorrt-rtx"
   std::string version;                            // of TensorRT; the engines run on no other
-  std::vector<std::string> compute_capabilities;  // of the GPUs they run on, such as "8.9"; empty: 8.0 and later
+  std::vector<std::string> compute_capabilities;  // of the GPUs they run on, such as "8.9"; empty: the flavour's
   std::string weights_sha256;                     // of the source model, as `ModelInfo::weights_sha256`
   std::vector<Profile> profiles;
   double seconds = 0;                  // that the build took
   std::optional<PluginsInfo> plugins;  // none: built from the functions' bodies instead
+  std::optional<std::map<std::string, BuiltEngine>> built;  // by network; none: of an earlier release
 };
 
 // Size and hash of one file of the bundle.

@@ -94,9 +94,22 @@ std::optional<PluginsInfo> plugins_of(Field const& field) {
   return PluginsInfo{field["version"].text(), field["sha256"].text(), field["engines"].texts()};
 }
 
+std::optional<std::map<std::string, BuiltEngine>> built_of(Field const& field) {
+  if (field.is_null()) return std::nullopt;
+  std::map<std::string, BuiltEngine> built;
+  for (auto const& [name, entry] : field.entries()) {
+    entry.object({"weights_bytes", "activation_bytes", "layers", "attention_layers", "fused_attention_layers"});
+    built[name] = {entry["weights_bytes"].whole(), entry["activation_bytes"].whole(), entry["layers"].whole(),
+                   entry["attention_layers"].whole(), entry["fused_attention_layers"].whole()};
+  }
+  return built;
+}
+
 std::optional<EnginesInfo> engines_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
-  field.object({"flavour", "version", "compute_capabilities", "weights_sha256", "profiles", "seconds", "plugins"});
+  field.object(
+      {"flavour", "version", "compute_capabilities", "weights_sha256", "profiles", "seconds", "plugins", "built"},
+      {"built"});
   EnginesInfo engines;
   engines.flavour = field["flavour"].text();
   engines.version = field["version"].text();
@@ -109,6 +122,7 @@ std::optional<EnginesInfo> engines_of(Field const& field) {
   });
   engines.seconds = field["seconds"].real();
   engines.plugins = plugins_of(field["plugins"]);
+  if (field.has("built")) engines.built = built_of(field["built"]);
   return engines;
 }
 
@@ -201,12 +215,25 @@ void check_networks(Manifest const& manifest, Require const& require) {
     }
     require(batch_size == manifest.networks->max_batch_size, "engines.profiles",
             "must have the batch size networks.max_batch_size");
+    auto const is_part = [&](std::string const& name) {
+      return std::find(parts.begin(), parts.end(), name) != parts.end();
+    };
     if (auto const& plugins = engines->plugins) {
-      auto const is_part = [&](std::string const& name) {
-        return std::find(parts.begin(), parts.end(), name) != parts.end();
-      };
       require(!plugins->engines.empty() && std::all_of(plugins->engines.begin(), plugins->engines.end(), is_part),
               "engines.plugins.engines", "must be some of the engines");
+    }
+    if (auto const& built = engines->built) {
+      bool const all = built->size() == parts.size() && std::all_of(built->begin(), built->end(), [&](auto const& one) {
+                         return is_part(one.first);
+                       });
+      require(all, "engines.built", "must have one entry per engine");
+      for (auto const& [name, one] : *built) {
+        std::string const where = "engines.built." + name;
+        std::int64_t const fused = one.fused_attention_layers;
+        require(std::min({one.weights_bytes, one.activation_bytes, one.layers, fused}) >= 0, where,
+                "holds a negative value");
+        require(fused <= one.attention_layers, where + ".fused_attention_layers", "must be at most attention_layers");
+      }
     }
     for (std::string const& part : parts) {
       std::string const file = engine_file(part);

@@ -7,6 +7,16 @@
 #include "tide/errors.h"
 
 namespace tide {
+namespace {
+
+// Of the GPUs that engines of TensorRT for RTX run on, wherever they were built.
+std::vector<std::string> const kRtxCapabilities = {"8.0", "8.6", "8.9", "12.0", "12.1"};
+
+bool contains(std::vector<std::string> const& list, std::string const& value) {
+  return std::find(list.begin(), list.end(), value) != list.end();
+}
+
+}  // namespace
 
 bool is_flavour(std::string const& name) { return name == "tensorrt" || name == "tensorrt-rtx"; }
 
@@ -32,21 +42,25 @@ void check_engines(Bundle const& bundle, std::string const& flavour) {
 
 void check_machine(Bundle const& bundle, std::string const& version, ComputeCapability device) {
   EnginesInfo const& engines = bundle.manifest.engines.value();
-  std::string const path = bundle.path.string(), title = title_of(engines.flavour),
-                    again = "build them again with `tide-export build " + path + " --target " + engines.flavour + "`";
+  std::string const path = bundle.path.string(), title = title_of(engines.flavour);
+  std::string again = "build them again with `tide-export build " + path + " --target " + engines.flavour + "`";
   if (engines.version != version) {
     throw ProviderError("the engines of bundle '" + path + "' were built by " + title + " " + engines.version +
                         " and run on no other, but " + version + " is installed: " + again);
   }
   if (device.major == 0) throw ProviderError(title + " needs an NVIDIA GPU and its driver, and there is none here");
-  std::vector<std::string> const& built = engines.compute_capabilities;
+  bool const rtx = engines.flavour == "tensorrt-rtx";
   std::string const here = std::to_string(device.major) + "." + std::to_string(device.minor);
-  bool const runs = built.empty() ? device.major >= 8 : std::find(built.begin(), built.end(), here) != built.end();
-  if (runs) return;
+  std::vector<std::string> built = engines.compute_capabilities;
+  if (built.empty() && rtx) built = kRtxCapabilities;
+  if (contains(built, here)) return;
+  if (rtx && !contains(kRtxCapabilities, here)) {  // no engine of this flavour runs on it
+    again = "build others with `tide-export build " + path + " --target tensorrt`";
+  }
   std::string listed;
   for (std::string const& one : built) listed += (listed.empty() ? "" : ", ") + one;
-  throw ProviderError("the engines of bundle '" + path + "' were built for GPUs of compute capability " +
-                      (built.empty() ? "8.0 and later" : listed) + ", this one has " + here + ": " + again);
+  throw ProviderError("the engines of bundle '" + path + "' were built for GPUs of compute capability " + listed +
+                      ", this one has " + here + ": " + again);
 }
 
 }  // namespace tide

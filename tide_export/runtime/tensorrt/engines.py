@@ -26,7 +26,7 @@ from tide_export.runtime.segmented.network_spec import (
     of_network,
     specs,
 )
-from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour, check_header, configure, import_library, runs_on
+from tide_export.runtime.tensorrt.flavours import FLAVOURS, TENSORRT, Flavour, check_header, configure, import_library
 from tide_export.runtime.tensorrt.gpu import compute_capability
 from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
 
@@ -109,11 +109,13 @@ def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: Engi
     device = compute_capability()
     if device is None:
         raise ProviderError(f"{flavour.title} needs an NVIDIA GPU and its driver, and there is none here")
-    if not runs_on(engines.compute_capabilities, device):
-        built = ", ".join(engines.compute_capabilities) or "8.0 and later"
+    built, here = engines.compute_capabilities or flavour.compute_capabilities, f"{device[0]}.{device[1]}"
+    if here not in built:
+        if here not in (flavour.compute_capabilities or (here,)):  # no engine of this flavour runs on it
+            again = f"build others with `tide-export build {bundle.path} --target {TENSORRT.name}`"
         raise ProviderError(
-            f"the engines of bundle '{bundle.path}' were built for GPUs of compute capability {built}, this one has "
-            f"{device[0]}.{device[1]}: {again}"
+            f"the engines of bundle '{bundle.path}' were built for GPUs of compute capability {', '.join(built)}, this "
+            f"one has {here}: {again}"
         )
     import_cudart()
 

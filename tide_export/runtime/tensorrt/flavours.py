@@ -5,8 +5,10 @@
 
 import importlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +31,8 @@ class Flavour:
         has_timing_cache: whether building times kernels, so that caching the times saves time.
         has_plugins: whether its networks may use plugins; where not, the bodies of functions are built.
         reads_headers: whether it can check by an engine's header alone that the engine runs here.
+        compute_capabilities: of the GPUs its engines run on, wherever they were built; empty: of the GPU of that
+            machine alone.
     """
 
     name: str
@@ -40,11 +44,15 @@ class Flavour:
     has_timing_cache: bool
     has_plugins: bool
     reads_headers: bool
+    compute_capabilities: tuple[str, ...]
 
 
-TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False)
+# By default TensorRT for RTX builds for every GPU it knows from Ampere on: neither Hopper nor data center Blackwell.
+RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
+TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False, ())
 TENSORRT_RTX = Flavour(
-    "tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx", True, False, False, True
+    *("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx"),
+    *(True, False, False, True, RTX_CAPABILITIES),
 )
 FLAVOURS = {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 
@@ -65,23 +73,25 @@ def import_library(flavour: Flavour) -> ModuleType:
         ) from None
 
 
-def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ...]:
-    """The compute capabilities that engines built here run on, such as ("9.0",); empty: all from 8.0 on.
+def user_cache() -> Path:
+    """The user's folder for what TensorRT would otherwise measure or compile again; made if there is none."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
-    TensorRT builds for the GPU it finds; TensorRT for RTX, unless told otherwise, for every GPU it knows from 8.0 on,
-    and compiles the last part where the engine is loaded.
+
+def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ...]:
+    """The compute capabilities that engines built here run on, such as ("9.0",).
+
+    TensorRT builds for the GPU it finds; TensorRT for RTX for all of its `compute_capabilities`, and compiles the last
+    part where the engine is loaded.
 
     Args:
         device: compute capability of the GPU there is, None where there is none.
     """
-    if flavour is TENSORRT and device is not None:
-        return (f"{device[0]}.{device[1]}",)
-    return ()
-
-
-def runs_on(capabilities: tuple[str, ...], device: tuple[int, int]) -> bool:
-    """Whether an engine of these (see `built_for`) runs on a GPU of compute capability `device`."""
-    return f"{device[0]}.{device[1]}" in capabilities if capabilities else device >= (8, 0)
+    if device is None or flavour.compute_capabilities:
+        return flavour.compute_capabilities
+    return (f"{device[0]}.{device[1]}",)
 
 
 # Why a header is refused, by the names of EngineInvalidityDiagnostics, and what a user can do.

@@ -5,6 +5,7 @@
 
 import ctypes
 import functools
+import re
 
 LIBRARIES = ("libcuda.so.1", "nvcuda.dll")
 MAJOR, MINOR = 75, 76  # CUdevice_attribute: compute capability
@@ -13,11 +14,8 @@ MAJOR, MINOR = 75, 76  # CUdevice_attribute: compute capability
 @functools.cache
 def compute_capability(device: int = 0) -> tuple[int, int] | None:
     """(major, minor) of the GPU, or None where there is none or no driver for it."""
-    driver = _driver()
-    if driver is None or driver.cuInit(0) != 0:
-        return None
-    handle = ctypes.c_int()
-    if driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
+    driver, handle = _opened(device)
+    if driver is None:
         return None
     numbers = []
     for attribute in (MAJOR, MINOR):
@@ -26,6 +24,24 @@ def compute_capability(device: int = 0) -> tuple[int, int] | None:
             return None
         numbers.append(number.value)
     return numbers[0], numbers[1]
+
+
+@functools.cache
+def device_name(device: int = 0) -> str:
+    """The GPU's name as part of a file's name, such as `NVIDIA-H100-PCIe`; "none" where there is none."""
+    driver, handle = _opened(device)
+    name = ctypes.create_string_buffer(256)
+    if driver is None or driver.cuDeviceGetName(name, len(name), handle) != 0:
+        return "none"
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name.value.decode(errors="replace")).strip("-")
+
+
+def _opened(device: int) -> tuple[ctypes.CDLL | None, ctypes.c_int]:
+    """The driver and its handle of a GPU; None where there is none."""
+    driver, handle = _driver(), ctypes.c_int()
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
+        return None, handle
+    return driver, handle
 
 
 def _driver() -> ctypes.CDLL | None:
