@@ -1,13 +1,16 @@
 """The C++ runtime, built once for all workers, and engines of both runtimes on the same bundles."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cpp_builds import SANITIZE, CppBuild
+from c_interface import open_library
+from cpp_builds import SANITIZE, CppBuild, need
 from cpp_engine import CppEngine
 
 from tide_export.runtime.engine import Engine, load
@@ -39,6 +42,22 @@ def open_cpp(cpp: CppBuild) -> Iterator[Callable[..., CppEngine]]:
     yield opens
     for engine in opened:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def c_library(cpp: CppBuild) -> ctypes.CDLL:
+    """libtide in this process."""
+    if SANITIZE:
+        pytest.skip("Python is not built with the sanitizer that the library needs")
+    return open_library(cpp)
+
+
+@pytest.fixture(scope="session")
+def tokenizers_library() -> Path:
+    """A library with the C binding of tokenizers."""
+    spec = find_spec("litert_lm")
+    need(spec is not None and bool(spec.submodule_search_locations), "litert-lm-api is not installed")
+    return Path(spec.submodule_search_locations[0]) / "liblitert-lm.so"
 
 
 @pytest.fixture(scope="session")

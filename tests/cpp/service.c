@@ -1,9 +1,12 @@
-/* Uses every function of tide.h: service BUNDLE. Prints what it got, a line each, for test_cpp_c.py. */
+/* Uses tide.h from C: service BUNDLE, which has no tokenizer. Prints what it got, a line each, for test_cpp_c.py. */
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 #include <tide/tide.h>
 
 #define GREEDY "{\"mode\": \"full\", \"max_new_tokens\": 6, \"stop_token_ids\": []}"
+
+#define LOGPROBS "{\"mode\": \"full\", \"max_new_tokens\": 2, \"stop_token_ids\": [], \"logprobs\": 1}"
 
 static const int64_t kPrompt[] = {3, 14, 15};
 
@@ -27,6 +30,13 @@ struct taken {
   int64_t layers;
 };
 
+static int only_seven(void* context, const int64_t* ids, size_t count, float* logits, size_t vocabulary) {
+  size_t i;
+  if (context != NULL && ids[count - 1] == 7) return 0;
+  for (i = 0; i < vocabulary; ++i) logits[i] = i == 7 ? 1.0f : -INFINITY;
+  return 1;
+}
+
 static int take(void* context, const tide_token* token) {
   struct taken* taken = context;
   taken->layers += token->layers_run;
@@ -40,10 +50,11 @@ static int schedule(const tide_engine* engine) {
   tide_token token;
   tide_status status;
   double timeout = 600;
+  const tide_logits_processor sevens = {only_seven, NULL};
   if (failed("scheduler", tide_scheduler_create(engine, "{\"slots\": 2, \"waiting\": 1}", &scheduler))) return 1;
-  if (failed("submit", tide_submit(scheduler, kPrompt, 3, GREEDY, NULL, &first))) return 1;
-  if (failed("submit", tide_submit(scheduler, kPrompt, 2, GREEDY, &timeout, &second))) return 1;
-  if (failed("submit", tide_submit(scheduler, kPrompt, 1, GREEDY, NULL, &third))) return 1;
+  if (failed("submit", tide_submit(scheduler, kPrompt, 3, GREEDY, NULL, NULL, &first))) return 1;
+  if (failed("submit", tide_submit(scheduler, kPrompt, 2, GREEDY, NULL, &timeout, &second))) return 1;
+  if (failed("submit", tide_submit(scheduler, kPrompt, 1, GREEDY, &sevens, NULL, &third))) return 1;
   if (!tide_scheduler_step(scheduler)) return 1;
   tide_request_cancel(second);
   printf("read");
@@ -54,12 +65,43 @@ static int schedule(const tide_engine* engine) {
   tide_request_free(second);
   if (failed("start", tide_scheduler_start(scheduler))) return 1;
   tide_scheduler_close(scheduler, 1);
-  if (!failed("closed", tide_submit(scheduler, kPrompt, 3, GREEDY, NULL, &second))) return 1;
+  if (!failed("closed", tide_submit(scheduler, kPrompt, 3, GREEDY, NULL, NULL, &second))) return 1;
   tide_scheduler_free(scheduler);
   if (failed("result", tide_request_result(third, &generation))) return 1;
   print_generation("drained", generation);
   tide_request_free(first);
   tide_request_free(third);
+  return 0;
+}
+
+static int logprobs(const tide_engine* engine) {
+  tide_generation* generation;
+  const tide_logprob* values;
+  size_t count;
+  if (failed("logprobs", tide_generate(engine, kPrompt, 3, LOGPROBS, NULL, &generation))) return 1;
+  values = tide_generation_logprobs(generation, 1, &count);
+  printf("logprobs %zu %d\n", count, values[0].id == values[1].id && values[0].logprob < 0);
+  if (tide_generation_logprobs(generation, 2, &count) != NULL || count != 0) return 1;
+  if (tide_generation_text(generation, &count) != NULL || count != 0) return 1;
+  tide_generation_free(generation);
+  return 0;
+}
+
+static int hook_fails(const tide_engine* engine) {
+  const tide_logits_processor once = {only_seven, &engine};
+  tide_generation* generation;
+  return !failed("hook", tide_generate(engine, kPrompt, 3, GREEDY, &once, &generation));
+}
+
+static int text(const tide_engine* engine) {
+  tide_text_stream* stream = NULL;
+  char room[1];
+  int64_t id;
+  size_t count;
+  if (!failed("encode", tide_encode(engine, "a", 1, &id, 1, &count))) return 1;
+  if (tide_decode(engine, kPrompt, 3, 0, room, 1, &count) == TIDE_OK) return 1;
+  if (tide_text_stream_create(engine, kPrompt, 3, &stream) == TIDE_OK || stream != NULL) return 1;
+  tide_text_stream_free(stream);
   return 0;
 }
 
@@ -72,14 +114,14 @@ int main(int count, char** arguments) {
   if (!failed("missing", tide_load("nowhere", NULL, &engine)) || engine != NULL) return 1;
   if (failed("load", tide_load(arguments[1], "{\"threads\": 1}", &engine))) return 1;
   printf("slots %lld\n", (long long)tide_max_batch_size(engine));
-  if (failed("generate", tide_generate(engine, kPrompt, 3, GREEDY, &generation))) return 1;
+  if (failed("generate", tide_generate(engine, kPrompt, 3, GREEDY, NULL, &generation))) return 1;
   printf("stats %d\n", strstr(tide_generation_stats(generation), "\"total_tokens\": 6") != NULL);
   print_generation("generated", generation);
-  if (failed("stream", tide_stream(engine, kPrompt, 3, GREEDY, take, &taken, &generation))) return 1;
+  if (failed("stream", tide_stream(engine, kPrompt, 3, GREEDY, NULL, take, &taken, &generation))) return 1;
   print_generation("streamed", generation);
   printf("taken %d %lld\n", taken.count, (long long)taken.layers);
-  if (!failed("empty", tide_generate(engine, kPrompt, 0, NULL, &generation))) return 1;
-  if (schedule(engine)) return 1;
+  if (!failed("empty", tide_generate(engine, kPrompt, 0, NULL, NULL, &generation))) return 1;
+  if (logprobs(engine) || hook_fails(engine) || text(engine) || schedule(engine)) return 1;
   tide_engine_free(engine);
   tide_engine_free(NULL);
   return 0;

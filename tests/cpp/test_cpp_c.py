@@ -6,16 +6,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
+from collections.abc import Iterator
+from ctypes import byref, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from c_interface import CEngine, Refused, Token, logprobs_of, processor_of
 from cpp_builds import ROOT, SANITIZE, CppBuild, onnxruntime_library
+from hooks import parity
 
 import tide_export
-from tide_export.runtime.engine import Engine
+from tide_export.runtime.decoding.sampling import TokenLogprobs
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.tokenizer import TextStream
 
 PROMPT = [3, 14, 15]
 GREEDY: dict[str, Any] = {"mode": "full", "max_new_tokens": 6, "stop_token_ids": []}
@@ -43,7 +48,7 @@ def test_a_program_in_c(cpp: CppBuild, tiny_llama, engine: Engine) -> None:
         timeout=100,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    three, two, one = (" ".join(map(str, engine.generate(PROMPT[:n], **GREEDY).tokens)) for n in (3, 2, 1))
+    three, two = (" ".join(map(str, engine.generate(PROMPT[:n], **GREEDY).tokens)) for n in (3, 2))
     depth = engine.manifest.model.num_layers
     assert done.stdout.splitlines() == [
         f"version {tide_export.__version__}",
@@ -54,56 +59,21 @@ def test_a_program_in_c(cpp: CppBuild, tiny_llama, engine: Engine) -> None:
         f"streamed cancelled {' '.join(three.split()[:4])}",
         f"taken 4 {4 * depth}",
         "empty failed with 4: the prompt is empty: give at least one token",
+        "logprobs 2 1",
+        "hook failed with 4: logits_processor failed: it returned 0",
+        f"encode failed with 3: bundle {tiny_llama.exact} holds no tokenizer.json, so it can only be run on token ids",
         f"read {three} ended",
         f"cancelled cancelled {two.split()[0]}",
         "closed failed with 4: the scheduler is closed: it takes no more requests",
-        f"drained length {one}",
+        "drained length 7 7 7 7 7 7",
     ]
 
 
-class Token(ctypes.Structure):
-    _fields_ = (("id", c_int64), ("exit_layer", c_int64), ("layers_run", c_int64))
-
-
-OnToken = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(Token))
-
-
 @pytest.fixture(scope="module")
-def library(cpp: CppBuild) -> ctypes.CDLL:
-    if SANITIZE:
-        pytest.skip("Python is not built with the sanitizer that the library needs")
-    ctypes.CDLL(str(onnxruntime_library()), mode=ctypes.RTLD_GLOBAL)
-    opened = ctypes.CDLL(str(cpp.prefix / "lib" / "libtide.so"))
-    opened.tide_last_error.restype = c_char_p
-    opened.tide_generation_stats.restype = c_char_p
-    opened.tide_generation_finish_reason.restype = c_char_p
-    opened.tide_generation_tokens.restype = POINTER(c_int64)
-    return opened
-
-
-def ids_of(prompt: list[int]) -> Any:
-    return (c_int64 * len(prompt))(*prompt)
-
-
-def text_of(options: Any) -> bytes:
-    return json.dumps(options).encode()
-
-
-@pytest.fixture(scope="module")
-def loaded(library: ctypes.CDLL, tiny_llama) -> Callable[[], c_void_p]:
-    handle = c_void_p()
-    assert library.tide_load(str(tiny_llama.exact).encode(), text_of({"threads": 1}), byref(handle)) == 0
-    yield handle
-    library.tide_engine_free(handle)
-
-
-def generation_of(library: ctypes.CDLL, generation: c_void_p) -> tuple[list[int], str, dict[str, Any]]:
-    count = c_size_t()
-    tokens = library.tide_generation_tokens(generation, byref(count))
-    reason, stats = library.tide_generation_finish_reason(generation), library.tide_generation_stats(generation)
-    result = tokens[: count.value], reason.decode(), json.loads(stats)
-    library.tide_generation_free(generation)
-    return result
+def loaded(c_library: ctypes.CDLL, tiny_llama) -> Iterator[CEngine]:
+    engine = CEngine(c_library, tiny_llama.exact)
+    yield engine
+    engine.close()
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -119,19 +89,89 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_ctypes(library: ctypes.CDLL, loaded: c_void_p, engine: Engine, options: dict[str, Any]) -> None:
-    generation, streamed = c_void_p(), list[int]()
-    on_token = OnToken(lambda context, token: streamed.append(token.contents.id) or 1)
-    request = (loaded, ids_of(PROMPT), c_size_t(len(PROMPT)), text_of(options))
-    assert library.tide_stream(*request, on_token, None, byref(generation)) == 0
-    tokens, reason, stats = generation_of(library, generation)
-    assert streamed == tokens
-    assert library.tide_generate(*request, byref(generation)) == 0
-    assert generation_of(library, generation)[:2] == (tokens, reason)
+def test_ctypes(loaded: CEngine, engine: Engine, options: dict[str, Any]) -> None:
+    streamed = list[int]()
+    ours = loaded.generate(PROMPT, on_token=lambda token: streamed.append(token.id) is None, **options)
+    assert streamed == ours.tokens
+    again = loaded.generate(PROMPT, **options)
+    assert (again.tokens, again.finish_reason) == (ours.tokens, ours.finish_reason)
     if options.get("temperature", 0) == 0:  # the two runtimes have other random numbers
         expected = engine.generate(PROMPT, **options)
-        assert (tokens, reason) == (expected.tokens, expected.finish_reason)
-        assert stats["layer_tokens_run"] == expected.stats.layer_tokens_run
+        assert (ours.tokens, ours.finish_reason) == (expected.tokens, expected.finish_reason)
+        assert ours.stats.layer_tokens_run == expected.stats.layer_tokens_run
+
+
+def test_logprobs(loaded: CEngine, engine: Engine) -> None:
+    """Of tokens as they come, of a request's and of a generation's."""
+    options, streamed = GREEDY | {"logprobs": 2}, list[TokenLogprobs]()
+    expected = engine.generate(PROMPT, **options).logprobs
+    assert expected is not None
+
+    def take(token: Token) -> bool:
+        streamed.append(logprobs_of(token.logprobs, token.logprobs_count))
+        return True
+
+    ours = loaded.generate(PROMPT, on_token=take, **options).logprobs
+    scheduler = loaded.scheduler()
+    request = scheduler.submit(PROMPT, **options)
+    read = [logprobs_of(token.logprobs, token.logprobs_count) for token in request]
+    assert ours == streamed == read == request.result().logprobs
+    request.close()
+    scheduler.close()
+    for one, right in zip(ours, expected, strict=True):
+        assert one.logprob == pytest.approx(right.logprob)
+        assert [token for token, _ in one.top] == [token for token, _ in right.top]
+        assert [value for _, value in one.top] == pytest.approx([value for _, value in right.top])
+
+
+def test_a_logits_processor(loaded: CEngine, engine: Engine) -> None:
+    def in_place(ids: list[int], logits: np.ndarray) -> bool:
+        logits[:] = parity(ids, logits)
+        return True
+
+    hook = processor_of(in_place)
+    for mode in ({"mode": "full"}, {"mode": "exit", "threshold": 0.5}, {"mode": "lossless", "threshold": 0.5}):
+        options = GREEDY | {"repetition_penalty": 1.2} | mode
+        assert (
+            loaded.generate(PROMPT, hook, **options).tokens
+            == engine.generate(PROMPT, logits_processor=parity, **options).tokens
+        )
+    with pytest.raises(Refused, match="logits_processor failed: it returned 0"):
+        loaded.generate(PROMPT, processor_of(lambda ids, logits: False), **GREEDY)
+
+
+def test_text(c_library: ctypes.CDLL, demo_bundle: Path, tokenizers_library: Path) -> None:
+    """Text in and out, whole and in pieces, and stop strings, are Python's."""
+    python, ours = (
+        load(demo_bundle, provider="cpu", threads=1),
+        CEngine(c_library, demo_bundle, tokenizers=str(tokenizers_library)),
+    )
+    for text in ("def f(x):\n    return 'é😀'", "", "a\0b"):
+        ids = python.tokenizer.encode_plain(text)
+        assert ours.encode(text.replace("\0", ""), False) == python.tokenizer.encode_plain(text.replace("\0", ""))
+        assert ours.decode(ids) == ours.decode(ids, room=1) == text
+    prompt = ours.encode("import os\nimport sys\n\n", room=2)
+    assert prompt == python.tokenizer.encode("import os\nimport sys\n\n")
+    whole = ours.generate(prompt, detokenize=True, max_new_tokens=24, mode="full")
+    assert whole.text == python.generate(prompt, detokenize=True, max_new_tokens=24, mode="full").text
+    assert list(ours.pieces(prompt, whole.tokens)) == _pieces(python, prompt, whole.tokens)
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    for stops in (stop, ["no such", stop]):
+        stopped = ours.generate(prompt, stop=stops, max_new_tokens=24, mode="full")
+        assert (stopped.text, stopped.finish_reason) == (whole.text.partition(stop)[0], "stop")
+    for text, sentence in (
+        ('{"stop": [""]}', "stop must be a string or a list of strings, none of them empty, not ['']"),
+        ('{"stop": 3}', "options: field 'stop' must be a string, not 3"),
+    ):
+        with pytest.raises(Refused) as refused:
+            ours.generate(prompt, **json.loads(text))
+        assert str(refused.value) == sentence
+    ours.close()
+
+
+def _pieces(engine: Engine, prompt: list[int], tokens: list[int]) -> list[str]:
+    stream = TextStream(engine.tokenizer, prompt)
+    return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
 @pytest.mark.parametrize(
@@ -149,56 +189,41 @@ def test_ctypes(library: ctypes.CDLL, loaded: c_void_p, engine: Engine, options:
         ('{"seed": [1, 2], "temperature": 1}', "seed must be a whole number, 0 or more, not [1, 2]"),
     ],
 )
-def test_options_are_refused(library: ctypes.CDLL, loaded: c_void_p, text: str, sentence: str) -> None:
+def test_options_are_refused(loaded: CEngine, text: str, sentence: str) -> None:
     generation = c_void_p()
-    request = (loaded, ids_of(PROMPT), c_size_t(len(PROMPT)), text.encode())
-    assert library.tide_generate(*request, byref(generation)) == 4
-    assert library.tide_last_error().decode() == sentence
-    assert generation.value is None
+    request = (loaded.handle, (c_int64 * 3)(*PROMPT), c_size_t(3), text.encode(), None)
+    with pytest.raises(Refused) as refused:
+        loaded.call("generate", *request, byref(generation))
+    assert (refused.value.status, str(refused.value), generation.value) == (4, sentence, None)
 
 
-def test_other_errors(library: ctypes.CDLL, loaded: c_void_p, tiny_llama) -> None:
-    path, other = str(tiny_llama.exact).encode(), c_void_p()
+def test_other_errors(loaded: CEngine, tiny_llama, demo_bundle: Path) -> None:
+    library, bundle = loaded.library, tiny_llama.exact
     for status, sentence, call in [
-        (
-            2,
-            "threads must be a whole number from 1 to 1024, not 0",
-            lambda: library.tide_load(path, b'{"threads": 0}', byref(other)),
-        ),
-        (2, "options: field 'slow' is unknown", lambda: library.tide_load(path, b'{"slow": 0}', byref(other))),
-        (6, "provider", lambda: library.tide_load(path, b'{"provider": "abacus"}', byref(other))),
-        (
-            4,
-            "slots must be a whole number, 1 or more, not 0",
-            lambda: library.tide_scheduler_create(loaded, b'{"slots": 0}', byref(other)),
-        ),
+        (2, "threads must be a whole number from 1 to 1024, not 0", lambda: CEngine(library, bundle, threads=0)),
+        (2, "options: field 'slow' is unknown", lambda: CEngine(library, bundle, slow=0)),
+        (6, "provider", lambda: CEngine(library, bundle, provider="abacus")),
+        (4, "slots must be a whole number, 1 or more, not 0", lambda: loaded.scheduler(slots=0)),
+        (3, "holds no tokenizer.json, so it can only be run on token ids", lambda: loaded.generate(PROMPT, stop="a")),
+        (6, "text needs a library", lambda: CEngine(library, demo_bundle, tokenizers="/no/such.so").encode("a")),
     ]:
-        assert call() == status
-        assert sentence in library.tide_last_error().decode()
+        with pytest.raises(Refused, match=sentence) as refused:
+            call()
+        assert refused.value.status == status
 
 
-def test_a_scheduler(library: ctypes.CDLL, loaded: c_void_p, engine: Engine) -> None:
-    scheduler, timeout = c_void_p(), c_double(600.0)
-    limits = text_of({"slots": 1, "waiting": 1, "kv_tokens": None, "prompt_tokens": 8})
-    assert library.tide_scheduler_create(loaded, limits, byref(scheduler)) == 0
-    requests = [c_void_p() for _ in range(3)]
-    submitted = [
-        library.tide_submit(scheduler, ids_of(PROMPT), c_size_t(3), text_of(GREEDY), byref(timeout), byref(request))
-        for request in requests
-    ]
-    assert submitted == [0, 0, 5]
-    assert library.tide_last_error() == b"1 requests are waiting already: submit again later"
-    assert library.tide_scheduler_start(scheduler) == 0
-    token, tokens = Token(), list[int]()
-    while library.tide_request_next(requests[0], byref(token)) == 0:
-        tokens.append(token.id)
-    generation = c_void_p()
-    assert library.tide_request_result(requests[1], byref(generation)) == 0
+def test_a_scheduler(loaded: CEngine, engine: Engine) -> None:
+    scheduler = loaded.scheduler(slots=1, waiting=1, kv_tokens=None, prompt_tokens=8)
+    first, second = (scheduler.submit(PROMPT, timeout=600.0, **GREEDY) for _ in range(2))
+    with pytest.raises(Refused, match="1 requests are waiting already: submit again later") as refused:
+        scheduler.submit(PROMPT, **GREEDY)
+    assert refused.value.status == 5
+    scheduler.start()
     expected = engine.generate(PROMPT, **GREEDY)
-    assert tokens == generation_of(library, generation)[0] == expected.tokens
-    library.tide_scheduler_free(scheduler)
-    for request in requests:
-        library.tide_request_free(request)
+    assert [token.id for token in first] == second.result().tokens == expected.tokens
+    scheduler.close()
+    first.close()
+    second.close()
 
 
 def test_the_guide(cpp: CppBuild, tiny_llama, engine: Engine, tmp_path: Path) -> None:

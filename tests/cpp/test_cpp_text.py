@@ -6,12 +6,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cpp_builds import CppBuild, need
+from cpp_builds import CppBuild
 from cpp_engine import CppEngine, listed, prompts_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -83,13 +82,6 @@ def kinds() -> dict[str, Tokenizer]:
     return {"split": split, "llama": llama, "unigram": unigram}
 
 
-@pytest.fixture(scope="module")
-def library() -> Path:
-    spec = find_spec("litert_lm")
-    need(spec is not None and bool(spec.submodule_search_locations), "litert-lm-api is not installed")
-    return Path(spec.submodule_search_locations[0]) / "liblitert-lm.so"
-
-
 def with_tokenizer(bundle: Path, folder: Path, content: str) -> Path:
     shutil.copytree(bundle, folder)
     (folder / TOKENIZER_FILE).write_text(content)
@@ -103,14 +95,14 @@ def texts(
     tiny_bundle: Path,
     tmp_path_factory: pytest.TempPathFactory,
     open_cpp: Callable[..., CppEngine],
-    library,
+    tokenizers_library: Path,
 ) -> dict[str, tuple[BundleTokenizer, CppEngine]]:
     """Tokenizers of every kind, in Python and in an engine of C++."""
     folder = tmp_path_factory.mktemp("tokenizers")
     bundles = {name: with_tokenizer(tiny_bundle, folder / name, one.to_str()) for name, one in kinds().items()}
     opened = {}
     for name, bundle in {"demo": demo_bundle, **bundles}.items():
-        cpp = open_cpp(bundle, environment={"TIDE_TOKENIZERS": str(library)})
+        cpp = open_cpp(bundle, environment={"TIDE_TOKENIZERS": str(tokenizers_library)})
         cpp.call("tokenizer")
         opened[name] = BundleTokenizer(bundle), cpp
     return opened
@@ -152,22 +144,22 @@ def test_pieces(texts: dict[str, tuple[BundleTokenizer, CppEngine]], kind: str) 
 
 
 def test_refused(
-    demo_bundle: Path, tiny_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine], library: Path
+    demo_bundle: Path, tiny_bundle: Path, tmp_path: Path, open_cpp: Callable[..., CppEngine], tokenizers_library: Path
 ) -> None:
     bare = open_cpp(tiny_bundle)
     with pytest.raises(BundleError, match=r"holds no tokenizer.json, so it can only be run on token ids"):
-        bare.call("tokenizer", str(library))
+        bare.call("tokenizer", str(tokenizers_library))
     cpp = open_cpp(demo_bundle, environment={"TIDE_TOKENIZERS": ""})
     with pytest.raises(ProviderError, match=r"text needs a library with the C binding of tokenizers: .* cannot open"):
         cpp.call("tokenizer", "/no/such/library.so")
     with pytest.raises(ProviderError, match=r"is no library with the C binding of tokenizers: .*tokenizers_encode"):
         cpp.call("tokenizer", "libm.so.6")
-    cpp.call("tokenizer", str(library))
+    cpp.call("tokenizer", str(tokenizers_library))
     with pytest.raises(GenerationError, match="the prompt is not valid UTF-8"):
         cpp.call("encode", "61ff", "1")
     broken = open_cpp(with_tokenizer(tiny_bundle, tmp_path / "broken", '{"model": '))
     with pytest.raises(BundleError, match=r"tokenizer.json' is not a usable tokenizer: it is no JSON object"):
-        broken.call("tokenizer", str(library))
+        broken.call("tokenizer", str(tokenizers_library))
 
 
 STOPPED: list[dict[str, Any]] = [{"mode": "full"}, {"mode": "lossless", "threshold": 0.5, "max_pending": 3}]
@@ -246,9 +238,9 @@ def test_a_grammar(demo_bundle: Path, texts: dict[str, tuple[BundleTokenizer, Cp
     assert tokens[0] == tokens[2]
 
 
-def test_the_example_program(cpp: CppBuild, demo_bundle: Path, library: Path) -> None:
+def test_the_example_program(cpp: CppBuild, demo_bundle: Path, tokenizers_library: Path) -> None:
     arguments = [cpp.program, demo_bundle, "--threads", "1", "--max-new-tokens", "8", "--prompt", "import os\n"]
-    environment = {"TIDE_TOKENIZERS": str(library)}
+    environment = {"TIDE_TOKENIZERS": str(tokenizers_library)}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     answer, tokenizer = json.loads(done.stdout), BundleTokenizer(demo_bundle)
     pieces = list(tokenizer.stream(tokenizer.encode("import os\n"), answer["tokens"]))

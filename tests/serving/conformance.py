@@ -23,6 +23,10 @@ CLIENTS = 6
 FULL_SIZE = int(os.environ.get("TIDE_CONFORMANCE", "0"))
 REQUESTS, NEW_TOKENS = (FULL_SIZE, (300, 500, 800)) if FULL_SIZE else (24, (1, 8, 24))
 THRESHOLD = 0.3
+# Of any length: without a stop string the text goes on until it has its number of tokens.
+REGEX = r"(    [a-z_]+ = ([0-9]+|[a-z_]+\([a-z, ]*\))\n)+"
+LARK = 'start: line+\nline: "    " ("return" | "yield" | "raise") " " /[a-z_.]+/ "(" /[^()\\n]*/ ")\\n"'
+SERVER_NAMES = {"max_new_tokens": "max_tokens", "regex": "guided_regex", "grammar": "guided_grammar"}
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,12 @@ def items_of(engine: Engine, text: Sequence[int], count: int = REQUESTS) -> list
     sampling.append({"temperature": 1.0, "min_p": 0.05})
     changes: list[dict[str, Any]] = [{}, {}, {"presence_penalty": 0.5, "frequency_penalty": 0.25}]
     changes += [{"repetition_penalty": 1.2}, {"logit_bias": {262: 4.0, 9: -100.0}}]
+    forms: list[dict[str, Any]] = [{}, {}, {}, {"regex": REGEX}, {"grammar": LARK}]
     items = []
     for number in range(count):
         length = order.choice((1, 4, 30, 120))
         first = order.randrange(len(text) - length)
-        options = modes[number % len(modes)] | order.choice(sampling) | order.choice(changes)
+        options = modes[number % len(modes)] | order.choice(sampling) | order.choice(changes) | order.choice(forms)
         options["max_new_tokens"] = order.choice(NEW_TOKENS)
         if "temperature" in options:
             options["seed"] = number
@@ -83,11 +88,15 @@ def items_of(engine: Engine, text: Sequence[int], count: int = REQUESTS) -> list
     return items
 
 
-def expected(engine: Engine, items: Sequence[Item]) -> list[Answer]:
-    """What the engine gives for each alone, up to its first stop string."""
+def expected(engine: Engine, items: Sequence[Item], generate: Callable[..., Any] | None = None) -> list[Answer]:
+    """What the engine gives for each alone, up to its first stop string.
+
+    Args:
+        generate: of another runtime; it takes token ids and the item's options.
+    """
     tokenizer, answers = BundleTokenizer(engine.bundle), []
     for item in items:
-        done = engine.generate(item.ids, **item.options)
+        done = (generate or engine.generate)(item.ids, **item.options)
         reason = "stop" if done.finish_reason == "stop" else "length"
         depths = frozenset(done.stats.exit_layer)
         answers.append(_up_to_stop(tokenizer, item, Answer("", reason, len(done.tokens), done.tokens, depths)))
@@ -102,6 +111,7 @@ def check(front: Front, items: Sequence[Item], answers: Sequence[Answer]) -> Non
         for number, (item, one, right) in enumerate(zip(items, found, answers, strict=True))
         if _difference(item, one, right)
     ]
+    print(f"{len(items)} requests, {sum(one.count or 0 for one in found)} tokens")
     assert not wrong, f"{len(wrong)} of {len(items)} requests differ: {wrong}"
 
 
@@ -157,8 +167,7 @@ def by_http(client: httpx.Client, model: str) -> Front:
     """/v1/completions, streamed and whole in turn."""
 
     def ask(item: Item) -> Answer:
-        options = {"temperature": 0.0, "stop": item.stops} | item.options
-        body = options | {"model": model, "prompt": item.ids, "max_tokens": options.pop("max_new_tokens")}
+        body = _fields(item) | {"stop": item.stops, "model": model, "prompt": item.ids}
         if len(item.ids) % 2 and item.leaves_after is None:
             done = client.post("/v1/completions", json=body)
             assert done.status_code == 200, done.text
@@ -185,9 +194,8 @@ def by_triton(client: httpx.Client, model: str) -> Front:
     """A model of tritonserver, streamed and whole in turn."""
 
     def ask(item: Item) -> Answer:
-        options = {"temperature": 0.0} | item.options
         streamed = bool(len(item.ids) % 2 == 0 or item.leaves_after)
-        body = options | {"input_ids": item.ids, "max_tokens": options.pop("max_new_tokens"), "stream": streamed}
+        body = _fields(item) | {"input_ids": item.ids, "stream": streamed}
         body |= {name: json.dumps(body[name]) for name in ("logit_bias",) if name in body}
         if item.stops:
             body["stop"] = json.dumps(item.stops)
@@ -202,6 +210,11 @@ def by_triton(client: httpx.Client, model: str) -> Front:
         return Answer(text.decode(), reason, len(tokens), tokens)
 
     return concurrently(ask)
+
+
+def _fields(item: Item) -> dict[str, Any]:
+    """The item's options by the server's names."""
+    return {"temperature": 0.0} | {SERVER_NAMES.get(name, name): value for name, value in item.options.items()}
 
 
 def values(event: dict[str, Any], output: str) -> list[int]:

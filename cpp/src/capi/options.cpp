@@ -47,19 +47,21 @@ std::map<std::int64_t, double> biases(Field const& field) {
 
 }  // namespace
 
-LoadOptions load_options(char const* text) {
-  LoadOptions options;
+OpenOptions open_options(char const* text) {
+  OpenOptions options;
   set_options<ConfigError>(text, {
-      {"provider", [&](Field const& field) { options.provider = field.text(); }},
-      {"threads", [&](Field const& field) { options.threads = field.whole(); }},
-      {"verify", [&](Field const& field) { options.verify = field.boolean(); }},
-      {"plugins", [&](Field const& field) { options.plugins = field.text(); }},
+      {"provider", [&](Field const& field) { options.load.provider = field.text(); }},
+      {"threads", [&](Field const& field) { options.load.threads = field.whole(); }},
+      {"verify", [&](Field const& field) { options.load.verify = field.boolean(); }},
+      {"plugins", [&](Field const& field) { options.load.plugins = field.text(); }},
+      {"tokenizers", [&](Field const& field) { options.tokenizers = field.text(); }},
   });
   return options;
 }
 
-GenerationConfig generation_config(char const* text) {
+GenerationConfig generation_config(char const* text, std::function<Tokenizer()> const& tokenizer) {
   GenerationConfig config;
+  bool detokenize = false;
   set_options<GenerationError>(text, {
       {"max_new_tokens", [&](Field const& field) { config.max_new_tokens = field.whole(); }},
       {"mode", [&](Field const& field) { config.mode = mode_of(field.text()); }},
@@ -75,10 +77,14 @@ GenerationConfig generation_config(char const* text) {
       {"presence_penalty", [&](Field const& field) { config.presence_penalty = field.real(); }},
       {"frequency_penalty", [&](Field const& field) { config.frequency_penalty = field.real(); }},
       {"logit_bias", [&](Field const& field) { config.logit_bias = biases(field); }},
+      {"logprobs", [&](Field const& field) { config.logprobs = field.whole(); }},
       {"seed", [&](Field const& field) { config.seed = one_or_each(field, &Field::whole, &Field::wholes); }},
       {"stop_token_ids", [&](Field const& field) { config.stop_token_ids = field.wholes(); }},
+      {"stop", [&](Field const& field) { config.stop = field.is_list() ? field.texts() : std::vector{field.text()}; }},
+      {"detokenize", [&](Field const& field) { detokenize = field.boolean(); }},
       {"compaction_threshold", [&](Field const& field) { config.compaction_threshold = field.real(); }},
   });
+  if (detokenize || !config.stop.empty()) config.detokenizer = tokenizer();
   return config;
 }
 

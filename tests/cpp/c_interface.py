@@ -1,0 +1,208 @@
+"""tide.h by ctypes, with the interface of the Python runtime as far as tests need it."""
+
+import ctypes
+import json
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from cpp_builds import CppBuild, onnxruntime_library
+
+from tide_export.runtime.decoding.sampling import TokenLogprobs
+
+ENDED = 1
+ROOM = 4096
+
+
+class Refused(Exception):
+    """A call failed: its status, and the sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Logprob(Structure):
+    _fields_ = (("id", c_int64), ("logprob", c_double))
+
+
+class Token(Structure):
+    _fields_ = (
+        ("id", c_int64),
+        ("exit_layer", c_int64),
+        ("layers_run", c_int64),
+        ("logprobs", POINTER(Logprob)),
+        ("logprobs_count", c_size_t),
+    )
+
+
+OnToken = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(Token))
+ProcessLogits = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_int64), c_size_t, POINTER(ctypes.c_float), c_size_t)
+Process = Callable[[list[int], np.ndarray], bool]
+
+
+class Processor(Structure):
+    _fields_ = (("process", ProcessLogits), ("context", c_void_p))
+
+
+def open_library(cpp: CppBuild) -> ctypes.CDLL:
+    ctypes.CDLL(str(onnxruntime_library()), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(cpp.prefix / "lib" / "libtide.so"))
+    for name in ("tide_last_error", "tide_generation_stats", "tide_generation_finish_reason"):
+        getattr(library, name).restype = c_char_p
+    library.tide_generation_tokens.restype = POINTER(c_int64)
+    library.tide_generation_text.restype = c_void_p
+    library.tide_generation_logprobs.restype = POINTER(Logprob)
+    return library
+
+
+def processor_of(process: Process) -> Processor:
+    """A hook that changes the logits in place, and returns whether it could."""
+
+    def hook(_: int | None, ids: Any, count: int, logits: Any, vocabulary: int) -> int:
+        return int(process(ids[:count], np.ctypeslib.as_array(logits, (vocabulary,))))
+
+    return Processor(ProcessLogits(hook), None)
+
+
+@dataclass(frozen=True)
+class CGeneration:
+    tokens: list[int]
+    finish_reason: str
+    stats: SimpleNamespace
+    text: str | None
+    logprobs: list[TokenLogprobs] | None
+
+
+def _ids(ids: Sequence[int]) -> tuple[Any, c_size_t]:
+    return (c_int64 * len(ids))(*ids), c_size_t(len(ids))
+
+
+def _json(options: dict[str, Any]) -> bytes:
+    return json.dumps(options).encode()
+
+
+def logprobs_of(values: Any, count: int) -> TokenLogprobs:
+    first, *top = ((values[i].id, values[i].logprob) for i in range(count))
+    return TokenLogprobs(first[1], tuple(top))
+
+
+class CEngine:
+    """A loaded bundle."""
+
+    def __init__(self, library: ctypes.CDLL, bundle: Path, **options: Any) -> None:
+        self.library, self.handle = library, c_void_p()
+        self.call("load", str(bundle).encode(), _json({"threads": 1} | options), byref(self.handle))
+
+    def close(self) -> None:
+        self.library.tide_engine_free(self.handle)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.library, f"tide_{name}")(*arguments)
+        if status:
+            raise Refused(status, self.library.tide_last_error().decode())
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        processor: Processor | None = None,
+        on_token: Callable[[Token], bool] | None = None,
+        **options: Any,
+    ) -> CGeneration:
+        generation = c_void_p()
+        request = (self.handle, *_ids(ids), _json(options), processor and byref(processor))
+        if on_token is None:
+            self.call("generate", *request, byref(generation))
+        else:
+            callback = OnToken(lambda _, token: int(on_token(token.contents)))
+            self.call("stream", *request, callback, None, byref(generation))
+        return self.taken(generation)
+
+    def taken(self, generation: c_void_p) -> CGeneration:
+        """Its content; it is freed."""
+        count, library = c_size_t(), self.library
+        tokens = library.tide_generation_tokens(generation, byref(count))[: count.value]
+        stats = json.loads(library.tide_generation_stats(generation))
+        text = library.tide_generation_text(generation, byref(count))
+        content = None if text is None else ctypes.string_at(text, count.value).decode()
+        logprobs = []
+        for number in range(len(tokens)):
+            values = library.tide_generation_logprobs(generation, c_size_t(number), byref(count))
+            logprobs += [logprobs_of(values, count.value)] if values else []
+        reason = library.tide_generation_finish_reason(generation).decode()
+        library.tide_generation_free(generation)
+        return CGeneration(tokens, reason, SimpleNamespace(**stats), content, logprobs or None)
+
+    def encode(self, text: str, special_tokens: bool = True, room: int = ROOM) -> list[int]:
+        ids, count = (c_int64 * room)(), c_size_t()
+        self.call("encode", self.handle, text.encode(), int(special_tokens), ids, c_size_t(room), byref(count))
+        return ids[: count.value] if count.value <= room else self.encode(text, special_tokens, count.value)
+
+    def decode(self, ids: Sequence[int], special_tokens: bool = False, room: int = ROOM) -> str:
+        text, size = ctypes.create_string_buffer(room), c_size_t()
+        self.call("decode", self.handle, *_ids(ids), int(special_tokens), text, c_size_t(room), byref(size))
+        return (
+            text.raw[: size.value].decode() if size.value < room else self.decode(ids, special_tokens, size.value + 1)
+        )
+
+    def pieces(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[str]:
+        """The text of each token, and the rest."""
+        stream, piece, size = c_void_p(), c_void_p(), c_size_t()
+        self.call("text_stream_create", self.handle, *_ids(prompt), byref(stream))
+        for token in tokens:
+            self.call("text_stream_push", stream, c_int64(token), byref(piece), byref(size))
+            yield ctypes.string_at(piece, size.value).decode()
+        self.call("text_stream_finish", stream, byref(piece), byref(size))
+        yield ctypes.string_at(piece, size.value).decode()
+        self.library.tide_text_stream_free(stream)
+
+    def scheduler(self, **limits: Any) -> "CScheduler":
+        return CScheduler(self, limits)
+
+
+class CScheduler:
+    def __init__(self, engine: CEngine, limits: dict[str, Any]) -> None:
+        self.engine, self.handle = engine, c_void_p()
+        engine.call("scheduler_create", engine.handle, _json(limits), byref(self.handle))
+
+    def start(self) -> None:
+        self.engine.call("scheduler_start", self.handle)
+
+    def close(self) -> None:
+        self.engine.library.tide_scheduler_free(self.handle)
+
+    def submit(
+        self, ids: Sequence[int], processor: Processor | None = None, timeout: float | None = None, **options: Any
+    ) -> "CRequest":
+        handle, seconds = c_void_p(), None if timeout is None else byref(c_double(timeout))
+        hook = processor and byref(processor)
+        self.engine.call("submit", self.handle, *_ids(ids), _json(options), hook, seconds, byref(handle))
+        return CRequest(self.engine, handle, processor)
+
+
+class CRequest:
+    def __init__(self, engine: CEngine, handle: c_void_p, processor: Processor | None) -> None:
+        self._engine, self._handle = engine, handle
+        self._processor = processor  # which must live until the request has ended
+
+    def __iter__(self) -> Iterator[Token]:
+        token = Token()
+        while (status := self._engine.library.tide_request_next(self._handle, byref(token))) == 0:
+            yield token
+        if status != ENDED:
+            raise Refused(status, self._engine.library.tide_last_error().decode())
+
+    def cancel(self) -> None:
+        self._engine.library.tide_request_cancel(self._handle)
+
+    def result(self) -> CGeneration:
+        generation = c_void_p()
+        self._engine.call("request_result", self._handle, byref(generation))
+        return self._engine.taken(generation)
+
+    def close(self) -> None:
+        self._engine.library.tide_request_free(self._handle)
