@@ -55,6 +55,12 @@ cudaError_t allocate(void** memory, std::size_t size, Place place) {
   return cudaSuccess;
 }
 
+// Whether a call is the one that the test makes fail.
+bool fails(char const* call) {
+  char const* const failing = std::getenv("FAKE_CUDA_FAILS");
+  return failing != nullptr && std::strcmp(failing, call) == 0;
+}
+
 cudaError_t release(void* memory) {
   {
     std::lock_guard<std::mutex> const lock(mutex);
@@ -141,16 +147,19 @@ cudaError_t cudaMemcpyAsync(void* target, void const* source, std::size_t size, 
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  if (fails("cudaStreamBeginCapture")) return cudaErrorStreamCaptureInvalidated;
   stream->capturing = true;
   stream->captured.clear();
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   stream->capturing = false;
+  if (fails("cudaStreamEndCapture")) return cudaErrorStreamCaptureInvalidated;
   *graph = new CUgraph_st{stream->captured};
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  if (fails("cudaGraphInstantiate")) return cudaErrorStreamCaptureInvalidated;
   ++graphs;
   try {
     *executable = new CUgraphExec_st{graph->work};

@@ -112,8 +112,8 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
   }
   char const* getAliasedInputTensor(char const* name) const noexcept override {
     static std::string entry;
-    if (plan_.defect == "not in place" || std::strncmp(name, "present.", 8) != 0) return nullptr;
-    entry = std::string("past_key_values.") + (name + 8);
+    if (plan_.defect == "no aliases listed" || std::strncmp(name, "present.", 8) != 0) return nullptr;
+    entry = std::string("past_key_values.") + (plan_.defect == "not in place" ? "0.key" : name + 8);
     return entry.c_str();
   }
   std::int32_t getNbOptimizationProfiles() const noexcept override {

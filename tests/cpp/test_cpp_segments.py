@@ -178,3 +178,18 @@ def test_too_little_memory_is_one_sentence(demo_bundle: Path, open_cpp: Callable
             engine.start([0.5] * 3)
     engine.call("gpu_memory", str(1 << 30))
     engine.start([0.5] * 3).step([1, 2, 3])
+
+
+@pytest.mark.parametrize("call", ["cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate"])
+def test_what_cannot_be_recorded_is_queued_with_one_warning(cpp, demo_bundle: Path, demo_text_ids, capfd, call) -> None:
+    if not cuda_headers():
+        pytest.skip("there are no CUDA headers")
+    ids, options = demo_text_ids[300:320], {"threshold": 0.5, "max_new_tokens": 8}
+    expected = load(demo_bundle, provider="cpu", threads=1, verify=False).generate(ids, **options).tokens
+    engine = CppEngine(cpp.driver, demo_bundle, verify=False, networks="gpu", environment={"FAKE_CUDA_FAILS": call})
+    for _ in range(2):
+        assert engine.generate(ids, **options).tokens == expected
+    assert engine.call("gpu_graphs") == [0, 0]
+    engine.close()
+    (warning,) = [line for line in capfd.readouterr().err.splitlines() if "CUDA" in line]
+    assert f"runs are not recorded as CUDA graphs, which makes decoding slower: CUDA failed ({call})" in warning

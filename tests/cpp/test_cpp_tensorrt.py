@@ -152,6 +152,13 @@ def test_engines_unlike_their_manifest_are_refused(opens, copied: Path, wrong: s
             opens(copied, provider)
 
 
+def test_an_engine_that_lists_no_aliases_is_taken(opens, copied: Path) -> None:
+    write_engines(copied, open_bundle(copied, verify=False).manifest, "no aliases listed")
+    opened = opens(copied)
+    opened.start([0.5] * 3).step([1, 2, 3])
+    opened.close()
+
+
 def changed(bundle: Path, **changes: Any) -> None:
     manifest = open_bundle(bundle, verify=False).manifest
     assert manifest.engines is not None

@@ -2,6 +2,7 @@
 
 import shutil
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -293,6 +294,7 @@ class FoundEngine:
         self.spec, self.profiles = spec, profiles
         self.tensors = [*((name, "INPUT") for name in spec.inputs), *((name, "OUTPUT") for name in spec.outputs)]
         self.num_io_tensors, self.num_optimization_profiles = len(self.tensors), len(profiles)
+        self.aliases: Callable[[str], str | None] = lambda output: kv_aliases(spec)[output]
 
     def get_tensor_name(self, index: int) -> str:
         return self.tensors[index][0]
@@ -310,8 +312,8 @@ class FoundEngine:
     def get_tensor_shape(self, name: str) -> list[int]:
         return [-1 if isinstance(dim, str) else dim for dim in self._of(name).shape]
 
-    def get_aliased_input_tensor(self, name: str) -> str:
-        return kv_aliases(self.spec)[name]
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return self.aliases(name)
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
         return [tuple(self._of(name).dims(self.profiles[profile].max_tokens, self.profiles[profile].batch_size))] * 3
@@ -331,6 +333,20 @@ def test_an_engine_for_fewer_sequences_than_in_its_manifest_is_refused(demo_bund
             assert name == names.HEAD
             with pytest.raises(BundleError, match="has 1 optimization profiles, not the 2"):
                 _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
+
+
+def test_an_engine_may_list_no_aliases_but_no_wrong_ones(demo_bundle: Path) -> None:
+    manifest = open_bundle(demo_bundle, verify=False).manifest
+    assert manifest.networks is not None
+    profiles = profiles_for(manifest.networks)
+    spec = specs(manifest, manifest.networks)["segment_01"]
+    engine = FoundEngine(spec, profiles)
+    for none in (None, ""):
+        engine.aliases = lambda output, none=none: none
+        _check_engine(engine, spec, profiles, "x.engine")
+    engine.aliases = lambda output: "past_key_values.3.value"
+    with pytest.raises(BundleError, match=r"'x.engine' does not update past_key_values\.3\.key in place"):
+        _check_engine(engine, spec, profiles, "x.engine")
 
 
 def test_the_library_has_what_the_runtime_reads_of_an_engine() -> None:

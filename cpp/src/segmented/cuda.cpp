@@ -1,7 +1,9 @@
 #include "segmented/cuda.h"
 
 #include <cstring>
+#include <iostream>
 #include <iterator>
+#include <mutex>
 #include <string>
 
 #include "tide/errors.h"
@@ -82,6 +84,7 @@ void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
     return;
   }
   work();  // not recorded: an engine that last ran another shape changes to this one
+  if (!records_) return;
   if (seen_.erase(key) == 0) {
     if (seen_.size() == kMaxSeen) seen_.clear();
     seen_.insert(key);
@@ -92,6 +95,10 @@ void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
   try {
     entry->second = record(work);
     index_[key] = entry;
+  } catch (GenerationError const& error) {  // the work was queued above
+    recorded_.erase(entry);
+    end_recording(error.what());
+    return;
   } catch (...) {  // the key counts as not seen
     if (entry->second != nullptr) cudaGraphExecDestroy(entry->second);
     recorded_.erase(entry);
@@ -100,17 +107,28 @@ void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
   evict();
 }
 
+void CudaDevice::end_recording(std::string const& reason) {
+  records_ = false;
+  static std::once_flag warned;  // one warning, however many devices there are
+  std::call_once(warned, [&] {
+    std::cerr << "tide_runtime: runs are not recorded as CUDA graphs, which makes decoding slower: " + reason + "\n";
+  });
+}
+
 // Records what `work` queues, without running it, as an executable graph.
 cudaGraphExec_t CudaDevice::record(std::function<void()> const& work) {
   cudaGraph_t graph = nullptr;
   require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  recording_ = true;
   try {
     work();
   } catch (...) {
+    recording_ = false;
     // Without the end of the capture the stream would stay unusable.
     if (cudaStreamEndCapture(stream_, &graph) == cudaSuccess) cudaGraphDestroy(graph);
     throw;
   }
+  recording_ = false;
   require(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
   cudaGraphExec_t executable = nullptr;
   cudaError_t const error = cudaGraphInstantiate(&executable, graph, 0);

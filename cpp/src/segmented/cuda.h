@@ -1,7 +1,8 @@
 // A GPU as a device: one CUDA stream, its memory, and the CUDA graphs recorded on it.
 //
 // Work is queued the first time its key is seen, queued and recorded the second time (TensorRT requires a run between a
-// change of shape and the recording), and replayed in one launch from then on. Uses CUDA's device 0, which
+// change of shape and the recording), and replayed in one launch from then on. Where recording fails the device records
+// no more and queues every run, which is slower: one warning on stderr. Uses CUDA's device 0, which
 // CUDA_VISIBLE_DEVICES chooses.
 #pragma once
 
@@ -10,6 +11,7 @@
 #include <list>
 #include <map>
 #include <set>
+#include <string>
 #include <utility>
 
 #include "segmented/device.h"
@@ -25,6 +27,10 @@ class CudaDevice final : public Device {
   ~CudaDevice() override;
 
   cudaStream_t stream() const { return stream_; }
+  bool recording() const { return recording_; }  // work is recorded now, and not run
+
+  // Records no work from now on.
+  void end_recording(std::string const& reason);
 
   Buffer allocate(std::size_t size) override;
   Buffer staging(std::size_t size) override;
@@ -42,6 +48,7 @@ class CudaDevice final : public Device {
   void evict();
 
   cudaStream_t stream_ = nullptr;
+  bool records_ = true, recording_ = false;
   std::set<WorkKey> seen_;                       // keys seen once
   Recorded recorded_;                            // least recently used first
   std::map<WorkKey, Recorded::iterator> index_;  // of `recorded_`

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 class Error(Enum):
     cudaSuccess = 0
     cudaErrorMemoryAllocation = 2
+    cudaErrorStreamCaptureInvalidated = 901
 
 
 class FakeCudart:
@@ -29,6 +30,8 @@ class FakeCudart:
         self.capture: list | None = None
         self.graphs: list[list] = []
         self.launches = 0
+        self.executables = 0  # not destroyed
+        self.fails: str | None = None  # the function that fails
 
     def enqueue(self, work) -> None:
         (self.queue if self.capture is None else self.capture).append(work)
@@ -80,22 +83,30 @@ class FakeCudart:
             work()
         return (Error.cudaSuccess,)
 
+    def _outcome(self, function: str) -> Error:
+        return Error.cudaErrorStreamCaptureInvalidated if self.fails == function else Error.cudaSuccess
+
     def cudaStreamBeginCapture(self, stream: int, mode: int):
-        self.capture = []
-        return (Error.cudaSuccess,)
+        outcome = self._outcome("cudaStreamBeginCapture")
+        self.capture = None if outcome != Error.cudaSuccess else []
+        return (outcome,)
 
     def cudaStreamEndCapture(self, stream: int):
         captured, self.capture = self.capture, None
-        return Error.cudaSuccess, captured
+        return self._outcome("cudaStreamEndCapture"), captured
 
     def cudaGraphInstantiate(self, graph: list, flags: int):
-        self.graphs.append(graph)
-        return Error.cudaSuccess, graph
+        outcome = self._outcome("cudaGraphInstantiate")
+        if outcome == Error.cudaSuccess:
+            self.graphs.append(graph)
+            self.executables += 1
+        return outcome, graph
 
     def cudaGraphDestroy(self, graph: list):
         return (Error.cudaSuccess,)
 
     def cudaGraphExecDestroy(self, graph: list):
+        self.executables -= 1
         return (Error.cudaSuccess,)
 
     def cudaGraphLaunch(self, graph: list, stream: int):

@@ -2,10 +2,13 @@
 
 Work that comes with the same key is the same work on the same addresses: the first time it is queued as it is, the
 second time it is queued and then recorded (TensorRT requires a run between a change of shape and the recording), and
-from then on one launch replays it. Uses NVIDIA's bindings (package cuda-bindings), not PyTorch. Device 0.
+from then on one launch replays it. Where that fails the device records no more and queues every run as it is, which is
+slower: one warning. Uses NVIDIA's bindings (package cuda-bindings), not PyTorch. Device 0.
 """
 
 import ctypes
+import functools
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -16,6 +19,8 @@ import numpy as np
 
 from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.segmented.device import Buffer
+
+logger = logging.getLogger("tide_export")
 
 MAX_GRAPHS = 256  # recorded per device; the least recently used is destroyed first
 MAX_SEEN = 4096  # keys launched once
@@ -35,7 +40,11 @@ def import_cudart() -> ModuleType:
 
 
 class CudaDevice:
-    """One stream with its memory (see `device.Device`)."""
+    """One stream with its memory (see `device.Device`).
+
+    Attributes:
+        recording: while work is recorded and not run.
+    """
 
     def __init__(self, records: bool = True) -> None:
         """`records`: whether launches may be recorded; work on other streams cannot be. Raises ProviderError: the
@@ -46,9 +55,10 @@ class CudaDevice:
             self.stream = int(self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking))
         except GenerationError as error:
             raise ProviderError(f"the GPU cannot be used: {error}") from None
-        weakref.finalize(self, self._cuda.cudaStreamDestroy, self.stream)
+        self.recording = False
         self._seen: set[Hashable] = set()
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
+        weakref.finalize(self, _destroy, self._cuda, self.stream, self._graphs)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Calls a function of the runtime API and returns its result, if it has one. Raises GenerationError: it did not
@@ -112,31 +122,62 @@ class CudaDevice:
                 return
             self._seen.remove(key)  # once destroyed, it must come twice again
             work()  # an engine that last ran another shape changes to this one in a run that is not recorded
-            self._graphs[key] = self._record(work)
-            self._make_room()
+            if self._records:  # unless that run ended recording
+                self._record(key, work)
             return
         self._graphs.move_to_end(key)
         self._call("cudaGraphLaunch", graph, self.stream)
 
-    def _record(self, work: Callable[[], None]) -> Any:
-        """The executable graph of what `work` queues; nothing is run yet."""
+    def end_recording(self, reason: str) -> None:
+        """Records no work from now on."""
+        self._records = False
+        _warn_of_no_recording(reason)
+
+    def _record(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Keeps what `work` queues as an executable graph; nothing is run. Where it fails recording ends."""
+        try:
+            self._graphs[key] = self._recorded(work)
+        except GenerationError as error:
+            self.end_recording(str(error))
+            return
+        self._make_room()
+
+    def _recorded(self, work: Callable[[], None]) -> Any:
+        """The executable graph of what `work` queues. Raises GenerationError: it cannot be recorded."""
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)
+        self.recording = True
         try:
             work()
         except BaseException:
             self._cuda.cudaStreamEndCapture(self.stream)  # or the stream would stay unusable
             raise
+        finally:
+            self.recording = False
         graph = self._call("cudaStreamEndCapture", self.stream)
-        executable = self._call("cudaGraphInstantiate", graph, 0)
-        self._call("cudaGraphDestroy", graph)
-        return executable
+        try:
+            return self._call("cudaGraphInstantiate", graph, 0)
+        finally:
+            self._call("cudaGraphDestroy", graph)
 
     def _make_room(self) -> None:
         while len(self._graphs) > MAX_GRAPHS:
             self.synchronize()
             _, oldest = self._graphs.popitem(last=False)
             self._call("cudaGraphExecDestroy", oldest)
+
+
+@functools.cache  # one warning, however many devices there are
+def _warn_of_no_recording(reason: str) -> None:
+    logger.warning("runs are not recorded as CUDA graphs, which makes decoding slower: %s", reason)
+
+
+def _destroy(cuda: ModuleType, stream: int, graphs: OrderedDict[Hashable, Any]) -> None:
+    """Frees a device's stream and executable graphs, when nothing of them runs any more."""
+    cuda.cudaStreamSynchronize(stream)
+    for graph in graphs.values():
+        cuda.cudaGraphExecDestroy(graph)
+    cuda.cudaStreamDestroy(stream)
 
 
 class _Owner:
