@@ -1,15 +1,16 @@
 """Loads HTTP servers with requests that arrive at random, in alternating rounds: tokens/s and latencies over streams.
 
-    python tools/benchmarks/serve.py BUNDLE --dataset FILE.jsonl [--mode full,auto] [--peer NAME=COMMAND] [--streams
-    1,4,8,16] [--plot FILE.png] [--check]
+    python tools/benchmarks/serve.py BUNDLE --dataset FILE.jsonl [--mode full,auto] [--temperature 0.8]
+    [--peer NAME=COMMAND] [--streams 1,4,8,16] [--plot FILE.png] [--check]
 
 Starts `tide-export serve` on BUNDLE, and every peer: any server with OpenAI's /v1/completions, by the command that
 starts it with {port} where its port goes, e.g. --peer "llama.cpp=llama-server -m f32.gguf --port {port} -t 2 -np 16 -c
 16384". One that cannot be started is omitted, and the table has the reason. A round gives every case the same requests
-(Poisson arrivals, prompts of 100 to 900 characters of FILE, greedy answers of mixed lengths), in a new random order of
-cases; at most N are sent at a time, the others wait at the client. Prompts of all rounds differ, so that no server's
-cache helps. Times are seen by the client: to the first text from the sending of the request, and between texts. The
-goal is 1.3 times the tokens/s of the best peer at 8 streams; only ratios within one run mean anything.
+(Poisson arrivals, prompts of 100 to 900 characters of FILE, answers of mixed lengths: greedy, or sampled with one seed for
+each request), in a new random order of cases; at most N are sent at a time, the others wait at the client. Prompts of
+all rounds differ, so that no server's cache helps. Times are seen by the client: to the first text from the sending of
+the request, and between texts. The goal is 1.3 times the tokens/s of the best peer at 8 streams; only ratios within one
+run mean anything.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def start(arguments: argparse.Namespace, running: ExitStack) -> tuple[list[Case]
     for mode in arguments.mode:  # a server each: the second one asked would have the prompts of the first in its cache
         server = Server(shlex.join(ours))
         running.callback(server.close)
-        cases.append(Case(f"{OURS}, {mode}", server, {"mode": mode}))
+        cases.append(Case(f"{OURS}, {mode}", server, {"mode": mode, "temperature": arguments.temperature}))
     for option in arguments.peer:
         name, _, command = option.partition("=")
         try:
@@ -84,7 +85,7 @@ def start(arguments: argparse.Namespace, running: ExitStack) -> tuple[list[Case]
             omitted[name] = str(error)
             continue
         running.callback(peer.close)
-        cases.append(Case(name, peer, {}))
+        cases.append(Case(name, peer, {"temperature": arguments.temperature}))
     return cases, omitted
 
 
@@ -114,6 +115,7 @@ def measure(arguments: argparse.Namespace, texts: Sequence[str]) -> dict[str, An
         "bundle": arguments.bundle,
         "threads": arguments.threads,
         "rounds": arguments.rounds,
+        "temperature": arguments.temperature,
         "results": results,
         "megabytes": {case.title: [case.megabytes[0], case.megabytes[-1]] for case in cases},
         "omitted": omitted,
@@ -148,7 +150,8 @@ def render(result: Mapping[str, Any]) -> str:
     ratio = f": {found['ratio']:.2f} against {found['against']}" if found["ratio"] else ""
     return "\n".join(
         [
-            f"{result['bundle']}, {result['threads']} threads, {result['rounds']} alternating rounds",
+            f"{result['bundle']}, {result['threads']} threads, {result['rounds']} alternating rounds, "
+            f"temperature {result['temperature']:g}",
             table(heads, rows),
             f"memory after the first and the last round: {'; '.join(memory)}",
             *(f"OMITTED {name}: {why}" for name, why in result["omitted"].items()),
@@ -184,6 +187,7 @@ def main() -> int:
     )
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another server")
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 8, 16])
+    parser.add_argument("--temperature", type=float, default=0.0, help="of all cases; 0: greedy")
     parser.add_argument("--requests", type=int, default=3, help="of a stream in a round")
     parser.add_argument("--rate", type=float, default=4.0, help="arrivals a second and stream")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer, on average")

@@ -22,11 +22,12 @@ START_SECONDS = 120
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: its prompt, how many tokens it asks for, and how long after the one before it arrives."""
+    """A request: its prompt, how many tokens it asks for, how long after the one before it arrives, and its seed."""
 
     prompt: str
     max_tokens: int
     pause: float
+    seed: int = 0
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Server:
 
     async def _ask(self, client: httpx.AsyncClient, ask: Ask, options: Mapping[str, Any]) -> Heard:
         body = {"model": self.model, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": 0}
-        body |= {"stream": True, "stream_options": {"include_usage": True}, **options}
+        body |= {"seed": ask.seed, "stream": True, "stream_options": {"include_usage": True}, **options}
         heard, pieces, last = Heard(), 0, time.perf_counter()
         sent = last
         try:
@@ -159,5 +160,5 @@ def draw(texts: Sequence[str], count: int, rate: float, tokens: int, order: rand
         text, characters = order.choice(texts), order.choice((100, 300, 900))
         first = order.randrange(max(len(text) - characters, 1))
         answer = order.randint(tokens - tokens // 2, tokens + tokens // 2)
-        asks.append(Ask(text[first : first + characters], answer, order.expovariate(rate)))
+        asks.append(Ask(text[first : first + characters], answer, order.expovariate(rate), order.randrange(1 << 31)))
     return asks
