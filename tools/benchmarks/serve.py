@@ -6,11 +6,11 @@
 Starts `tide-export serve` on BUNDLE, and every peer: any server with OpenAI's /v1/completions, by the command that
 starts it with {port} where its port goes, e.g. --peer "llama.cpp=llama-server -m f32.gguf --port {port} -t 2 -np 16 -c
 16384". One that cannot be started is omitted, and the table has the reason. A round gives every case the same requests
-(Poisson arrivals, prompts of 100 to 900 characters of FILE, answers of mixed lengths: greedy, or sampled with one seed for
-each request), in a new random order of cases; at most N are sent at a time, the others wait at the client. Prompts of
-all rounds differ, so that no server's cache helps. Times are seen by the client: to the first text from the sending of
-the request, and between texts. The goal is 1.3 times the tokens/s of the best peer at 8 streams; only ratios within one
-run mean anything.
+(Poisson arrivals, prompts of 100 to 900 characters of FILE, answers of mixed lengths: greedy, or sampled with a seed
+for each request), in a new random order of cases; at most N are sent at a time, the others wait at the client.
+Prompts of all rounds differ, so that no server's cache helps. Times are seen by the client: to the first text from the
+sending of the request, and between texts. The goal is 1.3 times the tokens/s of the best peer at 8 streams; only
+ratios within one run mean anything.
 """
 
 import argparse
