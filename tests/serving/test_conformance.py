@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conformance import Answer, Item, by_http, by_scheduler, check, expected, items_of
+from conformance import REQUEST_SECONDS, Answer, Item, by_http, by_scheduler, check, expected, items_of
 from running_server import Running
 
 from tide_export.runtime.engine import Engine, load
@@ -31,7 +31,7 @@ def asked(engine: Engine, demo_text_ids: list[int]) -> tuple[list[Item], list[An
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Running]:
-    running = Running(bundle, waiting=64)
+    running = Running(bundle, waiting=64, request_seconds=REQUEST_SECONDS)
     yield running
     running.stop()
 
@@ -51,6 +51,6 @@ def test_the_scheduler(engine: Engine, asked: tuple[list[Item], list[Answer]]) -
 
 
 def test_the_http_server(server: Running, asked: tuple[list[Item], list[Answer]]) -> None:
-    server.http.timeout = 600
+    server.http.timeout = REQUEST_SECONDS
     check(by_http(server.http, "demo"), *asked)
     assert server.idle()

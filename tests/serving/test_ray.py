@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conformance import by_http, check, expected, items_of
+from conformance import REQUEST_SECONDS, by_http, check, expected, items_of
 from running_server import free_port
 
 from tide_export.errors import ConfigError
@@ -33,8 +33,9 @@ def client(demo_bundle: Path) -> Iterator[httpx.Client]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     options = {"slots": "3", "threads": "1", "model_name": "demo", "min_replicas": "2", "max_replicas": "2"}
+    options["request_seconds"] = str(REQUEST_SECONDS)
     serve.run(application({"bundle": str(demo_bundle)} | options))
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_SECONDS) as http:
         yield http
     serve.shutdown()
     ray.shutdown()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from command_line import refused
-from conformance import by_triton, check, expected, items_of, values
+from conformance import REQUEST_SECONDS, by_triton, check, expected, items_of, values
 from triton_server import TritonServer, triton_folder
 
 from tide_export.cli.main import main
@@ -19,6 +19,7 @@ def server(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     triton_folder()  # or skip
     scratch = tmp_path_factory.mktemp("triton")
     line = ["triton", demo_bundle, "--repository", scratch / "models", "--threads", 1, "--slots", 3]
+    line += ["--request-seconds", REQUEST_SECONDS]
     assert main([str(word) for word in (*line, "--name", "demo")]) == 0
     assert main([str(word) for word in (*line, "--name", "damaged", "--copy")]) == 0
     (scratch / "models" / "damaged" / "1" / "bundle" / "tide.json").write_text("{")
@@ -26,6 +27,7 @@ def server(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     config = scratch / "models" / "crowded" / "config.pbtxt"
     config.write_text(config.read_text().replace('"3"', '"many"'))
     with TritonServer(scratch / "models", scratch) as running:
+        running.http.timeout = REQUEST_SECONDS
         yield running
 
 
