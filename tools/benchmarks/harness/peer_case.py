@@ -43,55 +43,40 @@ PEERS = (
 )
 
 
-class PeerProcess:
-    """A peer that has read `context` and waits for requests of steps.
+class ChildProcess:
+    """A program that answers requests, one JSON object a line, and announces itself with a first line."""
 
-    Raises:
-        PeerError: it cannot be started; the message ends with its last output.
-    """
+    def __init__(self, command: Sequence[str], threads: int) -> None:
+        """Starts it, and waits until it is ready.
 
-    def __init__(
-        self, spec: PeerSpec, python: str, model: Path, context: Sequence[int], threads: int, folder: Path
-    ) -> None:
-        self.spec = spec
-        job = {"peer": spec.name, "model": str(model), "context": list(context), "threads": threads}
-        job["spin"] = SPIN_MICROSECONDS
+        Attributes:
+            ready: its first line.
+
+        Raises:
+            PeerError: it cannot be started; the message ends with its last output.
+        """
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": str(SPIN_ROUNDS)}
         environment.pop("PYTHONPATH", None)  # ours may hold modules of the peer's environment
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed by `close`
         try:
             self._process = subprocess.Popen(
-                [python, "-P", str(CHILD), json.dumps(job | {"folder": str(folder.resolve())})],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                env=environment,
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
             )
         except OSError as error:
             self._errors.close()
-            raise PeerError(f"{python} cannot be run: {error.strerror}") from error
+            raise PeerError(f"{command[0]} cannot be run: {error.strerror}") from error
         try:
-            self.version = self._read(START_LIMIT)["version"]
+            self.ready = self._read(START_LIMIT)
         except PeerError:
             self.close()
             raise
 
-    def step(self) -> float:
-        """Seconds of one decode step, by the peer's own clock."""
-        return self._ask({"do": "step"})["seconds"]
+    def ask(self, request: dict) -> dict:
+        """The answer to `request`.
 
-    def logits(self) -> tuple[list[int], np.ndarray]:
-        """All tokens up to the input of the last step, and its logits [V]."""
-        reply = self._ask({"do": "logits"})
-        return reply["ids"], np.array(reply["logits"])
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-    def _ask(self, request: dict) -> dict:
+        Raises:
+            PeerError: it failed, has ended, or does not answer in time.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -99,6 +84,11 @@ class PeerProcess:
         except BrokenPipeError:
             raise PeerError(f"it has ended{self._last_output()}") from None
         return self._read(STEP_LIMIT)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
 
     def _read(self, limit: float) -> dict:
         assert self._process.stdout is not None
@@ -119,6 +109,28 @@ class PeerProcess:
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()
         return f": {lines[-1]}" if lines else f" with status {self._process.returncode}"
+
+
+class PeerProcess(ChildProcess):
+    """A peer that has read `context` and waits for requests of steps."""
+
+    def __init__(
+        self, spec: PeerSpec, python: str, model: Path, context: Sequence[int], threads: int, folder: Path
+    ) -> None:
+        self.spec = spec
+        job = {"peer": spec.name, "model": str(model), "context": list(context), "threads": threads}
+        job |= {"spin": SPIN_MICROSECONDS, "folder": str(folder.resolve())}
+        super().__init__([python, "-P", str(CHILD), json.dumps(job)], threads)
+        self.version: str = self.ready["version"]
+
+    def step(self) -> float:
+        """Seconds of one decode step, by the peer's own clock."""
+        return self.ask({"do": "step"})["seconds"]
+
+    def logits(self) -> tuple[list[int], np.ndarray]:
+        """All tokens up to the input of the last step, and its logits [V]."""
+        reply = self.ask({"do": "logits"})
+        return reply["ids"], np.array(reply["logits"])
 
 
 def check_logits(theirs: np.ndarray, ours: np.ndarray) -> float:

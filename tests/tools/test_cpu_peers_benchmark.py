@@ -1,0 +1,110 @@
+"""`tools/benchmarks/cpu_peers.py`: our own case for real, others by a stand-in; what is omitted and why. No test looks
+at a time."""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# A runtime of any name, which fails as its file asks.
+STAND_IN = """
+import sys
+sys.path.insert(0, {folder!r})
+import runtime_process
+
+class StandIn:
+    version = "a stand-in"
+
+    def __init__(self, job):
+        print("libraries print to standard output")
+        self._file = job.file
+        if job.file == "missing":
+            import a_package_that_is_not_there
+
+    def generate(self, prompts, tokens):
+        if self._file == "small" and len(prompts) > 1:
+            raise ValueError("no room for two")
+        assert len({{len(prompt) for prompt in prompts}}) == 1
+        return len(prompts[0]) / 100, (tokens - 1) / 10
+
+    def nll(self, ids):
+        return [0.5] * (len(ids) - 1)
+
+runtime_process.RUNTIMES = dict.fromkeys(runtime_process.RUNTIMES, StandIn)
+runtime_process.main()
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, model: Path, *options: str) -> int:
+    import cpu_peers
+
+    monkeypatch.setattr(sys, "argv", ["cpu_peers", str(model), "--threads", "1", *options])
+    return cpu_peers.main()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    file = tmp_path / "text.txt"
+    file.write_text("def area(width, height):\n    return width * height\n\n" * 20)
+    return ["--dataset", str(file)]
+
+
+def test_cases_are_compared_or_omitted_with_the_reason(
+    demo_model: Path, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    import cpu_peers
+
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN.format(folder=str(cpu_peers.CHILD.parent)))
+    monkeypatch.setattr(cpu_peers, "CHILD", script)
+    cases = ["--case", "good=genai:g", "--case", "small=llama.cpp:small", "--case", "none=openvino:missing"]
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    sizes = ["--contexts", "8,20", "--batches", "1,2", "--tokens", "5", "--perplexity", "16", "--rounds", "2"]
+    assert run(monkeypatch, demo_model, *text, *cases, *files, *sizes) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    good, small = result["cases"]
+    assert good["tokens_per_second"]["20x2"] == pytest.approx({"prompt": 200.0, "decode": 20.0})
+    assert good["perplexity"] == pytest.approx(np.exp(0.5))
+    assert good["megabytes"] > 1
+    assert set(small["tokens_per_second"]) == {"8x1", "20x1"}
+    assert "No module named 'a_package_that_is_not_there'" in result["omitted"]["none"]
+    assert result["omitted"]["small, 20x2"] == "ValueError: no room for two"
+    said, loud = capsys.readouterr()
+    for out in (said, loud):
+        assert "OMITTED small, 8x2: ValueError: no room for two" in out
+    assert (tmp_path / "r.png").stat().st_size > 5_000
+
+
+def test_our_own_case_generates_and_reads_text(demo_bundle: Path, demo_model: Path) -> None:
+    from harness.runtime_process import Job, Tide, nats
+
+    from tide_export.runtime.engine import load
+
+    runtime = Tide(Job("tide", f"{demo_bundle}:exit", 1, 64, 2))
+    for prompts in ([[5, 6, 7]], [[5, 6, 7], [8, 9, 10]]):
+        first, rest = runtime.generate(prompts, 4)
+        assert first > 0
+        assert rest > 0
+    ids = [5, 6, 7, 8]
+    sequence = load(demo_bundle, "cpu", 1).start([2.0, 2.0, 2.0])
+    assert runtime.nll(ids) == [nats(sequence.step([a]).logits, b) for a, b in pairwise(ids)]
+    assert nats(np.log(np.array([0.25, 0.75], np.float32)), 0) == pytest.approx(np.log(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--case", "a=tide"], "--case a=tide: TITLE=RUNTIME:FILE"),
+        (["--case", "a=vllm:b"], "RUNTIME one of tide, llama.cpp, genai, openvino"),
+        (["--case", "a=tide:b", "--contexts", "4096"], "fewer than a context of 4096"),
+        (["--case", "a=tide:/nowhere", "--contexts", "4", "--batches", "1"], "no case could be measured"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    demo_model: Path, text: list[str], monkeypatch: pytest.MonkeyPatch, options: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit, match=says):
+        run(monkeypatch, demo_model, *text, *options)
