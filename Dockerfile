@@ -3,9 +3,10 @@
 #   docker run -p 8000:8000 -v "$PWD/out/demo:/bundle:ro" tide_export --model-name demo --slots 8
 FROM python:3.11-slim
 WORKDIR /build
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+COPY cpp/ops cpp/ops
 COPY tide_export tide_export
-RUN pip install --no-cache-dir -c constraints.txt '.[cpu,serve]' && rm -rf /build/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && pip install --no-cache-dir -c constraints.txt '.[cpu,serve]' && apt-get purge -y --auto-remove g++ && rm -rf /var/lib/apt/lists/* /build/*
 USER nobody
 WORKDIR /
 EXPOSE 8000

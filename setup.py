@@ -1,14 +1,16 @@
-"""Puts an installed C++ runtime into the wheel, as `tide_export/native`, where TIDE_CPP_PREFIX names its folder.
+"""Compiles the operators for ONNX Runtime (cpp/ops), and puts an installed C++ runtime into the wheel.
 
-Without that variable the wheel is pure Python, and everything about it is in pyproject.toml.
+The operators need a C++ compiler alone; where there is none the package is installed without them, and bundles run
+without them, slower. The runtime goes into `tide_export/native` where TIDE_CPP_PREFIX names its folder.
 """
 
 import os
 import shutil
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 PREFIX = os.environ.get("TIDE_CPP_PREFIX")
@@ -33,19 +35,35 @@ class BuildWithRuntime(build_py):
             shutil.copytree(Path(PREFIX) / folder, target, dirs_exist_ok=True)
 
 
-class OfThisMachine(Distribution):
-    """Is for this kind of machine where it holds the runtime."""
+class BuildOperators(build_ext):
+    """Names the library as the runtime looks for it: it is no module, and of no version of Python."""
 
-    def has_ext_modules(self) -> bool:
-        return PREFIX is not None
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return ext.export_symbols
 
 
 class WheelOfAnyPython(bdist_wheel):
-    """Names no version of Python: the runtime does not use it."""
+    """Names no version of Python: what is compiled does not use it."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        tag = super().get_tag()
-        return tag if PREFIX is None else ("py3", "none", tag[2])
+        return "py3", "none", super().get_tag()[2]
 
 
-setup(distclass=OfThisMachine, cmdclass={"build_py": BuildWithRuntime, "bdist_wheel": WheelOfAnyPython})
+version: dict[str, str] = {}
+exec(Path("tide_export/version.py").read_text(), version)
+operators = Extension(
+    "tide_export.runtime.onnxruntime.libtide_ops",
+    sources=[f"cpp/ops/{name}.cpp" for name in ("bf16_matmul", "library", "operators")],
+    depends=[f"cpp/ops/{name}" for name in ("bf16_matmul.h", "bf16_matmul.inc", "onnxruntime_abi.h", "operators.h")],
+    define_macros=[("TIDE_EXPORT_VERSION", f'"{version["__version__"]}"')],
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"],
+    language="c++",
+    optional=True,
+)
+setup(
+    ext_modules=[operators],
+    cmdclass={"build_py": BuildWithRuntime, "build_ext": BuildOperators, "bdist_wheel": WheelOfAnyPython},
+)

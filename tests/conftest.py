@@ -38,6 +38,19 @@ def demo_source(demo_model: Path):
     return load_model(str(demo_model))
 
 
+@pytest.fixture(scope="session")
+def operator_library() -> Path:
+    """The operators for ONNX Runtime, compiled where installing the package did not."""
+    from tide_export.runtime.onnxruntime.operators import LIBRARY
+
+    with (LIBRARY.parent / ".libtide_ops.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not LIBRARY.is_file():
+            command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return LIBRARY
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first: begun last, one would leave the other workers idle."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

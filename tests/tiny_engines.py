@@ -4,6 +4,7 @@ import fcntl
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from families import build
@@ -48,17 +49,21 @@ def engine_of(
     pieces: Pieces | None = None,
     strategy: str = EXACT,
     batch: bool = False,
+    bf16: bool = False,
 ) -> Engine:
     """`source` with `routers` as an engine on one thread, through the stages of `pipeline.flow.export`; its networks
-    for the smallest batches too, if `batch`."""
+    for the smallest batches too, if `batch`; weights stored in bfloat16, if `bf16`."""
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
-    graph = lower_for_onnxruntime(composing(pieces, routers.arrays(), routers.lens_arrays()), source.quantized)
-    manifest = make_manifest(source, routers, TideConfig(kv_cache_strategy=strategy), pieces, graph, bound(source))
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16)
+    graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
+    config = TideConfig(kv_cache_strategy=strategy)
+    manifest = make_manifest(source, routers, config, pieces, graph, bound(source), bf16)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
         if batch:
-            save_batch_networks(temporary, pieces, routers.arrays(), routers.lens_arrays(), BATCH_SIZES[:1])
+            weights = routers.arrays(), routers.lens_arrays()
+            save_batch_networks(temporary, pieces, *weights, BATCH_SIZES[:1], lower)
         routers.save(temporary / "routers.safetensors")
         write_manifest(temporary, manifest)
     bundle = open_bundle(folder)

@@ -13,6 +13,7 @@ OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under the mode
 OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's expert
 OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
+OP_BF16_MATMUL = "TideBf16MatMul"  # x [.., K] times bfloat16 [N, K]; model-local function and operator of cpp/ops
 OP_ROUTE = "TideRoute"  # norm + router MLP + threshold; model-local function and TensorRT plugin
 WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters that hold its quantized rows, one a line
 PLUGIN_NAMESPACE = "tide"

@@ -36,6 +36,7 @@ def test_values_out_of_range_are_named(given: dict, says: str) -> None:
     [
         (["--weights", "int4", "--target", "tensorrt"], "'int4' are for target onnxruntime alone: tensorrt takes"),
         (["--weights", "int8", "--target", "tensorrt-rtx"], "'int8' are for target onnxruntime alone"),
+        (["--weights", "fp16"], "onnxruntime takes fp32, bf16, int8 or int4"),
         (["--weights", "int4", "--quantization", "hqq"], "'hqq' is none of rtn, gptq"),
         (["--weights", "int4", "--block-size", "33"], "block size 33 is none of"),
         (["--block-size", "32"], "--block-size is for weights int8 and int4, not for fp32"),

@@ -65,6 +65,7 @@ class SourceModel:
         normalized_size: width D' of normalized states, which routers and head read; differs from D only where a
             projection follows the norm.
         quantized: the integers whose values the weights now have; None where they are as loaded.
+        exact_in_bf16: whether every weight of two or more dimensions was loaded as a number that bfloat16 has.
         remote_code: whether Python code of the model's own was run to load it or its tokenizer.
     """
 
@@ -75,6 +76,7 @@ class SourceModel:
     normalized_size: int
     quantized: QuantizedWeights | None = None
     remote_code: bool = False
+    exact_in_bf16: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -277,17 +279,21 @@ def wrap_model(model: PreTrainedModel, name: str, remote_code: bool = False) -> 
         UnsupportedModelError: its structure cannot be found.
     """
     model.eval().requires_grad_(False)
-    digest = _hash_weights(model, name)
+    digest, exact = _read_weights(model, name)
     structure = ModelStructure.find(model)
     with torch.no_grad():
         width = model.config.get_text_config().hidden_size * (structure.streams or 1)
         normalized_size = structure.normalize(torch.zeros(1, 1, width, device=input_device(model))).shape[-1]
-    return SourceModel(model, name, digest, structure, normalized_size, remote_code=remote_code)
+    return SourceModel(model, name, digest, structure, normalized_size, remote_code=remote_code, exact_in_bf16=exact)
 
 
-def _hash_weights(model: nn.Module, name: str) -> str:
-    """Hashes every tensor's name, shape and float32 bytes, in name order; raises ModelError for NaN or infinity."""
-    digest = hashlib.sha256()
+def _read_weights(model: nn.Module, name: str) -> tuple[str, bool]:
+    """Reads every tensor once; raises ModelError for NaN or infinity.
+
+    Returns:
+        The hash of their names, shapes and float32 bytes, in name order; whether all matrices are exact in bfloat16.
+    """
+    digest, exact = hashlib.sha256(), True
     for key, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta:
             tensor = _offloaded(model, name, key)
@@ -296,8 +302,10 @@ def _hash_weights(model: nn.Module, name: str) -> str:
             if part.is_floating_point() and not bool(torch.isfinite(part).all()):
                 raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
             data = part.float() if part.is_floating_point() else part
+            if exact and part.is_floating_point() and tensor.dim() > 1:
+                exact = bool(torch.equal(data.bfloat16().float(), data))
             digest.update(memoryview(data.cpu().numpy()).cast("B") if data.numel() else b"")
-    return digest.hexdigest()
+    return digest.hexdigest(), exact
 
 
 def _offloaded(model: nn.Module, name: str, key: str) -> torch.Tensor:

@@ -151,9 +151,19 @@ def save_tokenizer(request: ExportRequest, folder: Path) -> None:
 
 
 def make_manifest(
-    source: SourceModel, routers: RouterSet, config: TideConfig, pieces: Pieces, graph: ir.Model, length: int
+    source: SourceModel,
+    routers: RouterSet,
+    config: TideConfig,
+    pieces: Pieces,
+    graph: ir.Model,
+    length: int,
+    bf16: bool = False,
 ) -> Manifest:
-    """Returns the manifest of a bundle with the graph that was composed of `pieces`, without its files."""
+    """Returns the manifest of a bundle with the graph that was composed of `pieces`, without its files.
+
+    Args:
+        bf16: whether the graph was lowered with weights in bfloat16.
+    """
     shares = pieces.kv_layers != tuple(range(source.num_layers))
     return Manifest(
         model=ModelInfo(
@@ -174,7 +184,7 @@ def make_manifest(
         max_pending=config.max_pending,
         kv_cache_strategy=config.kv_cache_strategy,
         compaction_threshold=config.compaction_threshold,
-        weights="fp32" if source.quantized is None else f"int{source.quantized.settings.bits}",
+        weights=_weights(source, bf16),
         targets=("onnxruntime",),
         opset=OPSET,
         inputs=tuple(_tensor_info(value) for value in graph.graph.inputs),
@@ -188,6 +198,12 @@ def make_manifest(
         remote_code=source.remote_code or None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _weights(source: SourceModel, bf16: bool) -> str:
+    if source.quantized is not None:
+        return f"int{source.quantized.settings.bits}"
+    return "bf16" if bf16 else "fp32"
 
 
 def _tensor_info(value: ir.Value) -> TensorInfo:

@@ -24,6 +24,7 @@ from tide_export.pipeline.contents import make_manifest, write_contents, write_n
 from tide_export.pipeline.preflight import check_source, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.progress import stage
+from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import trace
@@ -63,6 +64,9 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     with stage("loading the model"):
         source = load_model(request.model, device_map=request.device_map, trust_remote_code=request.trust_remote_code)
     length, checkpoints = check_source(source, request, routers, folder)
+    bf16 = request.graph_weights == "bf16"
+    if bf16 and not source.exact_in_bf16:
+        round_to_bf16(source)
     if request.quantization_settings is not None:
         quantize_model(source, request.quantization_settings, quantization_text(source, request))
     pieces = _trace_and_cut(source, request, checkpoints, length)
@@ -73,11 +77,11 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     else:
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
-    lower = partial(lower_for_onnxruntime, quantized=source.quantized)
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16)
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         composing = compose_propagating if request.propagates else compose
         graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
-    manifest = make_manifest(source, routers, request.config, pieces, graph, length)
+    manifest = make_manifest(source, routers, request.config, pieces, graph, length, bf16)
     references: list[References] = []
     if request.validate:
         with stage("running the model for the references the graph must give"):

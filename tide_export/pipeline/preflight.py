@@ -20,7 +20,7 @@ from tide_export.trace.tracer import refuse_recurrent_state
 
 logger = logging.getLogger("tide_export")
 
-BITS = {"fp16": 16, "bf16": 16}  # of a weight in the segment networks; others are float32
+BITS = {"fp16": 16, "bf16": 16}  # of a weight; others are float32
 
 
 def check_source(
@@ -90,7 +90,7 @@ def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None
 def _check_space(source: SourceModel, request: ExportRequest, folder: Path) -> None:
     """Compares the free space with the weights of the decoder layers alone, which every bundle holds."""
     settings = request.quantization_settings
-    bits = 32 if settings is None else settings.bits
+    bits = BITS.get(request.graph_weights, 32) if settings is None else settings.bits
     if request.flavour is not None:
         bits += BITS.get(request.weights, 32)
     parameters = {id(parameter): parameter for layer in source.structure.layers for parameter in layer.parameters()}

@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, Protocol, overload
 
-from tide_export.bundle.manifest import NETWORK_PRECISIONS, PROPAGATE, TARGETS, Quantization
+from tide_export.bundle.manifest import NETWORK_PRECISIONS, PROPAGATE, TARGETS, WEIGHTS, Quantization
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.config import TideConfig
 from tide_export.engines.build import require_builder
@@ -32,8 +32,8 @@ class ExportRequest:
             compaction_threshold.
         targets: "onnxruntime", which every bundle is for, and one of "tensorrt" and "tensorrt-rtx", for which it also
             gets segment networks and engines.
-        weights: "fp32"; for ONNX Runtime alone "int8" or "int4", of the graph's matrices; for TensorRT "fp16" or
-            "bf16", of the segment networks, the graph being fp32.
+        weights: for ONNX Runtime alone "fp32", "bf16", "int8" or "int4", of the graph's matrices; for TensorRT "fp32",
+            "fp16" or "bf16", of the segment networks, the graph being fp32.
         quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`).
         engines: build the engines; without, the bundle has the networks alone and `engines.rebuild` adds engines.
         plugins: the library of plugins to build engines for "tensorrt" with, or "none"; None: an installed one, if any.
@@ -114,6 +114,11 @@ class ExportRequest:
         )
 
     @property
+    def graph_weights(self) -> str:
+        """How the weights of the graph are stored."""
+        return self.weights if self.flavour is None else "fp32"
+
+    @property
     def max_batch_size(self) -> int:
         return BATCH_SIZE if self.batch_size is None else self.batch_size
 
@@ -133,10 +138,10 @@ class ExportRequest:
                 f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16 or "
                 "bf16"
             )
-        if self.flavour is None and self.weights not in ("fp32", *QUANTIZED):
+        if self.flavour is None and self.weights not in WEIGHTS:
             raise ConfigError(
-                f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, int8 or "
-                "int4"
+                f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, bf16, "
+                "int8 or int4"
             )
 
 

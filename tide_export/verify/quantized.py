@@ -17,6 +17,7 @@ from tide_export.errors import BundleError
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.names import GRAPH_FILE, WEIGHTS_FILE, WEIGHTS_METADATA
+from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.runtime.branched.backend import BranchedBackend
@@ -28,15 +29,19 @@ from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 FLOAT32_MATMULS = 1  # an accuracy level
 
 
-def restore(source: SourceModel, bundle: Bundle) -> float:
-    """Overwrites the weights of `source` with the dequantized ones of the bundle.
+def restore(source: SourceModel, bundle: Bundle) -> float | None:
+    """Overwrites the weights of `source` with those of the bundle, where these are not the same.
 
     Returns:
-        The relative error: the root of the squared differences over the squared weights.
+        The relative error: the root of the squared differences over the squared weights; None: they are the same.
 
     Raises:
         BundleError: the graph's quantized matrices are not those of this model.
     """
+    if bundle.manifest.weights == "bf16":
+        return None if source.exact_in_bf16 else round_to_bf16(source)
+    if bundle.manifest.quantization is None:
+        return None
     rows = {matrix.name: matrix for matrix in find_matrices(source).all()}
     squared_error = squared = 0.0
     done: set[str] = set()

@@ -171,7 +171,7 @@ def validate(
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
     source = load_model(model_name, trust_remote_code=trust_remote_code)
     opened.require_weights(source.weights_sha256, model_name)
-    weight_error = restore(source, opened) if opened.manifest.quantization is not None else None
+    weight_error = restore(source, opened)
     tokenizer = load_tokenizer(model_name, trust_remote_code)
     texts = pick_prompts(tokenizer, spec, prompts, longest_prompt)
     read = [] if quality is None else quality_texts(opened.manifest, tokenizer, spec, quality)

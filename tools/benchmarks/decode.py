@@ -11,8 +11,9 @@ once, as the goals are set (PyTorch's wait some 20 microseconds either way).
 MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned) and without
 any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager PyTorch
 unless `--no-eager` (for models of which memory holds three copies and not four); with `--weights int4` both graphs are
-quantized alike. Goals are those of the project; a missed one, or one that could not be measured, makes the exit code 1
-with `--check`. Other peers: tools/benchmarks/peers.py; contexts and prompts: tools/benchmarks/context_length.py.
+quantized alike; with `--weights bf16` GenAI's is float32, and ours in float32 joins. Goals are those of the
+project; a missed one, or one that could not be measured, makes the exit code 1 with
+`--check`. Other peers: tools/benchmarks/peers.py; contexts and prompts: tools/benchmarks/context_length.py.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import onnxruntime
 import torch
 from harness import genai_case as genai_graph
 from harness.engine_case import RESTART_AFTER, DecodeSteps, steps_after, tokens
-from harness.graphs import BRANCHED, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
+from harness.graphs import BRANCHED, FLOAT32, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
 from harness.interleave import Case, Goal, Seconds, interleave, plot, render_table, summary, write_json
 
 from tide_export.model.source import SourceModel
@@ -68,6 +69,12 @@ def load_cases(
     def plain() -> dict[str, Case]:
         return {"no branches": DecodeSteps(load(graphs.folder / PLAIN, "cpu", threads, verify=False), context).full}
 
+    def float32() -> dict[str, Case]:
+        folder = graphs.folder / FLOAT32
+        if not folder.exists():
+            return {}
+        return {"no branches, float32": DecodeSteps(load(folder, "cpu", threads, verify=False), context).full}
+
     def branched() -> dict[str, Case]:
         engine = load(graphs.folder / BRANCHED, "cpu", threads, verify=False)
         return {
@@ -85,7 +92,7 @@ def load_cases(
     def eager() -> dict[str, Case]:
         return {"Hugging Face eager": eager_case(graphs.source, context)} if with_eager else {}
 
-    loaders = [plain, branched, genai, eager]
+    loaders = [plain, float32, branched, genai, eager]
     cases: dict[str, Case] = {}
     for loader in order.sample(loaders, len(loaders)):
         cases |= loader()
@@ -98,6 +105,7 @@ def deep_run(tokens: int) -> str:
 
 CASES = (
     "no branches",
+    "no branches, float32",
     "branched, nothing exits",
     "all exit at first",
     "deep run over 8",
@@ -124,7 +132,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     )
     graphs = Graphs(recipe, folder)
     genai = genai_installed() and arguments.weights != "int8"
-    graphs.make([BRANCHED, PLAIN, *([GENAI] if genai else [])])
+    float32 = [FLOAT32] if arguments.weights == "bf16" else []
+    graphs.make([BRANCHED, PLAIN, *float32, *([GENAI] if genai else [])])
     if not arguments.eager:
         graphs.forget_source()
     manifest = graphs.manifest
@@ -186,7 +195,7 @@ def render(result: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_recipe_options(parser)
-    parser.add_argument("--weights", choices=["fp32", "int8", "int4"], default="fp32")
+    parser.add_argument("--weights", choices=["fp32", "bf16", "int8", "int4"], default="fp32")
     parser.add_argument("--block-size", type=int, help="of int8 and int4")
     parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
     parser.add_argument(

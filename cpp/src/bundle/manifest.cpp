@@ -278,8 +278,8 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
           "must be one of exact, propagate");
   require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
-  require(std::set<std::string>{"fp32", "int8", "int4"}.count(manifest.weights) == 1, "weights",
-          "must be one of fp32, int8, int4");
+  require(std::set<std::string>{"fp32", "bf16", "int8", "int4"}.count(manifest.weights) == 1, "weights",
+          "must be one of fp32, bf16, int8, int4");
   auto const is_target = [](std::string const& target) {
     return target == "onnxruntime" || target == "tensorrt" || target == "tensorrt-rtx";
   };

@@ -9,6 +9,7 @@
 
 #include "formatting.h"
 #include "onnxruntime/external_data.h"
+#include "onnxruntime/operators.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -74,6 +75,7 @@ Ort::Session load_network(Ort::Env const& env, Bundle const& bundle, std::string
   std::string const graph = file.read();
   std::string const location = std::filesystem::path(weights).filename().string();
   Ort::SessionOptions options = session_options(threads);
+  if (bundle.manifest.weights == "bf16") register_operators(options);
   std::unique_ptr<Mapping> memory;
   std::vector<std::string> names;
   std::vector<Ort::Value> values;

@@ -10,6 +10,7 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
+from tide_export.lower.onnxruntime.bf16_weights import Bf16WeightsPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
@@ -23,11 +24,12 @@ from tide_export.trace.rewriting import remove_unused, run_passes
 logger = logging.getLogger("tide_export")
 
 
-def lower_for_onnxruntime(model: ir.Model, quantized: QuantizedWeights | None = None) -> ir.Model:
+def lower_for_onnxruntime(model: ir.Model, quantized: QuantizedWeights | None = None, bf16: bool = False) -> ir.Model:
     """Rewrites `model` (from `compose`) in place and returns it, ready to be saved.
 
     Args:
         quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
+        bf16: store every matrix in bfloat16 that loses nothing by it.
 
     Raises:
         GraphError: an attention or a matmul has no ONNX Runtime kernel.
@@ -42,6 +44,7 @@ def lower_for_onnxruntime(model: ir.Model, quantized: QuantizedWeights | None = 
         common_passes.RemoveUnusedNodesPass(),  # or unused Reshape nodes would count as readers
         PackedProjectionsPass(),
         QuantizedMatMulsPass(blocks, settings),
+        *([Bf16WeightsPass()] if bf16 else []),
         SkipNormsPass(),
     )
     remove_unused(model)

@@ -16,6 +16,7 @@ from tide_export import names
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, ConfigError, ProviderError, first_line
 from tide_export.runtime.onnxruntime.external_data import ELEMENT_SIZES, ExternalTensor, external_tensors
+from tide_export.runtime.onnxruntime.operators import register_operators
 from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor
 from tide_export.values import whole_number
 
@@ -86,6 +87,8 @@ def load_session(
     file, options = bundle.file(name), session_options(ort, threads)
     # Where ONNX Runtime would look for weights that are not in `weights`: no folder, so that it finds none.
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.devnull)
+    if bundle.manifest.weights == "bf16":
+        register_operators(options)
     graph = file.read_bytes() if graph is None else graph
     try:
         tensors = [tensor for tensor in external_tensors(graph) if tensor.location == PurePosixPath(weights).name]

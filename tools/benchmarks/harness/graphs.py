@@ -2,8 +2,9 @@
 
 `plain` is a bundle without any branch, `branched` one with routers (seeded random ones: speed does not depend on what
 they have learned), `genai` the graph of ONNX Runtime GenAI's builder, `genai-last` the same with a head that reads the
-last token alone, which is what a prompt needs. A kept folder records its recipe and refuses another;
-it does not notice changes to the exporter, so delete it after one.
+last token alone, which is what a prompt needs. `float32` is `plain` with weights in float32
+where the others have bfloat16. A kept folder records its recipe and refuses another; it does not
+notice changes to the exporter, so delete it after one.
 """
 
 import argparse
@@ -28,13 +29,14 @@ from tide_export.config import TideConfig
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.contents import context_length, make_manifest, save_graph
+from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.settings import quantization_settings
 from tide_export.routers.router import Router
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import trace
 
-PLAIN, BRANCHED, GENAI, GENAI_LAST = "plain", "branched", "genai", "genai-last"
+PLAIN, BRANCHED, FLOAT32, GENAI, GENAI_LAST = "plain", "branched", "float32", "genai", "genai-last"
 RECIPE = "recipe.json"
 
 
@@ -115,6 +117,8 @@ class Graphs:
         settings = self.recipe.quantization
         if settings is not None:
             quantize_model(source, settings)
+        if self.recipe.weights == "bf16":
+            round_to_bf16(source)
         return source
 
     def forget_source(self) -> None:
@@ -132,7 +136,7 @@ class Graphs:
         for name in names:
             if (self.folder / name).exists():
                 continue
-            if name in (PLAIN, BRANCHED):
+            if name in (PLAIN, BRANCHED, FLOAT32):
                 self._export(name)
             else:
                 partial = self.folder / f".{name}.partial"
@@ -147,7 +151,8 @@ class Graphs:
             shortlist = config.router_shortlist if self.recipe.shortlist is None else self.recipe.shortlist
             points = config.resolve_checkpoints(self.source.num_layers)
             routers = random_routers(self.source, points, config.router_bottleneck_dim, shortlist)
-        export_graph(self.source, routers, self.folder / name)
+        bf16 = self.recipe.weights == "bf16" and name != FLOAT32
+        export_graph(self.source, routers, self.folder / name, bf16)
 
 
 def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: int, shortlist: int) -> RouterSet:
@@ -157,12 +162,12 @@ def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: 
     return RouterSet({c: Router(source.normalized_size, bottleneck, read).requires_grad_(False) for c in checkpoints})
 
 
-def export_graph(source: SourceModel, routers: RouterSet, folder: Path) -> None:
+def export_graph(source: SourceModel, routers: RouterSet, folder: Path, bf16: bool = False) -> None:
     """Exports without calibration or tokenizer; no routers means no branch."""
     length = context_length(source, None)
     pieces = cut(trace(source, routers.checkpoints), length)
-    graph = lower_for_onnxruntime(compose(pieces, routers.arrays()), source.quantized)
-    manifest = make_manifest(source, routers, TideConfig(), pieces, graph, length)
+    graph = lower_for_onnxruntime(compose(pieces, routers.arrays()), source.quantized, bf16)
+    manifest = make_manifest(source, routers, TideConfig(), pieces, graph, length, bf16)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
         write_manifest(temporary, manifest)

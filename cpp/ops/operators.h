@@ -1,0 +1,11 @@
+// The operators of domain "tide" that run on the CPU in ONNX Runtime.
+#pragma once
+
+#include "onnxruntime_abi.h"
+
+namespace tide_ops {
+
+// Adds them to the options (OrtSessionOptions) of a session; an OrtStatus, or null if that went well.
+abi::Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base);
+
+}  // namespace tide_ops

@@ -1,0 +1,11 @@
+// The operators of cpp/ops, which are part of this library.
+#pragma once
+
+#include <onnxruntime_cxx_api.h>
+
+namespace tide {
+
+// Adds them to the options of a session.
+void register_operators(Ort::SessionOptions& options);
+
+}  // namespace tide

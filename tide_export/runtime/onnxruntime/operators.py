@@ -1,0 +1,59 @@
+"""Registers the operators of `cpp/ops` in ONNX Runtime, for bundles whose weights are stored in bfloat16.
+
+Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them such a bundle runs too:
+each operator is also a function in the graph, and ONNX Runtime widens the weights to float32 as it loads them.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tide_export.errors import ProviderError
+from tide_export.version import __version__
+
+logger = logging.getLogger("tide_export")
+
+LIBRARY = Path(__file__).with_name("libtide_ops.so")
+
+
+def register_operators(options: Any) -> None:
+    """Adds the operators to the options of a session; warns once if they are not installed.
+
+    Raises:
+        ProviderError: the library is of another version or for another kind of machine.
+    """
+    if LIBRARY.is_file():
+        load_operators(LIBRARY)
+        options.register_custom_ops_library(str(LIBRARY))
+    else:
+        _warn_missing()
+
+
+@cache
+def load_operators(library: Path) -> ctypes.CDLL:
+    """Opens the library and checks its version.
+
+    Raises:
+        ProviderError: it does not open here, or is of another version.
+    """
+    advice = "install tide_export again on this machine"
+    try:
+        opened = ctypes.CDLL(str(library))
+        version = opened.tide_ops_version
+    except (OSError, AttributeError) as error:
+        raise ProviderError(f"'{library}' is no library of operators for this machine ({error}): {advice}") from None
+    version.restype = ctypes.c_char_p
+    if (built := version().decode()) != __version__:
+        raise ProviderError(f"'{library}' is of tide_export {built}, not {__version__}: {advice}")
+    return opened
+
+
+@cache
+def _warn_missing() -> None:
+    logger.warning(
+        "the operators for weights in bfloat16 are not installed (there was no C++ compiler): the weights are widened "
+        "to float32 at loading, which takes three times the memory and twice the time a token; install g++, then "
+        "tide_export again"
+    )
