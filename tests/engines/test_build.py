@@ -259,11 +259,8 @@ def spoil(bundle: Path) -> None:
 
 
 def test_progress_adds_up_to_the_networks(demo_bundle: Path, tmp_path: Path) -> None:
-    events = [
-        {"event": "building", "network": "segment_00"},
-        *[{"event": "step", "of": 4}] * 9,
-        {"event": "built", "network": "segment_00", "inputs": {}, "outputs": {}, "aliases": {}},
-    ]
+    begin, end = ({"event": kind, "network": "segment_00"} for kind in ("building", "built"))
+    events = [begin, *[{"event": "step", "of": 4}] * 9, end]
     script = f"import json,sys; json.load(sys.stdin); [print(json.dumps(event)) for event in {events!r}]"
     amounts: list[float] = []
     run_worker(JOB, TENSORRT_RTX, "1.7", amounts.append, ("-c", script))

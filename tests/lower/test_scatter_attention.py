@@ -114,6 +114,12 @@ def test_attention_equals_float64(sinks: bool, bias: bool, softcap: bool, window
         assert np.array_equal(keys[row, :, :length], feeds["past_key"][row, :, :length])
     fused = any(node.op_type == "Attention" for node in model.graph)
     assert fused == (not (sinks or bias or softcap)), "spelled out only where TensorRT's operator cannot compute it"
+    for node in model.graph:
+        if node.op_type == "Attention":
+            rows = node.inputs[0]
+            assert rows is not None
+            assert rows.shape is not None
+            assert rows.shape[1] == KV, "the query has a head per K/V head, or TensorRT for RTX copies K/V for each"
 
 
 def test_what_is_added_to_scores_stays_float32_in_half_precision() -> None:

@@ -2,10 +2,12 @@
 
 New keys and values are scattered into the buffers at each row's length, which TensorRT does in place. An explicit
 boolean mask [B, 1, S, C] holds which of the C positions each token sees, so that rows of a batch may have any lengths
-and any number of new tokens. Sliding windows are in the mask, one mask per width. What TensorRT's Attention lacks is
-spelled out as two matmuls around a softmax in float32: softcaps, sinks (one more column in the softmax, which weighs
-no value) and biases by key position (ALiBi). Attention to an earlier layer's keys and values scatters none: it reads
-that layer's buffers, written in the same network or an input of it.
+and any number of new tokens. Sliding windows are in the mask, one mask per width. The query heads that read one K/V
+head are rows of one query, G x S of them: otherwise TensorRT for RTX copies the K/V of all C positions for every query
+head, in every run. What TensorRT's Attention lacks is spelled out as two matmuls around a softmax in float32: softcaps,
+sinks (one more column in the softmax, which weighs no value) and biases by key position (ALiBi). Attention to an
+earlier layer's keys and values scatters none: it reads that layer's buffers, written in the same network or an input of
+it.
 """
 
 import itertools
@@ -46,27 +48,39 @@ class ScatterAttentionPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         nodes = nodes_of(graph, OP_ATTENTION, DOMAIN)
-        masks: dict[int, ir.Value] = {}
+        masks: dict[tuple[int, int], ir.Value] = {}
         biases: dict[ir.Value, ir.Value] = {}
         for node in nodes:
             window, table = node.attributes.get_int("window", 0), node.inputs[BIAS]
-            if window not in masks:
-                masks[window] = _mask(graph, node, window)
+            spelled_out = _is_spelled_out(node)
+            key = window, 1 if spelled_out else _groups(node)
+            if key not in masks:
+                masks[key] = _mask(graph, node, *key)
             if table is not None and table not in biases:
                 biases[table] = _bias(graph, node, table)
-            _lower(graph, node, masks[window], None if table is None else biases[table])
+            if spelled_out:
+                attended = _SpelledOut(graph, node).attended(masks[key], None if table is None else biases[table])
+            else:
+                attended = _fused(graph, node, masks[key])
+            _finish(node, attended)
         return ir.passes.PassResult(model, modified=bool(nodes))
 
     def ensures(self, model: ir.Model) -> None:
         ensure_none_left(nodes_of(model.graph, OP_ATTENTION, DOMAIN))
 
 
-def _mask(graph: ir.Graph, first: ir.Node, window: int) -> ir.Value:
-    """bool [B, 1, S, C], before the first attention that reads it: true where the token at position p sees position j
-    of the buffer, p - window < j <= p (no lower bound without a window)."""
+def _mask(graph: ir.Graph, first: ir.Node, window: int, groups: int) -> ir.Value:
+    """bool [B, 1, G*S, C], before the first attention that reads it: true where the token at position p sees position j
+    of the buffer, p - window < j <= p (no lower bound without a window). The S rows come G times, for `_fused`."""
     positions, places = first.inputs[POSITIONS], first.inputs[PLACES]
     batch, tokens = dims(positions)
-    column, cells, suffix = [batch, 1, tokens, 1], [batch, 1, tokens, dims(places)[-1]], f"_mask_{window}"
+    if groups > 1:
+        # The positions and not the mask: TensorRT for RTX 1.7 fails where several layers read a repeated mask.
+        tokens, repeats = None, integers(graph, f"repeats_{groups}", [1, groups])
+        positions = op_before(
+            first, "Tile", [positions, repeats], dtype=INT64, shape=[batch, None], suffix=f"_g{groups}"
+        )
+    column, cells, suffix = [batch, 1, tokens, 1], [batch, 1, tokens, dims(places)[-1]], f"_mask_{window}_{groups}"
     axes = integers(graph, "axes_1_3", [1, 3])
     query = op_before(first, "Unsqueeze", [positions, axes], dtype=INT64, shape=column, suffix=suffix)
     causal = op_before(first, "LessOrEqual", [places, query], dtype=BOOL, shape=cells, suffix=suffix)
@@ -104,22 +118,50 @@ def _bias(graph: ir.Graph, first: ir.Node, table: ir.Value) -> ir.Value:
     return op("Unsqueeze", [transposed, integers(graph, "axis_2", [2])], None, batch, heads, 1, capacity)
 
 
-def _lower(graph: ir.Graph, node: ir.Node, mask: ir.Value, bias: ir.Value | None) -> None:
-    query, keys, values = present(node.inputs[0]), *map(present, node.inputs[3:LENGTHS])
-    if len(node.outputs) > 1:
-        keys, values = _with_new(node)
-    if "softcap" in node.attributes or bias is not None or node.inputs[SINKS] is not None:
-        attended = _SpelledOut(graph, node).attended(query, keys, values, mask, bias)
-    else:
-        attributes = {"scale": node.attributes["scale"].as_float()}
-        inputs = [query, keys, values, mask]
-        attended = op_before(node, "Attention", inputs, attributes, dtype=query.dtype, shape=query.shape)
+def _is_spelled_out(node: ir.Node) -> bool:
+    """Whether TensorRT's Attention lacks what this one has."""
+    return "softcap" in node.attributes or node.inputs[SINKS] is not None or node.inputs[BIAS] is not None
+
+
+def _groups(node: ir.Node) -> int:
+    """Query heads that read one K/V head."""
+    return node.attributes["num_heads"].as_int() // node.attributes["kv_num_heads"].as_int()
+
+
+def _fused(graph: ir.Graph, node: ir.Node, mask: ir.Value) -> ir.Value:
+    """[B, H, S, head_dim] by TensorRT's Attention: the G query heads of a K/V head are G*S rows of one head."""
+    query, keys, values = _operands(node)
+    batch, width = dims(query)[0], node.attributes["head_dim"].as_int()
+    heads, kv_heads = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads"))
+    groups = heads // kv_heads
+    rows, folded, dtype = query, [batch, kv_heads, None, width], query.dtype
+    if groups > 1:
+        shape = integers(graph, f"fold_{kv_heads}_{width}", [0, kv_heads, -1, width])
+        rows = op_before(node, "Reshape", [query, shape], dtype=dtype, shape=folded, suffix="_fold")
+    attributes = {"scale": node.attributes["scale"].as_float()}
+    attended = op_before(node, "Attention", [rows, keys, values, mask], attributes, dtype=dtype, shape=folded)
+    if groups == 1:
+        return attended
+    shape = integers(graph, f"unfold_{heads}_{width}", [0, heads, -1, width])
+    return op_before(node, "Reshape", [attended, shape], dtype=dtype, shape=query.shape, suffix="_unfold")
+
+
+def _finish(node: ir.Node, attended: ir.Value) -> None:
+    """Replaces the node by `attended`, token by token as its readers take it."""
     old = node.outputs[0]
     by_token = op_before(
         node, "Transpose", [attended], {"perm": SWAP_HEADS}, dtype=old.dtype, shape=old.shape, suffix="_out"
     )
     old.replace_all_uses_with(by_token, replace_graph_outputs=True)
     drop_unused([node])
+
+
+def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The query, and the K/V buffers with the new keys and values in them, if it has any."""
+    query, keys, values = present(node.inputs[0]), *map(present, node.inputs[3:LENGTHS])
+    if len(node.outputs) > 1:
+        keys, values = _with_new(node)
+    return query, keys, values
 
 
 def _with_new(node: ir.Node) -> list[ir.Value]:
@@ -148,10 +190,9 @@ class _SpelledOut:
         self.groups = self.heads // self.kv_heads
         self.counter = itertools.count()
 
-    def attended(
-        self, query: ir.Value, keys: ir.Value, values: ir.Value, mask: ir.Value, bias: ir.Value | None
-    ) -> ir.Value:
+    def attended(self, mask: ir.Value, bias: ir.Value | None) -> ir.Value:
         """[B, H, S, head_dim] of query [B, H, S, head_dim] and buffers [B, Hkv, C, head_dim]."""
+        query, keys, values = _operands(self.node)
         dtype, op = query.dtype or FLOAT, self._op
         axis = integers(self.graph, "axis_2", [2])
         grouped = op("Reshape", [query, self._by_group()], to=dtype)  # [B, Hkv, G, S, Dh]
