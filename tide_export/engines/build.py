@@ -162,7 +162,9 @@ def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
 
 def _timing_cache(flavour: Flavour, version: str) -> Path:
     """The file of kernel times of earlier builds, in the user's cache folder; one per version and kind of GPU."""
-    return user_cache() / f"{flavour.name}-{version}-{device_name()}.timing"
+    folder = user_cache()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{flavour.name}-{version}-{device_name()}.timing"
 
 
 def run_worker(

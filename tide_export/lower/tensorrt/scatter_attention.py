@@ -73,14 +73,13 @@ def _mask(graph: ir.Graph, first: ir.Node, window: int, groups: int) -> ir.Value
     """bool [B, 1, G*S, C], before the first attention that reads it: true where the token at position p sees position j
     of the buffer, p - window < j <= p (no lower bound without a window). The S rows come G times, for `_fused`."""
     positions, places = first.inputs[POSITIONS], first.inputs[PLACES]
-    batch, tokens = dims(positions)
+    batch, rows = dims(positions)
     if groups > 1:
         # The positions and not the mask: TensorRT for RTX 1.7 fails where several layers read a repeated mask.
-        tokens, repeats = None, integers(graph, f"repeats_{groups}", [1, groups])
-        positions = op_before(
-            first, "Tile", [positions, repeats], dtype=INT64, shape=[batch, None], suffix=f"_g{groups}"
-        )
-    column, cells, suffix = [batch, 1, tokens, 1], [batch, 1, tokens, dims(places)[-1]], f"_mask_{window}_{groups}"
+        repeats, shape = integers(graph, f"repeats_{groups}", [1, groups]), [batch, None]
+        positions = op_before(first, "Tile", [positions, repeats], dtype=INT64, shape=shape, suffix=f"_g{groups}")
+        rows = dims(positions)[1]
+    column, cells, suffix = [batch, 1, rows, 1], [batch, 1, rows, dims(places)[-1]], f"_mask_{window}_{groups}"
     axes = integers(graph, "axes_1_3", [1, 3])
     query = op_before(first, "Unsqueeze", [positions, axes], dtype=INT64, shape=column, suffix=suffix)
     causal = op_before(first, "LessOrEqual", [places, query], dtype=BOOL, shape=cells, suffix=suffix)

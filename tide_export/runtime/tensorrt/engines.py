@@ -26,8 +26,18 @@ from tide_export.runtime.segmented.network_spec import (
     of_network,
     specs,
 )
-from tide_export.runtime.tensorrt.flavours import FLAVOURS, TENSORRT, Flavour, check_header, configure, import_library
+from tide_export.runtime.tensorrt.flavours import (
+    FLAVOURS,
+    TENSORRT,
+    Flavour,
+    capturable,
+    check_header,
+    configure,
+    import_library,
+    kernel_cache,
+)
 from tide_export.runtime.tensorrt.gpu import compute_capability
+from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
 
 
@@ -57,13 +67,16 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
         _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
         loaded[name] = engine
 
+    cache = kernel_cache(flavour, str(library.__version__))
+
     def open_device() -> tuple[Device, Mapping[str, Network]]:
         device = CudaDevice()
         size = max(engine.device_memory_size_v2 for engine in loaded.values())
         memory = device.allocate(max(size, ALIGNMENT))
         networks = {
             name: _TrtNetwork(
-                flavour, library, engine, expected[name], of_network(name, engines.profiles, info), device, memory
+                *(flavour, library, engine, expected[name], of_network(name, engines.profiles, info), device, memory),
+                cache,
             )
             for name, engine in loaded.items()
         }
@@ -213,9 +226,10 @@ class _TrtNetwork:
         profiles: tuple[Profile, ...],
         device: CudaDevice,
         memory: Buffer,
+        cache: KernelCache | None = None,
     ) -> None:
         self._flavour, self._library, self._engine, self._spec = flavour, library, engine, spec
-        self._profiles, self._device, self._memory = profiles, device, memory
+        self._profiles, self._device, self._memory, self._cache = profiles, device, memory, cache
         self._contexts: dict[int, Any] = {}
 
     def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
@@ -229,12 +243,15 @@ class _TrtNetwork:
             self._require(context.set_input_shape(name, tensor.dims(tokens, batch_size)), f"the shape of {name}")
         for name in (*self._spec.inputs, *self._spec.outputs):
             self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
+        if not self._device.recording and not capturable(self._flavour, context, self._device.stream):
+            self._device.end_recording(f"{self._flavour.title} cannot record runs of {self._spec.name}")
         self._require(context.execute_async_v3(self._device.stream), f"a run over {tokens} tokens")
 
     def _context(self, profile: int) -> Any:
         """The context of a profile, created when it is first needed."""
         if profile not in self._contexts:
-            context = self._engine.create_execution_context(configure(self._flavour, self._library, self._engine))
+            config = configure(self._flavour, self._library, self._engine, self._cache)
+            context = self._engine.create_execution_context(config)
             self._require(context is not None, "an execution context")
             context.set_device_memory(self._memory.address, self._memory.size)
             self._require(context.set_optimization_profile_async(profile, self._device.stream), f"profile {profile}")

@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from tide_export.errors import BundleError, ProviderError, TideError
+from tide_export.runtime.tensorrt.gpu import device_name
+from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 
 logger = logging.getLogger("tide_export")
 
@@ -74,10 +76,8 @@ def import_library(flavour: Flavour) -> ModuleType:
 
 
 def user_cache() -> Path:
-    """The user's folder for what TensorRT would otherwise measure or compile again; made if there is none."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """The user's folder for what TensorRT would otherwise measure or compile again; there need be none yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
 
 
 def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ...]:
@@ -139,7 +139,20 @@ def check_header(
     )
 
 
-def configure(flavour: Flavour, library: ModuleType, engine: Any) -> Any:
+def kernel_cache(flavour: Flavour, version: str) -> KernelCache | None:
+    """The kernels of earlier processes, if the flavour compiles any where engines are loaded. A file per version and
+    GPU."""
+    if flavour is not TENSORRT_RTX:
+        return None
+    return KernelCache(user_cache() / f"{flavour.name}-{version}-{device_name()}.kernels")
+
+
+def capturable(flavour: Flavour, context: Any, stream: int) -> bool:
+    """Whether the next run of a context, whose shapes and addresses are set, may be recorded in a CUDA graph."""
+    return flavour is not TENSORRT_RTX or bool(context.is_stream_capturable(stream))
+
+
+def configure(flavour: Flavour, library: ModuleType, engine: Any, cache: KernelCache | None = None) -> Any:
     """The configuration of an execution context: the caller gives the working memory and records CUDA graphs.
 
     By default TensorRT for RTX records graphs itself and replaces kernels by specialized ones while they are in use; a
@@ -151,4 +164,6 @@ def configure(flavour: Flavour, library: ModuleType, engine: Any) -> Any:
         config.cuda_graph_strategy = library.CudaGraphStrategy.DISABLED
         eager = library.DynamicShapesKernelSpecializationStrategy.EAGER
         config.dynamic_shapes_kernel_specialization_strategy = eager
+    if cache is not None:
+        cache.attach(config)
     return config
