@@ -22,6 +22,7 @@ PARSED_ONLY = {
     "Qwen/Qwen2.5-0.5B": "a model on the hub: tests have no network",
     "out/qwen": "made from that model",
     "model.Q4_K_M.gguf": "made by tests/model/test_gguf.py",
+    "out/bf16": "run by tests/quantize on a smaller model",
     "out/int4": "run by tests/quantize: quantized blocks are traced anew each time",
 }
 ELSEWHERE = {
