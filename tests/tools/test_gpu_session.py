@@ -1,15 +1,21 @@
-"""`tools/checks/gpu_session.py`: whatever a step does, the others run and the report says what became of each."""
+"""`tools/checks/gpu_session.py`: whatever a step does, the others run, and the report and the page of measurements say
+what became of each; a session that is cut off goes on where it ended."""
 
 import json
+import os
 import shutil
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tide_export import names
+from tide_export.bundle.opened import open_bundle
 from tide_export.cli.options import build_parser
+from tide_export.runtime.engine import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,13 +35,29 @@ def plan(session: ModuleType) -> ModuleType:
     return sys.modules["gpu_steps"]
 
 
+@pytest.fixture
+def run(session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs steps in a folder; gives the exit code and the report's results by step."""
+
+    def go(todo: list, *options: str) -> tuple[int, dict]:
+        monkeypatch.setattr(session, "steps", lambda *args: todo)
+        code = session.main(["-o", str(tmp_path / "out"), *options])
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert report["machine"]["versions"].startswith("Python ")
+        return code, {entry["step"]: entry for entry in report["results"]}
+
+    return go
+
+
 def script(text: str) -> tuple[str, ...]:
     return (sys.executable, "-c", text)
 
 
-def test_a_step_that_goes_wrong_does_not_stop_the_others(
-    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def outcomes(found: dict) -> dict[str, str]:
+    return {name: entry["outcome"] for name, entry in found.items()}
+
+
+def test_a_step_that_goes_wrong_does_not_stop_the_others(session: ModuleType, run, tmp_path: Path) -> None:
     step = session.Step
     todo = [
         step("good", "x", script("print('one'); print('two')")),
@@ -51,10 +73,9 @@ def test_a_step_that_goes_wrong_does_not_stop_the_others(
             "last", "x", script("import os; print(os.environ['GIVEN'])"), after=("good",), environment=(("GIVEN", "7"),)
         ),
     ]
-    monkeypatch.setattr(session, "steps", lambda *args: todo)
-    assert session.main(["-o", str(tmp_path / "out")]) == 1
-    found = {entry["step"]: entry for entry in json.loads((tmp_path / "out" / "report.json").read_text())}
-    assert {name: entry["outcome"] for name, entry in found.items()} == {
+    code, found = run(todo)
+    assert code == 1
+    assert outcomes(found) == {
         "good": "passed",
         "bad": "failed (exit code 3)",
         "crash": "failed (exit code -6)",
@@ -73,32 +94,134 @@ def test_a_step_that_goes_wrong_does_not_stop_the_others(
     assert "why" in page
 
     todo[1] = step("bad", "x", script(""))
-    assert session.main(["-o", str(tmp_path / "out"), "--only", "bad", "--only", "rests"]) == 1
-    again = {entry["step"]: entry["outcome"] for entry in json.loads((tmp_path / "out" / "report.json").read_text())}
-    assert (again["bad"], again["rests"], again["crash"]) == ("passed", "passed", "failed (exit code -6)")
+    code, found = run(todo, "--only", "bad", "--only", "rests")
+    again = outcomes(found)
+    assert (code, again["bad"], again["rests"], again["crash"]) == (1, "passed", "passed", "failed (exit code -6)")
 
 
-def test_a_session_that_is_out_of_time_says_so(
-    session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    todo = [session.Step("long", "", script("import time; time.sleep(60)")), session.Step("late", "", script(""))]
-    monkeypatch.setattr(session, "steps", lambda *args: todo)
+def test_a_session_that_is_out_of_time_says_so_and_goes_on_later(session: ModuleType, run, tmp_path: Path) -> None:
+    once = f"import pathlib, time; f = pathlib.Path({str(tmp_path / 'ran')!r}); f.write_text(f.read_text() + 'x')"
+    (tmp_path / "ran").write_text("")
+    slow = f"import pathlib, time; time.sleep(0 if pathlib.Path({str(tmp_path / 'later')!r}).exists() else 60)"
+    todo = [
+        session.Step("once", "", script(once)),
+        session.Step("bad", "", script("raise SystemExit(1)")),
+        session.Step("long", "", script(slow)),
+        session.Step("late", "", script("")),
+    ]
     started = time.monotonic()
-    assert session.main(["-o", str(tmp_path), "--seconds", "1"]) == 1
-    assert time.monotonic() - started < 20
-    late = json.loads((tmp_path / "report.json").read_text())[1]
-    assert late["outcome"] == "skipped: no time left"
+    code, found = run(todo, "--seconds", "1.5")
+    assert (code, time.monotonic() - started < 20) == (1, True)
+    assert found["long"]["outcome"].startswith("cut off after ")
+    assert found["late"]["outcome"] == "skipped: no time left"
+    (tmp_path / "later").touch()
+    code, found = run(todo, "--resume")
+    assert outcomes(found) == {"once": "passed", "bad": "failed (exit code 1)", "long": "passed", "late": "passed"}
+    assert (tmp_path / "ran").read_text() == "x"
 
 
-@pytest.mark.parametrize("bundle", [None, "given"])
-def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, bundle: str | None) -> None:
-    """Options of our own commands are parsed, files of the others are there, what a step rests on comes first."""
-    tide = tmp_path / "tide"
-    todo = plan.steps(tmp_path, bundle and tmp_path / bundle, tide)
+def test_a_step_that_ends_the_session_is_run_once_more_and_last(session: ModuleType, run, tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    order.write_text("")
+
+    def step(name: str, *after: str) -> object:
+        return session.Step(name, "", script(f"open({str(order)!r}, 'a').write('{name} ')"), after=after)
+
+    kills = session.Step(
+        "kills", "", script(f"open({str(order)!r}, 'a').write('kills '); import os; os.kill(os.getppid(), 9)")
+    )
+    todo = [step("first"), kills, step("rests", "kills"), step("other")]
+    child = os.fork()
+    if child == 0:
+        run(todo)
+        os._exit(0)
+    os.waitpid(child, 0)
+    report = {entry["step"]: entry for entry in json.loads((tmp_path / "out" / "report.json").read_text())["results"]}
+    assert outcomes(report) == {"first": "passed", "kills": "started"}
+    child = os.fork()
+    if child == 0:
+        run(todo, "--resume")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert order.read_text() == "first kills other kills "
+    code, found = run(todo, "--resume")
+    assert code == 1
+    assert outcomes(found) == {
+        "first": "passed",
+        "kills": "failed (the session ended in it, twice)",
+        "rests": "skipped: kills has not passed",
+        "other": "passed",
+    }
+    assert order.read_text() == "first kills other kills "
+
+
+def test_what_was_brought_along_is_found_and_kept(
+    session: ModuleType, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/brought/along")
+    _, found = run([session.Step("paths", "", script("import sys; print(sys.path[1:3])"))])
+    assert found["paths"]["tail"] == [str([str(ROOT), "/brought/along"])]
+    carried = tmp_path / "carried"
+    for name in ("bf16", "fp32"):
+        (carried / "bundles" / name).mkdir(parents=True)
+    (carried / "libtide_kernels.so").touch()
+    given = session.brought(session.parsed(["-o", "x", "--carried", str(carried)]))
+    assert list(given.bundles) == ["fp32", "bf16"]
+    assert (given.kernels, given.tide) == (carried / "libtide_kernels.so", None)
+
+
+def test_archive_and_page_are_written_with_every_step(session: ModuleType, run, tmp_path: Path) -> None:
+    archive, page = tmp_path / "session.tgz", tmp_path / "gpu.md"
+    figures = {
+        "device": "CPU", "weights": "bf16", "kernels": False, "graphs": 0, "wrong": ["step 3: logits"],
+        "steps": {"steps": 7, "largest": 0.01},
+        "rows": [
+            {"mode": "full", "sequences": 1, "equal": 9, "alone": 8, "tokens": 9, "speeds": {"torch": 12.34, "x": 5}}
+        ],
+    }  # fmt: skip
+    folder = tmp_path / "out"
+    early = str(folder / "early.tgz")
+    todo = [
+        session.Step(
+            "torch-cpu-bf16",
+            "y",
+            script(f"import shutil; shutil.copy({str(archive)!r}, {str(folder / 'early.tgz')!r})"),
+        ),
+        session.Step("gone", "z", script(""), lacks=(lambda: "no abacus here",)),
+        session.Step("rests", "z", script(""), after=("gone",)),
+    ]
+    folder.mkdir()
+    (folder / "torch-cpu-bf16.json").write_text(json.dumps(figures))
+    (folder / "kernels.json").write_text(json.dumps({"gpu": "X", "times": [{"step": "exit", "ours": 1.234}]}))
+    code, _ = run(todo, "--archive", str(archive), "--page", str(page))
+    assert code == 0
+    with tarfile.open(early) as first:
+        started = json.load(first.extractfile("report.json"))["results"]
+        assert [(entry["step"], entry["outcome"]) for entry in started] == [("torch-cpu-bf16", "started")]
+    with tarfile.open(archive) as last:
+        assert {"report.json", "report.md", "torch-cpu-bf16.log", "kernels.json"} <= set(last.getnames())
+    text = page.read_text()
+    assert "| gone | skipped: no abacus here | 0 | z |" in text
+    assert "1 more steps rest on steps that have not passed." in text
+    assert "| CPU, bf16 | full | 1 | 12.3 | x 5.0 | 9 / 8 of 9 |" in text
+    assert "**differs: step 3: logits**" in text
+    assert "| exit | 1.23 |" in text
+    assert ("**Nothing has run on a GPU yet.**" in text) == (
+        json.loads((folder / "report.json").read_text())["machine"]["gpu"] == "none"
+    )
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, brought: bool) -> None:
+    """Options of our own commands are parsed, files of the others are there, what a step rests on comes first, and no
+    step takes longer than a machine may be lent for."""
+    bundles = {name: tmp_path / name for name in ("fp32", "bf16")} if brought else {}
+    todo = plan.steps(tmp_path, plan.Given(bundles, tmp_path / "kernels.so" if brought else None, tmp_path / "tide"))
     names = [step.name for step in todo]
     assert len(names) == len(set(names))
     for number, step in enumerate(todo):
         assert set(step.after) <= set(names[:number]), step.name
+        assert step.seconds <= plan.MAX_SECONDS == 540
         program, *arguments = step.command
         if arguments[:2] == ["-m", "tide_export.cli.main"]:
             options = build_parser().parse_args(arguments[2:])
@@ -111,26 +234,81 @@ def test_every_command_is_one_that_exists(plan: ModuleType, tmp_path: Path, bund
     flavours = {"tensorrt", "tensorrt-rtx"}
     assert {name for name in flavours if any(step.startswith(f"build-{name}-") for step in names)} == flavours
     assert any(step.endswith("-plugins") for step in names)
-    assert (f"export-{plan.WEIGHTS[0]}" in names) == (bundle is None)
-    weights = "given" if bundle else "fp32"
+    assert ("export-fp32" in names) == ("configure" in names) == (not brought)
+    assert names[-1].startswith("sanitizer-")
     for flavour in flavours:  # what one step builds another runs, on engines that a third has built
         builds = next(step for step in todo if step.name == f"cpp-build-{flavour}")
-        runs = next(step for step in todo if step.name == f"cpp-{flavour}-{weights}")
-        assert set(runs.after) == {builds.name, f"load-{flavour}-{weights}"}
+        runs = next(step for step in todo if step.name == f"cpp-{flavour}-fp32")
+        assert set(runs.after) == {builds.name, f"load-{flavour}-fp32"}
         assert any(argument.startswith(f"{builds.command[2]}/") for argument in runs.command)
         assert flavour in runs.command
 
 
+def test_a_step_is_skipped_for_what_the_machine_really_lacks(plan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = sys.modules["gpu_machine"]
+    monkeypatch.setattr(machine, "package", lambda name: lambda: None)  # all is installed
+    monkeypatch.setattr(machine, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(machine, "_asked", lambda *lines: None)
+    assert machine.flavour("tensorrt-rtx")() == "TensorRT for RTX runs on no GPU of compute capability 9.0"
+    assert machine.flavour("tensorrt")() is machine.torch_on_gpu() is machine.onnxruntime_on_gpu() is None
+    monkeypatch.setattr(machine, "compute_capability", lambda: (8, 9))
+    assert machine.flavour("tensorrt-rtx")() is None
+    monkeypatch.setattr(machine, "compute_capability", lambda: None)
+    for check in (machine.flavour("tensorrt-rtx"), machine.torch_on_gpu, machine.onnxruntime_on_gpu, machine.gpu):
+        assert check() == "no GPU here"
+    monkeypatch.undo()
+    assert machine.package("no_such_package")() == "the package no_such_package is not installed"
+    assert (
+        machine._asked("import sys; sys.exit('onnxruntime is the build for the CPU')")
+        == "onnxruntime is the build for the CPU"
+    )
+
+
 def test_without_a_gpu_every_step_on_one_is_skipped(
-    session: ModuleType, plan: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: ModuleType, plan: ModuleType, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(plan, "compute_capability", lambda: None)
-    needing = [step for step in plan.steps(tmp_path, tmp_path / "b", None) if plan.gpu in step.lacks]
-    assert {"cpp-tensorrt-given", "kernel-tests", "kernel-times", "sanitizer", "engine-tests", "cuda-given"} <= {
-        step.name for step in needing
-    }
-    for step in needing:
-        passed = {name: session.Result(name, "", session.PASSED, 0.0, []) for name in step.after}
-        result = session.run_step(step, tmp_path, passed, 100)
-        assert result.outcome.startswith("skipped: "), step.name
-        assert "no GPU here" in result.outcome or shutil.which("nvidia-smi") is None
+    monkeypatch.setattr(sys.modules["gpu_machine"], "compute_capability", lambda: None)
+    given = plan.Given({"fp32": tmp_path / "b"}, tmp_path / "kernels.so")
+    words = (
+        "kernel-t",
+        "torch-fp32",
+        "cuda-",
+        "engine-tests",
+        "sanitizer",
+        "build-tensorrt",
+        "load-",
+        "bench-",
+        "compare-",
+    )
+    results = {}
+    for step in plan.steps(tmp_path, given):
+        reason = session.why_not(step, results, 100)
+        outcome = session.PASSED if reason is None else f"skipped: {reason}"
+        results[step.name] = session.Result(step.name, "", outcome, 0.0, [])
+    assert results["kernels"].outcome == session.PASSED
+    of_gpu = {name: result.outcome for name, result in results.items() if name.startswith(words)}
+    assert len(of_gpu) > 20
+    assert session.PASSED not in of_gpu.values()
+    assert (
+        of_gpu["torch-fp32"] == of_gpu["kernel-tests"] == of_gpu["engine-tests-tensorrt-rtx"] == "skipped: no GPU here"
+    )
+
+
+def test_a_bundle_is_packed_without_what_a_session_does_not_read(
+    session: ModuleType, tmp_path: Path, tiny_llama
+) -> None:
+    sys.path.insert(0, str(ROOT / "tools" / "checks"))
+    try:
+        from gpu_carry import strip
+    finally:
+        sys.path.remove(str(ROOT / "tools" / "checks"))
+    for name in ("fp32", "bf16"):
+        shutil.copytree(tiny_llama.exact, tmp_path / name)
+        strip(tmp_path / name)
+        files = set(open_bundle(tmp_path / name).manifest.files)
+        assert "segments/head.onnx" in files
+        assert not any(file.startswith("batch/") for file in files)
+        assert (names.WEIGHTS_FILE in files) == (name == "fp32")
+    prompt = [3, 5, 7]
+    expected = load(tiny_llama.exact, provider="cpu").generate(prompt, max_new_tokens=4).tokens
+    assert load(tmp_path / "bf16", provider="torch").generate(prompt, max_new_tokens=4).tokens == expected

@@ -1,19 +1,21 @@
-"""Everything that only a GPU can show, in one go: kernels, engines, comparisons and times, into one report folder.
+"""Everything that only a GPU can show, in one go: kernels, networks, engines, times, into one report folder.
 
-    python tools/checks/gpu_session.py -o FOLDER [--bundle BUNDLE] [--tide FOLDER] [--seconds N] [--only STEP]...
-    [--list]
+    python tools/checks/gpu_session.py -o FOLDER [--carried FOLDER] [--bundle BUNDLE]... [--kernels LIBRARY]
+        [--tide FOLDER] [--seconds N] [--resume] [--archive FILE.tgz] [--page FILE.md] [--only STEP]... [--list]
 
 For a machine that is lent for an hour and of which little is known. Every step is a process of its own with a time
-limit and a log; one that fails, hangs or cannot be started is recorded and the others go on, but for those that rest on
-it. FOLDER/report.json and FOLDER/report.md are written anew after every step, so that a session that is cut off leaves
-what it has seen. What a step lacks (a GPU, a compiler, a package) is its result. `--only` runs some steps again; the
-results of the others stay in the report.
+limit, at most nine minutes, and a log; one that fails, hangs or cannot be started is recorded and the others go on, but
+for those that rest on it. What a step lacks (a GPU it runs on, a compiler, a package) is its result. The report
+(FOLDER/report.json and report.md, the archive of both, logs and figures, and the page of measurements) is written anew
+before and after every step, so that a session that is cut off leaves what it has seen, and what it was doing.
+`--resume` goes on: what passed, failed or timed out stays, and a step in which the session ended comes last, once.
+`--only` runs some steps again; the results of the others stay in the report.
 
-Uses what is installed and downloads nothing: the extras `gpu`, `rtx` and `export` for all of it; TENSORRT_ROOT for the
-plugin library and, like TENSORRT_RTX_ROOT, for the C++ runtime, which also needs the headers of ONNX Runtime and
-nlohmann/json (in ONNXRUNTIME_INCLUDE_DIR and NLOHMANN_JSON_INCLUDE_DIR where they are not installed). `--bundle` names
-a bundle with segment networks exported elsewhere, in place of exporting the demo model here. Exit code 1 when a step
-failed.
+Uses what is installed and downloads nothing: the extras `gpu`, `rtx`, `torch` and `export` for all of it; TENSORRT_ROOT
+for the plugin library and, like TENSORRT_RTX_ROOT, for the C++ runtime, which also needs the headers of ONNX Runtime
+and nlohmann/json (in ONNXRUNTIME_INCLUDE_DIR and NLOHMANN_JSON_INCLUDE_DIR where they are not installed). `--carried`
+names what `gpu_carry.py` has packed: bundles and compiled kernels. Without bundles the demo model is exported here, in
+three precisions. Exit code 1 when a step failed.
 """
 
 import argparse
@@ -24,46 +26,96 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from gpu_steps import ROOT, Step, steps
+from gpu_machine import facts
+from gpu_page import page
+from gpu_steps import ROOT, Given, Step, steps
 
-PASSED = "passed"
+PASSED, STARTED, CUT_OFF = "passed", "started", "cut off"
 TAIL_LINES = 12
 ALL_SKIPPED = re.compile(r"=*\s*\d+ skipped\b(?!.*passed).*")  # pytest's last line
+KERNELS = "libtide_kernels.so"
 
 
 @dataclass
 class Result:
-    """What became of a step: passed, failed (exit code 1), timed out, skipped: no GPU here."""
+    """What became of a step: passed, failed (exit code 1), timed out, skipped: no GPU here.
+
+    Attributes:
+        starts: how often a session began it.
+    """
 
     step: str
     shows: str
     outcome: str
     seconds: float
     tail: list[str]
+    starts: int = 1
 
 
-def run_step(step: Step, folder: Path, before: dict[str, Result], seconds_left: float) -> Result:
-    """Runs a step, unless it cannot be; never raises for what the step does."""
+class Report:
+    """The results so far, on disk after every change."""
 
-    def skipped(reason: str) -> Result:
-        return Result(step.name, step.shows, f"skipped: {reason}", 0.0, [])
+    def __init__(self, folder: Path, archive: Path | None = None, document: Path | None = None) -> None:
+        """Reads the report that is in `folder`, if there is one.
 
+        Args:
+            archive: .tgz to keep of the folder's reports, logs and figures.
+            document: page to fill.
+        """
+        self._folder, self._archive, self._document = folder, archive, document
+        report = folder / "report.json"
+        entries = json.loads(report.read_text())["results"] if report.is_file() else []
+        self.results = {entry["step"]: Result(**entry) for entry in entries}
+        self._machine = facts()
+
+    def write(self, todo: Sequence[Step]) -> None:
+        """Replaces every file whole; results in the order of `todo`."""
+        results = [self.results[step.name] for step in todo if step.name in self.results]
+        rows = [f"| {r.step} | {r.outcome} | {r.seconds:g} | {r.shows} |" for r in results]
+        ends = [f"## {r.step}: {r.outcome}\n\n```\n" + "\n".join(r.tail) + "\n```" for r in results if r.tail]
+        head = ["# GPU session", "", "; ".join(f"{name}: {value}" for name, value in self._machine.items()), ""]
+        table = "\n".join([*head, "| step | outcome | seconds | shows |", "| --- | --- | --- | --- |", *rows])
+        entries = [asdict(result) for result in results]
+        _replace(self._folder / "report.json", json.dumps({"machine": self._machine, "results": entries}, indent=2))
+        _replace(self._folder / "report.md", "\n\n".join([table, *ends]))
+        if self._document is not None:
+            _replace(self._document, page(self._machine, entries, self._folder))
+        if self._archive is not None:
+            temporary = self._archive.with_name(f".{self._archive.name}")
+            with tarfile.open(temporary, "w:gz") as archive:
+                for file in sorted(self._folder.iterdir()):
+                    if file.is_file() and not file.name.startswith("."):
+                        archive.add(file, file.name)
+            temporary.replace(self._archive)
+
+
+def _replace(file: Path, text: str) -> None:
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def why_not(step: Step, before: Mapping[str, Result], seconds_left: float) -> str | None:
+    """Why a step cannot be run, if so."""
     for name in step.after:
         if name not in before or before[name].outcome != PASSED:
-            return skipped(f"{name} has not passed")
+            return f"{name} has not passed"
     missing = next((reason for lack in step.lacks if (reason := lack()) is not None), None)
-    if missing is not None:
-        return skipped(missing)
-    if seconds_left <= 0:
-        return skipped("no time left")
+    return missing if missing is not None or seconds_left > 0 else "no time left"
+
+
+def run_step(step: Step, folder: Path, seconds_left: float) -> Result:
+    """Runs a step; never raises for what it does."""
     started, log = time.perf_counter(), folder / f"{step.name}.log"
     limit = min(step.seconds, seconds_left)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), **dict(step.environment)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # packages that were brought along stay
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **dict(step.environment)}
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -75,7 +127,8 @@ def run_step(step: Step, folder: Path, before: dict[str, Result], seconds_left: 
             code = process.wait(timeout=limit)
             outcome = PASSED if code == 0 else f"failed (exit code {code})"
         except subprocess.TimeoutExpired:
-            outcome = f"timed out after {limit:.0f} s"
+            cut = limit < step.seconds
+            outcome = f"{CUT_OFF} after {limit:.0f} s: no time left" if cut else f"timed out after {limit:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):  # what it has started too, also when we are interrupted
                 os.killpg(process.pid, signal.SIGKILL)
@@ -86,51 +139,81 @@ def run_step(step: Step, folder: Path, before: dict[str, Result], seconds_left: 
     return Result(step.name, step.shows, outcome, round(time.perf_counter() - started, 1), lines[-TAIL_LINES:])
 
 
-def write_report(folder: Path, results: Sequence[Result]) -> None:
-    """FOLDER/report.json and FOLDER/report.md; each is replaced whole."""
-    rows = [f"| {r.step} | {r.outcome} | {r.seconds:g} | {r.shows} |" for r in results]
-    ends = [f"## {r.step}: {r.outcome}\n\n```\n" + "\n".join(r.tail) + "\n```" for r in results if r.tail]
-    page = "\n".join(["# GPU session", "", "| step | outcome | seconds | shows |", "| --- | --- | --- | --- |", *rows])
-    texts = {"report.json": json.dumps([asdict(r) for r in results], indent=2), "report.md": "\n\n".join([page, *ends])}
-    for name, text in texts.items():
-        temporary = folder / f".{name}"
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(folder / name)
+def to_resume(todo: Sequence[Step], before: Mapping[str, Result]) -> list[Step]:
+    """What a session that goes on has to do. A step in which the last one ended, and what rests on it, comes last."""
+    left, late = list[Step](), set[str]()
+    for step in todo:
+        outcome = before[step.name].outcome if step.name in before else ""
+        if outcome == STARTED or late.intersection(step.after):
+            late.add(step.name)
+        if not outcome or outcome.startswith((STARTED, CUT_OFF, "skipped")):
+            left.append(step)
+    return [step for step in left if step.name not in late] + [step for step in left if step.name in late]
 
 
-def earlier(folder: Path) -> dict[str, Result]:
-    """The results in a report that is there already."""
-    report = folder / "report.json"
-    return {entry["step"]: Result(**entry) for entry in json.loads(report.read_text())} if report.is_file() else {}
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="for reports, logs, bundles")
+    parser.add_argument("--carried", type=Path, metavar="FOLDER", help="what gpu_carry.py has packed")
+    parser.add_argument(
+        "--bundle",
+        action="append",
+        type=Path,
+        help="with segment networks; may be repeated, float32 first (those carried, or the demo model, exported here)",
+    )
+    parser.add_argument("--kernels", type=Path, metavar="LIBRARY", help=f"{KERNELS} (that carried, or compiled here)")
+    parser.add_argument("--tide", type=Path, metavar="FOLDER", help="TIDE's sources, for its kernels' times")
+    parser.add_argument("--seconds", type=float, default=3600, metavar="N", help="for all steps of this run (3600)")
+    parser.add_argument("--resume", action="store_true", help="go on where the session in this folder ended")
+    parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="rewritten with every step")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="page of measurements to write")
+    parser.add_argument("--only", action="append", metavar="STEP", help="run these; may be repeated")
+    parser.add_argument("--list", action="store_true", help="print the steps and run nothing")
+    return parser.parse_args(arguments)
+
+
+def brought(options: argparse.Namespace) -> Given:
+    """What the options and the carried folder hold."""
+    bundles, kernels, tide = list(options.bundle or ()), options.kernels, options.tide
+    if options.carried is not None:
+        bundles = bundles or sorted((options.carried / "bundles").glob("*"), key=lambda path: "fp32" not in path.name)
+        if kernels is None and (options.carried / KERNELS).is_file():
+            kernels = options.carried / KERNELS
+        if tide is None and (options.carried / "tide").is_dir():
+            tide = options.carried / "tide"
+    named = {path.name: path.resolve() for path in bundles}
+    return Given(named, kernels and kernels.resolve(), tide and tide.resolve())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="for reports, logs, bundles")
-    parser.add_argument("--bundle", type=Path, help="with segment networks (the demo model, exported here)")
-    parser.add_argument(
-        "--tide", type=Path, metavar="FOLDER", help="TIDE's source distribution, for its kernels' times"
-    )
-    parser.add_argument("--seconds", type=float, default=3600, metavar="N", help="for all steps together (3600)")
-    parser.add_argument("--only", action="append", metavar="STEP", help="run these; may be repeated")
-    parser.add_argument("--list", action="store_true", help="print the steps and run nothing")
-    options = parser.parse_args(arguments)
+    options, begun = parsed(arguments), time.perf_counter()
     folder = options.output.resolve()
-    todo = steps(folder, options.bundle and options.bundle.resolve(), options.tide and options.tide.resolve())
+    todo = steps(folder, brought(options))
     unknown = sorted(set(options.only or ()) - {step.name for step in todo})
     if unknown:
-        parser.error(f"no step {unknown[0]!r}: see --list")
+        sys.exit(f"gpu_session: no step {unknown[0]!r}: see --list")
     if options.list:
         for step in todo:
             print(f"{step.name:32} {' '.join(step.command)}")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    results, started = earlier(folder), time.perf_counter()
-    for step in todo:
+    report = Report(folder, options.archive, options.page)
+    results = report.results
+    for step in to_resume(todo, results) if options.resume else todo:
         if options.only and step.name not in options.only:
             continue
-        results[step.name] = run_step(step, folder, results, options.seconds - (time.perf_counter() - started))
-        write_report(folder, [results[other.name] for other in todo if other.name in results])
+        left = options.seconds - (time.perf_counter() - begun)
+        starts = results[step.name].starts if step.name in results and options.resume else 0
+        reason = why_not(step, results, left)
+        if reason is None and starts > 1 and results[step.name].outcome == STARTED:
+            results[step.name].outcome = "failed (the session ended in it, twice)"
+        elif reason is not None:
+            results[step.name] = Result(step.name, step.shows, f"skipped: {reason}", 0.0, [], starts)
+        else:
+            results[step.name] = Result(step.name, step.shows, STARTED, 0.0, [], starts + 1)
+            report.write(todo)
+            results[step.name] = replace(run_step(step, folder, left), starts=starts + 1)
+        report.write(todo)
         print(f"{step.name:32} {results[step.name].outcome}", flush=True)
     bad = ("failed", "timed out")
     return int(any(result.outcome.startswith(bad) for result in results.values()))

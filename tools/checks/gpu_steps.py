@@ -1,23 +1,37 @@
 """What there is to do on a machine with a GPU, for `gpu_session`: every step, what it rests on and what it needs."""
 
-import importlib.util
 import os
-import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from gpu_machine import (
+    FLAVOURS,
+    ROOT,
+    Lacks,
+    flavour,
+    gpu,
+    headers,
+    libraries,
+    onnxruntime_on_gpu,
+    package,
+    package_folder,
+    program,
+    torch_on_gpu,
+)
 
-from tide_export.runtime.tensorrt.flavours import FLAVOURS  # noqa: E402
-from tide_export.runtime.tensorrt.gpu import compute_capability  # noqa: E402
-
-WEIGHTS = ("fp32", "fp16")
+WEIGHTS = ("fp32", "fp16", "bf16")
 ROOTS = {"tensorrt": "TENSORRT_ROOT", "tensorrt-rtx": "TENSORRT_RTX_ROOT"}  # variables that name a flavour's headers
 HEADERS = ("ONNXRUNTIME_INCLUDE_DIR", "NLOHMANN_JSON_INCLUDE_DIR")  # and other headers of the C++ runtime's
-Lacks = Callable[[], str | None]
+MAX_SECONDS = 540  # of a step: who lends a machine for so many minutes a command gets every step whole
+PYTHON = sys.executable
+SANITIZERS = {
+    "memcheck": "bad address",
+    "racecheck": "race",
+    "initcheck": "read of what nothing wrote",
+    "synccheck": "barrier that some threads miss",
+}
 
 
 @dataclass(frozen=True)
@@ -42,177 +56,208 @@ class Step:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def gpu() -> str | None:
-    return None if compute_capability() is not None else "no GPU here"
+@dataclass(frozen=True)
+class Given:
+    """What was brought along.
+
+    Attributes:
+        bundles: with segment networks, by name; the first is in float32, and the others are of the same model. Without
+            any the demo model is exported here.
+        kernels: `libtide_kernels.so` for this GPU; None: it is compiled here.
+        tide: TIDE's source distribution.
+    """
+
+    bundles: Mapping[str, Path]
+    kernels: Path | None = None
+    tide: Path | None = None
 
 
-def program(name: str) -> Lacks:
-    return lambda: None if shutil.which(name) else f"no {name} here"
-
-
-def package(name: str) -> Lacks:
-    return lambda: None if importlib.util.find_spec(name) else f"the package {name} is not installed"
-
-
-def headers(variable: str) -> Lacks:
-    def lacks() -> str | None:
-        root = os.environ.get(variable)
-        found = root and (Path(root) / "include" / "NvInfer.h").is_file()
-        return None if found else f"{variable} names no folder with include/NvInfer.h"
-
-    return lacks
-
-
-def steps(folder: Path, bundle: Path | None, tide: Path | None) -> list[Step]:
-    """All there is to do, what later steps rest on first, and what matters most before what takes longest."""
-    python, build = sys.executable, folder / "build"
-    kernels, plugins = (build / "plugins" / f"lib{name}.so" for name in ("tide_kernels", "tide_plugins"))
-    native = (program("cmake"), program("nvcc"))
-    library = (("TIDE_KERNELS_LIBRARY", str(kernels)),)
-
-    def cli(*arguments: object) -> tuple[str, ...]:
-        return (python, "-m", "tide_export.cli.main", *map(str, arguments))
-
-    def tool(name: str, *arguments: object) -> tuple[str, ...]:
-        return (python, f"tools/{name}.py", *map(str, arguments))
-
-    def tests(*files: str) -> tuple[str, ...]:
-        return (python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files)
-
+def steps(folder: Path, given: Given) -> list[Step]:
+    """All there is to do: what later steps rest on first, what matters most before what takes longest."""
+    build = folder / "build"
+    kernels = given.kernels or build / "plugins" / "libtide_kernels.so"
+    plugins = build / "plugins" / "libtide_plugins.so"
+    bundles, exported = dict(given.bundles), dict[str, tuple[str, ...]]()
     found = [
         Step("gpu", "which GPU and driver", ("nvidia-smi",), 30, (), (program("nvidia-smi"),)),
-        Step("packages", "which versions", (python, "-m", "pip", "freeze"), 60),
-        Step("configure", "the toolkit is found", ("cmake", "--preset", "plugins", "-B", str(build)), 120, (), native),
-        Step(
-            "kernels",
-            "the kernels (and, with TensorRT's headers, the plugins) compile for this GPU",
-            ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2)),
-            900,
-            ("configure",),
-        ),
+        Step("packages", "which versions", (PYTHON, "-m", "pip", "freeze"), 60),
+        *_kernel_steps(given, kernels, folder),
+    ]
+    if not bundles:
+        bundles = {weights: folder / f"bundle-{weights}" for weights in WEIGHTS}
+        exported = {weights: (f"export-{weights}",) for weights in WEIGHTS}
+        found += [_export_step(weights, target) for weights, target in bundles.items()]
+    reference = next(iter(bundles.values()))
+    for name, bundle in bundles.items():
+        found += _torch_steps(name, bundle, reference, kernels, folder, exported.get(name, ()))
+        found.append(
+            Step(
+                f"cuda-{name}",
+                "ONNX Runtime on CUDA runs the segment networks; its times",
+                cli("bench", bundle, "--provider", "cuda", "--json"),
+                300,
+                exported.get(name, ()),
+                (onnxruntime_on_gpu,),
+            )
+        )
+    found += _plugin_build_steps(build)
+    for one in FLAVOURS.values():
+        found += _cpp_build_steps(one.name, build.with_name(f"cpp-{one.name}"))
+        for bundle_name, bundle in bundles.items():
+            for library in (None, plugins) if one.has_plugins else (None,):
+                name = f"{one.name}-{bundle_name}" + ("-plugins" if library else "")
+                found += _engine_steps(name, one.name, bundle, folder / name, exported.get(bundle_name, ()), library)
+    return [*found, *_test_steps(plugins), *_sanitizer_steps(kernels)]
+
+
+def cli(*arguments: object) -> tuple[str, ...]:
+    return (PYTHON, "-m", "tide_export.cli.main", *map(str, arguments))
+
+
+def tool(name: str, *arguments: object) -> tuple[str, ...]:
+    return (PYTHON, f"tools/{name}.py", *map(str, arguments))
+
+
+def tests(*files: str) -> tuple[str, ...]:
+    return (PYTHON, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files)
+
+
+def _kernel_steps(given: Given, kernels: Path, folder: Path) -> list[Step]:
+    code = (
+        f"import sys; sys.path.insert(0, 'plugins/capi'); import tide_kernels as tk; "
+        f"print('version', tk.VERSION, tk.Kernels({str(kernels)!r}).loaded)"
+    )
+    if given.kernels is not None:
+        made = [Step("kernels", "the kernels that were compiled elsewhere load", (PYTHON, "-c", code), 60)]
+    else:
+        build = kernels.parents[1]
+        native = (program("cmake"), program("nvcc"))
+        made = [
+            Step(
+                "configure",
+                "the toolkit is found",
+                ("cmake", "--preset", "plugins", "-B", str(build), "-DTENSORRT_ROOT="),
+                120,
+                (),
+                native,
+            ),
+            Step(
+                "kernels",
+                "the kernels compile for this GPU",
+                ("cmake", "--build", str(build), "--target", "tide_kernels", "--parallel", str(os.cpu_count() or 2)),
+                MAX_SECONDS,
+                ("configure",),
+            ),
+        ]
+    times = tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json")
+    return [
+        *made,
         Step(
             "kernel-tests",
             "the kernels equal float64 on this GPU",
             tests("tests/gpu/test_kernels_gpu.py"),
-            600,
+            MAX_SECONDS,
             ("kernels",),
             (gpu,),
-            library,
+            (("TIDE_KERNELS_LIBRARY", str(kernels)),),
         ),
         Step(
             "kernel-times",
             "kernel times against the memory floor, PyTorch and TIDE's own kernels",
-            tool("benchmarks/kernels", kernels, "--json", folder / "kernels.json", *(("--tide", tide) if tide else ())),
-            600,
+            (*times, *(("--tide", str(given.tide)) if given.tide else ())),
+            MAX_SECONDS,
             ("kernels",),
-            (gpu, package("torch")),
+            (torch_on_gpu,),
         ),
     ]
-    source = {weights: folder / f"bundle-{weights}" for weights in WEIGHTS} if bundle is None else {"given": bundle}
-    if bundle is None:
-        export = [
-            "--target",
-            "tensorrt-rtx",
-            "--no-engines",
-            "--overwrite",
-            "--checkpoints",
-            "3,6,9",
-            "--min-layers",
-            "3",
-        ]
-        export += ["--calibration-samples", "200", "--dataset", "calibration/text/python-stdlib.jsonl"]
-        found += [
-            Step(
-                f"export-{weights}",
-                f"the demo model's segment networks in {weights}",
-                cli("export", "demo/demo-llama", "-o", target, "--weights", weights, *export),
-                600,
-                (),
-                (package("torch"), package("transformers")),
-            )
-            for weights, target in source.items()
-        ]
-    for flavour in FLAVOURS.values():
-        found += _cpp_build_steps(flavour.name, build.with_name(f"cpp-{flavour.name}"))
-    for weights, made in source.items():
-        exported = (f"export-{weights}",) if bundle is None else ()
-        found.append(
-            Step(
-                f"cuda-{weights}",
-                "ONNX Runtime on CUDA runs the segment networks; its times",
-                cli("bench", made, "--provider", "cuda", "--json"),
-                300,
-                exported,
-                (gpu, package("onnxruntime")),
-            )
-        )
-        for flavour in FLAVOURS.values():
-            for with_plugins in (False, True) if flavour.has_plugins else (False,):
-                name = f"{flavour.name}-{weights}" + ("-plugins" if with_plugins else "")
-                after = (*exported, "kernels") if with_plugins else exported
-                option = ("--plugins", str(plugins)) if with_plugins else ("--plugins", "none")
-                lacks: tuple[Lacks, ...] = (package(flavour.module), package("polygraphy"))
-                if with_plugins:
-                    lacks = (headers("TENSORRT_ROOT"), *lacks)
-                found += _engine_steps(name, flavour.name, made, folder / name, after, option, lacks, cli, tool)
+
+
+def _export_step(weights: str, target: Path) -> Step:
+    options = ["--target", "tensorrt", "--no-engines", "--overwrite", "--checkpoints", "3,6,9", "--min-layers", "3"]
+    options += ["--calibration-samples", "200", "--dataset", "calibration/text/python-stdlib.jsonl"]
+    return Step(
+        f"export-{weights}",
+        f"the demo model's segment networks in {weights}",
+        cli("export", "demo/demo-llama", "-o", target, "--weights", weights, *options),
+        MAX_SECONDS,
+        (),
+        tuple(package(name) for name in ("torch", "transformers", "onnxscript", "pydantic", "datasets")),
+    )
+
+
+def _torch_steps(
+    name: str, bundle: Path, reference: Path, kernels: Path, folder: Path, after: tuple[str, ...]
+) -> list[Step]:
+    """The networks in PyTorch: on the CPU, on the GPU in CUDA graphs, and there with our kernel."""
+    after = after if bundle == reference else (*after, *(("export-fp32",) if after else ()))
+
+    def check(step: str, *more: object) -> tuple[str, ...]:
+        given = (bundle, "--reference", reference, "--json", folder / f"{step}.json", *more)
+        return tool("checks/torch_networks", *given)
+
+    shows = "the segment networks in PyTorch: logits, exits and tokens against the graph on the CPU, and times; "
+    cpu, cuda, with_kernel = f"torch-cpu-{name}", f"torch-{name}", f"torch-{name}-kernel"
     return [
-        *found,
         Step(
-            "engine-tests",
-            "engines give the tokens of the branched graph, in every mode",
-            tests("tests/gpu/test_engines.py", "-k", "not plugins"),
-            900,
+            cuda,
+            f"{shows}recorded in CUDA graphs and not",
+            check(cuda, "--device", "cuda", "--new-tokens", "128"),
+            MAX_SECONDS,
+            after,
+            (torch_on_gpu, package("onnx"), package("onnxruntime")),
+        ),
+        Step(
+            with_kernel,
+            f"{shows}TideExit by the kernel",
+            check(with_kernel, "--device", "cuda", "--kernels", kernels, "--new-tokens", "128"),
+            MAX_SECONDS,
+            (cuda, "kernels"),
+            (torch_on_gpu,),
+        ),
+        Step(
+            cpu,
+            f"{shows}on the CPU",
+            check(cpu, "--new-tokens", "16", "--rounds", "1"),
+            MAX_SECONDS,
+            after,
+            (package("torch"), package("onnx"), package("onnxruntime")),
+        ),
+    ]
+
+
+def _plugin_build_steps(build: Path) -> list[Step]:
+    needs = (headers("TENSORRT_ROOT"), program("cmake"), program("nvcc"))
+    return [
+        Step(
+            "configure-plugins",
+            "TensorRT's headers are found",
+            ("cmake", "--preset", "plugins", "-B", str(build)),
+            120,
             (),
-            (gpu, package("torch")),
+            needs,
         ),
         Step(
-            "engine-tests-plugins",
-            "so do engines with plugins",
-            tests("tests/gpu/test_engines.py", "-k", "plugins"),
-            900,
-            ("kernels",),
-            (gpu, headers("TENSORRT_ROOT"), package("tensorrt"), package("torch")),
-            (("TIDE_PLUGINS", str(plugins)),),
-        ),
-        Step(
-            "plugin-tests",
-            "creators, fields and the parser in a registry",
-            tests("tests/plugins/test_tensorrt_registry.py"),
-            900,
-            (),
-            (headers("TENSORRT_ROOT"), *native, package("tensorrt_rtx"), package("torch")),
-        ),
-        Step(
-            "sanitizer",
-            "no bad address, race or read of unwritten memory in the kernels",
-            ("sh", "tests/gpu/sanitize.sh", str(kernels)),
-            900,
-            ("kernels",),
-            (gpu, program("compute-sanitizer")),
-            (("PYTHON", python),),
+            "plugins",
+            "the plugins compile for this GPU",
+            ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2)),
+            MAX_SECONDS,
+            ("configure-plugins",),
         ),
     ]
 
 
 def _engine_steps(
-    name: str,
-    flavour: str,
-    source: Path,
-    bundle: Path,
-    after: tuple[str, ...],
-    plugins: tuple[str, str],
-    lacks: tuple[Lacks, ...],
-    cli: Callable[..., tuple[str, ...]],
-    tool: Callable[..., tuple[str, ...]],
+    name: str, flavour_name: str, source: Path, bundle: Path, after: tuple[str, ...], plugins: Path | None
 ) -> list[Step]:
     """Engines of one flavour, built into a copy of the bundle, compared, run and timed."""
     copy = "import shutil, sys; shutil.rmtree(sys.argv[2], True); shutil.copytree(sys.argv[1], sys.argv[2])"
-    copied, built = (f"copy-{name}",), (f"build-{name}",)
-    given = plugins if plugins[1] != "none" else ()  # to run engines that hold none, none may be named
-    run = ("--provider", flavour, *given)
+    copied, built, loaded = (f"copy-{name}",), (f"build-{name}",), (f"load-{name}",)
+    lacks: tuple[Lacks, ...] = (flavour(flavour_name),)
+    given = ("--plugins", str(plugins)) if plugins else ()  # to run engines that hold none, none may be named
+    run = ("--provider", flavour_name, *given)
     prompt = ("--prompt", "def main(", "--max-new-tokens", "32", "--json")
     text = "calibration/text/python-stdlib-validation.jsonl"
-    cases = (
+    cases = [
         "--sizes",
         "1,2,4,8",
         "--thresholds",
@@ -223,75 +268,113 @@ def _engine_steps(
         "0",
         "--new-tokens",
         "64",
-    )
+    ]
+    times = ("--json", bundle.parent / f"batch-{name}.json")
     return [
-        Step(copied[0], "", (sys.executable, "-c", copy, str(source), str(bundle)), 120, after, lacks),
-        Step(built[0], "engines build here", cli("build", bundle, "--target", flavour, *plugins), 900, copied, lacks),
         Step(
-            f"load-{name}", "the engines load and run here", cli("generate", bundle, *run, *prompt), 120, built, (gpu,)
+            copied[0],
+            "",
+            (PYTHON, "-c", copy, str(source), str(bundle)),
+            120,
+            (*after, "plugins") if plugins else after,
+            lacks,
         ),
+        Step(
+            built[0],
+            "engines build here",
+            cli("build", bundle, "--target", flavour_name, "--plugins", plugins or "none"),
+            MAX_SECONDS,
+            copied,
+        ),
+        Step(loaded[0], "the engines load and run here", cli("generate", bundle, *run, *prompt), 120, built),
         Step(
             f"compare-{name}",
             "every engine equals ONNX Runtime in every profile",
             tool("checks/engines", bundle, *given[1:]),
             300,
             built,
-            (gpu, package("onnxruntime")),
+            (package("onnxruntime"),),
         ),
-        Step(f"bench-{name}", "decode times", cli("bench", bundle, *run, "--json"), 300, (f"load-{name}",), (gpu,)),
+        Step(f"bench-{name}", "decode times", cli("bench", bundle, *run, "--json"), 300, loaded),
         Step(
             f"batch-{name}",
             "tokens a second over the number of sequences, and that each gets its own",
-            tool(
-                "benchmarks/batch",
-                bundle,
-                *run,
-                "--dataset",
-                text,
-                *cases,
-                "--json",
-                bundle.parent / f"batch-{name}.json",
-            ),
+            tool("benchmarks/batch", bundle, *run, "--dataset", text, *cases, *times),
             300,
-            (f"load-{name}",),
-            (gpu, package("tokenizers")),
+            loaded,
+            (package("tokenizers"),),
         ),
         Step(
             f"cpp-{name}",
             "the C++ runtime on these engines gives Python's tokens, exit layers and counts; its times",
-            tool("checks/cpp_runtime", bundle, program_of(bundle.with_name(f"cpp-{flavour}")), *run),
+            tool("checks/cpp_runtime", bundle, program_of(bundle.with_name(f"cpp-{flavour_name}")), *run),
             300,
-            (f"load-{name}", f"cpp-build-{flavour}"),
-            (gpu, package("tokenizers")),
-            (("LD_LIBRARY_PATH", libraries(f"{FLAVOURS[flavour].module}_libs")),),
+            (*loaded, f"cpp-build-{flavour_name}"),
+            (package("tokenizers"),),
+            (("LD_LIBRARY_PATH", libraries(f"{FLAVOURS[flavour_name].module}_libs")),),
         ),
     ]
 
 
-def _cpp_build_steps(flavour: str, build: Path) -> list[Step]:
+def _cpp_build_steps(name: str, build: Path) -> list[Step]:
     """The C++ runtime with one flavour's headers."""
-    variable, configure = ROOTS[flavour], f"cpp-configure-{flavour}"
+    variable, configure = ROOTS[name], f"cpp-configure-{name}"
     library = next(Path(package_folder("onnxruntime")).glob("capi/libonnxruntime.so.*"), "")
     options = {"TENSORRT_ROOT": os.environ.get(variable, ""), "ONNXRUNTIME_LIBRARY": library}
     options |= {name: os.environ[name] for name in HEADERS if name in os.environ}
     given = [f"-D{name}={value}" for name, value in {"TIDE_WITH_TENSORRT": "ON", **options}.items()]
-    lacks = (program("cmake"), headers(variable), package("onnxruntime"))
     return [
         Step(
             configure,
-            f"what the C++ runtime needs for {FLAVOURS[flavour].title} is found",
+            f"what the C++ runtime needs for {FLAVOURS[name].title} is found",
             ("cmake", "--preset", "runtime", "-B", str(build), *given),
             120,
             (),
-            lacks,
+            (flavour(name), program("cmake"), headers(variable), package("onnxruntime")),
         ),
         Step(
-            f"cpp-build-{flavour}",
+            f"cpp-build-{name}",
             "it compiles",
             ("cmake", "--build", str(build), "--parallel", str(os.cpu_count() or 2)),
-            600,
+            MAX_SECONDS,
             (configure,),
         ),
+    ]
+
+
+def _test_steps(plugins: Path) -> list[Step]:
+    exports = tuple(package(name) for name in ("torch", "transformers", "onnxscript", "pydantic", "datasets"))
+    engines = tests("tests/gpu/test_engines.py", "-k")
+    shows = "engines give the tokens of the branched graph, in every mode"
+    return [
+        *(
+            Step(f"engine-tests-{name}", shows, (*engines, chosen), MAX_SECONDS, (), (flavour(name), *exports))
+            for name, chosen in (("tensorrt", "tensorrt and not rtx and not plugins"), ("tensorrt-rtx", "rtx"))
+        ),
+        Step(
+            "engine-tests-plugins",
+            "so do engines with plugins",
+            (*engines, "plugins"),
+            MAX_SECONDS,
+            ("plugins",),
+            (flavour("tensorrt"), *exports),
+            (("TIDE_PLUGINS", str(plugins)),),
+        ),
+    ]
+
+
+def _sanitizer_steps(kernels: Path) -> list[Step]:
+    run = (PYTHON, "tests/plugins/kernel_cases.py", str(kernels), "--gpu")
+    return [
+        Step(
+            f"sanitizer-{name}",
+            f"no {finds} in the kernels",
+            ("compute-sanitizer", "--tool", name, "--error-exitcode", "1", *run),
+            MAX_SECONDS,
+            ("kernels",),
+            (gpu, program("compute-sanitizer")),
+        )
+        for name, finds in SANITIZERS.items()
     ]
 
 
@@ -299,12 +382,4 @@ def program_of(build: Path) -> Path:
     return build / "cpp" / "tide_generate"
 
 
-def package_folder(module: str) -> str:
-    """Of an installed package, or nothing."""
-    spec = importlib.util.find_spec(module)
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin else ""
-
-
-def libraries(module: str) -> str:
-    """LD_LIBRARY_PATH with a package of libraries."""
-    return ":".join(path for path in (package_folder(module), os.environ.get("LD_LIBRARY_PATH", "")) if path)
+__all__ = ["FLAVOURS", "ROOT", "Given", "Step", "steps"]

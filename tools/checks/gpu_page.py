@@ -1,0 +1,96 @@
+"""Writes docs/measurements/gpu.md from the results and figures of a `gpu_session`."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HEAD = """# On a GPU
+
+Written by `tools/checks/gpu_session.py` ([how](../guide/tensorrt.md#on-a-machine-with-a-gpu)), which runs everything
+that only a GPU can show; figures are copied as its steps recorded them."""
+NOTHING = """**Nothing has run on a GPU yet.** What follows is a rehearsal on a machine without one: each step that
+needs a GPU says why it was skipped."""
+
+
+def page(machine: Mapping[str, str], results: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """The whole page.
+
+    Args:
+        machine: of `gpu_machine.facts`.
+        results: of the steps, in order.
+        folder: of the session, with the figures of its steps.
+    """
+    where = f"{machine['date']}; GPU: {machine['gpu']}; {machine['cpu']}; {machine['versions']}."
+    parts = [HEAD, where] if machine["gpu"] != "none" else [HEAD, NOTHING, where]
+    shown = [result for result in results if not result["outcome"].endswith(" has not passed")]
+    parts += ["## Steps", table(["step", "outcome", "seconds", "shows"], map(_step, shown))]
+    if len(shown) < len(results):
+        parts.append(f"{len(results) - len(shown)} more steps rest on steps that have not passed.")
+    parts += _of_torch(folder, results)
+    parts += _of_kernels(folder)
+    for file in sorted(folder.glob("batch-*.json")):
+        rows = json.loads(file.read_text())
+        parts += [f"## Sequences batched: {file.stem.removeprefix('batch-')}", _of_records(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
+def _step(result: Mapping[str, Any]) -> list[object]:
+    return [result["step"], result["outcome"], f"{result['seconds']:g}", result["shows"]]
+
+
+def _of_torch(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The segment networks in PyTorch: a row per mode and number of sequences."""
+    rows, notes = [], []
+    for result in results:
+        file = folder / f"{result['step']}.json"
+        if not result["step"].startswith("torch-") or not file.is_file() or result["outcome"].startswith("skipped"):
+            continue
+        found = json.loads(file.read_text())
+        engine = f"{found['device']}, {found['weights']}" + (", TideExit by the kernel" if found["kernels"] else "")
+        steps = found["steps"]
+        notes.append(
+            f"- {engine}: {steps['steps']} steps on the same tokens, logits within {steps['largest']:.1e} of the "
+            f"largest; {found['graphs']} runs recorded"
+            + "".join(f"; **differs: {sentence}**" for sentence in found["wrong"])
+        )
+        for row in found["rows"]:
+            speeds = dict(row["speeds"])
+            own = speeds.pop("torch")
+            beside = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
+            equal = f"{row['equal']} / {row['alone']} of {row['tokens']}"
+            rows.append([engine, row["mode"], row["sequences"], f"{own:.1f}", beside, equal])
+    if not rows:
+        return []
+    heads = [
+        "where",
+        "mode",
+        "sequences",
+        "tokens/s",
+        "beside, tokens/s",
+        "tokens equal to the CPU's graph / to one by one",
+    ]
+    return ["## Segment networks in PyTorch", table(heads, iter(rows)), "\n".join(notes)]
+
+
+def _of_kernels(folder: Path) -> list[str]:
+    file = folder / "kernels.json"
+    if not file.is_file():
+        return []
+    found = json.loads(file.read_text())
+    rows = found.pop("times", None) if isinstance(found, dict) else found
+    notes = [f"{name}: {value}" for name, value in found.items()] if isinstance(found, dict) else []
+    return ["## Kernels, microseconds", "; ".join(notes), _of_records(rows or [])]
+
+
+def _of_records(rows: Sequence[Mapping[str, Any]]) -> str:
+    def shown(value: Any) -> object:
+        return f"{value:.2f}" if isinstance(value, float) else value
+
+    heads = list(rows[0]) if rows else []
+    return table(heads, ([shown(row[head]) for head in heads] for row in rows)) if rows else ""
