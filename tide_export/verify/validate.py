@@ -117,7 +117,7 @@ class ValidationReport:
         if self.weight_error is None:
             return []
         return [
-            "the model computes with the bundle's dequantized weights, "
+            "the model computes with the bundle's weights, "
             f"{100 * self.weight_error:.1f} % off the original ones"
         ]
 
