@@ -116,10 +116,7 @@ class ValidationReport:
     def _weight_lines(self) -> list[str]:
         if self.weight_error is None:
             return []
-        return [
-            "the model computes with the bundle's weights, "
-            f"{100 * self.weight_error:.1f} % off the original ones"
-        ]
+        return [f"the model computes with the bundle's weights, {100 * self.weight_error:.1f} % off the original ones"]
 
 
 def validate(
