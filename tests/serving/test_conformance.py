@@ -1,6 +1,7 @@
 """Requests of every mode get the tokens of `Engine.generate` from everything that answers requests.
 
-`TIDE_CONFORMANCE=200 pytest tests/serving` asks 200 requests of up to 800 tokens.
+`TIDE_CONFORMANCE=200 pytest tests/serving` asks 200 requests of up to 800 tokens. Where K/V are propagated two of them
+differ by rounding: docs/measurements/serving.md.
 """
 
 from collections.abc import Iterator

@@ -6,7 +6,7 @@
  * are UTF-8 and end with a zero byte, which their size does not count.
  *
  * A function that returns a tide_status sets its last argument only where it returns TIDE_OK. No exception leaves a
- * function. Any thread may use an engine and a scheduler; one at a time may use a request or a generation. Each object is
+ * function. Any thread may use an engine and a scheduler; one at a time may use any other object. Each object is
  * freed by its _free function, which takes NULL too, in any order. No other pointer may be NULL unless that is said.
  */
 #ifndef TIDE_TIDE_H
