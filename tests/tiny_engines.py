@@ -70,7 +70,7 @@ def engine_of(
     return Engine(bundle, BranchedBackend(bundle, open_session(bundle, 1), threads=1))
 
 
-MAX_TOKENS, MAX_LOGITS = 16, 8  # of a run of a segment network: the longer prompts take several
+MAX_TOKENS, MAX_LOGITS = 33, 8  # of a run of a segment network: longer prompts take several; 16 may be pending
 MAX_BATCH_SIZE, SLOT_TOKENS = 3, 4  # of a run over several sequences
 
 

@@ -14,7 +14,8 @@ OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights
 OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
 OP_BF16_MATMUL = "TideBf16MatMul"  # x [.., K] times bfloat16 [N, K]; model-local function and operator of cpp/ops
-OP_ROUTE = "TideRoute"  # norm + router MLP + threshold; model-local function and TensorRT plugin
+OP_ROUTE = "TideRoute"  # router MLP + threshold, a model-local function
+OP_EXIT = "TideExit"  # lens + norm + router + exit scatter; model-local function and TensorRT plugin
 WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters that hold its quantized rows, one a line
 PLUGIN_NAMESPACE = "tide"
 PLUGIN_VERSION = "1"
@@ -59,18 +60,23 @@ def present(layer: int, kind: str) -> str:
     return f"present.{layer}.{kind}"
 
 
-# The networks of one segment each, and of the head (see `lower.tensorrt.lower`). T is float32, float16 or bfloat16;
-# sequences of a batch may be padded on the right.
-HIDDEN_STATES = "hidden_states"  # input: T [B, S, D], of segments after the first, which takes INPUT_IDS [B, S]
+# The networks of one segment each, and of the head (see `lower.tensorrt.lower`). T is float32, float16 or bfloat16; B
+# slots, of which each has buffers of P states that the networks update in place.
+PENDING_STATES = "pending_states"  # input: T [B, 1, P, D], of segments after the first, which takes INPUT_IDS [B, S]
+TOKEN_INDICES = "token_indices"  # input: int64 [S], 0 .. S-1
 PAST_LENGTHS = "past_lengths"  # input: int64 [B], tokens in the segment's K/V cache before the run
-LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each sequence's last real token, 0 .. S-1
-EXIT_THRESHOLD = "exit_threshold"  # input: float32 [1], of all but the last segment
-NEW_HIDDEN_STATES = "new_hidden_states"  # output: T [B, S, D], of all but the last segment
-EXIT_STATES = "exit_states"  # output: T [B, 1, D'], the head's input if the last token exits here
-FINAL_STATES = "final_states"  # output: T [B, S, D'], only of the last segment: the same of all its tokens
-ROUTER_SCORE = "router_score"  # output: float32 [B, 1, 1], of all but the last segment
-EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
-# The head takes EXIT_STATES, T [B, S, D'], and gives LOGITS, float32 [B, S, V].
+EXIT_STATES = "exit_states"  # input: T [B, 1, P, D'], what the head reads
+NEW_EXIT_STATES = "new_exit_states"  # output: the same buffer, in which these rows may have changed:
+EXIT_ROW, DUMP_ROW, FINAL_ROW = 0, 1, 2  # of exits; of what does not exit; from here on the last segment's states
+# Of all but the last segment, also THRESHOLDS [B], 2.0 where a slot may not exit, and NEW_PENDING, the same buffer as
+# NEXT_PENDING_STATES.
+LAST_TOKENS = "last_tokens"  # input: int64 [B], index of each slot's last real token, 0 .. S-1
+PENDING_LENGTHS = "pending_lengths"  # input: int64 [B], row of the next buffer where the new states go
+NEXT_PENDING_STATES = "next_pending_states"  # input: T [B, 1, P, D], pending before the next segment
+ROUTER_SCORE = "router_score"  # output: float32 [B]
+EXIT_FLAG = "exit_flag"  # output: int32 [B], 1 where the score is above the threshold
+# The head takes EXIT_STATES and ROWS and gives LOGITS, float32 [m, V].
+ROWS = "rows"  # input: int64 [m], of the buffers of all slots as one: slot * P + row
 
 
 # The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of all sequences, one sequence
@@ -80,6 +86,8 @@ EXIT_FLAG = "exit_flag"  # output: bool [B, 1, 1], score above threshold
 # EXIT_STATES and gives LOGITS [1, m, V]. All float32. Where K/V are propagated, each segment after the first has one
 # more network if it has K/V of its own, `skipped(k)`, from the HIDDEN_STATES [1, m, D] of m tokens that exited before
 # it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
+HIDDEN_STATES = "hidden_states"  # input: float32 [1, N, D], of segments after the first
+NEW_HIDDEN_STATES = "new_hidden_states"  # output: float32 [1, N, D], of all but the last segment
 POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's position in its sequence
 SLOT_TOKENS = "slot_tokens"  # input: int64 [R], how many of the N are each slot's; 0: the slot is not changed
 SLOT_LENGTHS = "slot_lengths"  # input: int32 [R], tokens in each slot's K/V cache after the run; 1 if not changed

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace tide {
@@ -26,18 +27,24 @@ std::string present(std::size_t layer, char const* kind);  // the same buffer af
 
 constexpr char const* kKinds[] = {"key", "value"};
 
-// Tensors of the segment networks and the head. T is float32, float16 or bfloat16.
-constexpr char const* kHiddenStates = "hidden_states";         // T [1, S, D], of all but the first segment
-constexpr char const* kPastLengths = "past_lengths";           // int64 [1], tokens in the segment's K/V before the run
-constexpr char const* kLastTokens = "last_tokens";             // int64 [1], index of the last real token, 0 .. S-1
-constexpr char const* kExitThreshold = "exit_threshold";       // float32 [1], of all but the last segment
-constexpr char const* kNewHiddenStates = "new_hidden_states";  // T [1, S, D], of all but the last segment
-constexpr char const* kExitStates = "exit_states";             // T [1, 1, D'], the head's input
-constexpr char const* kFinalStates = "final_states";           // T [1, S, D'], of the last segment alone
-constexpr char const* kRouterScore = "router_score";           // float32 [1, 1, 1], of all but the last segment
-constexpr char const* kExitFlag = "exit_flag";                 // bool [1, 1, 1], score above threshold
+// Tensors of the segment networks and the head. T is float32, float16 or bfloat16; P the rows of a buffer of states.
+constexpr char const* kPendingStates = "pending_states";  // T [1, 1, P, D], of all but the first segment
+constexpr char const* kTokenIndices = "token_indices";    // int64 [S], 0 .. S-1
+constexpr char const* kPastLengths = "past_lengths";      // int64 [1], tokens in the segment's K/V before the run
+constexpr char const* kExitStates = "exit_states";        // T [1, 1, P, D'], what the head reads
+constexpr char const* kNewExitStates = "new_exit_states";  // the same buffer after the run
+constexpr std::int64_t kExitRow = 0, kFinalRow = 2;  // rows of it: of an exit; from here on of the last segment's tokens
+// Of all but the last segment, with kExitThresholds [1]; kNewPending is the same buffer as kNextPendingStates.
+constexpr char const* kLastTokens = "last_tokens";                  // int64 [1], index of the last real token, 0 .. S-1
+constexpr char const* kPendingLengths = "pending_lengths";          // int64 [1], row where the new states go
+constexpr char const* kNextPendingStates = "next_pending_states";   // T [1, 1, P, D], before the next segment
+constexpr char const* kRouterScore = "router_score";                // float32 [1]
+constexpr char const* kExitFlag = "exit_flag";                      // int32 [1], 1: the score is above the threshold
+constexpr char const* kRows = "rows";                               // int64 [m], of kExitStates; of the head
 
 // Tensors of the networks for batches: N tokens of all sequences, one sequence after the other, in R slots.
+constexpr char const* kHiddenStates = "hidden_states";         // float32 [1, N, D], of all but the first segment
+constexpr char const* kNewHiddenStates = "new_hidden_states";  // float32 [1, N, D], of all but the last segment
 constexpr char const* kPositionIds = "position_ids";  // int64 [1, N], each token's position in its sequence
 constexpr char const* kSlotTokens = "slot_tokens";    // int64 [R], tokens of each slot among the N; 0: not run
 constexpr char const* kSlotLengths = "slot_lengths";  // int32 [R], tokens in its K/V after the run; 1 if not run

@@ -42,7 +42,7 @@ def test_segment_sizes_add_up_to_the_depth() -> None:
     assert full_depth.segment_sizes == (3,)
 
 
-NETWORKS = {"weights": "fp16", "capacity": 64, "max_tokens": 32, "max_logits": 8, "exit_size": 16}
+NETWORKS = {"weights": "fp16", "capacity": 64, "state_rows": 320, "max_tokens": 32, "max_logits": 8, "exit_size": 16}
 NETWORKS |= {"max_batch_size": 2, "max_slot_tokens": 8}
 PROFILE = {"name": "decode", "min_tokens": 1, "opt_tokens": 1, "max_tokens": 1, "batch_size": 2}
 ENGINES = {
@@ -102,6 +102,7 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
         (NETWORKS, None, None),
         (None, ENGINES, "field 'engines' needs the field 'networks'"),
         (NETWORKS | {"weights": "int3"}, None, "field 'networks.weights' must be one of fp32, fp16, bf16"),
+        (NETWORKS | {"state_rows": 33}, None, "field 'networks.state_rows' must be 2 more than max_tokens or larger"),
         (NETWORKS | {"max_tokens": 0}, None, "field 'networks.max_tokens' must be 1 or more"),
         (NETWORKS | {"max_batch_size": 0}, None, "field 'networks.max_batch_size' must be 1 or more"),
         (

@@ -102,7 +102,7 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, DataType::kFLOAT},
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, DataType::kHALF},
         {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, DataType::kINT64},
-        {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, DataType::kBOOL}};
+        {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, DataType::kINT32}};
     return plan_.defect == "types" ? DataType::kINT8 : types.at(tensors_.at(name).type);
   }
   Dims getTensorShape(char const* name) const noexcept override {
@@ -149,7 +149,7 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
           {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, 4},
           {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, 2},
           {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, 8},
-          {ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL, 1}};
+          {ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32, 4}};
       std::size_t size = bytes.at(tensor.type);
       for (std::int64_t const dim : shape) size *= static_cast<std::size_t>(dim);
       Ort::Value const value =

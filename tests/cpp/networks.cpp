@@ -34,7 +34,7 @@ class QueuedNetwork final : public tide::Network {
 
 std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, std::optional<std::int64_t> threads) {
   auto const networks = std::make_shared<tide::OrtNetworks>(bundle, threads);
-  bundle.manifest.networks->max_tokens = 16;  // so that longer steps and the head run in chunks
+  bundle.manifest.networks->max_tokens = 64;  // so that longer steps and the head run in chunks
   bundle.manifest.networks->max_logits = 2;
   return std::make_shared<tide::SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks] {
     auto device = std::make_unique<tide::CudaDevice>();

@@ -8,6 +8,7 @@ from cpp_engine import CppBatch, CppEngine
 from judge import Judge
 from state_machine import ALWAYS, EXACT, Player, play
 from stepped_engines import Batched, Singles
+from tiny_engines import MAX_TOKENS
 
 CONTEXT = 256
 
@@ -29,7 +30,8 @@ def test_sequences(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine])
     devices = ["host", "gpu"] if cuda_headers() else ["host"]
     engines = {device: singles(open_cpp(tiny_llama.exact, networks=device)) for device in devices}
     engines["graph"] = singles(open_cpp(tiny_llama.exact))
-    play(Player(judge, engines, CONTEXT), 20, *ALWAYS[:-2], *EXACT[:3])
+    most_pending = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
+    play(Player(judge, engines, CONTEXT, most_pending=most_pending), 20, *ALWAYS[:-2], *EXACT[:3])
 
 
 def test_batches(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:

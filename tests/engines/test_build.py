@@ -20,7 +20,7 @@ from tide_export.engines import build
 from tide_export.engines.build import _check_built, _timing_cache, _warn, build_engines, require_builder, run_worker
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, BundleError, ConfigError, ProviderError
-from tide_export.runtime.segmented.network_spec import kv_aliases, of_network, specs
+from tide_export.runtime.segmented.network_spec import aliases, kv_aliases, of_network, specs
 from tide_export.runtime.tensorrt import flavours, gpu
 from tide_export.runtime.tensorrt.engines import _check_engine, _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
@@ -158,29 +158,34 @@ def half_precision():
     [
         (lambda found: found["inputs"].pop(names.PAST_LENGTHS), "'segment_01' has no input past_lengths"),
         (lambda found: found["outputs"].update(more=["FLOAT", [1]]), "'segment_01' has the output more"),
-        (lambda found: found["inputs"].update(hidden_states=["HALF", [-1, -1, 128]]), "hidden_states is float16"),
         (
-            lambda found: found["inputs"].update(hidden_states=["FLOAT", [-1, -1, 64]]),
-            r"float32 \['batch', 'tokens', 64",
+            lambda found: found["inputs"].update(pending_states=["HALF", [-1, 1, 1280, 128]]),
+            "pending_states is float16",
         ),
-        (lambda found: found["inputs"].update(hidden_states=["FLOAT", [1, -1, 128]]), r"hidden_states is float32 \[1,"),
+        (
+            lambda found: found["inputs"].update(pending_states=["FLOAT", [-1, 1, 1280, 64]]),
+            r"float32 \['batch', 1, 1280, 64",
+        ),
+        (
+            lambda found: found["inputs"].update(pending_states=["FLOAT", [1, 1, 1280, 128]]),
+            r"pending_states is float32 \[1,",
+        ),
         (lambda found: found.update(profiles=3), "took 3 of the 5 optimization profiles of segment_01"),
-        (lambda found: found["aliases"].popitem(), "does not update the K/V cache of segment_01 in place"),
+        (lambda found: found["aliases"].popitem(), "does not update the buffers of segment_01 in place"),
     ],
 )
 def test_an_engine_unlike_its_network_is_refused(demo_bundle: Path, change, says: str) -> None:
     manifest = open_bundle(demo_bundle, verify=False).manifest
     assert manifest.networks is not None
     spec = specs(manifest, manifest.networks)["segment_01"]
-    types = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
+    types = {"float32": "FLOAT", "int64": "INT64", "int32": "INT32"}
 
     def as_found(tensors) -> dict[str, list]:
         free = {name: [-1 if isinstance(dim, str) else dim for dim in tensor.shape] for name, tensor in tensors.items()}
         return {name: [types[tensor.dtype], free[name]] for name, tensor in tensors.items()}
 
-    aliases = {name.replace("past_key_values", "present"): name for name in spec.inputs if name.startswith("past_key")}
-    found = {"inputs": as_found(spec.inputs), "outputs": as_found(spec.outputs), "aliases": aliases}
-    found["profiles"] = 5
+    found = {"inputs": as_found(spec.inputs), "outputs": as_found(spec.outputs), "aliases": aliases(spec)}
+    found |= {"profiles": 5, "plugins": 0}
     _check_built("segment_01", spec, found, 5)
     change(found)
     with pytest.raises((BuildError, BundleError), match=says):
@@ -303,7 +308,7 @@ class FoundEngine:
         return self.spec.inputs.get(name) or self.spec.outputs[name]
 
     def get_tensor_dtype(self, name: str):
-        types_of = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
+        types_of = {"float32": "FLOAT", "int64": "INT64", "int32": "INT32"}
         return types.SimpleNamespace(name=types_of[self._of(name).dtype])
 
     def get_tensor_shape(self, name: str) -> list[int]:
@@ -323,13 +328,11 @@ def test_an_engine_for_fewer_sequences_than_in_its_manifest_is_refused(demo_bund
         profiles = of_network(name, profiles_for(manifest.networks), manifest.networks)
         _check_engine(FoundEngine(spec, profiles), spec, profiles, "x.engine")
         fewer = tuple(replace(profile, batch_size=min(profile.batch_size, 4)) for profile in profiles)
-        if fewer != profiles:
-            with pytest.raises(BundleError, match=r"takes past_lengths of \[4\] at most in profile batch-decode"):
-                _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")
-        else:
-            assert name == names.HEAD
-            with pytest.raises(BundleError, match="has 1 optimization profiles, not the 2"):
-                _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
+        tensor = r"exit_states of \[4, 1, 1280, 128\]" if name == names.HEAD else r"past_lengths of \[4\]"
+        with pytest.raises(BundleError, match=f"takes {tensor} at most in profile"):
+            _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")
+        with pytest.raises(BundleError, match=f"has 1 optimization profiles, not the {len(profiles)}"):
+            _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
 
 
 def test_an_engine_may_list_no_aliases_but_no_wrong_ones(demo_bundle: Path) -> None:

@@ -3,14 +3,14 @@
 import pytest
 
 from tide_export.bundle.manifest import NetworksInfo
-from tide_export.bundle.profiles import profiles_for, run_sizes
+from tide_export.bundle.profiles import profiles_for, run_sizes, state_rows
 from tide_export.errors import GenerationError
 from tide_export.runtime.tensorrt.engines import pick_profile
 
 
 def info_of(capacity: int, max_pending: int, rows: int = 1, bound: int | None = None) -> NetworksInfo:
     sizes = run_sizes(capacity, max_pending, rows, bound)
-    return NetworksInfo("fp32", capacity, sizes[0], sizes[1], 16, sizes[2], sizes[3])
+    return NetworksInfo("fp32", capacity, state_rows(capacity), sizes[0], sizes[1], 16, sizes[2], sizes[3])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 100])

@@ -24,6 +24,7 @@ from tide_export.trace.tracer import trace
 
 CAPACITY, CHECKPOINT, WIDTH = 48, 2, 64
 RNG = np.random.default_rng(0)
+UPDATED = {names.NEXT_PENDING_STATES: names.NEW_PENDING, names.EXIT_STATES: names.NEW_EXIT_STATES}
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +63,40 @@ class Runner:
     def __init__(self, folder: Path, rows: int, dtype: type = np.float32) -> None:
         parts = [names.segment(0), names.segment(1), names.HEAD]
         self.sessions = [ort.InferenceSession(str(folder / names.network_file(part))) for part in parts]
-        self.caches: list[dict[str, np.ndarray]] = []
+        self.buffers: dict[str, np.ndarray] = {}
         for session in self.sessions:
-            shapes = {entry.name: entry.shape for entry in session.get_inputs() if entry.name.startswith("past_key")}
-            self.caches.append({name: np.zeros([rows, *shape[1:]], dtype) for name, shape in shapes.items()})
+            for entry in session.get_inputs():
+                if entry.name in UPDATED or entry.name.startswith("past_key"):
+                    self.buffers[entry.name] = np.full([rows, *entry.shape[1:]], 7, dtype)
+                    self.buffers[entry.name][:] = 7 if entry.name == names.EXIT_STATES else 0
 
-    def segment(self, k: int, entry: np.ndarray, lengths: list[int], last: list[int]) -> dict[str, np.ndarray]:
+    def segment(self, k: int, feeds: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarray]:
         session = self.sessions[k]
-        feeds = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: entry, **self.caches[k]}
-        feeds |= {names.PAST_LENGTHS: np.array(lengths), names.LAST_TOKENS: np.array(last)}
-        if k == 0:
-            feeds[names.EXIT_THRESHOLD] = np.array([0.5], np.float32)
+        feeds = {names.PAST_LENGTHS: np.array(lengths), **feeds}
+        feeds |= {entry.name: self.buffers[entry.name] for entry in session.get_inputs() if entry.name in self.buffers}
         outputs = dict(zip([entry.name for entry in session.get_outputs()], session.run(None, feeds), strict=True))
-        for name in self.caches[k]:
-            self.caches[k][name] = outputs[name.replace("past_key_values.", "present.")]
+        for name in self.buffers:
+            present = UPDATED.get(name, name.replace("past_key_values.", "present."))
+            self.buffers[name] = outputs.get(present, self.buffers[name])
         return outputs
 
-    def full(self, ids: np.ndarray, lengths: list[int], last: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def full(
+        self, ids: np.ndarray, lengths: list[int], last: list[int], limit: float = 0.5
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Logits at full depth, scores and exit flags of each row's last token."""
-        first = self.segment(0, ids, lengths, last)
-        second = self.segment(1, first[names.NEW_HIDDEN_STATES], lengths, last)
-        (logits,) = self.sessions[2].run(None, {names.EXIT_STATES: second[names.EXIT_STATES]})
-        return logits[:, 0], first[names.ROUTER_SCORE][:, 0, 0], first[names.EXIT_FLAG][:, 0, 0]
+        rows, tokens = ids.shape
+        feeds = {names.TOKEN_INDICES: np.arange(tokens), names.LAST_TOKENS: np.array(last)}
+        feeds |= {names.PENDING_LENGTHS: np.zeros(rows, np.int64), names.THRESHOLDS: np.full(rows, limit, np.float32)}
+        first = self.segment(0, {names.INPUT_IDS: ids, **feeds}, lengths)
+        pending = {names.PENDING_STATES: self.buffers[names.NEXT_PENDING_STATES]}
+        self.segment(1, {names.TOKEN_INDICES: np.arange(tokens), **pending}, lengths)
+        return self.logits([names.FINAL_ROW + each for each in last]), first[names.ROUTER_SCORE], first[names.EXIT_FLAG]
+
+    def logits(self, rows: list[int]) -> np.ndarray:
+        """The head on a row of each slot's exit states."""
+        states = self.buffers[names.EXIT_STATES]
+        feeds = {names.EXIT_STATES: states, names.ROWS: np.array([n * states.shape[2] + r for n, r in enumerate(rows)])}
+        return self.sessions[2].run(None, feeds)[0]
 
 
 def reference(source, routers, ids: list[int]) -> tuple[np.ndarray, float]:
@@ -111,6 +124,42 @@ def test_rows_of_any_length_and_any_number_of_tokens_are_batched(source, routers
     assert lengths == [24, 14, 11]
 
 
+def test_first_exits_are_scattered_and_nothing_else_changes(source, routers, saved: Path) -> None:
+    """Of three slots in a run the second exits: its state is PyTorch's at the checkpoint, the others' rows stay."""
+    runner, ids = Runner(saved, rows=3), RNG.integers(3, 500, (3, 6))
+    _, scores, _ = runner.full(ids, [0, 0, 0], [5, 3, 0], limit=2.0)
+    order = np.argsort(scores)
+    assert (runner.buffers[names.EXIT_STATES][:, 0, names.EXIT_ROW] == 7).all()
+    runner = Runner(saved, rows=3)
+    _, _, exits = runner.full(ids, [0, 0, 0], [5, 3, 0], limit=float(scores[order[1:]].mean()))
+    assert exits.tolist() == [int(n == order[2]) for n in range(3)]
+    rows = runner.buffers[names.EXIT_STATES][:, 0]
+    assert (rows[order[:2], names.EXIT_ROW] == 7).all()
+    assert (rows[:, names.FINAL_ROW + 6 :] == 7).all()
+    slot, last = order[2], (5, 3, 0)[order[2]]
+    raw = source.run(torch.tensor([ids[slot, : last + 1]]), [CHECKPOINT]).raw[CHECKPOINT]
+    expected = routers.exit_state(source, CHECKPOINT, raw)[0, -1].detach().numpy()
+    np.testing.assert_allclose(rows[slot, names.EXIT_ROW], expected, atol=1e-4)
+
+
+def test_pending_states_are_appended_and_taken_from_the_first_on(source, routers, saved: Path) -> None:
+    """Two slots: three tokens of one are pending when two more come, one token of the other."""
+    runner, ids = Runner(saved, rows=2), RNG.integers(3, 500, (2, 8))
+    steps = [([3, 1], [0, 0], [0, 0]), ([2, 2], [3, 1], [3, 1])]
+    for counts, lengths, pending in steps:
+        new = np.full((2, max(counts)), 9)
+        for slot, count in enumerate(counts):
+            new[slot, :count] = ids[slot, lengths[slot] : lengths[slot] + count]
+        feeds = {names.INPUT_IDS: new, names.TOKEN_INDICES: np.arange(new.shape[1])}
+        feeds |= {names.LAST_TOKENS: np.array(counts) - 1, names.PENDING_LENGTHS: np.array(pending)}
+        runner.segment(0, {**feeds, names.THRESHOLDS: np.full(2, 2, np.float32)}, lengths)
+    pending_states = {names.PENDING_STATES: runner.buffers[names.NEXT_PENDING_STATES]}
+    runner.segment(1, {names.TOKEN_INDICES: np.arange(5), **pending_states}, [0, 0])
+    logits = runner.logits([names.FINAL_ROW + 4, names.FINAL_ROW + 2])
+    for slot, length in enumerate((5, 3)):
+        np.testing.assert_allclose(logits[slot], reference(source, routers, ids[slot, :length].tolist())[0], atol=1e-4)
+
+
 def test_the_last_positions_of_the_buffers_are_used(source, routers, saved: Path) -> None:
     ids = [int(token) for token in RNG.integers(3, 500, CAPACITY)]
     runner = Runner(saved, rows=1)
@@ -129,8 +178,11 @@ def test_networks_pass_the_checker_and_hold_standard_operators(make, weights: st
     types = {value.dtype for value in networks.models[names.segment(1)].graph.inputs if value.dtype.is_floating_point()}
     assert types == {HalfPrecisionPass(weights).dtype if weights != "fp32" else ir.DataType.FLOAT}
     assert networks.models[names.HEAD].graph.outputs[0].dtype == ir.DataType.FLOAT
-    routed = [node for node in networks.models[names.segment(0)].graph if node.op_type == names.OP_ROUTE]
-    assert all(value.dtype == ir.DataType.FLOAT for node in routed for value in node.inputs)
+    (exits,) = (node for node in networks.models[names.segment(0)].graph if node.op_type == names.OP_EXIT)
+    half = [
+        index for index, value in enumerate(exits.inputs) if value.dtype not in (ir.DataType.FLOAT, ir.DataType.INT64)
+    ]
+    assert half == ([] if weights == "fp32" else [0, 3, 9, 10, 11, 12]), "states, lens and norm, not the router"
 
 
 def test_half_precision_rounds_and_no_more(source, routers, make, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from judge import Judge
 from state_machine import ALWAYS, EXACT, Player, play
 from stepped_engines import Batched, Singles
+from tiny_engines import MAX_TOKENS
 
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.pytorch.segments import open_torch
@@ -16,6 +17,8 @@ sys.path.append(str(Path(__file__).parent / "segmented"))  # the stand-ins for a
 
 from fake_cudart import FakeCudart
 from fake_gpu import FakeGpu
+
+MOST_PENDING = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def test_sequences(judge: Judge, exact: dict[str, Engine]) -> None:
         name: singles(engine, of_graph if name == "graph" else of_buffers, name != "networks on a GPU")
         for name, engine in exact.items()
     }
-    play(Player(judge, engines, context), 40, *ALWAYS, *EXACT)
+    play(Player(judge, engines, context, most_pending=MOST_PENDING), 40, *ALWAYS, *EXACT)
 
 
 def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +73,7 @@ def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.Mon
         name: batched(engine, of_packed(engine) if name == "graph" else of_buffers, name != "networks on a GPU")
         for name, engine in exact.items()
     }
-    play(Player(judge, engines, context, batched=True), 40, *ALWAYS, *EXACT)
+    play(Player(judge, engines, context, batched=True, most_pending=MOST_PENDING), 40, *ALWAYS, *EXACT)
 
 
 @pytest.mark.parametrize("several", [False, True])

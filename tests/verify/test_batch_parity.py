@@ -16,7 +16,7 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.batch_memory import BatchBuffers
+from tide_export.runtime.segmented.memory import SegmentBuffers
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import BatchCheck, check_batch
 from tide_export.verify.parity import Check, Generated, Tolerance
@@ -80,15 +80,13 @@ def engine(request, bundle: Bundle, graph: Engine, backend: SegmentBackend) -> E
 
 def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are given each other's logits."""
-    graph, networks = PackedBatch._logits, BatchBuffers.logits
+    graph, networks = PackedBatch._logits, SegmentBuffers.logits
 
-    def rolled(buffers: BatchBuffers) -> dict[int, np.ndarray]:
-        found = networks(buffers)
-        rows = np.roll(np.concatenate(list(found.values())), 1, axis=0)
-        return dict(zip(found, np.split(rows, np.cumsum([len(own) for own in found.values()])[:-1]), strict=True))
+    def rolled(buffers: SegmentBuffers, rows: list[tuple[int, int]]) -> np.ndarray:
+        return np.roll(networks(buffers, rows), 1, axis=0)
 
     monkeypatch.setattr(PackedBatch, "_logits", lambda batch, states: np.roll(graph(batch, states), 1, axis=0))
-    monkeypatch.setattr(BatchBuffers, "logits", rolled)
+    monkeypatch.setattr(SegmentBuffers, "logits", rolled)
 
 
 def test_equal_tokens_need_no_reference(engine: Engine, prompts, alone) -> None:

@@ -18,6 +18,7 @@ from tide_export.errors import BundleError
 from tide_export.names import (
     CHECKPOINTS_METADATA,
     CONTEXT_METADATA,
+    FINAL_ROW,
     GRAPH_FILE,
     HEAD,
     HIDDEN_SIZE_METADATA,
@@ -27,7 +28,7 @@ from tide_export.names import (
     segment,
 )
 
-SCHEMA = "tide_export.bundle/7"
+SCHEMA = "tide_export.bundle/8"
 WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of the graph
 QUANTIZATION_METHODS = ("rtn", "gptq")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -93,6 +94,7 @@ class NetworksInfo:
 
     weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
     capacity: int  # tokens their K/V buffers hold
+    state_rows: int  # states their other buffers hold, of each sequence
     max_tokens: int  # tokens one run may take; longer prompts are run in parts
     max_logits: int  # tokens one run of the head may take
     exit_size: int  # width of the states the head takes
@@ -348,6 +350,8 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
         for name in ("capacity", "max_tokens", "max_logits", "exit_size", "max_batch_size", "max_slot_tokens"):
             require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
         require(networks.max_tokens <= networks.capacity, "networks.max_tokens", "must be at most capacity")
+        fits = networks.max_tokens + FINAL_ROW <= networks.state_rows
+        require(fits, "networks.state_rows", f"must be {FINAL_ROW} more than max_tokens or larger")
         for name in ("max_logits", "max_slot_tokens"):
             require(getattr(networks, name) <= networks.max_tokens, f"networks.{name}", "must be at most max_tokens")
         batched = networks.max_batch_size * networks.max_slot_tokens if networks.max_batch_size > 1 else 1

@@ -15,6 +15,7 @@ PREFILL_TOKENS = 1024  # of one run at most: longer prompts are run in parts
 # Of a decoding run at most. For a profile with one shape alone TensorRT for RTX stores the weights a second time, in
 # the layout of matrix-vector products; not for one that takes 1 or 2 tokens.
 DECODE_TOKENS = 2
+SPARE_ROWS = 256  # of a buffer of states, beyond the longest run
 BATCH_SIZE, MAX_BATCH_SIZE = 8, 256  # sequences of one run at most: by default, and the limit
 
 
@@ -51,6 +52,12 @@ def run_sizes(capacity: int, max_pending: int, batch_size: int = 1, bound: int |
     rows = max(1 << max_pending.bit_length(), 1 << (batch_size - 1).bit_length(), DECODE_TOKENS)
     max_logits = min(rows, max_tokens)
     return RunSizes(max_tokens, max_logits, batch_size, max(1, min(max_logits, max_tokens // batch_size)))
+
+
+def state_rows(capacity: int) -> int:
+    """Returns how many states the buffers before each segment and before the head hold of each sequence: pending ones
+    and those of a run. Where K/V buffers of `capacity` tokens hold no more than that, so many may be pending."""
+    return min(capacity, PREFILL_TOKENS) + SPARE_ROWS
 
 
 def with_batch_size(info: NetworksInfo, batch_size: int) -> NetworksInfo:

@@ -3,15 +3,18 @@
 The step graph and the segment networks share these functions, so that both exit by the same arithmetic.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx_ir as ir
 
 from tide_export import names
 from tide_export.compose.builder import Block
 from tide_export.compose.cut import Pieces
+from tide_export.compose.exit_op import NORMS, exit_attributes
 from tide_export.compose.router_op import route_attributes
 from tide_export.routers.router import LensArrays, RouterArrays
-from tide_export.trace.rewriting import BOOL, FLOAT, dims
+from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, dims, present
 
 
 def route(
@@ -19,16 +22,10 @@ def route(
 ) -> tuple[ir.Value, ir.Value]:
     """The router of the checkpoint after `layers` on exit states [B, 1, D'] or [B, D']: its score, and whether that is
     above `threshold` [1], both [B, 1, 1] or [B, 1]."""
-    float32 = block.weights.float32
-    parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
-    weights = [float32(f"routers.{layers}.{name}", array) for name, array in parts.items()]
-    if router.shortlist is not None and router.confidence is not None:
-        weights.append(float32("shortlist", router.shortlist))  # one for all routers
-        weights.append(float32(f"routers.{layers}.confidence", router.confidence))
     shape = [*dims(state)[:-1], 1]
     score, exits = block.ops(
         names.OP_ROUTE,
-        [state, threshold, *weights],
+        [state, threshold, *_router_weights(block, layers, router)],
         route_attributes(),
         domain=names.DOMAIN,
         types=[(FLOAT, shape), (BOOL, shape)],
@@ -39,19 +36,80 @@ def route(
 def exit_states(block: Block, pieces: Pieces, layers: int, lens: LensArrays | None, states: ir.Value) -> ir.Value:
     """The hidden states in `states` [B, m, W] or [B, m, D] through the lens, if there is one, and the final norm: what
     the head reads, [B, m, D']."""
-    batch, tokens, width = dims(states)
-    shape = [batch, tokens, pieces.hidden_size]
-    if width != pieces.hidden_size:
-        start, stop, axis = (block.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
-        states = block.op("Slice", [states, start, stop, axis], dtype=FLOAT, shape=shape)
+    states = _hidden_states(block, pieces, states)
+    batch, tokens, _ = shape = dims(states)
     if lens is not None:
-        down, up, bias = (
-            block.weights.float32(f"lenses.{layers}.{name}", array)
-            for name, array in (("down", lens.down), ("up", lens.up), ("bias", lens.bias))
-        )
+        down, up, bias = _lens_weights(block, layers, lens)
         low = block.op("MatMul", [states, down], dtype=FLOAT, shape=[batch, tokens, lens.down.shape[1]])
         change = block.op("MatMul", [low, up], dtype=FLOAT, shape=shape)
         change = block.op("Add", [change, bias], dtype=FLOAT, shape=shape)
         states = block.op("Add", [states, change], dtype=FLOAT, shape=shape)
     (normalized,) = block.inline(pieces.final_norm, [states], batch, tokens)
     return normalized
+
+
+def exit_and_scatter(
+    block: Block,
+    pieces: Pieces,
+    layers: int,
+    router: RouterArrays,
+    lens: LensArrays | None,
+    states: ir.Value,
+    inputs: Mapping[str, ir.Value],
+) -> list[ir.Value]:
+    """The checkpoint after `layers` as one `TideExit`: exit states, score and exit flag (see `exit_op`).
+
+    A final norm that `TideExit` has no form for comes before it, at the last tokens alone.
+
+    Args:
+        states: [B, S, W], the segment's result.
+        inputs: last tokens, thresholds and exit states, by name.
+    """
+    last, thresholds, buffer = (inputs[name] for name in (names.LAST_TOKENS, names.THRESHOLDS, names.EXIT_STATES))
+    norm, epsilon, weights = "none", 0.0, list[ir.Value]()
+    if pieces.norm_alone:
+        (node,) = pieces.final_norm
+        norm, epsilon = NORMS[node.op_type], node.attributes["epsilon"].as_float()
+        weights = [block.weights.share(present(weight)) for weight in node.inputs[1:]]
+        if lens is not None:
+            weights = [*_lens_weights(block, layers, lens), *weights]
+        states = _hidden_states(block, pieces, states)
+    else:
+        batch, axis = dims(last)[0], block.weights.integers("axis_1", [1])
+        index = block.op("Unsqueeze", [last, axis], dtype=INT64, shape=[batch, 1])
+        shape = [batch, dims(states)[-1]]
+        state = block.op("GatherND", [states, index], {"batch_dims": 1}, dtype=FLOAT, shape=shape)
+        state = block.op("Unsqueeze", [state, axis], dtype=FLOAT, shape=[batch, 1, shape[1]])
+        states, lens = exit_states(block, pieces, layers, lens, state), None
+        last = block.op("Sub", [last, last], dtype=INT64, shape=[batch])
+    return block.ops(
+        names.OP_EXIT,
+        [states, last, thresholds, buffer, *_router_weights(block, layers, router), *weights],
+        exit_attributes(norm, epsilon, lens is not None, router.shortlist is not None),
+        domain=names.DOMAIN,
+        types=[(FLOAT, dims(buffer)), (FLOAT, dims(last)), (INT32, dims(last))],
+    )
+
+
+def _hidden_states(block: Block, pieces: Pieces, states: ir.Value) -> ir.Value:
+    """The hidden states in `states` [B, m, W], which may be wider: [B, m, D]."""
+    batch, tokens, width = dims(states)
+    if width == pieces.hidden_size:
+        return states
+    start, stop, axis = (block.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
+    return block.op("Slice", [states, start, stop, axis], dtype=FLOAT, shape=[batch, tokens, pieces.hidden_size])
+
+
+def _router_weights(block: Block, layers: int, router: RouterArrays) -> list[ir.Value]:
+    float32 = block.weights.float32
+    parts = {"down": router.down, "up": router.up, "bias": np.array([router.bias])}
+    weights = [float32(f"routers.{layers}.{name}", array) for name, array in parts.items()]
+    if router.shortlist is not None and router.confidence is not None:
+        weights.append(float32("shortlist", router.shortlist))  # one for all routers
+        weights.append(float32(f"routers.{layers}.confidence", router.confidence))
+    return weights
+
+
+def _lens_weights(block: Block, layers: int, lens: LensArrays) -> list[ir.Value]:
+    parts = {"down": lens.down, "up": lens.up, "bias": lens.bias}
+    return [block.weights.float32(f"lenses.{layers}.{name}", array) for name, array in parts.items()]

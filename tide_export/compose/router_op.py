@@ -1,10 +1,9 @@
 """Defines the router as a `tide::TideRoute` function: MLP (with the shortlist's summary), sigmoid, threshold.
 
-A model holds it once and calls it once per checkpoint. One definition serves two back ends: ONNX Runtime inlines the
-function's body of standard ops; TensorRT takes the plugin of that name, if one is registered, because the calling node
-carries `plugin_namespace` and `plugin_version`. The `norm` attribute says which norm the op applies first: "none" here,
-where the norm before it also serves the head.
+A graph for ONNX Runtime holds it once and calls it once per checkpoint; the segment networks have it inside `TideExit`.
 """
+
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -30,22 +29,9 @@ def route_function(router: RouterArrays, opset: int = OPSET) -> ir.Function:
     parameters = [ir.Value(name=name) for name in names]
     states, threshold, down, up, bias = parameters[:5]
     tape = ir.tape.Tape()
-    z = tape.op("MatMul", [states, down])
-    if router.confidence is not None:
-        logits = tape.op("MatMul", [states, parameters[5]])
-        two = tape.op("Constant", [], {"value_ints": [2]})
-        summary, _ = tape.op_multi_out(
-            "TopK", [tape.op("LogSoftmax", [logits], {"axis": -1}), two], {"axis": -1}, num_outputs=2
-        )
-        z = tape.op("Add", [z, tape.op("MatMul", [summary, parameters[6]])])
-    z = tape.op("Mul", [z, tape.op("Sigmoid", [z])])
-    score = tape.op("Sigmoid", [tape.op("Add", [tape.op("MatMul", [z, up]), bias])])
+    score = add_score(tape, states, [down, up, bias], parameters[5:])
     exits = tape.op("Greater", [score, threshold])
-    nodes = list(tape.nodes)
-    for number, node in enumerate(nodes):
-        node.name = f"{node.op_type}_{number}"
-        for index, value in enumerate(node.outputs):
-            value.name, value.type, value.shape = f"{node.name}_out_{index}", None, None
+    nodes = named(tape)
     score.name, exits.name = "score", "exit"
     body = ir.Graph(parameters, [score, exits], nodes=nodes, opset_imports={"": opset}, name=OP_ROUTE)
     attributes = [
@@ -53,6 +39,34 @@ def route_function(router: RouterArrays, opset: int = OPSET) -> ir.Function:
         for name, value in route_attributes().items()
     ]
     return ir.Function(DOMAIN, OP_ROUTE, graph=body, attributes=attributes)
+
+
+def add_score(
+    tape: ir.tape.Tape, states: ir.Value, router: Sequence[ir.Value], shortlist: Sequence[ir.Value]
+) -> ir.Value:
+    """Adds the router on states [.., D'] to `tape`: its score [.., 1]. `router`: down, up and bias; `shortlist`: its
+    weights and the confidence's, or none."""
+    down, up, bias = router
+    z = tape.op("MatMul", [states, down])
+    if shortlist:
+        logits = tape.op("MatMul", [states, shortlist[0]])
+        two = tape.op("Constant", [], {"value_ints": [2]})
+        summary, _ = tape.op_multi_out(
+            "TopK", [tape.op("LogSoftmax", [logits], {"axis": -1}), two], {"axis": -1}, num_outputs=2
+        )
+        z = tape.op("Add", [z, tape.op("MatMul", [summary, shortlist[1]])])
+    z = tape.op("Mul", [z, tape.op("Sigmoid", [z])])
+    return tape.op("Sigmoid", [tape.op("Add", [tape.op("MatMul", [z, up]), bias])])
+
+
+def named(tape: ir.tape.Tape) -> list[ir.Node]:
+    """The nodes of `tape`, a function's body: with names, and without types, because any caller's fit."""
+    nodes = list(tape.nodes)
+    for number, node in enumerate(nodes):
+        node.name = f"{node.op_type}_{number}"
+        for index, value in enumerate(node.outputs):
+            value.name, value.type, value.shape = f"{node.name}_out_{index}", None, None
+    return nodes
 
 
 def route_attributes() -> dict[str, str | float]:

@@ -25,7 +25,7 @@ from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BuildError
 from tide_export.formatting import size
 from tide_export.progress import stage
-from tide_export.runtime.segmented.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
+from tide_export.runtime.segmented.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
 from tide_export.runtime.tensorrt.flavours import Flavour, built_for, import_library, user_cache
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
@@ -142,7 +142,7 @@ def _plugins_used(
     routed = tuple(name for name, spec in expected.items() if names.ROUTER_SCORE in spec.outputs)
     for name in routed:
         if not built[name]["plugins"]:
-            raise BuildError(f"TensorRT did not take the plugin {names.OP_ROUTE} of '{plugins.path}' in {name}")
+            raise BuildError(f"TensorRT did not take the plugin {names.OP_EXIT} of '{plugins.path}' in {name}")
     return PluginsInfo(plugins.version, plugins.sha256, routed) if routed else None
 
 
@@ -237,10 +237,13 @@ def run_worker(
 
 
 def _check_built(name: str, spec: NetworkSpec, built: Mapping[str, Any], profiles: int) -> None:
-    """Checks that a built network has the inputs, outputs, in-place K/V updates and profiles that the runtime binds.
-    Raises BuildError: naming what differs."""
+    """Checks that a built network has the tensors, buffers updated in place and profiles that the runtime binds. Raises
+    BuildError: naming what differs."""
     spec.check(from_tensorrt(spec, built["inputs"]), from_tensorrt(spec, built["outputs"]), name)
-    if kv_aliases(spec) != built["aliases"]:
-        raise BuildError(f"TensorRT does not update the K/V cache of {name} in place: it aliases {built['aliases']}")
+    expected = aliases(spec)
+    if built["plugins"]:
+        expected.pop(names.NEW_EXIT_STATES)  # which a plugin writes to whatever address it is given
+    if expected != built["aliases"]:
+        raise BuildError(f"TensorRT does not update the buffers of {name} in place: it aliases {built['aliases']}")
     if built["profiles"] != profiles:
         raise BuildError(f"TensorRT took {built['profiles']} of the {profiles} optimization profiles of {name}")

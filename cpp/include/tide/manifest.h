@@ -43,6 +43,7 @@ struct Drafting {
 struct NetworksInfo {
   std::string weights;               // precision of their weights, states and K/V: "fp32", "fp16", "bf16"
   std::int64_t capacity = 0;         // tokens their K/V buffers hold
+  std::int64_t state_rows = 0;       // states their other buffers hold, of each sequence
   std::int64_t max_tokens = 0;       // tokens of one run, at most; longer prompts are run in chunks
   std::int64_t max_logits = 0;       // tokens of one run of the head, at most
   std::int64_t exit_size = 0;        // width of the states that the head takes

@@ -16,7 +16,7 @@
 namespace tide {
 namespace {
 
-constexpr char const* kSchema = "tide_export.bundle/7";
+constexpr char const* kSchema = "tide_export.bundle/8";
 
 // All fields of a manifest. Those that this runtime does not read are checked too.
 std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",
@@ -141,9 +141,12 @@ void check_networks(Manifest const& manifest, Require const& require) {
     std::pair<char const*, std::int64_t> const sizes[] = {
         {"capacity", networks->capacity},             {"max_tokens", networks->max_tokens},
         {"max_logits", networks->max_logits},         {"exit_size", networks->exit_size},
-        {"max_batch_size", networks->max_batch_size}, {"max_slot_tokens", networks->max_slot_tokens}};
+        {"max_batch_size", networks->max_batch_size}, {"max_slot_tokens", networks->max_slot_tokens},
+        {"state_rows", networks->state_rows}};
     for (auto const& [name, size] : sizes) require(size >= 1, std::string("networks.") + name, "must be 1 or more");
     require(networks->max_tokens <= networks->capacity, "networks.max_tokens", "must be at most capacity");
+    require(networks->max_tokens + names::kFinalRow <= networks->state_rows, "networks.state_rows",
+            "must be " + std::to_string(names::kFinalRow) + " more than max_tokens or larger");
     for (std::size_t const i : {std::size_t{2}, std::size_t{5}}) {
       require(sizes[i].second <= networks->max_tokens, std::string("networks.") + sizes[i].first,
               "must be at most max_tokens");

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <tuple>
+#include <utility>
 
 namespace tide {
 
@@ -25,8 +25,8 @@ struct Buffer {
   }
 };
 
-// Identifies a piece of work: index of the network, number of tokens, address of its input, address of its output.
-using WorkKey = std::tuple<std::size_t, std::int64_t, std::byte const*, std::byte const*>;
+// Identifies a piece of work: index of the network, number of tokens.
+using WorkKey = std::pair<std::size_t, std::int64_t>;
 
 // One queue of work with its memory. Calls return at once and are executed in order.
 class Device {

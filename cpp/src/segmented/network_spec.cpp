@@ -12,7 +12,7 @@ namespace {
 constexpr char const *kPast = "past_key_values.", *kPresent = "present.";
 
 std::map<std::string, std::size_t> const kItemSizes = {
-    {"float32", 4}, {"float16", 2}, {"bfloat16", 2}, {"int64", 8}, {"bool", 1}};
+    {"float32", 4}, {"float16", 2}, {"bfloat16", 2}, {"int64", 8}, {"int32", 4}};
 
 std::string shown(Tensor const& tensor) {
   std::string dims;
@@ -26,7 +26,8 @@ std::string shown(Tensor const& tensor) {
 NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t first_layer, std::size_t end_layer) {
   NetworksInfo const& info = *manifest.networks;
   std::string const state = info.weights == "fp32" ? "float32" : info.weights == "fp16" ? "float16" : "bfloat16";
-  std::int64_t const width = manifest.model.hidden_size;
+  std::vector<std::int64_t> const pending = {kSequences, 1, info.state_rows, manifest.model.hidden_size};
+  std::vector<std::int64_t> const exits = {kSequences, 1, info.state_rows, info.exit_size};
   bool const last = k == manifest.checkpoints.size();
   std::vector<Tensor> inputs, outputs;
   auto const input = [&](std::string const& name, std::string const& dtype, std::vector<std::int64_t> shape) {
@@ -36,16 +37,18 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
     outputs.push_back({name, false, dtype, std::move(shape)});
   };
   if (k == 0) input(names::kInputIds, "int64", {kSequences, kTokens});
-  if (k > 0) input(names::kHiddenStates, state, {kSequences, kTokens, width});
-  for (char const* name : {names::kPastLengths, names::kLastTokens}) input(name, "int64", {kSequences});
-  output(names::kExitStates, state, {kSequences, 1, info.exit_size});
-  if (last) {
-    output(names::kFinalStates, state, {kSequences, kTokens, info.exit_size});
-  } else {
-    input(names::kExitThreshold, "float32", {1});
-    output(names::kNewHiddenStates, state, {kSequences, kTokens, width});
-    output(names::kRouterScore, "float32", {kSequences, 1, 1});
-    output(names::kExitFlag, "bool", {kSequences, 1, 1});
+  if (k > 0) input(names::kPendingStates, state, pending);
+  input(names::kTokenIndices, "int64", {kTokens});
+  input(names::kPastLengths, "int64", {kSequences});
+  input(names::kExitStates, state, exits);
+  output(names::kNewExitStates, state, exits);
+  if (!last) {
+    for (char const* name : {names::kLastTokens, names::kPendingLengths}) input(name, "int64", {kSequences});
+    input(names::kThresholds, "float32", {kSequences});
+    input(names::kNextPendingStates, state, pending);
+    output(names::kNewPending, state, pending);
+    output(names::kRouterScore, "float32", {kSequences});
+    output(names::kExitFlag, "int32", {kSequences});
   }
   for (std::size_t const layer : manifest.model.kv_read(first_layer, end_layer - first_layer)) {
     auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
@@ -82,7 +85,10 @@ bool NetworkSpec::is_kv_input(std::size_t number) const { return tensors[number]
 
 std::size_t NetworkSpec::alias(std::size_t number) const {
   Tensor const& tensor = tensors[number];
-  if (tensor.is_input || tensor.name.rfind(kPresent, 0) != 0) return number;
+  if (tensor.is_input) return number;
+  if (tensor.name == names::kNewPending) return index(names::kNextPendingStates);
+  if (tensor.name == names::kNewExitStates) return index(names::kExitStates);
+  if (tensor.name.rfind(kPresent, 0) != 0) return number;
   return index(kPast + tensor.name.substr(std::string(kPresent).size()));
 }
 
@@ -123,10 +129,10 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest) {
     specs.push_back(segment_spec(manifest, specs.size(), layer, end));
     layer = end;
   }
-  std::string const state = specs[0][names::kExitStates].dtype;
   specs.push_back({names::kHead,
-                   {{names::kExitStates, true, state, {kSequences, kTokens, manifest.networks->exit_size}},
-                    {names::kLogits, false, "float32", {kSequences, kTokens, manifest.model.vocab_size}}}});
+                   {specs[0][names::kExitStates],
+                    {names::kRows, true, "int64", {kTokens}},
+                    {names::kLogits, false, "float32", {kTokens, manifest.model.vocab_size}}}});
   return specs;
 }
 
@@ -140,7 +146,9 @@ std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& eng
   if (spec.name != names::kHead) return engines.profiles;
   std::vector<Profile> fitting;
   for (Profile const& profile : engines.profiles) {
-    if (profile.batch_size == 1 && profile.max_tokens <= info.max_logits) fitting.push_back(profile);
+    if (profile.batch_size > 1 || profile.max_tokens > info.max_logits) continue;
+    fitting.push_back(profile);
+    fitting.back().batch_size = info.max_batch_size;
   }
   return fitting;
 }

@@ -13,7 +13,7 @@ namespace tide {
 
 constexpr std::int64_t kTokens = -1, kSequences = -2;  // the dynamic dimensions of a run; sequences are always 1 here
 
-// One tensor of a network: element type by name ("float32", "float16", "bfloat16", "int64", "int32", "bool") and shape.
+// One tensor of a network: element type by name ("float32", "float16", "bfloat16", "int64", "int32") and shape.
 struct Tensor {
   std::string name;
   bool is_input;
@@ -35,7 +35,7 @@ struct NetworkSpec {
   // Whether it is an input that is a K/V buffer: of the segment, or of an earlier one that it reads.
   bool is_kv_input(std::size_t number) const;
 
-  // The index of a K/V output's input, which is the same memory; else `number` itself.
+  // The index of the input whose memory an output updates in place; else `number` itself.
   std::size_t alias(std::size_t number) const;
 
   // Throws BundleError, naming the first difference, if a network has other tensors. path: its file, for the message.
@@ -49,7 +49,7 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest);
 // optimization profile (`max_tokens`) and the K/V buffers (`capacity` tokens).
 std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_tokens, std::int64_t capacity);
 
-// The profiles of one network: the head takes fewer tokens than the segments, and all tokens as those of one sequence.
+// The profiles of one network: the head takes fewer tokens than the segments, and as rows of any number of sequences.
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info);
 
 // The index of the first profile, which is the narrowest, that takes this many tokens of one sequence. Throws

@@ -3,12 +3,16 @@
 // that needs the segment runs it over all pending tokens. `SequenceBuffers` holds the memory and runs the networks.
 #include <algorithm>
 #include <limits>
+#include <optional>
 
+#include "names.h"
 #include "segmented/backend.h"
 #include "tide/errors.h"
 
 namespace tide {
 namespace {
+
+constexpr float kNever = static_cast<float>(kNeverExit), kSure = 1.0F;  // no score is above either
 
 class SegmentedSequence final : public Sequence {
  public:
@@ -17,39 +21,41 @@ class SegmentedSequence final : public Sequence {
       : backend_(backend),
         buffers_(std::move(buffers)),
         depths_(backend.manifest().depths()),
-        max_pending_(max_pending),
+        max_pending_(std::min(max_pending, most_pending())),
         lengths_(depths_.size()),
-        scores_(thresholds.size()) {
-    set_thresholds(thresholds);
-  }
+        thresholds_(thresholds),
+        scores_(thresholds.size()) {}
   ~SegmentedSequence() override { backend_.give_back(std::move(buffers_)); }
 
   StepResult step(std::int64_t const* ids, std::size_t, std::int64_t total, std::int64_t logits_to_keep,
                   bool full) override {
-    std::int64_t const keep = std::min(logits_to_keep, total - lengths_.back());
+    std::vector<std::int64_t> const before = lengths_;
+    std::int64_t const first = total - logits_to_keep;  // the first position that gets logits
+    logits_.clear();
+    std::vector<std::int64_t> lengths = run_first_parts(ids, total, first);
+    std::int64_t const start = lengths.back();
+    std::int64_t const* const rest = ids + (lengths[0] - before[0]);
     std::size_t segments_run = 0;
-    for (; segments_run < lengths_.size(); ++segments_run) {
+    std::optional<std::size_t> exit;
+    for (; segments_run < lengths.size(); ++segments_run) {
       std::size_t const k = segments_run;
-      std::int64_t const length = lengths_[k], count = total - length;
-      bool const forced = full || count > max_pending_;
-      if (k > 0 && !forced && buffers_->decision(k - 1).exits) break;
-      std::int64_t const pending = k + 1 < lengths_.size() ? length - lengths_[k + 1] : 0;
-      buffers_->run(k, ids, count, length, pending, keep);
+      bool const forced = full || total - before[k] > max_pending_;
+      if (exit && !forced) break;
+      bool const may_exit = !full && !exit && k < thresholds_.size();
+      run(k, rest, total, lengths, may_exit ? thresholds_[k] : kNever);
+      if (may_exit && thresholds_[k] < kSure && buffers_->decision(k).exits) exit = k;
     }
-    // If a segment was forced to run after an exit, the first exit counts.
+    if (exit) logits_.clear();
+    if (exit) buffers_->append_logits(names::kExitRow, 1, logits_);
+    std::int64_t const kept = std::max(first, start);
+    if (!exit) buffers_->append_logits(names::kFinalRow + kept - start, total - kept, logits_);
     std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN());
-    std::size_t exit = segments_run - 1;
-    for (std::size_t k = std::min(segments_run, scores_.size()); k-- > 0;) {
-      Decision const decision = buffers_->decision(k);
-      scores_[k] = decision.score;
-      if (decision.exits && !full) exit = k;
-    }
-    bool const several = exit + 1 == lengths_.size() && keep > 1;
+    for (std::size_t k = 0; k < std::min(segments_run, scores_.size()); ++k) scores_[k] = buffers_->decision(k).score;
     StepResult result;
-    result.logits = several ? buffers_->position_logits() : buffers_->logits(exit);
-    result.rows = several ? static_cast<std::size_t>(keep) : 1;
     result.vocabulary = static_cast<std::size_t>(backend_.manifest().model.vocab_size);
-    result.exit_layer = depths_[exit];
+    result.logits = logits_.data();
+    result.rows = logits_.size() / result.vocabulary;
+    result.exit_layer = depths_[exit.value_or(segments_run - 1)];
     result.segments_run = static_cast<std::int64_t>(segments_run);
     result.scores = scores_.data();
     std::fill_n(lengths_.begin(), segments_run, total);
@@ -61,9 +67,7 @@ class SegmentedSequence final : public Sequence {
     for (std::int64_t& segment_length : lengths_) segment_length = std::min(segment_length, length);
   }
 
-  void set_thresholds(std::vector<float> const& thresholds) override {
-    for (std::size_t k = 0; k < thresholds.size(); ++k) buffers_->set_threshold(k, thresholds[k]);
-  }
+  void set_thresholds(std::vector<float> const& thresholds) override { thresholds_ = thresholds; }
 
   std::vector<std::int64_t> const& lengths() const override { return lengths_; }
   std::int64_t limit() const override {
@@ -73,12 +77,44 @@ class SegmentedSequence final : public Sequence {
   std::int64_t capacity() const override { return limit(); }
 
  private:
+  // What is pending before all segments must fit a run with the next token, and a buffer with the states of a run.
+  std::int64_t most_pending() const {
+    NetworksInfo const& info = buffers_->info();
+    auto const segments = static_cast<std::int64_t>(std::max<std::size_t>(depths_.size(), 2) - 1);
+    return std::min((info.max_tokens - 1) / segments, info.state_rows - info.max_tokens);
+  }
+
+  // Runs what is too much for one run through all segments, part by part, but for the last part. Returns the lengths
+  // after it; `logits_` holds the logits of the tokens from position `first` on that it ran over.
+  std::vector<std::int64_t> run_first_parts(std::int64_t const* ids, std::int64_t total, std::int64_t first) {
+    std::int64_t const max_tokens = buffers_->info().max_tokens, begin = lengths_[0];
+    std::vector<std::int64_t> lengths = lengths_;
+    while (total - lengths.back() > max_tokens) {
+      std::int64_t const start = lengths.back(), stop = start + max_tokens;
+      std::int64_t const* const part = ids + (lengths[0] - begin);
+      for (std::size_t k = 0; k < lengths.size(); ++k) run(k, part, stop, lengths, kNever);
+      // The next part's states take the place of those that were pending, which are not any more if it fails.
+      std::fill(lengths_.begin(), lengths_.end(), begin);
+      std::int64_t const kept = std::max(first, start);
+      if (kept < stop) buffers_->append_logits(names::kFinalRow + kept - start, stop - kept, logits_);
+    }
+    return lengths;
+  }
+
+  // Runs segment k up to `total` tokens. ids: those after `lengths[0]`.
+  void run(std::size_t k, std::int64_t const* ids, std::int64_t total, std::vector<std::int64_t>& lengths,
+           float threshold) {
+    std::int64_t const pending = k + 1 < lengths.size() ? lengths[k] - lengths[k + 1] : 0;
+    buffers_->run(k, ids, total - lengths[k], lengths[k], pending, threshold);
+    lengths[k] = total;
+  }
+
   SegmentBackend& backend_;
   std::unique_ptr<SequenceBuffers> buffers_;
   std::vector<std::int64_t> const depths_;
   std::int64_t const max_pending_;
   std::vector<std::int64_t> lengths_;
-  std::vector<float> scores_;
+  std::vector<float> thresholds_, scores_, logits_;
 };
 
 }  // namespace
@@ -107,7 +143,7 @@ std::unique_ptr<SequenceBuffers> SegmentBackend::take() {
     buffers->clear();
     return buffers;
   }
-  return std::make_unique<SequenceBuffers>(specs_, open_device_(), manifest());
+  return std::make_unique<SequenceBuffers>(specs_, open_device_(), *manifest().networks);
 }
 
 void SegmentBackend::give_back(std::unique_ptr<SequenceBuffers> buffers) {

@@ -121,8 +121,8 @@ std::string dtype_of(nvinfer1::DataType type) {
       return "bfloat16";
     case nvinfer1::DataType::kINT64:
       return "int64";
-    case nvinfer1::DataType::kBOOL:
-      return "bool";
+    case nvinfer1::DataType::kINT32:
+      return "int32";
     default:
       return "another type";
   }
@@ -176,16 +176,18 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
     throw BundleError("engine '" + path + "' has " + std::to_string(count) + " optimization profiles, not the " +
                       std::to_string(profiles.size()) + " of its manifest");
   }
-  // The head's profiles are checked by their tokens, the others' by their sequences: there is one length for each.
-  Tensor const& checked = spec[spec.name == names::kHead ? names::kExitStates : names::kPastLengths];
+  bool const head = spec.name == names::kHead;
   for (std::size_t number = 0; number < count; ++number) {
-    std::vector<std::int64_t> const largest = sizes_of(engine->getProfileShape(
-        checked.name.c_str(), static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
-    std::vector<std::int64_t> expected = checked.dims(profiles[number].max_tokens);
-    expected[0] = profiles[number].batch_size;
-    if (largest == expected) continue;
-    throw BundleError("engine '" + path + "' takes " + checked.name + " of [" + joined(largest, ", ") +
-                      "] at most in profile " + profiles[number].name + ", unlike its manifest");
+    for (char const* const name : {head ? names::kExitStates : names::kPastLengths,
+                                   head ? names::kRows : names::kTokenIndices}) {
+      std::vector<std::int64_t> const largest = sizes_of(engine->getProfileShape(
+          name, static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
+      std::vector<std::int64_t> expected = spec[name].dims(profiles[number].max_tokens);
+      if (spec[name].shape[0] == kSequences) expected[0] = profiles[number].batch_size;
+      if (largest == expected) continue;
+      throw BundleError("engine '" + path + "' takes " + name + " of [" + joined(largest, ", ") +
+                        "] at most in profile " + profiles[number].name + ", unlike its manifest");
+    }
   }
 }
 

@@ -36,5 +36,5 @@ class FakeGpu:
 
     def backend(self, manifest: Manifest) -> SegmentBackend:
         # So that longer steps are run in parts, and the head over a batch too.
-        short = replace(self.real._info, max_tokens=16, max_logits=2, max_batch_size=3, max_slot_tokens=5)
+        short = replace(self.real._info, max_tokens=33, max_logits=2, max_batch_size=3, max_slot_tokens=5)
         return SegmentBackend(manifest, short, self.real.specs, self.open_device, "cpu")

@@ -1,6 +1,5 @@
 """The state machine over segment networks against the branched graph, step by step: the same in all."""
 
-import ctypes
 import gc
 import threading
 from pathlib import Path
@@ -8,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_cudart import FakeCudart
+from overflowing import overflow_slot
 
-from tide_export import names
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.segmented.buffers import grown
-from tide_export.runtime.segmented.network_spec import kv_buffers
 
 LENGTH = 200
 
@@ -56,13 +53,13 @@ def test_every_length_to_200_is_the_branched_graph_s(branched, segmented, demo_t
     assert exits >= {3, 6, 9, 12}
 
 
-@pytest.mark.parametrize("max_pending", [1, 4, 16])
+@pytest.mark.parametrize("max_pending", [1, 4, 10])
 def test_a_recording_device_gives_the_same(branched, on_fake_gpu, fake, demo_text_ids, thresholds, max_pending):
     """Memory that is NaN until it is set, work done late, graphs replayed with the addresses they were made with."""
     steps = [*one_by_one(demo_text_ids[:60]), demo_text_ids[60:83], *one_by_one(demo_text_ids[83:120])]
     assert compare(branched, on_fake_gpu, steps, thresholds, max_pending) >= {3, 6, 12}
     assert fake.launches > len(steps)
-    assert len(fake.graphs) < 60, "one per network, number of tokens and place of the result, not one per step"
+    assert len(fake.graphs) < 30, "one per network and number of tokens, not one per step"
 
 
 def test_generation_and_its_statistics_are_the_same(branched, segmented, demo_text_ids) -> None:
@@ -115,13 +112,7 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, device: st
     for count in (50, 5, 1):
         overflown.step(demo_text_ids[100 : 100 + count])
     buffers = overflown._buffers
-    buffers._device.synchronize()
-    for k in range(4):
-        for kv in kv_buffers(buffers._specs[names.segment(k)]):
-            for head in range(kv.heads):
-                fill_with_nan(buffers._fixed[k][kv.name] + head * kv.capacity * kv.size, buffers._written[k] * kv.size)
-    for buffer in buffers._pending:
-        fill_with_nan(buffer.address, buffer.size)
+    overflow_slot(buffers, 0)
     del overflown
     gc.collect()
     following = engine.start([-1.0] * 3, max_pending=8)
@@ -132,10 +123,6 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, device: st
     del following
     gc.collect()
     assert engine.generate(demo_text_ids[:20], max_new_tokens=12, **options).tokens == alone
-
-
-def fill_with_nan(address: int, size: int) -> None:
-    ctypes.memset(address, 0xFF, size)
 
 
 def test_the_context_is_the_end_and_a_failed_step_changes_nothing(segmented, demo_text_ids) -> None:
@@ -160,8 +147,3 @@ def test_too_little_memory_is_one_sentence(on_fake_gpu: Engine, fake: FakeCudart
     fake.limit = 1 << 20
     with pytest.raises(GenerationError, match="the GPU has not enough free memory for the sequence's buffers"):
         on_fake_gpu.start([0.5] * 3)
-
-
-@pytest.mark.parametrize(("rows", "needed", "wanted"), [(32, 1, 32), (32, 32, 32), (32, 33, 64), (32, 200, 200)])
-def test_pending_buffers_at_least_double(rows: int, needed: int, wanted: int) -> None:
-    assert grown(rows, needed) == wanted

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from batch_prompts import PROMPTS, TEXT
 from distribution import deviation, joint
-from fake_cudart import FakeCudart
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.batch_memory import BatchBuffers
+from tide_export.runtime.segmented.memory import SegmentBuffers
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 NEW_TOKENS = 24
@@ -190,8 +189,8 @@ def test_not_one_token_more_than_asked_for(engines, full: list[list[int]], most:
 def test_coming_along_saves_runs_of_the_last_segment(engines, monkeypatch) -> None:
     _, networks, thresholds = engines
     runs: list[int] = []
-    launch = BatchBuffers._launch
-    monkeypatch.setattr(BatchBuffers, "_launch", lambda self, k, *rest: (runs.append(k), launch(self, k, *rest)))
+    launch = SegmentBuffers._launch
+    monkeypatch.setattr(SegmentBuffers, "_launch", lambda self, k, *rest: (runs.append(k), launch(self, k, *rest)))
     deep = {}
     for share in (None, 1.0):
         networks.generate(
@@ -202,14 +201,7 @@ def test_coming_along_saves_runs_of_the_last_segment(engines, monkeypatch) -> No
     assert deep[None] < deep[1.0]
 
 
-def test_states_that_wait_for_verification_need_not_fit_what_was_set_aside(
-    engines, fake_gpu: Engine, fake: FakeCudart, full: list[list[int]]
-) -> None:
-    """More drafts than the bundle lets wait otherwise: the buffers before the segments grow while they hold some."""
-    backend = fake_gpu.backend
-    backend._pending_capacity = 1
-    free = fake_gpu.drafting_as(Drafting((ALWAYS, ALWAYS), 20, 0, (0.0, 0.0), (0.0,) * 5, {}))
+def test_no_more_is_drafted_than_the_buffers_and_a_run_hold(engines, fake_gpu: Engine, full: list[list[int]]) -> None:
+    free = fake_gpu.drafting_as(Drafting((ALWAYS, ALWAYS), 40, 0, (0.0, 0.0), (0.0,) * 5, {}))
     found = free.generate(PROMPTS, max_new_tokens=NEW_TOKENS, mode="lossless", stop_token_ids=[])
     assert tokens_of(found) == full
-    (buffers,) = backend._idle_batches
-    assert buffers._pending_capacity >= 16

@@ -12,10 +12,11 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export.compose.cut import is_attention
+from tide_export.compose.exit_op import SCORE, stays_float32
 from tide_export.errors import GraphError
 from tide_export.lower.tensorrt.scatter_attention import BIAS, SINKS
-from tide_export.names import DOMAIN, LOGITS, OP_ROUTE
-from tide_export.trace.rewriting import FLOAT, new_node, op_before, present
+from tide_export.names import DOMAIN, LOGITS, OP_EXIT
+from tide_export.trace.rewriting import FLOAT, new_node, present
 
 TYPES: dict[str, tuple[ir.DataType, type]] = {
     "fp16": (ir.DataType.FLOAT16, np.float16),
@@ -44,11 +45,6 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
                 value.const_value = self._convert(value)
             value.type = ir.TensorType(self.dtype)
         for node in list(graph):
-            if _is_router(node):
-                state = present(node.inputs[0])
-                wide = op_before(node, "Cast", [state], {"to": FLOAT.value}, dtype=FLOAT, shape=state.shape)
-                node.replace_input_with(0, wide)
-                continue
             if node.op_type == "Cast" and node.attributes["to"].as_int() == FLOAT.value:
                 node.attributes["to"] = ir.AttrInt64("to", self.dtype.value)
             constant = node.attributes.get("value")
@@ -61,7 +57,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
 
     def ensures(self, model: ir.Model) -> None:
         for value in _convertible(model.graph):
-            if value.name != LOGITS and not all(_is_router(use.node) for use in value.uses()):
+            if value.name != LOGITS:
                 raise ir.passes.PostconditionError(f"{value.name} is still float32")
 
     def _widen_logits(self, graph: ir.Graph) -> None:
@@ -93,15 +89,15 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
 
 
 def _convertible(graph: ir.Graph) -> Iterator[ir.Value]:
-    """The float32 values, except a router's results and what only routers, sinks and attention biases read."""
+    """The float32 values, except scores and what only routers, sinks and attention biases read."""
     for value in (*graph.initializers.values(), *graph.inputs):
         uses = [(use.node, use.idx) for use in value.uses()]
-        wide = bool(uses) and all(_is_router(node) or _is_added_to_scores(node, index) for node, index in uses)
+        wide = bool(uses) and all(_is_routers(node, index) or _is_added_to_scores(node, index) for node, index in uses)
         if value.dtype == FLOAT and not wide:
             yield value
     for node in graph:
-        if not _is_router(node):
-            yield from (value for value in node.outputs if value.dtype == FLOAT)
+        score = node.outputs[SCORE] if _is_exit(node) else None
+        yield from (value for value in node.outputs if value.dtype == FLOAT and value is not score)
 
 
 def check_weights(piece: ir.Graph, weights: str) -> None:
@@ -122,8 +118,13 @@ def _check_range(name: str, array: np.ndarray, half: type) -> None:
     return None
 
 
-def _is_router(node: ir.Node) -> bool:
-    return (node.domain, node.op_type) == (DOMAIN, OP_ROUTE)
+def _is_exit(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) == (DOMAIN, OP_EXIT)
+
+
+def _is_routers(node: ir.Node, index: int) -> bool:
+    """Whether input `index` of `node` is one of a router's, which computes in float32."""
+    return _is_exit(node) and stays_float32(node, index)
 
 
 def _is_added_to_scores(node: ir.Node, index: int) -> bool:

@@ -1,6 +1,6 @@
-"""Lowers the segment networks for TensorRT: strongly typed, standard operators of opset 24 and `TideRoute`.
+"""Lowers the segment networks for TensorRT: strongly typed, standard operators of opset 24 and `TideExit`.
 
-`TideRoute` is a function with a body, so ONNX Runtime runs the files that TensorRT builds its engines from.
+`TideExit` is a function with a body, so ONNX Runtime runs the files that TensorRT builds its engines from.
 """
 
 import logging
@@ -14,7 +14,7 @@ from onnx_ir.external_data import convert_tensors_to_external
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest, NetworksInfo
-from tide_export.bundle.profiles import BATCH_SIZE, run_sizes
+from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
 from tide_export.compose.cut import Pieces, check_positions, is_attention, layer_of, sinks_and_bias
 from tide_export.compose.segments import compose_segments
 from tide_export.compose.step_graph import LensWeights, RouterWeights
@@ -72,6 +72,7 @@ class Networks:
         return NetworksInfo(
             self.weights,
             self.capacity,
+            state_rows(self.capacity),
             sizes.max_tokens,
             sizes.max_logits,
             self.exit_size,
@@ -80,14 +81,15 @@ class Networks:
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
-        """Why a run cannot start at any slot of a batch, if it cannot: it binds the address of the slot's K/V."""
+        """Why a run cannot start at any slot of a batch, if it cannot: it binds the addresses of the slot's buffers."""
         item = 4 if self.weights == "fp32" else 2
-        for heads, width in manifest.model.kv_shapes:
-            size = heads * self.capacity * width * item
-            if size % ALIGNMENT:
+        buffers = {("K/V", heads * width * item) for heads, width in manifest.model.kv_shapes}
+        buffers |= {("states", width * item) for width in (manifest.model.hidden_size, self.exit_size)}
+        for what, token in sorted(buffers):
+            if self.capacity * token % ALIGNMENT:
                 return (
-                    f"the K/V of one, {size} bytes a layer, is no multiple of {ALIGNMENT}: make --max-length one of "
-                    f"{ALIGNMENT // math.gcd(ALIGNMENT, heads * width * item)}"
+                    f"the {what} of one, {self.capacity * token} bytes a layer, is no multiple of {ALIGNMENT}: make "
+                    f"--max-length one of {ALIGNMENT // math.gcd(ALIGNMENT, token)}"
                 )
         return None
 
@@ -123,7 +125,7 @@ def networks_for_tensorrt(
         UnsupportedModelError: the model computes with an operator that TensorRT does not take.
     """
     check_operators(pieces)
-    models = compose_segments(pieces, routers, lenses, capacity)
+    models = compose_segments(pieces, routers, lenses, capacity, state_rows(capacity))
     unbatched, bounds = None, []
     try:
         check_positions(pieces, rows=True)

@@ -7,20 +7,17 @@ the next one.
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 from tide_export.bundle.manifest import Manifest, NetworksInfo
 from tide_export.errors import GenerationError
 from tide_export.runtime.segmented.batch import SegmentedBatch
-from tide_export.runtime.segmented.batch_memory import BatchBuffers
 from tide_export.runtime.segmented.device import Device
+from tide_export.runtime.segmented.memory import SegmentBuffers
 from tide_export.runtime.segmented.network_spec import Network, NetworkSpec
-from tide_export.runtime.segmented.run_plan import padded
 from tide_export.runtime.segmented.sequence import SegmentedSequence
-from tide_export.runtime.segmented.sequence_memory import SequenceBuffers
+from tide_export.runtime.segmented.steps import SegmentedSteps
 from tide_export.runtime.sequence import ROOM
 
-B = TypeVar("B", SequenceBuffers, BatchBuffers)
 OpenDevice = Callable[[], tuple[Device, Mapping[str, Network]]]
 
 
@@ -45,12 +42,9 @@ class SegmentBackend:
         self.provider = provider
         self.max_batch_size, self.specs = info.max_batch_size, specs
         self._manifest, self._info = manifest, info
-        self._capacity = min(manifest.model.context_length or info.capacity, info.capacity)
-        # The pending tokens a bundle is meant for and the new one, in the padded run over them.
-        self._pending_capacity = padded(manifest.max_pending + 1, 0, info.capacity, info.capacity)
         self._open_device = open_device
-        self._idle: list[SequenceBuffers] = []
-        self._idle_batches: list[BatchBuffers] = []
+        self._idle: list[SegmentBuffers] = []
+        self._idle_batches: list[SegmentBuffers] = []
         self._lock = threading.Lock()
 
     def start(self, thresholds: Sequence[float], max_pending: int, room: int = ROOM) -> SegmentedSequence:
@@ -58,11 +52,11 @@ class SegmentBackend:
         with self._lock:
             buffers = self._idle.pop() if self._idle else None
         if buffers is None:
-            device, networks = self._open_device()
-            buffers = SequenceBuffers(self.specs, networks, device, self._info, self._pending_capacity)
+            buffers = self._new_buffers(1)
         else:
-            buffers.clear()
-        sequence = SegmentedSequence(buffers, self._manifest, thresholds, max_pending, self._capacity)
+            buffers.clear((0,))
+        segments = len(self._manifest.segment_sizes)
+        sequence = SegmentedSequence(self._steps(buffers), segments, thresholds, max_pending)
         weakref.finalize(sequence, _keep, self._idle, buffers)
         return sequence
 
@@ -83,17 +77,24 @@ class SegmentBackend:
             else:
                 self._idle_batches.remove(buffers)
         if buffers is None:
-            device, networks = self._open_device()
-            buffers = BatchBuffers(self.specs, networks, device, self._info, slots, self._pending_capacity)
+            buffers = self._new_buffers(slots)
         else:
             buffers.clear(range(buffers.slots))
-        options = (thresholds, max_pending, compaction_threshold, slots, self._capacity)
-        batch = SegmentedBatch(buffers, self._manifest, *options)
+        segments = len(self._manifest.segment_sizes)
+        options = (thresholds, max_pending, compaction_threshold, slots)
+        batch = SegmentedBatch(self._steps(buffers), segments, *options)
         weakref.finalize(batch, _keep, self._idle_batches, buffers)
         return batch
 
+    def _new_buffers(self, slots: int) -> SegmentBuffers:
+        device, networks = self._open_device()
+        return SegmentBuffers(self.specs, networks, device, self._info, slots)
 
-def _keep(idle: list[B], buffers: B) -> None:
+    def _steps(self, buffers: SegmentBuffers) -> SegmentedSteps:
+        return SegmentedSteps(buffers, self._manifest, self._info)
+
+
+def _keep(idle: list[SegmentBuffers], buffers: SegmentBuffers) -> None:
     """Keeps the buffers of a sequence or batch that is garbage, unless an exception ended a step of it."""
     if not buffers.busy:
         idle.append(buffers)

@@ -1,21 +1,16 @@
-"""Several sequences over networks of one segment each: after every segment, `depth_rule` selects which of them go on.
-
-`batch_memory` holds the buffers and runs the networks.
-"""
+"""Several sequences over networks of one segment each, in the slots of one set of buffers."""
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from tide_export.bundle.manifest import Manifest
-from tide_export.runtime.decoding.depth_rule import active_slots, scheduled_slots
-from tide_export.runtime.segmented.batch_memory import BatchBuffers
-from tide_export.runtime.sequence import ExitRule, SequenceState, StepResult, check_step
+from tide_export.runtime.segmented.steps import SegmentedSteps
+from tide_export.runtime.sequence import ExitRule, SequenceState, StepResult
 
 
 class SegmentedBatch:
-    """Sequences in the slots of `buffers`. See `sequence.Batch`.
+    """Sequences in the slots of the buffers of `steps`. See `sequence.Batch`.
 
     Attributes:
         sequences: by slot.
@@ -23,21 +18,19 @@ class SegmentedBatch:
 
     def __init__(
         self,
-        buffers: BatchBuffers,
-        manifest: Manifest,
+        steps: SegmentedSteps,
+        segments: int,
         thresholds: Sequence[float],
         max_pending: int,
         compaction_threshold: float,
         slots: int,
-        capacity: int,
     ) -> None:
-        """An empty batch of so many slots; see `Backend.start_batch`. `capacity`: tokens a sequence can have."""
+        """An empty batch of so many slots; see `Backend.start_batch`."""
         self.sequences: dict[int, SequenceState] = {}
-        self._segments = len(manifest.segment_sizes)
-        self._depths = (*manifest.checkpoints, manifest.model.num_layers)
+        self._segments = segments
         self._rule, self._compaction = ExitRule.of(thresholds, max_pending), compaction_threshold
         self._rules = dict[int, ExitRule]()
-        self._capacity, self._buffers = capacity, buffers
+        self._steps, self._buffers = steps, steps.buffers
         self._free = list(range(slots))
         self._used = set[int]()  # slots whose buffers hold what a sequence left there
 
@@ -66,55 +59,4 @@ class SegmentedBatch:
         logits_to_keep: Mapping[int, int] | None = None,
         full: Collection[int] = (),
     ) -> dict[int, StepResult]:
-        everyone, buffers, keep = sorted(new), self._buffers, logits_to_keep or {}
-        totals = {slot: check_step(new[slot], self.sequences[slot].lengths[0], self._capacity) for slot in everyone}
-        ids = {slot: np.asarray(new[slot]) for slot in everyone}
-        ran: list[list[int]] = []
-        buffers.busy = True
-        exits: dict[int, int] = {}  # the first segment that each could exit after
-        active = everyone
-        max_pending = {slot: self._rules[slot].max_pending for slot in everyone}
-        for k in range(self._segments):
-            lengths = [
-                self.sequences[slot].lengths[k] if slot in self.sequences else 0 for slot in range(buffers.slots)
-            ]
-            if k:
-                active = active_slots(active, exits, {s: totals[s] - lengths[s] for s in active}, max_pending)
-            run = scheduled_slots(active, everyone, ran[-1] if k else None, self._compaction) if active else []
-            if k:
-                stopped = sorted(set(ran[-1]) - set(run))
-                buffers.append_pending(k, {slot: self._pending(k, slot) for slot in stopped})
-            if not run:
-                break
-            pending = {slot: self._pending(k, slot) for slot in run}
-            buffers.run(k, {slot: totals[slot] - lengths[slot] for slot in run}, lengths, pending, ids)
-            ran.append(run)
-            exiting = self._exiting(k, run, exits, keep, full)
-            exits |= dict.fromkeys(exiting, k)
-            buffers.exit(exiting)
-        logits = buffers.logits()
-        for k, slots in enumerate(ran):
-            for slot in slots:
-                self.sequences[slot].lengths[k] = totals[slot]
-        buffers.busy = False
-        return {
-            slot: StepResult(
-                logits[slot][-1], logits[slot], self._depths[exits[slot]], sum(slot in slots for slots in ran)
-            )
-            for slot in everyone
-        }
-
-    def _pending(self, k: int, slot: int) -> int:
-        """Tokens pending before segment k."""
-        lengths = self.sequences[slot].lengths
-        return lengths[k - 1] - lengths[k] if k else 0
-
-    def _exiting(
-        self, k: int, run: list[int], exits: Collection[int], keep: Mapping[int, int], full: Collection[int]
-    ) -> dict[int, int]:
-        """The slots of `run` that exit after segment k, which has just run, and for how many of their last tokens."""
-        if k + 1 == self._segments:
-            return {slot: keep.get(slot, 1) for slot in run if slot not in exits or slot in keep}
-        scores = self._buffers.scores()
-        exiting = [slot for slot in run if scores[slot] > self._rules[slot].thresholds[k]]
-        return {slot: 1 for slot in exiting if slot not in exits and slot not in full}
+        return self._steps.step(self.sequences, self._rules, new, logits_to_keep or {}, full, self._compaction)

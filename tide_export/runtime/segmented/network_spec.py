@@ -5,7 +5,7 @@ before anything is bound, because only addresses are bound.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from tide_export import names
@@ -14,8 +14,8 @@ from tide_export.errors import BundleError
 
 TOKENS, BATCH = "tokens", "batch"  # the dynamic dimensions: tokens of each sequence in a run, and sequences
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-TENSORRT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "BOOL": "bool"}
-ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "bool": 1}
+TENSORRT_TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,23 @@ class NetworkSpec:
 
 
 def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tuple[Profile, ...]:
-    """The profiles of one network: the head takes fewer tokens than the segments, and those of several sequences as
-    tokens of one."""
+    """The profiles of one network: the head takes fewer tokens than the segments, and as rows of the buffers of any
+    number of sequences."""
     if name != names.HEAD:
         return tuple(profiles)
-    return tuple(profile for profile in profiles if profile.batch_size == 1 and profile.max_tokens <= info.max_logits)
+    fitting = [profile for profile in profiles if profile.batch_size == 1 and profile.max_tokens <= info.max_logits]
+    return tuple(replace(profile, batch_size=info.max_batch_size) for profile in fitting)
+
+
+def aliases(spec: NetworkSpec) -> dict[str, str]:
+    """{output: input} of the buffers that a network updates in place: each pair shares its memory."""
+    states = {names.NEW_PENDING: names.NEXT_PENDING_STATES, names.NEW_EXIT_STATES: names.EXIT_STATES}
+    found = {output: entry for output, entry in states.items() if output in spec.outputs}
+    return found | kv_aliases(spec)
 
 
 def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
-    """{output: input} of the K/V buffers: each pair shares its memory."""
+    """The same of the K/V buffers alone."""
     return {
         present: name
         for name in spec.inputs
@@ -131,28 +139,27 @@ class Network(Protocol):
 
     def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
         """Queues a run over `tokens` tokens of each of `batch_size` sequences; `addresses` holds every input and
-        output, for K/V outputs the address of their input."""
+        output, for an output of `aliases` the address of its input."""
         ...
 
 
 def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
     """The tensors that every network of a bundle must have."""
-    state, width = STATE_TYPES[info.weights], manifest.model.hidden_size
-    sizes = manifest.segment_sizes
+    state, sizes = STATE_TYPES[info.weights], manifest.segment_sizes
+    pending = Tensor(state, (BATCH, 1, info.state_rows, manifest.model.hidden_size))
+    exits = Tensor(state, (BATCH, 1, info.state_rows, info.exit_size))
     networks, layer = {}, 0
     for k, size in enumerate(sizes):
         last = k == len(sizes) - 1
-        inputs = {names.INPUT_IDS: Tensor("int64", (BATCH, TOKENS))} if k == 0 else {}
-        inputs |= {names.HIDDEN_STATES: Tensor(state, (BATCH, TOKENS, width))} if k else {}
-        inputs |= {name: Tensor("int64", (BATCH,)) for name in (names.PAST_LENGTHS, names.LAST_TOKENS)}
-        outputs = {names.EXIT_STATES: Tensor(state, (BATCH, 1, info.exit_size))}
-        if last:
-            outputs[names.FINAL_STATES] = Tensor(state, (BATCH, TOKENS, info.exit_size))
-        else:
-            inputs[names.EXIT_THRESHOLD] = Tensor("float32", (1,))
-            outputs[names.NEW_HIDDEN_STATES] = Tensor(state, (BATCH, TOKENS, width))
-            outputs[names.ROUTER_SCORE] = Tensor("float32", (BATCH, 1, 1))
-            outputs[names.EXIT_FLAG] = Tensor("bool", (BATCH, 1, 1))
+        inputs = {names.PENDING_STATES: pending} if k else {names.INPUT_IDS: Tensor("int64", (BATCH, TOKENS))}
+        inputs |= {names.TOKEN_INDICES: Tensor("int64", (TOKENS,)), names.PAST_LENGTHS: Tensor("int64", (BATCH,))}
+        inputs[names.EXIT_STATES] = exits
+        outputs = {names.NEW_EXIT_STATES: exits}
+        if not last:
+            inputs |= {name: Tensor("int64", (BATCH,)) for name in (names.LAST_TOKENS, names.PENDING_LENGTHS)}
+            inputs |= {names.THRESHOLDS: Tensor("float32", (BATCH,)), names.NEXT_PENDING_STATES: pending}
+            outputs |= {names.NEW_PENDING: pending, names.ROUTER_SCORE: Tensor("float32", (BATCH,))}
+            outputs[names.EXIT_FLAG] = Tensor("int32", (BATCH,))
         for source in manifest.model.kv_read(range(layer, layer + size)):
             heads, head_dim = manifest.model.kv_shapes[source]
             for kind in ("key", "value"):
@@ -161,7 +168,7 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
                     outputs[names.present(source, kind)] = inputs[names.past(source, kind)]
         layer += size
         networks[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
-    head_in = {names.EXIT_STATES: Tensor(state, (BATCH, TOKENS, info.exit_size))}
-    head_out = {names.LOGITS: Tensor("float32", (BATCH, TOKENS, manifest.model.vocab_size))}
+    head_in = {names.EXIT_STATES: exits, names.ROWS: Tensor("int64", (TOKENS,))}
+    head_out = {names.LOGITS: Tensor("float32", (TOKENS, manifest.model.vocab_size))}
     networks[names.HEAD] = NetworkSpec(names.HEAD, head_in, head_out)
     return networks

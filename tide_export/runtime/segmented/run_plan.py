@@ -16,12 +16,10 @@ class Run(NamedTuple):
 
     Attributes:
         active: those that have something to run, ascending; the others are padding.
-        first: index of the first of a slot's tokens that it takes.
     """
 
     active: tuple[int, ...]
     tokens: int
-    first: int = 0
 
     @property
     def start(self) -> int:
@@ -46,15 +44,14 @@ def padded(count: int, length: int, max_tokens: int, capacity: int) -> int:
 
 
 def runs_over(counts: Mapping[int, int], lengths: Sequence[int], info: NetworksInfo) -> list[Run]:
-    """The runs of one segment over some slots of a batch, each slot in one of them (in several, if it has more tokens
-    than a run takes).
+    """The runs of one segment over some slots of a batch, each slot in one of them.
 
     Slots with few tokens are combined in as few runs as there is room for padding: a sequence whose buffers are nearly
     full splits them. One with more than `info.max_slot_tokens`, a prompt, has a run to itself, after those, so that
     what their padding wrote after its last token is overwritten.
 
     Args:
-        counts: tokens by slot, 1 or more.
+        counts: tokens by slot, 1 or more, no more than a run takes.
         lengths: tokens in the segment's K/V buffers, of every slot there is.
     """
     runs = list[Run]()
@@ -66,10 +63,7 @@ def runs_over(counts: Mapping[int, int], lengths: Sequence[int], info: NetworksI
         else:  # one slot's tokens always fit its buffers
             runs.append(Run((slot,), padded(counts[slot], lengths[slot], info.max_slot_tokens, info.capacity)))
     for slot in sorted(counts.keys() - set(short)):
-        for first in range(0, counts[slot], info.max_tokens):
-            chunk = min(counts[slot] - first, info.max_tokens)
-            tokens = padded(chunk, lengths[slot] + first, info.max_tokens, info.capacity)
-            runs.append(Run((slot,), tokens, first))
+        runs.append(Run((slot,), padded(counts[slot], lengths[slot], info.max_tokens, info.capacity)))
     return runs
 
 

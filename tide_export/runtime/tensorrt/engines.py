@@ -184,13 +184,14 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
             f"engine '{path}' has {engine.num_optimization_profiles} optimization profiles, not the {len(profiles)} of "
             "its manifest"
         )
-    entry = names.EXIT_STATES if spec.name == names.HEAD else names.PAST_LENGTHS
+    entries = (names.EXIT_STATES, names.ROWS) if spec.name == names.HEAD else (names.PAST_LENGTHS, names.TOKEN_INDICES)
     for number, profile in enumerate(profiles):
-        largest = list(engine.get_tensor_profile_shape(entry, number)[-1])
-        if largest != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
-            raise BundleError(
-                f"engine '{path}' takes {entry} of {largest} at most in profile {profile.name}, unlike its manifest"
-            )
+        for entry in entries:
+            largest = list(engine.get_tensor_profile_shape(entry, number)[-1])
+            if largest != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
+                raise BundleError(
+                    f"engine '{path}' takes {entry} of {largest} at most in profile {profile.name}, unlike its manifest"
+                )
 
 
 def pick_profile(profiles: tuple[Profile, ...], tokens: int, batch_size: int = 1) -> int:
