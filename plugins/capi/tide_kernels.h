@@ -5,17 +5,14 @@
 #ifndef TIDE_KERNELS_H
 #define TIDE_KERNELS_H
 
-#include "tide_compact/kernel.cuh"
-#include "tide_exit_scatter/kernel.cuh"
-#include "tide_gather_pending/kernel.cuh"
-#include "tide_route/kernel.cuh"
+#include "tide_exit/kernel.cuh"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 /* Raised when a struct or the meaning of a field changes. */
-#define TIDE_KERNELS_VERSION 1
+#define TIDE_KERNELS_VERSION 2
 
 TIDE_API int32_t tide_kernels_version(void);
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "common/block.cuh"
+#include "common/team.cuh"
 
 namespace tide {
 
@@ -13,14 +13,19 @@ TIDE_BOTH float silu(float x) { return x / (1.0f + expf(-x)); }
 
 TIDE_BOTH float negative_infinity() { return -INFINITY; }
 
-// The statistics of a row that a norm uses: normalized = (x - mean) * scale. RMSNorm has mean 0.
+// Of some numbers: how many, their mean and the sum of the squares of their deviations from it, so that nothing cancels.
 struct Moments {
+  float count;
   float mean;
-  float scale;
+  float squares;
 };
 
-TIDE_BOTH float inverse_deviation(float sum_of_squares, float count, float epsilon) {
-  return 1.0f / sqrtf(sum_of_squares / count + epsilon);
+// The moments of the numbers of both.
+TIDE_BOTH Moments merged(Moments a, Moments b) {
+  if (b.count == 0.0f) return a;
+  const float count = a.count + b.count, difference = b.mean - a.mean;
+  return {count, a.mean + difference * (b.count / count),
+          a.squares + b.squares + difference * difference * (a.count * b.count / count)};
 }
 
 // The two largest of some logits and sum(exp(logit - first)), computed in one pass. weight == 0: no logit yet. A NaN

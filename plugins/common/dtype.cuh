@@ -1,10 +1,10 @@
-// Element types: float32, float16, bfloat16 in memory, float32 in arithmetic; 16-byte packs where memory allows.
+// Element types: float32, float16, bfloat16 in memory, float32 in arithmetic.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "common/block.cuh"
+#include "common/team.cuh"
 #include "common/types.h"
 
 namespace tide {
@@ -28,46 +28,24 @@ TIDE_BOTH __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// One element of an array whose type is known at run time; for the small arrays that are read once.
-TIDE_BOTH float element(const void* array, int32_t type, int64_t index) {
-  if (type == TIDE_FLOAT16) return to_float(static_cast<const __half*>(array)[index]);
-  if (type == TIDE_BFLOAT16) return to_float(static_cast<const __nv_bfloat16*>(array)[index]);
-  return static_cast<const float*>(array)[index];
-}
-
 TIDE_BOTH bool known_type(int32_t type) { return type >= TIDE_FLOAT32 && type <= TIDE_BFLOAT16; }
 
-TIDE_BOTH int64_t size_of(int32_t type) { return type == TIDE_FLOAT32 ? 4 : 2; }
-
-// 16 bytes of elements.
+// Four elements in one access.
 template <class T>
-struct alignas(16) Pack {
-  static constexpr int kCount = 16 / static_cast<int>(sizeof(T));
-  T item[kCount];
+struct alignas(4 * sizeof(T)) Four {
+  T item[4];
 };
 
+// Whether rows of `width` elements, `stride` apart from `data` on, may be read in fours.
 template <class T>
-TIDE_DEVICE void clear(Pack<T>& pack) {
-  TIDE_UNROLL
-  for (int i = 0; i < Pack<T>::kCount; ++i) pack.item[i] = from_float<T>(0.0f);
+TIDE_BOTH bool allows_fours(const T* data, int64_t stride, int64_t width) {
+  return reinterpret_cast<uintptr_t>(data) % sizeof(Four<T>) == 0 && stride % 4 == 0 && width % 4 == 0;
 }
 
-// Elements source[0 .. valid), the rest zero; in one access if `vector`: `source` is 16-byte aligned.
+// The value as T holds it.
 template <class T>
-TIDE_DEVICE void load(Pack<T>& pack, const T* source, int64_t valid, bool vector) {
-  constexpr int kCount = Pack<T>::kCount;
-  if (vector && valid >= kCount) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(source);
-    memcpy(&pack, &raw, sizeof(raw));
-    return;
-  }
-  TIDE_UNROLL
-  for (int i = 0; i < kCount; ++i) pack.item[i] = i < valid ? source[i] : from_float<T>(0.0f);
-}
-
-// Whether rows of `stride` elements starting at `data` may be read in packs.
-inline bool allows_packs(const void* data, int64_t stride, int64_t element_size) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * element_size % 16 == 0;
+TIDE_BOTH float rounded(float x) {
+  return to_float(from_float<T>(x));
 }
 
 }  // namespace tide

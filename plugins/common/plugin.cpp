@@ -1,7 +1,6 @@
 #include "common/plugin.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace tide {
 
@@ -59,25 +58,6 @@ Attributes::Value const& Attributes::find(char const* name) const {
   throw Misuse(std::string("there is no attribute ") + name);
 }
 
-TideNormArgs norm_of(Attributes const& attributes) {
-  TideNormArgs norm{};
-  std::string const& kind = attributes.text("norm");
-  if (kind == "rms")
-    norm.kind = TIDE_NORM_RMS;
-  else if (kind == "layer")
-    norm.kind = TIDE_NORM_LAYER;
-  else if (kind != "none")
-    throw Misuse("attribute norm is \"" + kind + "\", not none, rms or layer");
-  norm.epsilon = attributes.number("epsilon");
-  norm.scale_offset = attributes.number("scale_offset");
-  return norm;
-}
-
-bool is_norm_input_count(int32_t kind, int32_t count) {
-  if (kind == TIDE_NORM_LAYER) return count == 1 || count == 2;
-  return count == (kind == TIDE_NORM_RMS ? 1 : 0);
-}
-
 TideType tide_type(DataType type) {
   switch (type) {
     case DataType::kFLOAT: return TIDE_FLOAT32;
@@ -99,12 +79,6 @@ int64_t volume(Dims const& dims) {
   return product;
 }
 
-int64_t rows_of(Dims const& dims) {
-  int64_t product = 1;
-  for (int32_t i = 0; i + 1 < dims.nbDims; ++i) product *= dims.d[i];
-  return product;
-}
-
 int64_t last(Dims const& dims) { return dims.nbDims > 0 ? dims.d[dims.nbDims - 1] : 1; }
 
 void require(bool condition, char const* text) {
@@ -117,9 +91,7 @@ void check(cudaError_t status) {
 
 void carry_over(void* output, void const* input, PluginTensorDesc const& desc, cudaStream_t stream) {
   if (output == input) return;
-  const int64_t element = desc.type == DataType::kINT64                                  ? 8
-                          : desc.type == DataType::kHALF || desc.type == DataType::kBF16 ? 2
-                                                                                         : 4;
+  const int64_t element = desc.type == DataType::kFLOAT ? 4 : 2;
   check(cudaMemcpyAsync(output, input, static_cast<size_t>(volume(desc.dims) * element), cudaMemcpyDeviceToDevice,
                         stream));
 }

@@ -66,12 +66,6 @@ class Attributes {
   std::vector<Entry> entries_;
 };
 
-// The norm of the attributes norm ("none", "rms", "layer"), epsilon and scale_offset; the caller sets scale and shift.
-TideNormArgs norm_of(Attributes const& attributes);
-
-// Whether a norm of this kind may have this many inputs after the others: its scale, and LayerNorm's optional shift.
-bool is_norm_input_count(int32_t kind, int32_t count);
-
 TideType tide_type(nvinfer1::DataType type);
 
 bool is_float(nvinfer1::DataType type);
@@ -79,9 +73,6 @@ bool is_float(nvinfer1::DataType type);
 bool is_linear(nvinfer1::DynamicPluginTensorDesc const& tensor);
 
 int64_t volume(nvinfer1::Dims const& dims);
-
-// All dimensions but the last.
-int64_t rows_of(nvinfer1::Dims const& dims);
 
 int64_t last(nvinfer1::Dims const& dims);
 
@@ -91,7 +82,7 @@ void require(bool condition, char const* text);
 // Throws Misuse unless CUDA took the work.
 void check(cudaError_t status);
 
-// Sees to it that `output` holds what `input` holds, where TensorRT did not alias them.
+// Sees to it that `output` holds what `input`, of float32, float16 or bfloat16, holds, where they are not one memory.
 void carry_over(void* output, void const* input, nvinfer1::PluginTensorDesc const& desc, cudaStream_t stream);
 
 // All of IPluginV3 that is the same for each plugin. A plugin adds its shapes, types and `launch`.

@@ -12,24 +12,18 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "tide_compact/plugin.h"
-#include "tide_exit_scatter/plugin.h"
-#include "tide_gather_pending/plugin.h"
-#include "tide_route/plugin.h"
+#include "tide_exit/plugin.h"
 
 namespace tide {
 namespace {
 
 using namespace nvinfer1;
 
-constexpr int kCount = 4;
+constexpr int kCount = 1;
 
 std::array<IPluginCreatorInterface*, kCount> const& creators() {
-  static Creator<TideRoute> route;
-  static Creator<TideExitScatter> exit_scatter;
-  static Creator<TideCompact> compact;
-  static Creator<TideGatherPending> gather_pending;
-  static std::array<IPluginCreatorInterface*, kCount> const all{&route, &exit_scatter, &compact, &gather_pending};
+  static Creator<TideExit> exit;
+  static std::array<IPluginCreatorInterface*, kCount> const all{&exit};
   return all;
 }
 

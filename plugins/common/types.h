@@ -15,12 +15,11 @@ enum TideType { TIDE_FLOAT32 = 0, TIDE_FLOAT16 = 1, TIDE_BFLOAT16 = 2 };
 
 enum TideNorm { TIDE_NORM_NONE = 0, TIDE_NORM_RMS = 1, TIDE_NORM_LAYER = 2 };
 
-/* normalized = (x - mean) * (scale + scale_offset) / sqrt(mean((x - mean)^2) + epsilon) + shift; RMSNorm has mean 0.
-   `scale` [hidden]; `shift` [hidden] or NULL; scale_offset is 1 for Gemma's norms, whose weight is stored minus one. */
+/* normalized = (x - mean) * scale / sqrt(mean((x - mean)^2) + epsilon) + shift; RMSNorm has mean 0.
+   `scale` [hidden]; `shift` [hidden] or NULL. */
 typedef struct TideNormArgs {
   int32_t kind; /* TideNorm; with NONE nothing else is read */
   float epsilon;
-  float scale_offset;
   const void* scale;
   const void* shift;
 } TideNormArgs;

@@ -233,7 +233,7 @@ struct FakeRegistry final : StubIPluginRegistry {
     return nullptr;
   }
   IPluginCreatorInterface* getCreator(char const* name, char const* version, char const* space) noexcept override {
-    bool const ours = std::string(name) + version + space == "TideRoute1tide";
+    bool const ours = std::string(name) + version + space == "TideExit1tide";
     return loaded && ours ? reinterpret_cast<IPluginCreatorInterface*>(this) : nullptr;
   }
   bool loaded = false;

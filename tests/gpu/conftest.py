@@ -1,4 +1,4 @@
-"""A GPU and the kernels, from TIDE_KERNELS_LIBRARY or built here with nvcc, for the tests on a GPU."""
+"""A GPU and the kernel, from TIDE_KERNELS_LIBRARY or built here with nvcc, for the tests on a GPU."""
 
 import ctypes
 import os

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The kernels under compute-sanitizer: bad addresses, races, reads of memory that nothing wrote, barriers.
+# The kernel under compute-sanitizer: bad addresses, races, reads of memory that nothing wrote, barriers.
 #   sh tests/gpu/sanitize.sh [libtide_kernels.so]        without a library it is built here, for this machine's GPU
 set -eu
 cd "$(dirname "$0")/../.."

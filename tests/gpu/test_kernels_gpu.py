@@ -1,126 +1,92 @@
-"""The kernels on a GPU against float64, with guards and NaN around and in everything they write.
+"""The kernel on a GPU against float64, with guards and NaN around and in everything it writes.
 
 python -m pytest tests/gpu -q          needs numpy, pytest, and cmake with nvcc (or TIDE_KERNELS_LIBRARY)
 sh tests/gpu/sanitize.sh               the same code under compute-sanitizer
 """
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_cases import LAYER, RMS, B, F, H, RouteCase, run_all, tolerance
-from kernel_checks import (
-    ScatterCase,
-    check_compact,
-    check_gather,
-    check_route,
-    check_route_nan,
-    check_route_rows_alone,
-    check_scatter,
-    route_data,
-    route_reference,
+from kernel_cases import LAYER, NONE, RMS, B, ExitCase, F, H, run_all, tolerance
+from kernel_checks import ExitResult, check_exit, check_nan, check_slots_alone, exit_args, exit_data, run_exit
+from kernel_runner import DeviceMemory, Runner, poison
+
+SLOTS = [1, 3, 8, 17, 64, 333]
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize(
+    ("hidden", "bottleneck", "rank"), [(64, 1, 4), (111, 19, 0), (1000, 130, 33), (4096, 128, 64), (8192, 512, 256)]
 )
-from kernel_runner import DeviceMemory, Runner, tk
-
-NONE = tk.NORM_NONE
-ROWS = [1, 19, 32, 33, 111, 989, 4096]
-
-
-def on_gpu(case) -> float:
-    """Tensor cores add products in an order and with roundings of their own."""
-    return max(tolerance(case), 1e-4)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("hidden", "bottleneck"), [(64, 1), (111, 19), (1000, 130), (4096, 128), (8192, 512)])
-@pytest.mark.parametrize(("states", "weights"), [(F, F), (H, H), (B, B), (H, F), (B, F)])
-def test_route(runner, rows, hidden, bottleneck, states, weights):
-    norm = (NONE, RMS, LAYER)[(rows + hidden) % 3]
+@pytest.mark.parametrize("kind", [F, H, B])
+def test_exit(runner, slots, hidden, bottleneck, rank, kind):
+    norm = (NONE, RMS, LAYER)[(slots + hidden) % 3]
     for shortlist in (0, 256):
-        case = RouteCase(rows, hidden, bottleneck, shortlist, states, weights, norm, norm == LAYER, padding=hidden % 3)
-        check_route(runner, case, on_gpu(case))
+        case = ExitCase(slots, hidden, bottleneck, shortlist, rank, kind, norm, norm == LAYER, tokens=1 + hidden % 3)
+        check_exit(runner, case, tolerance(case))
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
-def test_a_row_s_score_does_not_depend_on_the_others(runner, kind):
-    case = RouteCase(1200, 4096, 128, 256, states=kind, weights=kind, norm=RMS)
-    check_route_rows_alone(runner, case, [1, 4, 16, 17, 32, 33, 512, 513])
+def test_a_slot_s_results_do_not_depend_on_the_others(runner, kind):
+    check_slots_alone(runner, ExitCase(333, 4096, 128, 256, 64, kind), [1, 3, 4, 5, 64])
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
 def test_the_same_bits_every_time(runner, kind):
-    case = RouteCase(333, 2048, 64, 100, states=kind, weights=kind)
     for _ in range(3):
-        check_route_rows_alone(runner, case, [333])
+        check_slots_alone(runner, ExitCase(333, 2048, 64, 100, 64, kind), [333])
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
-def test_nan_stays_in_its_row(runner, kind):
-    check_route_nan(runner, RouteCase(333, 2048, 64, 100, states=kind, weights=kind, norm=RMS))
+def test_nan_stays_in_its_slot(runner, kind):
+    check_nan(runner, ExitCase(333, 2048, 64, 100, 64, kind))
 
 
 def test_small_awkward_cases(runner):
     run_all(runner)
 
 
-def test_addresses_that_allow_no_packs(kernels_library):
-    run_all(Runner(kernels_library, DeviceMemory, guard=24))
+def test_addresses_that_allow_no_fours(kernels_library):
+    run_all(Runner(kernels_library, DeviceMemory, guard=20))
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("kind", "weights"), [(F, F), (H, H), (B, B), (H, F), (B, F)])
-def test_exit_scatter(runner, rows, kind, weights):
-    for hidden, rank, norm in ((64, 0, NONE), (111, 5, RMS), (4096, 64, LAYER), (8192, 0, RMS)):
-        case = ScatterCase(rows, hidden, rank, kind, weights, norm, shift=norm == LAYER, padding=hidden % 2)
-        check_scatter(runner, case, on_gpu(case))
-
-
-@pytest.mark.parametrize("rows", [0, *ROWS, 1_000_000])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_compact(runner, rows, share):
-    for row_bytes in (2, 30, 128 if rows > 10_000 else 8192):
-        check_compact(runner, rows, row_bytes, share, padding=row_bytes % 4)
-
-
-@pytest.mark.parametrize(
-    ("batch", "tokens", "capacity"), [(1, 1, 8), (5, 3, 16), (64, 1, 32), (33, 2, 3000), (4, 9, 8)]
-)
-def test_gather_pending(runner, batch, tokens, capacity):
-    for token_bytes in (2, 12, 512):
-        check_gather(runner, batch, tokens, capacity, token_bytes)
-
-
-def test_route_in_a_cuda_graph(runner):
-    """Captured once, replayed on new states: nothing allocates, nothing waits, nothing goes to another stream."""
-    case = RouteCase(7, 1024, 64, 32, states=B, weights=B, norm=RMS)
+def test_in_a_cuda_graph(runner):
+    """Captured twice in a row, replayed on new states: each launch waits for the one before it, whose results it may
+    overwrite, and nothing allocates or goes to another stream."""
+    case = ExitCase(7, 1024, 64, 32, 16, B)
     memory = DeviceMemory()
     cudart, check = memory.cudart, memory.check
-    data = route_data(case)
-    args = tk.RouteArgs(states_type=B, weights_type=B, rows=7, hidden=1024, bottleneck=64, shortlist=32)
-    args.states_stride, args.norm.kind, args.norm.epsilon = 1024, RMS, 1e-5
-    for name, array in {"states": data.states, "threshold": data.threshold, **data.weights}.items():
+    data = exit_data(case)
+    args = exit_args(case)
+    for name, array in data.inputs().items():
         setattr(args, name, memory.put(array.reshape(-1).view(np.uint8)))
     args.norm.scale = memory.put(data.norm["scale"].view(np.uint8))
-    args.scores, args.exits = memory.put(np.full(28, 255, np.uint8)), memory.put(np.full(28, 255, np.uint8))
-    size = runner.kernels.workspace("tide_route", args)
+    empty = ExitResult(poison((7,), np.float32), poison((7,), np.int32), poison((7, 2, 1024), np.uint16))
+    for name, array in vars(empty).items():
+        setattr(args, name, memory.put(array.reshape(-1).view(np.uint8)))
+    size = runner.kernels.exit_workspace(args)
     workspace = memory.put(np.full(size, 255, np.uint8))
 
     stream, graph, executable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     check(cudart.cudaStreamCreateWithFlags(ctypes.byref(stream), 1))  # does not wait for the default stream
-    runner.kernels.start("tide_route", args, workspace, size, stream.value)  # CUDA loads kernels at their first launch
+    runner.kernels.exit(args, workspace, size, stream.value)  # CUDA loads kernels at their first launch
     check(cudart.cudaStreamSynchronize(stream))
     check(cudart.cudaStreamBeginCapture(stream, 0))
-    runner.kernels.start("tide_route", args, workspace, size, stream.value)
+    runner.kernels.exit(args, workspace, size, stream.value)
+    runner.kernels.exit(args, workspace, size, stream.value)
     check(cudart.cudaStreamEndCapture(stream, ctypes.byref(graph)))
     check(cudart.cudaGraphInstantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)))
     for seed in (1, 2):
-        new = route_data(RouteCase(**{**vars(case), "seed": seed}))
-        data.states = new.states
-        memory._copy(args.states, new.states.ctypes.data, new.states.nbytes, memory.TO_DEVICE)
+        data.states = exit_data(replace(case, seed=seed)).states
+        memory._copy(args.states, data.states.ctypes.data, data.states.nbytes, memory.TO_DEVICE)
+        memory._copy(args.exit_states, empty.exit_states.ctypes.data, empty.exit_states.nbytes, memory.TO_DEVICE)
         check(cudart.cudaGraphLaunch(executable, stream))
         memory.wait()
-        scores = memory.get(args.scores, 28).view(np.float32)
-        np.testing.assert_allclose(scores, route_reference(case, data, 1e-5), atol=on_gpu(case))
+        expected = run_exit(runner, case, data)
+        for name, array in vars(expected).items():
+            assert np.array_equal(memory.get(getattr(args, name), array.nbytes), array.reshape(-1).view(np.uint8)), name
     check(cudart.cudaGraphExecDestroy(executable))
     check(cudart.cudaGraphDestroy(graph))
     check(cudart.cudaStreamDestroy(stream))

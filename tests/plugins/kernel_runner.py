@@ -137,13 +137,12 @@ class Runner:
 
     def run(
         self,
-        name: str,
-        args: ctypes.Structure,
+        args: tk.ExitArgs,
         inputs: dict[str, np.ndarray],
         outputs: dict[str, np.ndarray],
         norm: dict[str, np.ndarray] | None = None,
     ) -> None:
-        """Starts kernel `name` with `inputs` and `outputs` as its pointers of those names, and waits for it.
+        """Starts `tide_exit` with `inputs` and `outputs` as its pointers of those names, and waits for it.
 
         An array of `outputs` is what the memory holds beforehand, and takes what it holds afterwards.
 
@@ -153,6 +152,7 @@ class Runner:
         """
         memory, guard = self.memory_type(), self.guard
         placed = []
+        targets: list[tuple[ctypes.Structure, str, np.ndarray]]
         targets = [(args, key, value) for key, value in {**inputs, **outputs}.items()]
         targets += [(args.norm, key, value) for key, value in (norm or {}).items()]
         for owner, key, array in targets:
@@ -161,9 +161,9 @@ class Runner:
             address = memory.put(data)
             setattr(owner, key, address + guard)
             placed.append((key, array, data, address))
-        size = self.kernels.workspace(name, args) if name in tk.WITH_WORKSPACE else 0
+        size = self.kernels.exit_workspace(args)
         workspace = memory.put(np.full(size + guard, FILL, np.uint8))
-        self.kernels.start(name, args, workspace, size)
+        self.kernels.exit(args, workspace, size)
         memory.wait()
 
         for key, array, before, address in placed:
@@ -171,8 +171,8 @@ class Runner:
             if key in outputs:
                 array.reshape(-1).view(np.uint8)[:] = after[guard : guard + array.nbytes]
                 after[guard : guard + array.nbytes] = before[guard : guard + array.nbytes]
-            assert np.array_equal(before, after), f"{name} wrote outside its outputs, near or into {key}"
-        assert (memory.get(workspace + size, guard) == FILL).all(), f"{name} wrote behind its workspace"
+            assert np.array_equal(before, after), f"tide_exit wrote outside its outputs, near or into {key}"
+        assert (memory.get(workspace + size, guard) == FILL).all(), "tide_exit wrote after its workspace"
         memory.free()
 
 

@@ -1,7 +1,7 @@
-"""The kernels' own code on the CPU: every value against float64, every write where it belongs, and no race.
+"""The kernel's own code on the CPU: every value against float64, every write where it belongs, and no race.
 
-The blocks, threads and phases are those of the GPU build (plugins/common/block.cuh); what only a GPU has, its memory
-system and tensor cores, is not in these tests but in tests/gpu.
+Teams, blocks, threads, stages and phases are those of the GPU build (plugins/common/team.cuh); what only a GPU has, its
+memory system and barriers, is not in these tests but in tests/gpu.
 """
 
 import os
@@ -11,20 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_cases import LAYER, RMS, B, F, H, RouteCase, run_all, tolerance
-from kernel_checks import (
-    ScatterCase,
-    check_compact,
-    check_gather,
-    check_route,
-    check_route_nan,
-    check_route_rows_alone,
-    check_scatter,
-    route_data,
-    run_route,
-)
-from kernel_runner import Runner, poison, tk
+from kernel_cases import CASES, LAYER, NONE, RMS, B, ExitCase, F, H, run_all, tolerance
+from kernel_checks import check_exit, check_nan, check_slots_alone, exit_args, exit_data, run_exit
+from kernel_runner import Runner, tk
 from native_builds import KERNELS_EMULATED, ROOT, cuda_headers, need
+
+LONE, CLUSTERS, SMALL_CLUSTERS = 8, 9, 12  # compute capabilities: no clusters, clusters of 16 blocks, and of 8
 
 
 @pytest.fixture(scope="module")
@@ -38,99 +30,64 @@ def emulate(runner: Runner):
     runner.kernels.emulate()
 
 
+@pytest.mark.parametrize("capability", [LONE, CLUSTERS])
 @pytest.mark.parametrize(
     "case",
     [
-        RouteCase(1, 8192, 512),
-        RouteCase(1, 4096, 128, 256, states=B, weights=B),
-        RouteCase(19, 1000, 130, 19, norm=RMS),
-        RouteCase(19, 2048, 64, 256, states=H, weights=H, norm=RMS),
-        RouteCase(32, 777, 512, states=B, weights=B, norm=LAYER, shift=True),
-        RouteCase(33, 640, 65, 33, states=H, weights=F, norm=LAYER),
-        RouteCase(111, 511, 1, 2, states=F),
-        RouteCase(111, 512, 128, states=H, weights=H, norm=RMS, scale_offset=1.0, padding=5),
-        RouteCase(989, 192, 33, 7, states=B, weights=F, norm=RMS, row_thresholds=True),
-        RouteCase(989, 257, 16, 40, states=B, weights=B),
-        RouteCase(4096, 64, 1, states=F, norm=LAYER),
-        RouteCase(4096, 64, 17, 3, states=H, weights=H),
+        ExitCase(1, 8192, 512, norm=NONE),
+        ExitCase(1, 4096, 128, 256, 64, B),
+        ExitCase(8, 2048, 64, 256, 32, H, tokens=5, exit_rows=4),
+        ExitCase(19, 1000, 130, 19, 9, F, LAYER),
+        ExitCase(33, 640, 65, 33, 0, H, LAYER, shift=True),
+        ExitCase(64, 192, 33, 7, 5, B),
+        ExitCase(64, 576, 16, 40, 0, F),
     ],
     ids=str,
 )
-def test_route(runner, case):
-    check_route(runner, case, tolerance(case))
+def test_exit(runner, emulate, case, capability):
+    emulate(0, capability)
+    check_exit(runner, case, tolerance(case))
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
-def test_a_row_s_score_does_not_depend_on_the_others(runner, kind):
-    check_route_rows_alone(
-        runner, RouteCase(520, 300, 24, 17, states=kind, weights=kind, norm=RMS), [1, 4, 17, 33, 512]
-    )
+@pytest.mark.parametrize("capability", [LONE, CLUSTERS])
+def test_a_slot_s_results_do_not_depend_on_the_others(runner, emulate, kind, capability):
+    emulate(0, capability)
+    check_slots_alone(runner, ExitCase(37, 300, 24, 17, 6, kind), [1, 3, 4, 5, 17])
 
 
 @pytest.mark.parametrize("kind", [F, H, B])
-def test_route_keeps_nan_to_its_row(runner, kind):
-    check_route_nan(runner, RouteCase(33, 300, 24, 17, states=kind, weights=kind, norm=RMS))
+def test_nan_stays_in_its_slot(runner, kind):
+    check_nan(runner, ExitCase(9, 300, 24, 17, 6, kind))
 
 
-def test_route_before_tensor_cores_knew_bfloat16(runner, emulate):
-    emulate(0, 7)
-    check_route(runner, RouteCase(33, 300, 24, 17, states=B, weights=B), 2e-5)
-    check_route(runner, RouteCase(7, 300, 24, 17, states=B, weights=B), 2e-5)
-
-
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_the_order_of_threads_and_blocks_does_not_matter(runner, emulate, order):
-    emulate(order)
+@pytest.mark.parametrize(("order", "capability"), [(1, LONE), (2, CLUSTERS), (3, SMALL_CLUSTERS), (4, CLUSTERS)])
+def test_the_order_of_threads_blocks_and_teams_does_not_matter(runner, emulate, order, capability):
+    emulate(order, capability)
     run_all(runner)
 
 
-def test_a_score_has_the_same_bits_in_any_order(runner, emulate):
-    case = RouteCase(17, 300, 24, 17, norm=RMS)
-    data = route_data(case)
-    ascending, _ = run_route(runner, case, data)
-    emulate(5)
-    shuffled, _ = run_route(runner, case, data)
-    assert np.array_equal(ascending.view(np.int32), shuffled.view(np.int32))
+def test_a_score_has_the_same_bits_in_any_order_and_with_or_without_clusters(runner, emulate):
+    case = ExitCase(17, 300, 24, 17, 5, norm=LAYER)
+    data = exit_data(case)
+    ascending = run_exit(runner, case, data)
+    for order, capability in ((5, LONE), (6, CLUSTERS)):
+        emulate(order, capability)
+        shuffled = run_exit(runner, case, data)
+        assert np.array_equal(ascending.scores.view(np.int32), shuffled.scores.view(np.int32))
 
 
-def test_addresses_that_allow_no_packs(emulated_library):
-    """Every array is 8 bytes off a multiple of 16."""
-    run_all(Runner(emulated_library, guard=24))
+def test_addresses_that_allow_no_fours(emulated_library):
+    """Every array is 4 bytes off a multiple of 8."""
+    run_all(Runner(emulated_library, guard=20))
 
 
-@pytest.mark.parametrize("norm", [tk.NORM_NONE, RMS, LAYER])
-@pytest.mark.parametrize(("kind", "weights"), [(F, F), (H, H), (B, B), (H, F)])
-def test_exit_scatter(runner, kind, weights, norm):
-    for case in (
-        ScatterCase(1, 64, 0, kind, weights, norm),
-        ScatterCase(33, 300, 0, kind, weights, norm, shift=norm == LAYER, output_rows=20, padding=3),
-        ScatterCase(19, 111, 33, kind, weights, norm, shift=norm == LAYER),
-    ):
-        check_scatter(runner, case, tolerance(case))
+def test_no_slots_are_no_work(runner):
+    runner.kernels.exit(args_with(slots=0), None, 0)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 19, 32, 33, 111, 989, 1024, 1025, 4096])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_compact(runner, rows, share):
-    for row_bytes, padding in ((1, 0), (6, 2), (32, 16)):
-        check_compact(runner, rows, row_bytes, share, padding=padding)
-
-
-@pytest.mark.parametrize(("batch", "tokens", "capacity"), [(1, 1, 1), (5, 3, 16), (3, 0, 8), (4, 9, 8), (33, 2, 300)])
-def test_gather_pending(runner, batch, tokens, capacity):
-    for token_bytes in (2, 12, 64):
-        check_gather(runner, batch, tokens, capacity, token_bytes)
-
-
-def test_no_rows_are_no_work(runner):
-    runner.kernels.start("tide_route", route_args(rows=0))
-    args = tk.ExitScatterArgs(hidden=8, layer=1)
-    runner.kernels.start("tide_exit_scatter", args)
-    runner.kernels.start("tide_gather_pending", tk.GatherPendingArgs(token_bytes=4, tokens=1))
-
-
-def route_args(**changes) -> tk.RouteArgs:
-    args = tk.RouteArgs(rows=2, hidden=8, bottleneck=4, states_stride=8)
+def args_with(**changes) -> tk.ExitArgs:
+    args = exit_args(ExitCase(2, 8, 4, norm=NONE))
     for name, value in changes.items():
         setattr(args, name, value)
     return args
@@ -141,32 +98,39 @@ def route_args(**changes) -> tk.RouteArgs:
     [
         pytest.param({"hidden": 0}, id="no width"),
         pytest.param({"bottleneck": 0}, id="no bottleneck"),
+        pytest.param({"tokens": 0}, id="no token"),
+        pytest.param({"exit_rows": 0}, id="no row for the exit state"),
         pytest.param({"shortlist": 1}, id="no second token"),
-        pytest.param({"rows": -1}, id="negative rows"),
-        pytest.param({"rows": 2**31}, id="more rows than a grid has blocks"),
+        pytest.param({"lens_rank": -1}, id="negative rank"),
+        pytest.param({"slots": -1}, id="negative slots"),
+        pytest.param({"slots": 2**31}, id="more slots than a grid has blocks"),
+        pytest.param({"hidden": 2**31}, id="wider than can be counted"),
         pytest.param({"states_type": 3}, id="unknown type"),
-        pytest.param({"states_type": F, "weights_type": H}, id="weights narrower than states"),
-        pytest.param({"norm": tk.NormArgs(kind=RMS)}, id="norm without a scale"),
         pytest.param({"norm": tk.NormArgs(kind=7)}, id="unknown norm"),
-        pytest.param({}, id="null pointers"),
+        pytest.param({"states": None}, id="null pointer"),
+        pytest.param({"shortlist": 2}, id="shortlist without weights"),
+        pytest.param({"lens_rank": 2}, id="lens without weights"),
+        pytest.param({"norm": tk.NormArgs(kind=RMS)}, id="norm without a scale"),
     ],
 )
 def test_unusable_arguments_are_refused(runner, changes):
-    with pytest.raises(tk.KernelError, match="tide_route gave CUDA error 1"):
-        runner.kernels.start("tide_route", route_args(**changes), 256, 2**40)
+    names = ("states", "last_tokens", "thresholds", "down", "up", "bias", "exit_states", "scores", "exits")
+    args = args_with(**(dict.fromkeys(names, 64) | changes))
+    with pytest.raises(tk.KernelError, match="tide_exit gave CUDA error 1"):
+        runner.kernels.exit(args, 256, 2**40)
 
 
 def test_a_workspace_that_is_too_small_is_refused(runner):
-    args = route_args(scores=64, exits=64, states=64, down=64, up=64, bias=64, threshold=64)
-    size = runner.kernels.workspace("tide_route", args)
+    names = ("states", "last_tokens", "thresholds", "down", "up", "bias", "exit_states", "scores", "exits")
+    args = args_with(**dict.fromkeys(names, 64))
     with pytest.raises(tk.KernelError):
-        runner.kernels.start("tide_route", args, 256, size - 1)
+        runner.kernels.exit(args, 256, runner.kernels.exit_workspace(args) - 1)
 
 
-def test_the_workspace_for_many_rows_is_enough_for_fewer(runner):
+def test_the_workspace_for_many_slots_is_enough_for_fewer(runner):
     sizes = [
-        runner.kernels.workspace("tide_route", route_args(rows=rows, hidden=5000, bottleneck=100))
-        for rows in (1, 2, 31, 512, 513, 600, 4096, 100_000)
+        runner.kernels.exit_workspace(exit_args(ExitCase(slots, 5000, 100, 30, 12)))
+        for slots in (1, 2, 4, 5, 16, 17, 64, 1000)
     ]
     assert sizes == sorted(sizes)
 
@@ -178,15 +142,13 @@ def test_the_loader_refuses_another_version(monkeypatch, emulated_library):
 
 
 def test_the_guards_see_a_write_that_goes_too_far(runner):
-    """The runner's own test: an output declared one row too small is an overrun."""
-    args = tk.GatherPendingArgs(batch=1, tokens=1, capacity=4, token_bytes=4)
-    inputs = {"states": np.zeros(4, np.uint8), "lengths": np.zeros(1, np.int32)}
-    outputs = {"pending": np.zeros(16, np.uint8), "counts": np.zeros(1, np.int32), "positions": poison((3,), np.int32)}
-    outputs["counts"][0] = 2
-    args.tokens = 2
-    inputs["states"] = np.zeros(8, np.uint8)
+    """The runner's own test: an output given with one slot too few is an overrun."""
+    case = CASES[0]
+    data = exit_data(case)
+    outputs = {name: np.zeros(0, np.uint8) for name in ("scores", "exits")}
+    outputs["exit_states"] = np.zeros((1, 2, case.hidden), np.float32)
     with pytest.raises(AssertionError, match="wrote outside"):
-        runner.run("tide_gather_pending", args, inputs, outputs)
+        runner.run(exit_args(case), data.inputs(), outputs, data.norm)
 
 
 def test_under_an_address_sanitizer(builds):

@@ -11,21 +11,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from native_builds import ROOT
 
 from tide_export import names
-from tide_export.compose.router_op import route_attributes, route_function
+from tide_export.compose.exit_op import exit_attributes, exit_function
+from tide_export.compose.segments import OPSET
 from tide_export.engines.build import run_worker
 from tide_export.errors import BuildError
-from tide_export.routers.router import RouterArrays
 from tide_export.runtime.tensorrt.flavours import TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins
-from tide_export.trace.tracer import OPSET
 from tide_export.version import __version__
 
-PLUGINS = ["TideRoute", "TideExitScatter", "TideCompact", "TideGatherPending"]
+PLUGINS = [names.OP_EXIT]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ for step in sys.argv[2:]:
     else:
         registry.load_library(sys.argv[1])
     found[step] = ours()
-creator = registry.get_creator("TideRoute", "1", "tide")
+creator = registry.get_creator("TideExit", "1", "tide")
 if creator is not None:
     found["fields"] = {f.name: str(f.type).split(".")[-1].rstrip(">").split(":")[0] for f in creator.field_names}
     none = trt.PluginFieldCollection([])
@@ -75,23 +75,16 @@ def test_load_library_registers_the_creators(library):
     found = listing(library, "load")
     assert found["before"] == []
     assert found["load"] == PLUGINS
-    assert found["fields"] == {"norm": "CHAR", "epsilon": "FLOAT32", "scale_offset": "FLOAT32"}
     assert found["created"]
     assert not found["created wrong"]
 
 
-def test_the_fields_are_the_attributes_of_our_nodes(library):
+def test_the_fields_are_the_attributes_of_our_nodes_and_of_their_types(library):
     fields = listing(library, "load")["fields"]
-    attributes = {key: value for key, value in route_attributes().items() if not key.startswith("plugin_")}
-    assert attributes.keys() <= fields.keys()
-
-
-def test_a_field_takes_the_type_that_our_attribute_has(library):
-    fields = listing(library, "load")["fields"]
+    attributes = exit_attributes("rms", 1e-6, True, True)
+    ours = {key: value for key, value in attributes.items() if not key.startswith("plugin_")}
     kinds = {str: "CHAR", float: "FLOAT32", int: "INT32"}
-    for key, value in route_attributes().items():
-        if not key.startswith("plugin_"):
-            assert fields[key] == kinds[type(value)], key
+    assert fields == {key: kinds[type(value)] for key, value in ours.items()}
 
 
 def test_the_library_s_versions(library):
@@ -137,40 +130,35 @@ print("parsed", parsed, network.num_layers)
 
 
 @pytest.fixture(scope="module")
-def route_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A TideRoute node as `compose` writes it, with the function that is its body."""
-    import numpy as np
-
+def exit_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A TideExit node as `compose` writes it, with the function that is its body."""
     rng = np.random.default_rng(0)
-    down, up, shortlist, confidence = (
-        rng.normal(size=s).astype(np.float32) for s in ((64, 8), (8, 1), (64, 5), (2, 8))
-    )
-    router = RouterArrays(down, up, 0.5, shortlist, confidence)
-    states = ir.Value(name="states", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", 1, 64]))
-    threshold = ir.Value(name="threshold", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
-    weights = [
-        ir.Value(
-            name=f"weight_{i}", const_value=ir.tensor(x), type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(x.shape)
-        )
-        for i, x in enumerate((down, up, np.array([router.bias], np.float32), shortlist, confidence))
-    ]
-    inputs = [states, threshold, *weights]
-    node = ir.node(names.OP_ROUTE, inputs, attributes=route_attributes(), domain=names.DOMAIN, num_outputs=2)
-    score, leaves = node.outputs
-    score.name, score.type, score.shape = "score", ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", 1, 1])
-    cast = ir.node("Cast", [leaves], attributes={"to": int(ir.DataType.INT32)})
-    flag = cast.outputs[0]
-    flag.name, flag.type, flag.shape = "leaves", ir.TensorType(ir.DataType.INT32), ir.Shape(["batch", 1, 1])
+    float32, int64 = ir.TensorType(ir.DataType.FLOAT), ir.TensorType(ir.DataType.INT64)
+    states = ir.Value(name="states", type=float32, shape=ir.Shape(["batch", "tokens", 64]))
+    last_tokens = ir.Value(name="last_tokens", type=int64, shape=ir.Shape(["batch"]))
+    thresholds = ir.Value(name="thresholds", type=float32, shape=ir.Shape(["batch"]))
+    exit_states = ir.Value(name="exit_states", type=float32, shape=ir.Shape(["batch", 1, 4, 64]))
+    weights = []
+    for shape in ((64, 8), (8, 1), (1,), (64, 5), (2, 8), (64, 4), (4, 64), (64,), (64,)):
+        tensor = ir.tensor(rng.normal(size=shape).astype(np.float32))
+        weights.append(ir.Value(name=f"weight_{len(weights)}", const_value=tensor, type=float32, shape=tensor.shape))
+    inputs = [states, last_tokens, thresholds, exit_states]
+    attributes = exit_attributes("rms", 1e-6, lens=True, shortlist=True)
+    node = ir.node(names.OP_EXIT, [*inputs, *weights], attributes=attributes, domain=names.DOMAIN, num_outputs=3)
+    after, score, exits = node.outputs
+    after.name, after.type, after.shape = "after", float32, exit_states.shape
+    score.name, score.type, score.shape = "score", float32, thresholds.shape
+    exits.name, exits.type, exits.shape = "exits", ir.TensorType(ir.DataType.INT32), thresholds.shape
     graph = ir.Graph(
-        [states, threshold],
-        [score, flag],
-        nodes=[node, cast],
+        inputs,
+        node.outputs,
+        nodes=[node],
         initializers=weights,
         opset_imports={"": OPSET, names.DOMAIN: 1},
-        name="route",
+        name="exit",
     )
-    path = tmp_path_factory.mktemp("graph") / "route.onnx"
-    ir.save(ir.Model(graph, ir_version=10, functions=[route_function(router)]), path)
+    path = tmp_path_factory.mktemp("graph") / "exit.onnx"
+    ir.save(ir.Model(graph, ir_version=11, functions=[exit_function(node, OPSET)]), path)
     return path
 
 
@@ -179,15 +167,15 @@ def parsing(*arguments: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_without_the_plugin_the_parser_takes_the_function_s_body(library, route_graph):
-    done = parsing(route_graph)
+def test_without_the_plugin_the_parser_takes_the_function_s_body(library, exit_graph):
+    done = parsing(exit_graph)
     assert done.returncode == 0, done.stderr
     assert "parsed True" in done.stdout
 
 
-def test_with_the_plugin_the_parser_creates_it(library, route_graph):
-    done = parsing(route_graph, library)
-    assert "Successfully created plugin: TideRoute" in done.stdout
+def test_with_the_plugin_the_parser_creates_it(library, exit_graph):
+    done = parsing(exit_graph, library)
+    assert "Successfully created plugin: TideExit" in done.stdout
     assert "parsed" not in done.stdout, "TensorRT-RTX takes the layer now: test more of it"
 
 
@@ -195,16 +183,17 @@ def test_the_parser_creates_the_plugin_for_every_exported_network(library, demo_
     """Of the files that are built, not of a graph made for the test."""
     for part in ("segment_00", "segment_02"):
         done = parsing(demo_bundle / names.network_file(part), library)
-        assert "Successfully created plugin: TideRoute" in done.stdout, part
+        assert "Successfully created plugin: TideExit" in done.stdout, part
         assert "parsed" not in done.stdout, part
     done = parsing(demo_bundle / names.network_file("segment_03"), library)
     assert "parsed True" in done.stdout, "the last segment has no router"
 
 
-def test_the_builder_hands_the_library_to_the_parser(library, route_graph, tmp_path):
+def test_the_builder_hands_the_library_to_the_parser(library, exit_graph, tmp_path):
     """With it the builder ends as TensorRT for RTX does when a plugin is to be added; without it an engine is built."""
-    profile = {"states": [[1, 1, 64]] * 3, "threshold": [[1]] * 3}
-    network = {"name": "segment_00", "source": str(route_graph), "engine": str(tmp_path / "e"), "profiles": [profile]}
+    profile = {"states": [[1, 1, 64]] * 3, "exit_states": [[1, 1, 4, 64]] * 3}
+    profile |= {name: [[1]] * 3 for name in ("last_tokens", "thresholds")}
+    network = {"name": "segment_00", "source": str(exit_graph), "engine": str(tmp_path / "e"), "profiles": [profile]}
     job = {"networks": [network], "timing_cache": None, "plugins": None}
     assert run_worker(job, TENSORRT_RTX, "1.7", lambda amount: None)["segment_00"]["plugins"] == 0
     with pytest.raises(BuildError, match=r"crashed while building segment_00 \(SIG"):

@@ -224,7 +224,7 @@ def test_the_manifest_says_which_engines_hold_plugins(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library = find_plugins(ours)
     if not taken:
-        with pytest.raises(BuildError, match=r"TensorRT did not take the plugin TideRoute of '.*' in segment_00"):
+        with pytest.raises(BuildError, match=r"TensorRT did not take the plugin TideExit of '.*' in segment_00"):
             build.build_engines(tmp_path, manifest, TENSORRT, library)
         return
     info = build.build_engines(tmp_path, manifest, TENSORRT, library)

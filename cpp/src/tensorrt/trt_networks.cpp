@@ -76,7 +76,7 @@ class Library {
   // Registers the plugins with the library, if they are not registered yet. Throws ProviderError.
   void register_plugins(std::filesystem::path const& plugins) const {
     auto* const registry = symbol<nvinfer1::IPluginRegistry*()>("getPluginRegistry")();
-    auto const registered = [&] { return registry->getCreator("TideRoute", "1", "tide") != nullptr; };
+    auto const registered = [&] { return registry->getCreator("TideExit", "1", "tide") != nullptr; };
     if (!registered()) registry->loadLibrary(plugins.c_str());
     if (!registered()) throw ProviderError(kTitle + " cannot load the plugin library " + quoted(plugins));
   }

@@ -19,7 +19,7 @@ from typing import Any
 
 from tide_export.bundle.manifest import PluginsInfo
 from tide_export.errors import ConfigError, ProviderError
-from tide_export.names import OP_ROUTE, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tide_export.names import OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from tide_export.runtime.tensorrt.flavours import Flavour
 from tide_export.version import __version__
 
@@ -178,8 +178,8 @@ def register(library: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         ProviderError: TensorRT does not load the library.
     """
-    registry, route = library.get_plugin_registry(), (OP_ROUTE, PLUGIN_VERSION, PLUGIN_NAMESPACE)
-    if registry.get_creator(*route) is None:
+    registry, exit_op = library.get_plugin_registry(), (OP_EXIT, PLUGIN_VERSION, PLUGIN_NAMESPACE)
+    if registry.get_creator(*exit_op) is None:
         registry.load_library(os.fspath(path))
-        if registry.get_creator(*route) is None:
+        if registry.get_creator(*exit_op) is None:
             raise ProviderError(f"TensorRT cannot load the plugin library '{path}'")

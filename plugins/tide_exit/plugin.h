@@ -1,21 +1,20 @@
-// The TensorRT side of TideExitScatter; inputs, outputs and attributes are in plugins/README.md.
+// The TensorRT side of TideExit; inputs, outputs and attributes are in plugins/README.md.
 #pragma once
 
 #include "common/plugin.h"
-#include "tide_exit_scatter/kernel.cuh"
+#include "tide_exit/kernel.cuh"
 
 namespace tide {
 
-class TideExitScatter final : public Plugin {
+class TideExit final : public Plugin {
  public:
-  static constexpr char const* kName = "TideExitScatter";
+  static constexpr char const* kName = "TideExit";
   static Attributes defaults();
 
-  explicit TideExitScatter(Attributes attributes);
+  explicit TideExit(Attributes attributes);
 
   nvinfer1::IPluginV3* clone() noexcept override;
   int32_t getNbOutputs() const noexcept override { return 3; }
-  int32_t getAliasedInput(int32_t output) noexcept override;
 
  private:
   bool takes_inputs(int32_t count) const override;
@@ -27,10 +26,11 @@ class TideExitScatter final : public Plugin {
   void launch(nvinfer1::PluginTensorDesc const* input_desc, nvinfer1::PluginTensorDesc const* output_desc,
               void const* const* inputs, void* const* outputs, void* workspace, cudaStream_t stream) const override;
 
-  TideExitScatterArgs sizes(nvinfer1::PluginTensorDesc const* inputs, int32_t input_count) const;
-  bool has_lens(int32_t input_count) const;
+  TideExitArgs sizes(nvinfer1::PluginTensorDesc const* inputs) const;
 
   TideNormArgs norm_;
+  // The inputs after the fixed ones: where the shortlist's two, the lens's three and the norm's begin.
+  int32_t shortlist_, lens_, norm_weights_;
 };
 
 }  // namespace tide
