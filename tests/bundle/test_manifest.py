@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from bundles import edit, make_manifest, names_in, write
 
-from tide_export.bundle.manifest import BuiltEngine, Quantization
+from tide_export.bundle.engine_fields import BuiltEngine
+from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.errors import BundleError

@@ -15,7 +15,7 @@ from cpp_builds import CppBuild
 from cpp_engine import CppEngine
 
 from tide_export import names
-from tide_export.bundle.manifest import EnginesInfo, Profile
+from tide_export.bundle.engine_fields import EnginesInfo, Profile
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, ConfigError, GenerationError, ProviderError

@@ -15,7 +15,8 @@ from cpp_builds import CppBuild, TensorrtBuild
 from cpp_engine import CppEngine, facts
 
 from tide_export import names
-from tide_export.bundle.manifest import EnginesInfo, Manifest, PluginsInfo, Profile
+from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError, ProviderError, TideError

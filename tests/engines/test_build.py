@@ -2,7 +2,6 @@
 
 import shutil
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,19 +9,20 @@ import onnx
 import pytest
 
 from tide_export import names
+from tide_export.bundle.engine_fields import BuiltEngine
 from tide_export.bundle.inspect import describe, render
-from tide_export.bundle.manifest import BuiltEngine, Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
-from tide_export.bundle.profiles import profiles_for, with_batch_size
+from tide_export.bundle.profiles import with_batch_size
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.engines import build
 from tide_export.engines.build import _check_built, _timing_cache, _warn, build_engines, require_builder, run_worker
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, BundleError, ConfigError, ProviderError
-from tide_export.runtime.segmented.network_spec import aliases, kv_aliases, of_network, specs
+from tide_export.runtime.segmented.network_spec import aliases, specs
 from tide_export.runtime.tensorrt import flavours, gpu
-from tide_export.runtime.tensorrt.engines import _check_engine, _Runtime
+from tide_export.runtime.tensorrt.engines import _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.gpu import compute_capability
 
@@ -287,72 +287,6 @@ def test_the_batch_size_can_change_when_engines_are_built(demo_bundle: Path, tmp
     write_manifest(bundle, replace(manifest, networks=with_batch_size(info, 1)))
     with pytest.raises(BuildError, match=r"take one sequence at a time .* export it again with --batch-size"):
         rebuild(bundle, "tensorrt-rtx", batch_size=4)
-
-
-class FoundEngine:
-    """A loaded engine as the runtime inspects it, from a bundle's manifest."""
-
-    def __init__(self, spec, profiles) -> None:
-        self.spec, self.profiles = spec, profiles
-        self.tensors = [*((name, "INPUT") for name in spec.inputs), *((name, "OUTPUT") for name in spec.outputs)]
-        self.num_io_tensors, self.num_optimization_profiles = len(self.tensors), len(profiles)
-        self.aliases: Callable[[str], str | None] = lambda output: kv_aliases(spec)[output]
-
-    def get_tensor_name(self, index: int) -> str:
-        return self.tensors[index][0]
-
-    def get_tensor_mode(self, name: str):
-        return types.SimpleNamespace(name=dict(self.tensors)[name])
-
-    def _of(self, name: str):
-        return self.spec.inputs.get(name) or self.spec.outputs[name]
-
-    def get_tensor_dtype(self, name: str):
-        types_of = {"float32": "FLOAT", "int64": "INT64", "int32": "INT32"}
-        return types.SimpleNamespace(name=types_of[self._of(name).dtype])
-
-    def get_tensor_shape(self, name: str) -> list[int]:
-        return [-1 if isinstance(dim, str) else dim for dim in self._of(name).shape]
-
-    def get_aliased_input_tensor(self, name: str) -> str | None:
-        return self.aliases(name)
-
-    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        return [tuple(self._of(name).dims(self.profiles[profile].max_tokens, self.profiles[profile].batch_size))] * 3
-
-
-def test_an_engine_for_fewer_sequences_than_in_its_manifest_is_refused(demo_bundle: Path) -> None:
-    manifest = open_bundle(demo_bundle, verify=False).manifest
-    assert manifest.networks is not None
-    for name, spec in specs(manifest, manifest.networks).items():
-        profiles = of_network(name, profiles_for(manifest.networks), manifest.networks)
-        _check_engine(FoundEngine(spec, profiles), spec, profiles, "x.engine")
-        fewer = tuple(replace(profile, batch_size=min(profile.batch_size, 4)) for profile in profiles)
-        tensor = r"exit_states of \[4, 1, 1280, 128\]" if name == names.HEAD else r"past_lengths of \[4\]"
-        with pytest.raises(BundleError, match=f"takes {tensor} at most in profile"):
-            _check_engine(FoundEngine(spec, fewer), spec, profiles, "x.engine")
-        with pytest.raises(BundleError, match=f"has 1 optimization profiles, not the {len(profiles)}"):
-            _check_engine(FoundEngine(spec, profiles[:1]), spec, profiles, "x.engine")
-
-
-def test_an_engine_may_list_no_aliases_but_no_wrong_ones(demo_bundle: Path) -> None:
-    manifest = open_bundle(demo_bundle, verify=False).manifest
-    assert manifest.networks is not None
-    profiles = profiles_for(manifest.networks)
-    spec = specs(manifest, manifest.networks)["segment_01"]
-    engine = FoundEngine(spec, profiles)
-    for none in (None, ""):
-        engine.aliases = lambda output, none=none: none
-        _check_engine(engine, spec, profiles, "x.engine")
-    engine.aliases = lambda output: "past_key_values.3.value"
-    with pytest.raises(BundleError, match=r"'x.engine' does not update past_key_values\.3\.key in place"):
-        _check_engine(engine, spec, profiles, "x.engine")
-
-
-def test_the_library_has_what_the_runtime_reads_of_an_engine() -> None:
-    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
-    getters = [name for name in vars(FoundEngine) if name.startswith("get_")]
-    assert [name for name in [*getters, "num_optimization_profiles"] if not hasattr(trt.ICudaEngine, name)] == []
 
 
 def test_tensorrt_not_installed_says_which_package_for_which_flavour(monkeypatch: pytest.MonkeyPatch) -> None:

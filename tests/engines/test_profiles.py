@@ -2,7 +2,7 @@
 
 import pytest
 
-from tide_export.bundle.manifest import NetworksInfo
+from tide_export.bundle.engine_fields import NetworksInfo
 from tide_export.bundle.profiles import profiles_for, run_sizes, state_rows
 from tide_export.errors import GenerationError
 from tide_export.runtime.tensorrt.engines import pick_profile

@@ -6,16 +6,8 @@ from typing import Any
 
 from bundles import make_manifest
 
-from tide_export.bundle.manifest import (
-    BuiltEngine,
-    Drafting,
-    EnginesInfo,
-    FileInfo,
-    NetworksInfo,
-    PluginsInfo,
-    Profile,
-    Quantization,
-)
+from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, NetworksInfo, PluginsInfo, Profile
+from tide_export.bundle.manifest import Drafting, FileInfo, Quantization
 from tide_export.names import GRAPH_FILE, HEAD, engine_file, network_file, segment
 
 

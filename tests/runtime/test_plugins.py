@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tide_export import names
-from tide_export.bundle.manifest import EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main

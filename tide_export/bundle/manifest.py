@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tide_export.bundle.auto_mode import MODES, AutoMode
+from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo
 from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
 from tide_export.names import (
@@ -86,65 +87,6 @@ class Quantization:
     block_size: int  # weights of one scale
     symmetric: bool  # without zero points
     accuracy_level: int  # MatMulNBits's: 0 the engine's choice, 1 float32, 2 float16, 3 bfloat16, 4 int8 matmuls
-
-
-@dataclass(frozen=True)
-class NetworksInfo:
-    """The segment networks, and the head's, that the bundle holds beside its graph."""
-
-    weights: str  # precision of their weights, states and K/V: fp32, fp16, bf16
-    capacity: int  # tokens their K/V buffers hold
-    state_rows: int  # states their other buffers hold, of each sequence
-    max_tokens: int  # tokens one run may take; longer prompts are run in parts
-    max_logits: int  # tokens one run of the head may take
-    exit_size: int  # width of the states the head takes
-    max_batch_size: int  # sequences of one run, and of a batch; 1: no batches
-    max_slot_tokens: int  # tokens of each sequence in a run over several
-
-
-@dataclass(frozen=True)
-class Profile:
-    """An optimization profile: tokens of each sequence in a run, and the most sequences."""
-
-    name: str
-    min_tokens: int
-    opt_tokens: int
-    max_tokens: int
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class PluginsInfo:
-    """The plugin library that engines were built with, and which of them hold its plugins."""
-
-    version: str  # release of tide_export; engines are loaded with that release's library alone
-    sha256: str  # of the library's file
-    engines: tuple[str, ...]  # their names: segment_00, ...
-
-
-@dataclass(frozen=True)
-class BuiltEngine:
-    """What the builder reported of one engine."""
-
-    weights_bytes: int  # of GPU memory
-    activation_bytes: int  # of working memory, of the profile that takes most
-    layers: int  # kernels, of all profiles
-    attention_layers: int  # of the network
-    fused_attention_layers: int  # of these, in every profile; the others were decomposed into several kernels
-
-
-@dataclass(frozen=True)
-class EnginesInfo:
-    """The engines that were built from those networks."""
-
-    flavour: str  # tensorrt or tensorrt-rtx
-    version: str  # of that library; engines run on no other
-    compute_capabilities: tuple[str, ...]  # of the GPUs they run on, such as "8.9"; empty: the flavour's
-    weights_sha256: str  # of the source model, as `model.weights_sha256`
-    profiles: tuple[Profile, ...]
-    seconds: float  # that building took
-    plugins: PluginsInfo | None = None  # None: the networks' functions were built
-    built: dict[str, BuiltEngine] | None = None  # by network; None, and then not written: of an earlier release
 
 
 @dataclass(frozen=True)

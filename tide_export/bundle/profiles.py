@@ -7,7 +7,7 @@ never runs more.
 from dataclasses import replace
 from typing import NamedTuple
 
-from tide_export.bundle.manifest import NetworksInfo, Profile
+from tide_export.bundle.engine_fields import NetworksInfo, Profile
 from tide_export.errors import ConfigError
 from tide_export.values import whole_number
 

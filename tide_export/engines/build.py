@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tide_export import names
-from tide_export.bundle.manifest import BuiltEngine, EnginesInfo, Manifest, PluginsInfo, Profile
+from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BuildError
 from tide_export.formatting import size

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tide_export import names
-from tide_export.bundle.manifest import NetworksInfo, Profile
+from tide_export.bundle.engine_fields import NetworksInfo, Profile
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import ProviderError, TideError
 from tide_export.runtime.segmented.network_spec import NetworkSpec, of_network, specs

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tide_export.bundle.manifest import NetworksInfo
+from tide_export.bundle.engine_fields import NetworksInfo
 from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
 
 INFO = NetworksInfo("fp32", 100, 40, max_tokens=32, max_logits=8, exit_size=16, max_batch_size=6, max_slot_tokens=5)

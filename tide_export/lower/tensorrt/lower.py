@@ -13,7 +13,8 @@ import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
 from tide_export import names
-from tide_export.bundle.manifest import Manifest, NetworksInfo
+from tide_export.bundle.engine_fields import NetworksInfo
+from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
 from tide_export.compose.cut import Pieces, check_positions, is_attention, layer_of, sinks_and_bias
 from tide_export.compose.segments import compose_segments

@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from tide_export.bundle.manifest import Manifest, NetworksInfo
+from tide_export.bundle.engine_fields import NetworksInfo
+from tide_export.bundle.manifest import Manifest
 from tide_export.errors import GenerationError
 from tide_export.runtime.segmented.batch import SegmentedBatch
 from tide_export.runtime.segmented.device import Device

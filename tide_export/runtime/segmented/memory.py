@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_export import names
-from tide_export.bundle.manifest import NetworksInfo
+from tide_export.bundle.engine_fields import NetworksInfo
 from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
 from tide_export.runtime.segmented.network_spec import Network, NetworkSpec, aliases, kv_buffers
 from tide_export.runtime.segmented.run_plan import Run, padded, runs_over

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from tide_export import names
-from tide_export.bundle.manifest import Manifest, NetworksInfo, Profile
+from tide_export.bundle.engine_fields import NetworksInfo, Profile
+from tide_export.bundle.manifest import Manifest
 from tide_export.errors import BundleError
 
 TOKENS, BATCH = "tokens", "batch"  # the dynamic dimensions: tokens of each sequence in a run, and sequences

@@ -8,7 +8,7 @@ included as padding: they are written after their last token, where it is overwr
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tide_export.bundle.manifest import NetworksInfo
+from tide_export.bundle.engine_fields import NetworksInfo
 
 
 class Run(NamedTuple):

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from tide_export import names
-from tide_export.bundle.manifest import Manifest, NetworksInfo
+from tide_export.bundle.engine_fields import NetworksInfo
+from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.decoding.depth_rule import active_slots, scheduled_slots
 from tide_export.runtime.segmented.memory import SegmentBuffers, SlotRun
 from tide_export.runtime.sequence import NO_SCORES, ExitRule, SequenceState, StepResult, check_step

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from tide_export import names
-from tide_export.bundle.manifest import EnginesInfo, NetworksInfo, Profile
+from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo, Profile
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime.segmented.backend import SegmentBackend

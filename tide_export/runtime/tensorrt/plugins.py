@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tide_export.bundle.manifest import PluginsInfo
+from tide_export.bundle.engine_fields import PluginsInfo
 from tide_export.errors import ConfigError, ProviderError
 from tide_export.names import OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from tide_export.runtime.tensorrt.flavours import Flavour
