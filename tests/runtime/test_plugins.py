@@ -28,6 +28,8 @@ from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
 from tide_export.runtime.tensorrt.plugins import find_plugins, plugins_to_build_with, plugins_to_load, register
 from tide_export.version import __version__
 
+REPORTED = {"weights_bytes": 9, "activation_bytes": 9, "layers": 2, "constants": 9, "profiles": 1}
+REPORTED |= {"attentions": 1, "fused_attention_kernels": 1}
 NEEDED = PluginsInfo(__version__, "0" * 64, ("segment_00",))
 
 
@@ -215,7 +217,8 @@ def test_the_manifest_says_which_engines_hold_plugins(
 
     def answer(job, flavour, version, advance):
         jobs.append(job)
-        return {network["name"]: {"plugins": taken * (network["name"] in names_routed)} for network in job["networks"]}
+        plugins = {network["name"]: taken * (network["name"] in names_routed) for network in job["networks"]}
+        return {name: REPORTED | {"plugins": number} for name, number in plugins.items()}
 
     names_routed = ("segment_00", "segment_01", "segment_02")
     monkeypatch.setattr(build, "require_builder", lambda flavour: "11.1.0.106")

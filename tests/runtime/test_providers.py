@@ -234,7 +234,7 @@ def test_a_network_unlike_its_manifest_is_refused(demo_bundle: Path, tmp_path: P
     opened = open_bundle(demo_bundle, verify=False)
     assert opened.manifest.networks is not None
     other = replace(opened.manifest, networks=replace(opened.manifest.networks, exit_size=64))
-    says = r"segment_00.onnx': output exit_states is float32 \['batch', 1, 128\], but its man"
+    says = r"segment_00.onnx': input exit_states is float32 \['batch', 1, 1280, 128\], but its man"
     with pytest.raises(BundleError, match=says):
         on_onnxruntime.open_segments(replace(opened, manifest=other), threads=1)
     half = replace(opened.manifest, networks=replace(opened.manifest.networks, weights="bf16"))

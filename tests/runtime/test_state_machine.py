@@ -81,7 +81,7 @@ def test_segment_networks_in_pytorch(judge: Judge, exact: dict[str, Engine], sev
     bundle = exact["networks"].bundle
     engine, context = Engine(bundle, open_torch(bundle, "cpu")), bundle.manifest.model.context_length
     engines = {"PyTorch": (batched if several else singles)(engine, of_buffers)}
-    play(Player(judge, engines, context, batched=several), 8)
+    play(Player(judge, engines, context, batched=several, most_pending=MOST_PENDING), 8)
 
 
 def test_propagated_sequences(judge: Judge, tiny_llama) -> None:

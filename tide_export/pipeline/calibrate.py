@@ -15,6 +15,8 @@ from tide_export.names import REPORT_FILE
 from tide_export.pipeline.preflight import planned_checkpoints
 from tide_export.pipeline.request import ExportRequest
 from tide_export.progress import stage
+from tide_export.quantize.bf16 import round_to_bf16
+from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.settings import CALIBRATED
 from tide_export.report.write import check_report_path, headline, write_report
 from tide_export.routers.router_set import RouterSet
@@ -81,6 +83,14 @@ def calibrate_for_bundle(source: SourceModel, request: ExportRequest, folder: Pa
         with stage("writing the report"):
             write_report(made.assessment, folder / REPORT_FILE)
     return made.routers
+
+
+def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
+    """Changes the model's weights to the numbers that the bundle's graph will hold."""
+    if request.graph_weights == "bf16" and not source.exact_in_bf16:
+        round_to_bf16(source)
+    if request.quantization_settings is not None:
+        quantize_model(source, request.quantization_settings, quantization_text(source, request))
 
 
 def quantization_text(source: SourceModel, request: ExportRequest) -> list[list[int]] | None:

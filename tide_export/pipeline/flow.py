@@ -19,13 +19,11 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
-from tide_export.pipeline.calibrate import calibrate_for_bundle, quantization_text
+from tide_export.pipeline.calibrate import calibrate_for_bundle, prepare_weights
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
 from tide_export.pipeline.preflight import check_source, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.progress import stage
-from tide_export.quantize.bf16 import round_to_bf16
-from tide_export.quantize.flow import quantize_model
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
@@ -64,11 +62,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     with stage("loading the model"):
         source = load_model(request.model, device_map=request.device_map, trust_remote_code=request.trust_remote_code)
     length, checkpoints = check_source(source, request, routers, folder)
-    bf16 = request.graph_weights == "bf16"
-    if bf16 and not source.exact_in_bf16:
-        round_to_bf16(source)
-    if request.quantization_settings is not None:
-        quantize_model(source, request.quantization_settings, quantization_text(source, request))
+    prepare_weights(source, request)
     pieces = _trace_and_cut(source, request, checkpoints, length)
     if routers is None:
         routers = calibrate_for_bundle(source, request, folder)
@@ -77,6 +71,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     else:
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
+    bf16 = request.graph_weights == "bf16"
     lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16)
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         composing = compose_propagating if request.propagates else compose
