@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = int(os.environ.get("TIDE_KILLS", "9"))  # of each command; the long run has thousands
+KILLS = int(os.environ.get("TIDE_KILLS", "12"))  # of each command; the long run has thousands
 HERE = Path(__file__).parent
 
 
