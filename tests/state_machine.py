@@ -65,15 +65,15 @@ class Player:
         context: int,
         batched: bool = False,
         propagates: bool = False,
-        most_pending: int = NO_LIMIT,
+        pending_limit: int = NO_LIMIT,
     ) -> None:
-        """`most_pending`: the largest limit of pending tokens that all engines keep to."""
+        """`pending_limit`: the largest limit of pending tokens that all engines keep to."""
         self.judge, self.engines, self.context = judge, engines, context
-        self.batched, self.propagates, self.most_pending = batched, propagates, most_pending
+        self.batched, self.propagates, self.pending_limit = batched, propagates, pending_limit
         self.seen = Counter[str]()
 
     def begin(self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float) -> None:
-        max_pending = min(max_pending, self.most_pending)
+        max_pending = min(max_pending, self.pending_limit)
         self.thresholds, self.max_pending = tuple(thresholds), max_pending
         self.compaction = compaction_threshold if self.batched else 1.0
         self.live: dict[int, Expected] = {}

@@ -94,17 +94,17 @@ def logprobs_of(values: Any, count: int) -> TokenLogprobs:
 class CEngine:
     """A loaded bundle."""
 
-    def __init__(self, library: ctypes.CDLL, bundle: Path, **options: Any) -> None:
-        self.library, self.handle = library, c_void_p()
+    def __init__(self, functions: ctypes.CDLL, bundle: Path, **options: Any) -> None:
+        self.functions, self.handle = functions, c_void_p()
         self.call("load", str(bundle).encode(), _json({"threads": 1} | options), byref(self.handle))
 
     def close(self) -> None:
-        self.library.tide_engine_free(self.handle)
+        self.functions.tide_engine_free(self.handle)
 
     def call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self.library, f"tide_{name}")(*arguments)
+        status = getattr(self.functions, f"tide_{name}")(*arguments)
         if status:
-            raise Refused(status, self.library.tide_last_error().decode())
+            raise Refused(status, self.functions.tide_last_error().decode())
 
     def generate(
         self,
@@ -124,17 +124,17 @@ class CEngine:
 
     def taken(self, generation: c_void_p) -> CGeneration:
         """Its content; it is freed."""
-        count, library = c_size_t(), self.library
-        tokens = library.tide_generation_tokens(generation, byref(count))[: count.value]
-        stats = json.loads(library.tide_generation_stats(generation))
-        text = library.tide_generation_text(generation, byref(count))
+        count, functions = c_size_t(), self.functions
+        tokens = functions.tide_generation_tokens(generation, byref(count))[: count.value]
+        stats = json.loads(functions.tide_generation_stats(generation))
+        text = functions.tide_generation_text(generation, byref(count))
         content = None if text is None else ctypes.string_at(text, count.value).decode()
         logprobs = []
         for number in range(len(tokens)):
-            values = library.tide_generation_logprobs(generation, c_size_t(number), byref(count))
+            values = functions.tide_generation_logprobs(generation, c_size_t(number), byref(count))
             logprobs += [logprobs_of(values, count.value)] if values else []
-        reason = library.tide_generation_finish_reason(generation).decode()
-        library.tide_generation_free(generation)
+        reason = functions.tide_generation_finish_reason(generation).decode()
+        functions.tide_generation_free(generation)
         return CGeneration(tokens, reason, SimpleNamespace(**stats), content, logprobs or None)
 
     def encode(self, text: str, special_tokens: bool = True, room: int = ROOM) -> list[int]:
@@ -158,7 +158,7 @@ class CEngine:
             yield ctypes.string_at(piece, size.value).decode()
         self.call("text_stream_finish", stream, byref(piece), byref(size))
         yield ctypes.string_at(piece, size.value).decode()
-        self.library.tide_text_stream_free(stream)
+        self.functions.tide_text_stream_free(stream)
 
     def scheduler(self, **limits: Any) -> "CScheduler":
         return CScheduler(self, limits)
@@ -173,7 +173,7 @@ class CScheduler:
         self.engine.call("scheduler_start", self.handle)
 
     def close(self) -> None:
-        self.engine.library.tide_scheduler_free(self.handle)
+        self.engine.functions.tide_scheduler_free(self.handle)
 
     def submit(
         self, ids: Sequence[int], processor: Processor | None = None, timeout: float | None = None, **options: Any
@@ -191,13 +191,13 @@ class CRequest:
 
     def __iter__(self) -> Iterator[Token]:
         token = Token()
-        while (status := self._engine.library.tide_request_next(self._handle, byref(token))) == 0:
+        while (status := self._engine.functions.tide_request_next(self._handle, byref(token))) == 0:
             yield token
         if status != ENDED:
-            raise Refused(status, self._engine.library.tide_last_error().decode())
+            raise Refused(status, self._engine.functions.tide_last_error().decode())
 
     def cancel(self) -> None:
-        self._engine.library.tide_request_cancel(self._handle)
+        self._engine.functions.tide_request_cancel(self._handle)
 
     def result(self) -> CGeneration:
         generation = c_void_p()
@@ -205,4 +205,4 @@ class CRequest:
         return self._engine.taken(generation)
 
     def close(self) -> None:
-        self._engine.library.tide_request_free(self._handle)
+        self._engine.functions.tide_request_free(self._handle)

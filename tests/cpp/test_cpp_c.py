@@ -198,14 +198,14 @@ def test_options_are_refused(loaded: CEngine, text: str, sentence: str) -> None:
 
 
 def test_other_errors(loaded: CEngine, tiny_llama, demo_bundle: Path) -> None:
-    library, bundle = loaded.library, tiny_llama.exact
+    functions, bundle = loaded.functions, tiny_llama.exact
     for status, sentence, call in [
-        (2, "threads must be a whole number from 1 to 1024, not 0", lambda: CEngine(library, bundle, threads=0)),
-        (2, "options: field 'slow' is unknown", lambda: CEngine(library, bundle, slow=0)),
-        (6, "provider", lambda: CEngine(library, bundle, provider="abacus")),
+        (2, "threads must be a whole number from 1 to 1024, not 0", lambda: CEngine(functions, bundle, threads=0)),
+        (2, "options: field 'slow' is unknown", lambda: CEngine(functions, bundle, slow=0)),
+        (6, "provider", lambda: CEngine(functions, bundle, provider="abacus")),
         (4, "slots must be a whole number, 1 or more, not 0", lambda: loaded.scheduler(slots=0)),
         (3, "holds no tokenizer.json, so it can only be run on token ids", lambda: loaded.generate(PROMPT, stop="a")),
-        (6, "text needs a library", lambda: CEngine(library, demo_bundle, tokenizers="/no/such.so").encode("a")),
+        (6, "text needs a library", lambda: CEngine(functions, demo_bundle, tokenizers="/no/such.so").encode("a")),
     ]:
         with pytest.raises(Refused, match=sentence) as refused:
             call()

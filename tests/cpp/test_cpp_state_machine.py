@@ -30,8 +30,8 @@ def test_sequences(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine])
     devices = ["host", "gpu"] if cuda_headers() else ["host"]
     engines = {device: singles(open_cpp(tiny_llama.exact, networks=device)) for device in devices}
     engines["graph"] = singles(open_cpp(tiny_llama.exact))
-    most_pending = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
-    play(Player(judge, engines, CONTEXT, most_pending=most_pending), 20, *ALWAYS[:-2], *EXACT[:3])
+    pending_limit = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
+    play(Player(judge, engines, CONTEXT, pending_limit=pending_limit), 20, *ALWAYS[:-2], *EXACT[:3])
 
 
 def test_batches(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:

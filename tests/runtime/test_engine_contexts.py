@@ -119,6 +119,6 @@ def test_a_run_that_rtx_cannot_record_ends_recording(can: bool) -> None:
     }
     library, device, memory = SimpleNamespace(**strategies), Device(), SimpleNamespace(address=0, size=0)
     spec, profiles = NetworkSpec("segment_00", {}, {}), (Profile("decode", 1, 1, 2, 1),)
-    network = _TrtNetwork(TENSORRT_RTX, library, engine, spec, profiles, device, memory)  # type: ignore[arg-type]
+    network = _TrtNetwork(TENSORRT_RTX, library, engine, spec, profiles, device, memory)
     network.run({}, 1)
     assert device.reasons == ([] if can else ["TensorRT for RTX cannot record runs of segment_00"])

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent / "segmented"))  # the stand-ins for a
 from fake_cudart import FakeCudart
 from fake_gpu import FakeGpu
 
-MOST_PENDING = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
+PENDING_LIMIT = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_sequences(judge: Judge, exact: dict[str, Engine]) -> None:
         name: singles(engine, of_graph if name == "graph" else of_buffers, name != "networks on a GPU")
         for name, engine in exact.items()
     }
-    play(Player(judge, engines, context, most_pending=MOST_PENDING), 40, *ALWAYS, *EXACT)
+    play(Player(judge, engines, context, pending_limit=PENDING_LIMIT), 40, *ALWAYS, *EXACT)
 
 
 def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_batches(judge: Judge, exact: dict[str, Engine], monkeypatch: pytest.Mon
         name: batched(engine, of_packed(engine) if name == "graph" else of_buffers, name != "networks on a GPU")
         for name, engine in exact.items()
     }
-    play(Player(judge, engines, context, batched=True, most_pending=MOST_PENDING), 40, *ALWAYS, *EXACT)
+    play(Player(judge, engines, context, batched=True, pending_limit=PENDING_LIMIT), 40, *ALWAYS, *EXACT)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -81,7 +81,7 @@ def test_segment_networks_in_pytorch(judge: Judge, exact: dict[str, Engine], sev
     bundle = exact["networks"].bundle
     engine, context = Engine(bundle, open_torch(bundle, "cpu")), bundle.manifest.model.context_length
     engines = {"PyTorch": (batched if several else singles)(engine, of_buffers)}
-    play(Player(judge, engines, context, batched=several, most_pending=MOST_PENDING), 8)
+    play(Player(judge, engines, context, batched=several, pending_limit=PENDING_LIMIT), 8)
 
 
 def test_propagated_sequences(judge: Judge, tiny_llama) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # on a bare machine the package is not installed
 
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, built_for  # noqa: E402
 from tide_export.runtime.tensorrt.gpu import compute_capability  # noqa: E402

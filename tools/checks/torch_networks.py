@@ -24,16 +24,13 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tide_export.bundle.opened import Bundle, open_bundle  # noqa: E402
-from tide_export.errors import TideError  # noqa: E402
-from tide_export.runtime.engine import Engine, load  # noqa: E402
-from tide_export.runtime.onnxruntime.segments import open_segments  # noqa: E402
-from tide_export.runtime.pytorch.segments import open_torch  # noqa: E402
-from tide_export.runtime.segmented.backend import SegmentBackend  # noqa: E402
-from tide_export.thresholds.resolve import NEVER_EXIT  # noqa: E402
+from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.errors import TideError
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.onnxruntime.segments import open_segments
+from tide_export.runtime.pytorch.segments import open_torch
+from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 # By weights: what logits may differ by, as a share of the largest, and scores, before a threshold between is undecided.
 TOLERANCES = {"fp32": (1e-3, 1e-4), "fp16": (3e-2, 2e-2), "bf16": (0.15, 0.1)}

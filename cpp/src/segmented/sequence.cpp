@@ -21,7 +21,7 @@ class SegmentedSequence final : public Sequence {
       : backend_(backend),
         buffers_(std::move(buffers)),
         depths_(backend.manifest().depths()),
-        max_pending_(std::min(max_pending, most_pending())),
+        max_pending_(std::min(max_pending, pending_limit())),
         lengths_(depths_.size()),
         thresholds_(thresholds),
         scores_(thresholds.size()) {}
@@ -78,7 +78,7 @@ class SegmentedSequence final : public Sequence {
 
  private:
   // What is pending before all segments must fit a run with the next token, and a buffer with the states of a run.
-  std::int64_t most_pending() const {
+  std::int64_t pending_limit() const {
     NetworksInfo const& info = buffers_->info();
     auto const segments = static_cast<std::int64_t>(std::max<std::size_t>(depths_.size(), 2) - 1);
     return std::min((info.max_tokens - 1) / segments, info.state_rows - info.max_tokens);

@@ -18,7 +18,7 @@ import torch
 from onnx import inliner, numpy_helper
 
 from tide_export.errors import BundleError, ProviderError
-from tide_export.runtime.pytorch.operators import DTYPES, OPERATORS, scatter_into
+from tide_export.runtime.pytorch.operators import DTYPES, OPERATORS, Operator, scatter_into
 
 Kernels = Mapping[tuple[str, str], Callable[..., Any]]  # by domain and operator, of inputs and attributes
 
@@ -136,25 +136,25 @@ class Program:
             return
         kernel = self._kernels.get((node.domain, node.op_type))
         operator = OPERATORS.get(node.op_type) if not node.domain else None
-        if kernel is None and operator is None:
+        if kernel is not None:
+            operator = Operator(kernel)
+        if operator is None:
             raise self._unknown(node)
-        on_host = operator.on_host if operator is not None else ()
         present = [name for name in node.input if name]
         static = kernel is None and (node.op_type == "Shape" or (bool(present) and all(map(self._is_static, present))))
         inputs = []
         for number, name in enumerate(node.input):
             if not name:
                 inputs.append(-1)
-            elif number in on_host:
+            elif number in operator.on_host:
                 if not self._is_static(name):
                     raise self._unknown(node, f", whose {name} depends on data")
                 inputs.append(self._needed(name, LIST))
             else:
                 inputs.append(self._needed(name, HOST if static and self._is_static(name) else DEVICE))
-        function = kernel if kernel is not None else operator.function  # type: ignore[union-attr]
-        self._check_call(node, function, len(inputs), attributes)
+        self._check_call(node, operator.function, len(inputs), attributes)
         target = self._targets.get(node.output[0]) if node.op_type == "TensorScatter" else None
-        computing = scatter_into if target else function
+        computing = scatter_into if target else operator.function
         call = partial(computing, **attributes) if attributes else computing
         outputs = tuple(self._slot(name, HOST if static else DEVICE) for name in node.output)
         self._steps.append(Step(call, tuple(inputs), outputs, static, target))
