@@ -82,6 +82,9 @@ def test_tokens_bound_what_is_read_and_repeated(demo, text):
     whole = sum(len(sequence.ids) for sequence in text[0])
     twice = fit_lenses(demo, *text, config(lens_epochs=2, lens_rank=1000), (4,))[1][4]
     assert (twice["tokens"], twice["rank"]) == (2 * whole, 64)  # half the width at most
+    half = whole + whole // 2
+    part = fit_lenses(demo, *text, config(lens_epochs=2, lens_tokens=half, calibration_batch=1), (4,))[1][4]
+    assert half <= part["tokens"] < 2 * whole
 
 
 def test_the_same_again_whatever_the_global_generator(demo, text, fitted):

@@ -10,6 +10,7 @@ where that state is better than none, and with `exit_strategy = "auto"` only whe
 
 import copy
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +96,7 @@ class _Stream:
 
     @classmethod
     def make(cls, source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> "_Stream":
-        """Draws sequences with `lens_tokens` tokens, or repeats all of them, at most `lens_epochs` times."""
+        """Draws sequences with `lens_tokens` tokens, or repeats all until then, at most `lens_epochs` times."""
         generator = np.random.default_rng(config.seed)
         chosen, tokens = list[TokenSequence](), 0
         for number in generator.permutation(len(sequences)).tolist():
@@ -105,9 +106,11 @@ class _Stream:
             tokens += len(sequences[number].ids) - sequences[number].first
         per_pass = CPU_TOKENS if source.device.type == "cpu" else None
         plan = Plan.make(chosen, tokens, config.seed, config.calibration_batch, per_pass)
-        epochs = max(1, min(config.lens_epochs, round(config.lens_tokens / tokens)))
+        epochs = min(config.lens_epochs, math.ceil(config.lens_tokens / tokens))
         order = [int(n) for _ in range(epochs) for n in generator.permutation(len(plan.batches))]
-        return cls(plan, order, np.cumsum([len(plan.batch(number).slots) for number in order]))
+        ends = np.cumsum([len(plan.batch(number).slots) for number in order])
+        stop = int(np.searchsorted(ends, config.lens_tokens)) + 1
+        return cls(plan, order[:stop], ends[:stop])
 
     @property
     def tokens(self) -> int:
