@@ -50,9 +50,7 @@ class Singles:
 class Batched:
     """Sequences of one engine in a batch."""
 
-    def __init__(
-        self, start: Callable[[Sequence[float], int, float], Any], segment_of: Any = None, checks_ids: bool = True
-    ) -> None:
+    def __init__(self, start: Callable[[float], Any], segment_of: Any = None, checks_ids: bool = True) -> None:
         """`segment_of`: gives, of a batch and k, what may run segment k: objects, the names of their methods, and k if
         that is the method's first argument, else None."""
         self._start, self._segment_of, self.checks_ids = start, segment_of, checks_ids
@@ -61,11 +59,12 @@ class Batched:
     def begin(self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float) -> None:
         self._slots.clear()
         self._batch = None  # so that its buffers serve the next one
-        self._batch = self._start(thresholds, max_pending, compaction_threshold)
+        self._batch = self._start(compaction_threshold)
+        self._rule = thresholds, max_pending
 
     def join(self, number: int) -> None:
         free = self._batch.free_slots
-        self._slots[number] = self._batch.join()
+        self._slots[number] = self._batch.join(*self._rule)
         assert self._batch.free_slots == free - 1
 
     def leave(self, number: int) -> None:

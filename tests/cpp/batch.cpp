@@ -13,15 +13,13 @@ std::string BatchDriver::answer(std::string const& command, std::vector<std::str
     return "null";
   }
   if (command == "batch_start") {
-    thresholds_ = real_numbers(command, words.at(0));
-    max_pending_ = whole_numbers(command, words.at(1)).at(0);
-    double const share = real_numbers(command, words.at(2)).at(0);
+    double const share = real_numbers(command, words.at(0)).at(0);
     auto const sessions = backend_->batch_networks()->sessions(
-        static_cast<std::size_t>(whole_numbers(command, words.at(3)).at(0)));
+        static_cast<std::size_t>(whole_numbers(command, words.at(1)).at(0)));
     batch_ = tide::start_batch(sessions, backend_->manifest(), share, backend_->batch_networks()->start_lone());
     used_.assign(batch_->free_slots(), false);
   } else if (command == "batch_join") {
-    std::size_t const slot = batch_->join(thresholds_, max_pending_);
+    std::size_t const slot = batch_->join(real_numbers(command, words.at(0)), whole_numbers(command, words.at(1)).at(0));
     used_.at(slot) = true;
     return std::to_string(slot);
   } else {

@@ -21,7 +21,5 @@ class BatchDriver {
 
   std::unique_ptr<tide::BranchedBackend> backend_;
   std::unique_ptr<tide::PackedBatch> batch_;
-  std::vector<double> thresholds_;  // of sequences that join
-  std::int64_t max_pending_ = 0;
   std::vector<bool> used_;  // by slot
 };

@@ -185,17 +185,17 @@ class CppState:
 class CppBatch:
     """`Batch` in the driver of an engine, of which there is one at a time; `CppBatch.load` opens its bundle."""
 
-    def __init__(self, engine: CppEngine, thresholds: Sequence[float], max_pending: int, share: float, slots: int):
+    def __init__(self, engine: CppEngine, share: float, slots: int):
         self._engine, self.free_slots = engine, slots
-        self._take(engine.call("batch_start", listed(thresholds), str(max_pending), str(share), str(slots)))
+        self._take(engine.call("batch_start", str(share), str(slots)))
 
     @staticmethod
     def load(engine: CppEngine, bundle: Path) -> None:
         engine.call("batch_load", str(bundle))
 
-    def join(self) -> int:
+    def join(self, thresholds: Sequence[float], max_pending: int) -> int:
         self.free_slots -= 1
-        slot = int(self._engine.call("batch_join"))
+        slot = int(self._engine.call("batch_join", listed(thresholds), str(max_pending)))
         self._take(self._engine.call("batch_describe", str(slot)))
         return slot
 

@@ -124,8 +124,8 @@ def step(batch: CppBatch, new: dict[int, list[int]], keep: int = 1) -> dict[int,
 
 def joined(engine: CppEngine) -> CppBatch:
     """Three sequences with pending tokens."""
-    batch = CppBatch(engine, MIXED, 16, 1.0, 8)
-    slots = [batch.join() for _ in range(3)]
+    batch = CppBatch(engine, 1.0, 8)
+    slots = [batch.join(MIXED, 16) for _ in range(3)]
     for ids in ([3, 14, 15], [9], [2]):
         step(batch, {slot: [*ids, *ids[:1]][: len(ids)] for slot in slots})
     return batch
@@ -146,7 +146,7 @@ def continued(batch: CppBatch) -> list[Any]:
     """First a step without those that `call` was about, then with a new sequence, then of all."""
     last = max(batch.sequences)
     results = [step(batch, {last: [5]})]
-    slot = batch.join()
+    slot = batch.join(MIXED, 16)
     results.append(step(batch, {last: [6]}))
     results.append(step(batch, {slot: [1, 2, 3]}))
     return [*results, *(step(batch, {every: [token] for every in batch.sequences}) for token in (4, 9))]

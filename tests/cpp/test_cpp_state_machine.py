@@ -23,7 +23,7 @@ def singles(engine: CppEngine) -> Singles:
 
 
 def batched(engine: CppEngine) -> Batched:
-    return Batched(lambda *options: CppBatch(engine, *options, 8))
+    return Batched(lambda share: CppBatch(engine, share, 8))
 
 
 def test_sequences(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:

@@ -66,13 +66,13 @@ def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, tmp_path: Pat
 
 def check_batch(engine, source, routers, thresholds: Sequence[float]) -> None:
     """Five sequences in four slots, some joining while others are decoded: each equals the oracle."""
-    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest, thresholds)
+    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest)
     written = [list[StepResult]() for _ in BATCH]
     texts, slots = [list(prompt) for prompt in BATCH], dict[int, int]()
     for step in range(max(JOINS) + NEW_TOKENS):
         for number, (joins, limit) in enumerate(zip(JOINS, LIMITS, strict=True)):
             if joins == step:
-                slots[number] = batch.join()
+                slots[number] = batch.join(thresholds, 0)
             elif joins + limit == step:
                 batch.leave(slots.pop(number))
         results = batch.step({slot: texts[n] if not written[n] else texts[n][-1:] for n, slot in slots.items()})

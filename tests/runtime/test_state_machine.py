@@ -54,7 +54,7 @@ def singles(engine: Engine, segment_of, checks_ids: bool = True) -> Singles:
 
 
 def batched(engine: Engine, segment_of, checks_ids: bool = True) -> Batched:
-    return Batched(lambda *options: engine.start_batch(*options, 3), segment_of, checks_ids)
+    return Batched(lambda share: engine.start_batch(share, 3), segment_of, checks_ids)
 
 
 def test_sequences(judge: Judge, exact: dict[str, Engine]) -> None:

@@ -36,7 +36,6 @@ from tide_export.runtime.scheduling.audit import AuditConfig
 from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from tide_export.runtime.sequence import ROOM, Backend, Batch, SingleSequence
 from tide_export.runtime.tokenizer import BundleTokenizer, tokenizer_of
-from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.values import whole_number
 
 LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step, as in C++: nobody waits for a token of it
@@ -210,8 +209,7 @@ class Engine:
         """
         manifest, limits = self.manifest, limits or SchedulerLimits()
         share = manifest.compaction_threshold if compaction_threshold is None else compaction_threshold
-        never = [NEVER_EXIT] * len(manifest.checkpoints)
-        batch = self.start_batch(never, manifest.max_pending, share, limits.slots)
+        batch = self.start_batch(share, limits.slots)
         return Scheduler(self.bundle, self.auto, batch, limits, audit)
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SingleSequence:
@@ -226,11 +224,9 @@ class Engine:
             thresholds, whole_number("max_pending", limit, minimum=0), whole_number("room", room, minimum=0)
         )
 
-    def start_batch(
-        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int
-    ) -> Batch:
+    def start_batch(self, compaction_threshold: float, slots: int) -> Batch:
         """An empty batch to `step` by hand; see `Backend.start_batch`."""
-        return self.backend.start_batch(thresholds, max_pending, compaction_threshold, slots)
+        return self.backend.start_batch(compaction_threshold, slots)
 
 
 class TokenStream(Iterator[int]):

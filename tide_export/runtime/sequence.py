@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
 
 
 class ExitRule(NamedTuple):
-    """When the tokens of one sequence of a batch exit, and how many of them may be pending."""
+    """When the tokens of a sequence exit, and how many of them may be pending."""
 
     thresholds: tuple[float, ...]  # float32, one per checkpoint
     max_pending: int
@@ -38,13 +38,6 @@ class ExitRule(NamedTuple):
     def of(cls, thresholds: Sequence[float], max_pending: int) -> "ExitRule":
         """Rounds thresholds as engines do."""
         return cls(tuple(np.asarray(thresholds, np.float32).tolist()), max_pending)
-
-    def but(self, thresholds: Sequence[float] | None, max_pending: int | None) -> "ExitRule":
-        """The rule with what is given."""
-        return ExitRule.of(
-            self.thresholds if thresholds is None else thresholds,
-            self.max_pending if max_pending is None else max_pending,
-        )
 
 
 class SequenceState:
@@ -137,11 +130,11 @@ class Batch(Protocol):
     @property
     def free_slots(self) -> int: ...
 
-    def join(self, thresholds: Sequence[float] | None = None, max_pending: int | None = None) -> int:
+    def join(self, thresholds: Sequence[float], max_pending: int) -> int:
         """The slot of a new, empty sequence.
 
         Args:
-            thresholds, max_pending: its own, as in `Backend.start`; None: those of the batch.
+            thresholds, max_pending: of the sequence, as in `Backend.start`.
         """
         ...
 
@@ -222,13 +215,10 @@ class Backend(Protocol):
         """
         ...
 
-    def start_batch(
-        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int
-    ) -> Batch:
+    def start_batch(self, compaction_threshold: float, slots: int) -> Batch:
         """An empty batch.
 
         Args:
-            thresholds, max_pending: as in `start`, for each sequence that joins without its own.
             compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
                 run it; else all that have tokens pending before it do.
             slots: how many it shall have; at most `max_batch_size`.

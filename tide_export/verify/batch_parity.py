@@ -141,15 +141,17 @@ def _compare(
         check.compare_position(i, token, exit_layer, expected)
 
 
-def compare_batch(batch: Batch, references: Sequence[References], segment_sizes: Sequence[int], check: Check) -> None:
+def compare_batch(
+    batch: Batch, max_pending: int, references: Sequence[References], segment_sizes: Sequence[int], check: Check
+) -> None:
     """Adds to `check` the output of an empty batch on the texts of `references`, all in one batch.
 
     Args:
-        batch: at the thresholds of `references`.
-        references: of texts with equally many forced tokens.
+        max_pending: of each sequence.
+        references: of texts with equally many forced tokens, all at the same thresholds.
         segment_sizes: layers of each segment.
     """
-    slots = [batch.join() for _ in references]
+    slots = [batch.join(reference.thresholds, max_pending) for reference in references]
     forced = zip(*(reference.forced for reference in references), strict=True)
     inputs = [[reference.prompt for reference in references], *([[token] for token in tokens] for tokens in forced)]
     steps = [batch.step(dict(zip(slots, new, strict=True))) for new in inputs]

@@ -85,20 +85,19 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
     for name, engine, tolerance, _ in graph_engines(bundle, None):
         _compare(name or "graph", engine, references, tolerance)
     del engine
-    options = (references[0].thresholds, MAX_PENDING, manifest.compaction_threshold)
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = Engine(bundle, open_segments(bundle))
         tolerance = TOLERANCES[manifest.networks.weights]
         _compare("networks", networks, references, tolerance)
         if manifest.networks.max_batch_size > 1:
-            batch = networks.start_batch(*options, len(references))
+            batch = networks.start_batch(manifest.compaction_threshold, len(references))
             _compare_batch("networks with several sequences", batch, manifest, references, tolerance)
             del batch
         del networks
     if names.batch_file(names.HEAD) in manifest.files:
         sessions = BatchNetworks(bundle, None).sessions(len(references))
         tolerance = TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 matmuls"]
-        batch = empty_batch(sessions, manifest, *options)
+        batch = empty_batch(sessions, manifest, manifest.compaction_threshold)
         _compare_batch("networks for batches", batch, manifest, references, tolerance)
 
 
@@ -116,7 +115,7 @@ def _compare_batch(
     part: str, batch: Batch, manifest: Manifest, references: Sequence[References], tolerance: Tolerance
 ) -> None:
     check = Check("exit", "exit", references[0].thresholds, tolerance)
-    compare_batch(batch, references, manifest.segment_sizes, check)
+    compare_batch(batch, MAX_PENDING, references, manifest.segment_sizes, check)
     _require(check, part, manifest)
 
 

@@ -150,8 +150,8 @@ def read_batch(
     manifest = engine.manifest
     sizes = np.cumsum(manifest.segment_sizes)
     sessions = networks.sessions(len(prompts))
-    batch = empty_batch(sessions, manifest, thresholds, manifest.max_pending, manifest.compaction_threshold)
-    slots = [batch.join() for _ in prompts]
+    batch = empty_batch(sessions, manifest, manifest.compaction_threshold)
+    slots = [batch.join(thresholds, manifest.max_pending) for _ in prompts]
     batch.step(dict(zip(slots, prompts, strict=True)))
     for number in range(len(texts[0].tops)):
         tokens, tops = [text.said[number] for text in texts], [text.tops[number] for text in texts]

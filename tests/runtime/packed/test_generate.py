@@ -76,8 +76,8 @@ def test_a_lone_row_goes_deep_by_itself(engine: Engine, prompts: list[list[int]]
     first, *_ = engine.manifest.checkpoints
     seen: dict[float, list[list[int]]] = {}
     for share in (0.0, 1.0):
-        batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, 16, share)
-        places = [batch.join() for _ in range(4)]
+        batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, share)
+        places = [batch.join([NEVER_EXIT] * 3, 16) for _ in range(4)]
         batch.step(dict(zip(places, prompts, strict=False)))
         batch._rules = {
             place: ExitRule((-1.0,) * 3, 16) for place in places
@@ -131,7 +131,7 @@ def test_sequences_end_one_by_one(engine: Engine, prompts: list[list[int]]) -> N
 def test_more_prompts_than_slots(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
     """As a sequence ends the next takes its slot; and long prompts are read in parts."""
     sessions = engine.backend.batch_networks._open(8)
-    batch = PackedBatch(sessions, engine.manifest, mixed, 4, 1.0)
+    batch = PackedBatch(sessions, engine.manifest, 1.0)
     wanted = prompts + prompts[::-1]
     stop = alone(engine, prompts[:1], threshold=mixed, max_pending=4, stop_token_ids=[])[0].tokens[3:5]
     options = {"threshold": mixed, "max_pending": 4, "stop_token_ids": stop}
@@ -157,8 +157,8 @@ def test_no_memory_for_one_layer_s_cache(engine: Engine, prompts: list[list[int]
     """Nothing may have changed, also where the sequence is then rewound, stepped without growing, and grows later."""
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
     ids = prompts[2][:40]
-    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, 4, 1.0)
-    slot = batch.join()
+    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, 1.0)
+    slot = batch.join([NEVER_EXIT] * 3, 4)
     batch.step({slot: ids[:20]})
     zeros, calls = np.zeros, iter(range(1000))
 

@@ -98,8 +98,8 @@ def test_who_comes_along_is_verified_at_once(
     engine: Engine, prompts: list[list[int]], full: list[list[int]], share: float
 ) -> None:
     """One sequence asks for full depth while the other, which has a draft waiting, would make the next."""
-    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [ALWAYS] * 3, NO_LIMIT, share)
-    one, other = batch.join(), batch.join()
+    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, share)
+    one, other = (batch.join([ALWAYS] * 3, NO_LIMIT) for _ in range(2))
     first = batch.step({one: prompts[1], other: prompts[2]}, {one: 1, other: 1}, [one, other])
     known = {place: int(result.logits.argmax()) for place, result in first.items()}
     assert known == {one: full[1][0], other: full[2][0]}
@@ -129,8 +129,8 @@ def test_who_comes_along_is_verified_at_once(
 
 def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts: list[list[int]]) -> None:
     """Asked for more, it must not be given its neighbour's."""
-    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [NEVER_EXIT] * 3, NO_LIMIT, 1.0)
-    one, other = batch.join(), batch.join()
+    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, 1.0)
+    one, other = (batch.join([NEVER_EXIT] * 3, NO_LIMIT) for _ in range(2))
     result = batch.step({one: prompts[1], other: prompts[3]}, {one: 1, other: 9}, [one, other])
     assert len(prompts[3]) == 2
     expected = engine.start([NEVER_EXIT] * 3).step(prompts[3], logits_to_keep=9).position_logits

@@ -36,13 +36,13 @@ def test_a_threshold_that_float32_rounds_to_the_score_lets_nothing_exit(engine: 
     """As on the graph of one sequence."""
     never = [NEVER_EXIT] * len(engine.manifest.checkpoints)
     sessions = engine.backend.batch_networks.sessions(2)
-    batch = PackedBatch(sessions, engine.manifest, never, NO_LIMIT, 1.0)
-    batch.step({batch.join(): np.array(IDS, np.int32)})
+    batch = PackedBatch(sessions, engine.manifest, 1.0)
+    batch.step({batch.join(never, NO_LIMIT): np.array(IDS, np.int32)})
     score = batch._segments[0].scores[0]
     for threshold, segments_run in [
         (np.nextafter(np.float64(score), 0), len(never) + 1),
         (np.nextafter(score, np.float32(0)), 1),
     ]:
-        batch = PackedBatch(sessions, engine.manifest, [float(threshold), *never[1:]], NO_LIMIT, 1.0)
-        slot = batch.join()
+        batch = PackedBatch(sessions, engine.manifest, 1.0)
+        slot = batch.join([float(threshold), *never[1:]], NO_LIMIT)
         assert batch.step({slot: IDS})[slot].segments_run == segments_run

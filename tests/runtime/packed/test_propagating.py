@@ -54,7 +54,7 @@ def test_sequences_join_as_others_end(
     engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch
 ) -> None:
     monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # and their buffers grow
-    batch = empty_batch(engine.backend.batch_networks._open(8), engine.manifest, mixed, 16, 1.0)
+    batch = empty_batch(engine.backend.batch_networks._open(8), engine.manifest, 1.0)
     assert isinstance(batch, PropagatingBatch)
     wanted = prompts + prompts[::-1]
     stop = alone(engine, prompts[:1], threshold=mixed, min_layers=0, stop_token_ids=[])[0].tokens[3:5]
@@ -69,8 +69,8 @@ def test_sequences_join_as_others_end(
 
 def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]]) -> None:
     """A first step, and one of several tokens; beside them a sequence that leaves as soon as it may."""
-    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest, [0.0] * 3)
-    states = {batch.join(): engine.start([0.0] * 3) for _ in range(3)}
+    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest)
+    states = {batch.join([0.0] * 3, 0): engine.start([0.0] * 3) for _ in range(3)}
     one, two, three = sorted(states)
     for feeds in (
         {one: prompts[1], two: [5]},

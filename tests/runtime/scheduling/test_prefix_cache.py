@@ -125,7 +125,7 @@ def test_a_request_uses_a_prompt_that_was_read_while_it_waited(engine: Engine) -
 
 
 def test_a_request_that_fails_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, step = scheduler_of(engine, 100), type(engine.start_batch([2.0] * 2, 4, 1.0, SLOTS)).step
+    scheduler, step = scheduler_of(engine, 100), type(engine.start_batch(1.0, SLOTS)).step
 
     def broken(self: Any, *rest: Any, **options: Any) -> Any:
         return {slot: one._replace(logits=one.logits * np.nan) for slot, one in step(self, *rest, **options).items()}

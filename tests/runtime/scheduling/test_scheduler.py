@@ -20,7 +20,6 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.providers import open_provider
 from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 
 SLOTS = 3
@@ -90,7 +89,7 @@ def test_requests_that_come_and_go_get_their_own_tokens(engine: Engine, mixed: l
 
 
 def test_prompts_are_read_in_parts_beside_those_that_write(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, batch = list[list[int]](), type(engine.start_batch([NEVER_EXIT] * 2, 4, 1.0, SLOTS))
+    sizes, batch = list[list[int]](), type(engine.start_batch(1.0, SLOTS))
     step = batch.step
 
     def recorded(self: Any, new: Any, *rest: Any, **options: Any) -> Any:

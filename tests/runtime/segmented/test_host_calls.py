@@ -34,8 +34,8 @@ class Counting(FakeCudart):
 def calls_per_step(engine: Engine, fake: Counting, thresholds: list[float], max_pending: int) -> float:
     """Of the last of several rounds, when what can be recorded mostly is."""
     for _ in range(ROUNDS):
-        batch = engine.start_batch(thresholds, max_pending, 1.0, SLOTS)
-        slots = [batch.join() for _ in range(SLOTS)]
+        batch = engine.start_batch(1.0, SLOTS)
+        slots = [batch.join(thresholds, max_pending) for _ in range(SLOTS)]
         batch.step({slot: TEXT[5 * slot : 6 * slot + 3] for slot in slots})
         fake.calls.clear()
         for n in range(STEPS):

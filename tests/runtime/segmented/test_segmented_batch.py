@@ -96,8 +96,8 @@ def test_the_context_is_the_end_of_one_and_a_failed_step_changes_nothing(engines
     assert [one.finish_reason for one in alone] == ["length", "context", "length"]
     options = {"stop_token_ids": [], "min_layers": 0, "threshold": thresholds}
     assert_same(networks.generate(prompts, max_new_tokens=NEW_TOKENS, **options), alone, passes=False)
-    batch = networks.start_batch(thresholds, 4, 1.0, 2)
-    first, second = batch.join(), batch.join()
+    batch = networks.start_batch(1.0, 2)
+    first, second = batch.join(thresholds, 4), batch.join(thresholds, 4)
     batch.step({first: [5], second: long})
     before = [list(batch.sequences[place].lengths) for place in (first, second)]
     with pytest.raises(GenerationError, match="the sequence would have 257 tokens but the model's context holds 256"):
@@ -116,8 +116,8 @@ def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(en
         "_launch",
         lambda buffers, k, index, run, *rest: (runs.append((k, run.active)), launch(buffers, k, index, run, *rest)),
     )
-    batch = networks.start_batch([NEVER_EXIT, NEVER_EXIT], 4, 1.0, PLACES)
-    places = [batch.join() for _ in range(PLACES)]
+    batch = networks.start_batch(1.0, PLACES)
+    places = [batch.join([NEVER_EXIT, NEVER_EXIT], 4) for _ in range(PLACES)]
     batch.step({place: [5] for place in places})
     assert runs == [(0, (0, 1, 2)), (1, (0, 1, 2)), (2, (0, 1, 2))]
     batch._rules = {slot: ExitRule((-1.0, -1.0), 4) for slot in places}  # everyone leaves at the first checkpoint ...
@@ -131,7 +131,7 @@ def test_a_lone_sequence_goes_deep_by_itself_and_those_between_two_come_along(en
 
 def test_more_prompts_than_slots_and_long_ones_in_parts(engines) -> None:
     graph, networks, thresholds = engines
-    batch = networks.start_batch(thresholds, 4, 1.0, 2)
+    batch = networks.start_batch(1.0, 2)
     wanted = [*PROMPTS, *PROMPTS[::-1]]
     scheduler = Scheduler(networks.bundle, None, batch, SchedulerLimits(prompt_tokens=20))
     options = {"threshold": thresholds, "max_pending": 4, "min_layers": 0, "stop_token_ids": []}
@@ -178,17 +178,18 @@ def test_nothing_of_a_sequence_reaches_the_next_not_even_nan(request, engines, d
 
     assert all(buffers._written)
     overflow(range(buffers.slots))
-    batch = engine.start_batch([-1.0] * len(thresholds), 8, 1.0, 3)
+    batch = engine.start_batch(1.0, 3)
     assert batch._buffers is buffers
 
     def step(new: dict[int, list[int]], full: Sequence[int] = ()) -> None:
         assert all(np.isfinite(result.logits).all() for result in batch.step(new, full=full).values())
 
-    places = [batch.join() for _ in range(3)]
+    rule = ([-1.0] * len(thresholds), 8)
+    places = [batch.join(*rule) for _ in range(3)]
     step(dict.fromkeys(places, PROMPTS[2]))
     batch.leave(1)
     overflow([1])
-    assert batch.join() == 1
+    assert batch.join(*rule) == 1
     step({0: [5], 1: [5], 2: [5]})
     step({0: [6], 2: [6]})
     step({0: [7], 2: [7]}, full=(0, 2))  # the place between them has nothing to run, and takes part as padding

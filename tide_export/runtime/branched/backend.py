@@ -35,11 +35,9 @@ class BranchedBackend:
     def start(self, thresholds: Sequence[float], max_pending: int, room: int = ROOM) -> BranchedSequence:
         return BranchedSequence(self.session, self._manifest, thresholds, max_pending, room)
 
-    def start_batch(
-        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int
-    ) -> PackedBatch:
+    def start_batch(self, compaction_threshold: float, slots: int) -> PackedBatch:
         sessions = self.batch_networks.sessions(min(slots, MAX_BATCH_SIZE))
-        return empty_batch(sessions, self._manifest, thresholds, max_pending, compaction_threshold, self._start_alone)
+        return empty_batch(sessions, self._manifest, compaction_threshold, self._start_alone)
 
     def _start_alone(self, thresholds: Sequence[float], max_pending: int, kv: KvBuffers) -> BranchedSequence:
         return BranchedSequence(self.session, self._manifest, thresholds, max_pending, kv=kv)
@@ -48,13 +46,11 @@ class BranchedBackend:
 def empty_batch(
     sessions: BatchSessions,
     manifest: Manifest,
-    thresholds: Sequence[float],
-    max_pending: int,
     compaction_threshold: float,
     start_alone: StartAlone | None = None,
 ) -> PackedBatch:
     """A batch of the bundle's kind of K/V cache; see `PackedBatch`. Where K/V are propagated nothing is ever pending,
-    so `max_pending` and `compaction_threshold` have no effect."""
+    so `compaction_threshold` and the `max_pending` of its sequences have no effect."""
     if manifest.kv_cache_strategy == PROPAGATE:
-        return PropagatingBatch(sessions, manifest, thresholds, start_alone)
-    return PackedBatch(sessions, manifest, thresholds, max_pending, compaction_threshold, start_alone)
+        return PropagatingBatch(sessions, manifest, start_alone)
+    return PackedBatch(sessions, manifest, compaction_threshold, start_alone)

@@ -50,8 +50,6 @@ class PackedBatch:
         self,
         sessions: BatchSessions,
         manifest: Manifest,
-        thresholds: Sequence[float],
-        max_pending: int,
         compaction_threshold: float,
         start_alone: StartAlone | None = None,
     ) -> None:
@@ -63,8 +61,7 @@ class PackedBatch:
         self._ort = import_onnxruntime()
         self._manifest, self._head = manifest, sessions.head
         self._depths = (*manifest.checkpoints, manifest.model.num_layers)
-        self._rule, self._compaction = ExitRule.of(thresholds, max_pending), compaction_threshold
-        self._rules = dict[int, ExitRule]()
+        self._compaction, self._rules = compaction_threshold, dict[int, ExitRule]()
         self.sequences: dict[int, PackedSequence] = {}
         self._free = list(range(sessions.slots))[::-1]
         self._padding = PackedSequence(self._ort, manifest)
@@ -91,9 +88,9 @@ class PackedBatch:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def join(self, thresholds: Sequence[float] | None = None, max_pending: int | None = None) -> int:
+    def join(self, thresholds: Sequence[float], max_pending: int) -> int:
         slot = self._free.pop()
-        self._rules[slot] = self._rule.but(thresholds, max_pending)
+        self._rules[slot] = ExitRule.of(thresholds, max_pending)
         self.sequences[slot] = PackedSequence(self._ort, self._manifest)
         return slot
 

@@ -22,15 +22,9 @@ from tide_export.runtime.sequence import StepResult
 class PropagatingBatch(PackedBatch):
     """As `PackedBatch`; every segment's K/V buffers hold all tokens of a sequence."""
 
-    def __init__(
-        self,
-        sessions: BatchSessions,
-        manifest: Manifest,
-        thresholds: Sequence[float],
-        start_alone: StartAlone | None = None,
-    ) -> None:
+    def __init__(self, sessions: BatchSessions, manifest: Manifest, start_alone: StartAlone | None = None) -> None:
         """An empty batch; see `PackedBatch`."""
-        super().__init__(sessions, manifest, thresholds, 0, 1.0, start_alone)
+        super().__init__(sessions, manifest, 1.0, start_alone)
         self._skipped = sessions.skipped
 
     def _step_all(

@@ -61,9 +61,7 @@ class SegmentBackend:
         weakref.finalize(sequence, _keep, self._idle, buffers)
         return sequence
 
-    def start_batch(
-        self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float, slots: int
-    ) -> SegmentedBatch:
+    def start_batch(self, compaction_threshold: float, slots: int) -> SegmentedBatch:
         """See `Backend.start_batch`. Idle buffers that are too small are freed, so that two sizes are never held."""
         if self.max_batch_size == 1:
             raise GenerationError(
@@ -82,8 +80,7 @@ class SegmentBackend:
         else:
             buffers.clear(range(buffers.slots))
         segments = len(self._manifest.segment_sizes)
-        options = (thresholds, max_pending, compaction_threshold, slots)
-        batch = SegmentedBatch(self._steps(buffers), segments, *options)
+        batch = SegmentedBatch(self._steps(buffers), segments, compaction_threshold, slots)
         weakref.finalize(batch, _keep, self._idle_batches, buffers)
         return batch
 

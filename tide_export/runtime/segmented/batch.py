@@ -16,19 +16,10 @@ class SegmentedBatch:
         sequences: by slot.
     """
 
-    def __init__(
-        self,
-        steps: SegmentedSteps,
-        segments: int,
-        thresholds: Sequence[float],
-        max_pending: int,
-        compaction_threshold: float,
-        slots: int,
-    ) -> None:
+    def __init__(self, steps: SegmentedSteps, segments: int, compaction_threshold: float, slots: int) -> None:
         """An empty batch of so many slots; see `Backend.start_batch`."""
         self.sequences: dict[int, SequenceState] = {}
-        self._segments = segments
-        self._rule, self._compaction = ExitRule.of(thresholds, max_pending), compaction_threshold
+        self._segments, self._compaction = segments, compaction_threshold
         self._rules = dict[int, ExitRule]()
         self._steps, self._buffers = steps, steps.buffers
         self._free = list(range(slots))
@@ -38,14 +29,14 @@ class SegmentedBatch:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def join(self, thresholds: Sequence[float] | None = None, max_pending: int | None = None) -> int:
+    def join(self, thresholds: Sequence[float], max_pending: int) -> int:
         """See `sequence.Batch.join`. It is the first free slot, because adjacent slots run in one run."""
         slot = heapq.heappop(self._free)
         if slot in self._used:
             self._buffers.clear([slot])
             self._used.remove(slot)
         self.sequences[slot] = SequenceState(self._segments)
-        self._rules[slot] = self._rule.but(thresholds, max_pending)
+        self._rules[slot] = ExitRule.of(thresholds, max_pending)
         return slot
 
     def leave(self, slot: int) -> None:

@@ -25,7 +25,7 @@ class SegmentedSequence(SingleSequence):
         return self._steps.capacity
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        self._rule = self._rule.but(thresholds, None)
+        self._rule = ExitRule.of(thresholds, self._rule.max_pending)
 
     def save(self) -> Any:
         return self.length
