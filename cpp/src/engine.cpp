@@ -122,6 +122,7 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits) const {
   whole_number("prompt_tokens", limits.prompt_tokens, kMinPromptTokens);
   if (limits.waiting) whole_number("waiting", *limits.waiting, 1);
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
+  whole_number("prefix_cache_bytes", limits.prefix_cache_bytes, 0);
   std::unique_ptr<PackedBatch> batch = batch_of(*backend_, limits.slots, manifest().compaction_threshold);
   return Scheduler(*this, std::make_shared<StepLoop>(backend_, std::move(batch), limits));
 }

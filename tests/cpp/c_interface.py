@@ -56,6 +56,7 @@ def open_library(cpp: CppBuild) -> ctypes.CDLL:
         getattr(library, name).restype = c_char_p
     library.tide_generation_tokens.restype = POINTER(c_int64)
     library.tide_generation_text.restype = c_void_p
+    library.tide_request_cached_tokens.restype = c_int64
     library.tide_generation_logprobs.restype = POINTER(Logprob)
     return library
 
@@ -195,6 +196,10 @@ class CRequest:
             yield token
         if status != ENDED:
             raise Refused(status, self._engine.functions.tide_last_error().decode())
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._engine.functions.tide_request_cached_tokens(self._handle)
 
     def cancel(self) -> None:
         self._engine.functions.tide_request_cancel(self._handle)

@@ -15,7 +15,7 @@ class CppScheduler:
 
     def __init__(self, engine: CppEngine, limits: SchedulerLimits) -> None:
         self._engine = engine
-        values = (limits.slots, limits.prompt_tokens, limits.waiting, limits.kv_tokens)
+        values = (limits.slots, limits.prompt_tokens, limits.waiting, limits.kv_tokens, limits.prefix_cache_bytes)
         engine.call("schedule_open", *("none" if value is None else str(value) for value in values))
 
     def submit(self, ids: Sequence[int], timeout: float | None = None, **options: Any) -> "CppHandle":
@@ -40,6 +40,10 @@ class CppScheduler:
     def running(self) -> int:
         return self._engine.call("schedule_counts")["running"]
 
+    @property
+    def prefix_cache_bytes(self) -> int:
+        return self._engine.call("schedule_counts")["prefix_cache_bytes"]
+
 
 class CppHandle:
     def __init__(self, engine: CppEngine, number: int) -> None:
@@ -60,6 +64,10 @@ class CppHandle:
     @property
     def tokens(self) -> list[int]:
         return self.described()["tokens"]
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.described()["cached_tokens"]
 
     @property
     def finish_reason(self) -> str | None:

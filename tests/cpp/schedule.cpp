@@ -29,6 +29,7 @@ std::string ScheduleDriver::answer(tide::Engine const& engine, std::string const
     limits.prompt_tokens = limit_of(words.at(1)).value();
     limits.waiting = limit_of(words.at(2));
     limits.kv_tokens = limit_of(words.at(3));
+    limits.prefix_cache_bytes = limit_of(words.at(4)).value();
     handles_.clear();
     scheduler_.reset();
     scheduler_.emplace(engine.scheduler(limits));
@@ -59,7 +60,7 @@ std::string ScheduleDriver::answer(tide::Engine const& engine, std::string const
       return token ? std::to_string(token->id) : "null";
     }
     return "{\"tokens\": " + list(handle.tokens()) + ", \"finish_reason\": " + shown(handle.finish_reason()) +
-           ", \"failed\": " + (handle.error() ? "true" : "false") + ", \"stats\": " + handle.stats().json() + "}";
+           ", \"cached_tokens\": " + std::to_string(handle.cached_tokens()) + ", \"failed\": " + (handle.error() ? "true" : "false") + ", \"stats\": " + handle.stats().json() + "}";
   }
   return counts();
 }
@@ -67,6 +68,7 @@ std::string ScheduleDriver::answer(tide::Engine const& engine, std::string const
 std::string ScheduleDriver::counts() const {
   return "{\"waiting\": " + std::to_string(scheduler_->waiting()) +
          ", \"running\": " + std::to_string(scheduler_->running()) +
+         ", \"prefix_cache_bytes\": " + std::to_string(scheduler_->prefix_cache_bytes()) +
          ", \"closed\": " + (scheduler_->closed() ? "true" : "false") + "}";
 }
 

@@ -194,10 +194,12 @@ def test_what_is_wrong_is_refused_at_once(opened: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("limits", "sentence"),
     [
-        ("0 512 none none", "slots must be a whole number, 1 or more, not 0"),
-        ("1 3 none none", "prompt_tokens must be a whole number, 4 or more, not 3"),
-        ("1 512 0 none", "waiting must be a whole number, 1 or more, not 0"),
-        ("1 512 none -1", "kv_tokens must be a whole number, 1 or more, not -1"),
+        ("0 512 none none 0", "slots must be a whole number, 1 or more, not 0"),
+        ("1 3 none none 0", "prompt_tokens must be a whole number, 4 or more, not 3"),
+        ("1 512 0 none 0", "waiting must be a whole number, 1 or more, not 0"),
+        ("1 512 none -1 0", "kv_tokens must be a whole number, 1 or more, not -1"),
+        ("1 512 none none -1", "prefix_cache_bytes must be a whole number, 0 or more, not -1"),
+        ("1 512 none none 100", "prefix_cache_bytes is 100, and the K/V of 16 tokens have"),
     ],
 )
 def test_limits_that_let_nothing_through_are_refused(exact: CppEngine, limits: str, sentence: str) -> None:

@@ -28,6 +28,9 @@ struct ModelInfo {
 
   // Layers whose K/V the layers first .. first + count - 1 read, ascending: their own, and earlier ones they share.
   std::vector<std::size_t> kv_read(std::size_t first, std::size_t count) const;
+
+  // Numbers in the K/V of one token, of all layers.
+  std::int64_t kv_token_size() const;
 };
 
 // Draft settings of `lossless` mode, as tuned by `tide-export tune --mode lossless`.

@@ -28,6 +28,9 @@ struct SchedulerLimits {
   std::optional<std::int64_t> waiting;  // requests in the queue beyond those for which a slot is free; none: any number
   // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: any number.
   std::optional<std::int64_t> kv_tokens;
+  // Of K/V of prompts and answers, beside those of requests with a slot, that are kept for requests that begin with the
+  // same tokens, as long as there is memory for them; 0: none.
+  std::int64_t prefix_cache_bytes = 0;
 };
 
 // A submitted request. Each copy reads all tokens; one thread at a time may use a copy. May outlive its scheduler.
@@ -46,6 +49,7 @@ class RequestHandle {
   ExitStats stats() const;                             // of these
   std::optional<FinishReason> finish_reason() const;   // none until it has ended, and where it failed
   std::exception_ptr error() const;                    // why it failed; null while it has not
+  std::int64_t cached_tokens() const;                  // of the prompt, whose K/V came from the prefix cache
 
  private:
   friend class Scheduler;
@@ -85,6 +89,7 @@ class Scheduler {
   std::size_t waiting() const;  // requests without a slot
   std::size_t running() const;  // requests with a slot
   bool closed() const;          // whether it takes no more requests
+  std::int64_t prefix_cache_bytes() const;  // of K/V in the prefix cache now
 
  private:
   friend class Engine;

@@ -129,7 +129,7 @@ TIDE_API void tide_generation_free(tide_generation* generation);
 
 /* --- schedulers ---------------------------------------------------------------------------------------------------- */
 
-/* limits: "slots", "prompt_tokens", "waiting", "kv_tokens". */
+/* limits: "slots", "prompt_tokens", "waiting", "kv_tokens", "prefix_cache_bytes". */
 TIDE_API tide_status tide_scheduler_create(const tide_engine* engine, const char* limits, tide_scheduler** scheduler);
 
 /* Lets a thread do the steps. Without one whoever reads a request does them, or who calls tide_scheduler_step, which
@@ -151,6 +151,9 @@ TIDE_API tide_status tide_request_next(tide_request* request, tide_token* token)
 
 /* Waits for the end. */
 TIDE_API tide_status tide_request_result(tide_request* request, tide_generation** generation);
+
+/* Tokens of the prompt whose K/V came from the prefix cache. */
+TIDE_API int64_t tide_request_cached_tokens(const tide_request* request);
 
 TIDE_API void tide_request_cancel(tide_request* request); /* before the next step; its tokens so far stay */
 TIDE_API void tide_request_free(tide_request* request);   /* does not cancel it */

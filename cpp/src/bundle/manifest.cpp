@@ -316,6 +316,12 @@ std::vector<std::size_t> ModelInfo::kv_read(std::size_t first, std::size_t count
   return {layers.begin(), layers.end()};
 }
 
+std::int64_t ModelInfo::kv_token_size() const {
+  std::int64_t size = 0;
+  for (std::size_t const layer : kv_read(0, kv_shapes.size())) size += 2 * kv_shapes[layer].heads * kv_shapes[layer].head_dim;
+  return size;
+}
+
 std::vector<std::int64_t> Manifest::depths() const {
   std::vector<std::int64_t> depths = checkpoints;
   depths.push_back(model.num_layers);

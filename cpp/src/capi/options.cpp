@@ -95,6 +95,7 @@ SchedulerLimits scheduler_limits(char const* text) {
       {"prompt_tokens", [&](Field const& field) { limits.prompt_tokens = field.whole(); }},
       {"waiting", [&](Field const& field) { limits.waiting = field.whole(); }},
       {"kv_tokens", [&](Field const& field) { limits.kv_tokens = field.whole(); }},
+      {"prefix_cache_bytes", [&](Field const& field) { limits.prefix_cache_bytes = field.whole(); }},
   });
   return limits;
 }

@@ -297,5 +297,6 @@ tide_status tide_request_result(tide_request* request, tide_generation** generat
   return create(generation, [&] { return request->handle.result(); });
 }
 
+std::int64_t tide_request_cached_tokens(tide_request const* request) { return request->handle.cached_tokens(); }
 void tide_request_cancel(tide_request* request) { request->handle.cancel(); }
 void tide_request_free(tide_request* request) { delete request; }

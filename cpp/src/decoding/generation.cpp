@@ -22,9 +22,9 @@ void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std
   stats.lookup_accepted = decoder.lookup_accepted;
   stats.layer_tokens_run = decoder.undone * stats.num_layers;
   for (std::size_t k = 0; k < depths_.size(); ++k) {
-    stats.layer_tokens_run += computed[k] * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
+    stats.layer_tokens_run += (computed[k] - cached_tokens) * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
   }
-  stats.layer_tokens_total = stats.num_layers * computed[0];
+  stats.layer_tokens_total = stats.num_layers * (computed[0] - cached_tokens);
   for (Token const& token : block) {
     generation_.tokens.push_back(token.id);
     stats.exit_layer.push_back(token.exit_layer);

@@ -20,6 +20,9 @@ class Progress {
 
   bool ended() const { return ended_; }
 
+  // Of the prompt, whose K/V come from a prefix cache: the statistics count nothing as run for them.
+  std::int64_t cached_tokens = 0;
+
   // The tokens that the sequence has not run yet: the prompt, or the last token.
   std::vector<std::int64_t> const& next_ids() const { return next_ids_; }
 

@@ -33,11 +33,20 @@ KvBuffer KvBuffer::grown(std::int64_t capacity, std::int64_t used) const {
   return larger;
 }
 
-void KvBuffer::write(std::int64_t position, float const* values, std::size_t stride) {
+float* KvBuffer::read(std::int64_t position, std::int64_t count, float* values) const {
+  if (!data_) return values;
   for (std::int64_t head = 0; head < heads_; ++head) {
-    std::copy_n(values + static_cast<std::size_t>(head) * stride, head_dim_,
-                data_.get() + (head * capacity_ + position) * head_dim_);
+    values = std::copy_n(data_.get() + (head * capacity_ + position) * head_dim_, count * head_dim_, values);
   }
+  return values;
+}
+
+float const* KvBuffer::write(std::int64_t position, std::int64_t count, float const* values, std::size_t stride) {
+  if (!data_) return values;
+  for (std::int64_t head = 0; head < heads_; ++head, values += stride) {
+    std::copy_n(values, count * head_dim_, data_.get() + (head * capacity_ + position) * head_dim_);
+  }
+  return values;
 }
 
 Ort::Value KvBuffer::tensor(Ort::MemoryInfo const& memory) const {
@@ -69,6 +78,19 @@ void KvBuffers::allocate(std::int64_t capacity, std::vector<std::int64_t> const&
   }
   for (auto& [held, larger] : replaced) *held = std::move(larger);
   capacity_ = capacity;
+}
+
+std::vector<float> KvBuffers::read(std::int64_t start, std::int64_t stop) const {
+  std::vector<float> values(static_cast<std::size_t>((stop - start) * manifest_.model.kv_token_size()));
+  float* end = values.data();
+  for (KvBuffer const& held : buffers_) end = held.read(start, stop - start, end);
+  return values;
+}
+
+void KvBuffers::write(std::int64_t start, std::vector<float> const& values) {
+  std::int64_t const count = static_cast<std::int64_t>(values.size()) / manifest_.model.kv_token_size();
+  float const* next = values.data();
+  for (KvBuffer& held : buffers_) next = held.write(start, count, next);
 }
 
 }  // namespace tide

@@ -20,8 +20,16 @@ class KvBuffer {
   // Returns a buffer for `capacity` tokens with a copy of the first `used`. Throws GenerationError: not enough memory.
   KvBuffer grown(std::int64_t capacity, std::int64_t used) const;
 
-  // Writes the keys or values of the token at this position; those of each head, [head_dim], are `stride` floats apart.
-  void write(std::int64_t position, float const* values, std::size_t stride);
+  // Copies the keys or values of `count` tokens from this position on, [heads, count, head_dim]; returns their end. Of a
+  // buffer without memory: none.
+  float* read(std::int64_t position, std::int64_t count, float* values) const;
+
+  // Writes the keys or values of `count` tokens from this position on; those of each head, [count, head_dim], are
+  // `stride` floats apart. Returns the values after them; of a buffer without memory: `values`.
+  float const* write(std::int64_t position, std::int64_t count, float const* values, std::size_t stride);
+  float const* write(std::int64_t position, std::int64_t count, float const* values) {
+    return write(position, count, values, static_cast<std::size_t>(count * head_dim_));
+  }
 
   // float32 [1, heads, capacity, head_dim], on this memory.
   Ort::Value tensor(Ort::MemoryInfo const& memory) const;
@@ -49,6 +57,12 @@ class KvBuffers {
   void allocate(std::int64_t capacity, std::vector<std::int64_t> const& lengths);
 
   std::int64_t capacity() const { return capacity_; }  // tokens that they hold
+
+  // Copies the K/V of the tokens from `start` to `stop`, which the buffers of every layer hold.
+  std::vector<float> read(std::int64_t start, std::int64_t stop) const;
+
+  // Writes what `read` returned for as many tokens, from `start` on; there is room for them.
+  void write(std::int64_t start, std::vector<float> const& values);
 
   // kind: an index into `names::kKinds`.
   KvBuffer& buffer(std::size_t layer, std::size_t kind) { return buffers_[2 * layer + kind]; }

@@ -38,6 +38,18 @@ void PackedSequence::reserve(std::size_t count) {
   kv.reserve(length_after(lengths[0], count, context_of(manifest_)), lengths);
 }
 
+void PackedSequence::write_kv(std::vector<std::vector<float> const*> const& blocks, std::int64_t size,
+                              std::int64_t length) {
+  reserve(blocks.size() * static_cast<std::size_t>(size));
+  std::int64_t start = 0;
+  for (std::vector<float> const* const block : blocks) {
+    kv.write(start, *block);
+    start += size;
+  }
+  lengths.assign(lengths.size(), length);
+  lone_is_current = false;
+}
+
 StepResult PackedSequence::step_alone(LoneSequence& lone, StepRequest const& request) {
   std::int64_t const total = length_after(lengths[0], request.ids.size(), context_of(manifest_));
   if (!lone_is_current) lone.resume(lengths, computed(), pending);

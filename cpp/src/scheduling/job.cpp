@@ -11,7 +11,8 @@ double seconds_now() {
 
 Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::shared_ptr<Request> request,
          std::size_t number, std::optional<double> deadline, std::function<bool(Token const&)> on_token)
-    : request_(std::move(request)),
+    : prompt_(prompt),
+      request_(std::move(request)),
       reserved_(static_cast<std::int64_t>(prompt.size()) + std::min(request_->max_new_tokens, kNoLimit)),
       deadline_(deadline),
       on_token_(std::move(on_token)),
@@ -21,6 +22,18 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
 void Job::begin(PackedSequence& sequence) {
   progress_.begin(*decoder_);
   sequence_ = &sequence;
+}
+
+void Job::skip(std::int64_t count) {
+  stepped_ = static_cast<std::size_t>(count);
+  std::lock_guard<std::mutex> const lock(mutex_);
+  progress_.cached_tokens = count;
+}
+
+std::vector<std::int64_t> Job::text() const {
+  std::vector<std::int64_t> ids = prompt_;
+  for (Token const& token : tokens_) ids.push_back(token.id);  // which this thread alone changes
+  return ids;
 }
 
 StepRequest const* Job::next_step(std::int64_t limit, bool whole) {
@@ -116,6 +129,11 @@ std::optional<FinishReason> Job::finish_reason() const {
 std::exception_ptr Job::error() const {
   std::lock_guard<std::mutex> const lock(mutex_);
   return error_;
+}
+
+std::int64_t Job::cached_tokens() const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return progress_.cached_tokens;
 }
 
 }  // namespace tide

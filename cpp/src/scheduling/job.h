@@ -39,6 +39,9 @@ class Job {
   // Takes over an empty sequence, which stays until the job's end.
   void begin(PackedSequence& sequence);
 
+  // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
+  void skip(std::int64_t count);
+
   // The next step, over at most `limit` tokens where it is a prompt's; nullptr: `limit` leaves nothing. Valid until
   // `take`.
   //
@@ -52,8 +55,12 @@ class Job {
   // the generation. error: why it failed.
   void end(std::optional<FinishReason> reason, std::exception_ptr error) noexcept;
 
-  bool reads_prompt() const { return reads_prompt_; }  // whether it has no token yet
+  bool unread() const { return sequence_->length() == 0; }  // whether its sequence is empty
+  bool reads_prompt() const { return reads_prompt_; }       // whether it has no token yet
   bool verifies() const { return decoder_->verifies(); }
+
+  std::vector<std::int64_t> const& prompt() const { return prompt_; }
+  std::vector<std::int64_t> text() const;  // the prompt, and the tokens so far
 
   std::int64_t number = 0;  // by arrival
 
@@ -71,10 +78,12 @@ class Job {
   Generation finished();          // once it has ended; called once
   std::optional<FinishReason> finish_reason() const;
   std::exception_ptr error() const;
+  std::int64_t cached_tokens() const;  // of the prompt
 
  private:
   bool is_ready(std::size_t read) const { return ended_ || tokens_.size() > read; }
 
+  std::vector<std::int64_t> const prompt_;
   std::shared_ptr<Request> const request_;
   std::int64_t const reserved_;
   std::optional<double> const deadline_;

@@ -41,6 +41,7 @@ void Scheduler::close(bool drain) { loop_->close(drain); }
 std::size_t Scheduler::waiting() const { return loop_->waiting(); }
 std::size_t Scheduler::running() const { return loop_->running(); }
 bool Scheduler::closed() const { return loop_->closed(); }
+std::int64_t Scheduler::prefix_cache_bytes() const { return loop_->prefix_cache_bytes(); }
 
 RequestHandle::RequestHandle(std::shared_ptr<Job> job, std::weak_ptr<StepLoop> loop)
     : job_(std::move(job)), loop_(std::move(loop)) {}
@@ -70,5 +71,6 @@ std::vector<std::int64_t> RequestHandle::tokens() const { return job_->generatio
 ExitStats RequestHandle::stats() const { return job_->generation().stats; }
 std::optional<FinishReason> RequestHandle::finish_reason() const { return job_->finish_reason(); }
 std::exception_ptr RequestHandle::error() const { return job_->error(); }
+std::int64_t RequestHandle::cached_tokens() const { return job_->cached_tokens(); }
 
 }  // namespace tide

@@ -9,7 +9,13 @@
 namespace tide {
 
 StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<PackedBatch> batch, SchedulerLimits const& limits)
-    : backend_(std::move(backend)), batch_(std::move(batch)), limits_(limits), slots_(batch_->free_slots()) {
+    : backend_(std::move(backend)),
+      batch_(std::move(batch)),
+      limits_(limits),
+      prefixes_(limits.prefix_cache_bytes == 0
+                    ? nullptr
+                    : std::make_unique<PrefixCache>(backend_->manifest(), limits.prefix_cache_bytes)),
+      slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
   order_.reserve(slots_.size());
   requests_.reserve(slots_.size());
@@ -183,6 +189,9 @@ void StepLoop::choose_steps() noexcept {
   for (std::size_t const slot : order_) {
     Job& job = *slots_[slot];
     try {
+      if (prefixes_ != nullptr && left > 0 && job.unread()) {
+        job.skip(prefixes_->begin(batch_->sequence(slot), job.prompt()));
+      }
       steps_[slot] = job.next_step(left, backend_->manifest().propagates());
     } catch (...) {
       fail(slot, std::current_exception());
@@ -193,6 +202,15 @@ void StepLoop::choose_steps() noexcept {
   requests_.clear();
   for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
     if (steps_[slot] != nullptr) requests_.push_back({slot, *steps_[slot], slots_[slot]->verifies()});
+  }
+}
+
+// Caches the K/V of a job's text. Where there is no memory for them the cache does not grow.
+void StepLoop::keep(std::size_t slot) noexcept {
+  if (prefixes_ == nullptr) return;
+  try {
+    prefixes_->keep(batch_->sequence(slot), slots_[slot]->text(), slots_[slot]->prompt().size());
+  } catch (...) {
   }
 }
 
@@ -215,7 +233,9 @@ void StepLoop::run(std::vector<SlotRequest> const& requests) noexcept {
 
 void StepLoop::take(std::size_t slot, StepResult const& result, double seconds) noexcept {
   try {
-    if (slots_[slot]->take(result, seconds)) end(slot, std::nullopt, nullptr);
+    bool const read = slots_[slot]->reads_prompt();
+    if (slots_[slot]->take(result, seconds)) return end(slot, std::nullopt, nullptr);
+    if (read) keep(slot);
   } catch (...) {  // logits that are not finite, no memory, or a callback's exception
     fail(slot, std::current_exception());
   }
@@ -227,6 +247,7 @@ void StepLoop::fail(std::size_t slot, std::exception_ptr error) noexcept {
 }
 
 void StepLoop::end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept {
+  if (!error) keep(slot);
   std::shared_ptr<Job> const job = std::move(slots_[slot]);
   batch_->leave(slot);
   {

@@ -13,6 +13,7 @@
 
 #include "packed/batch.h"
 #include "scheduling/job.h"
+#include "scheduling/prefix_cache.h"
 #include "sequence.h"
 #include "tide/scheduler.h"
 
@@ -20,7 +21,7 @@ namespace tide {
 
 class StepLoop {
  public:
-  // batch: an empty one of the backend, which nothing else uses.
+  // batch: an empty one of the backend, which nothing else uses. Throws as `PrefixCache`.
   StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<PackedBatch> batch, SchedulerLimits const& limits);
 
   // Puts a job into the queue. Throws as `Scheduler::submit` does about the queue and K/V memory.
@@ -33,6 +34,7 @@ class StepLoop {
   std::size_t waiting() const;
   std::size_t running() const;
   bool closed() const;
+  std::int64_t prefix_cache_bytes() const { return prefixes_ == nullptr ? 0 : prefixes_->bytes(); }
 
   // A step by the reader of a handle; false: the thread does them.
   bool drive() noexcept;
@@ -47,6 +49,7 @@ class StepLoop {
   void admit() noexcept;
   void join(std::shared_ptr<Job> const& job) noexcept;
   void choose_steps() noexcept;
+  void keep(std::size_t slot) noexcept;
   void run(std::vector<SlotRequest> const& requests) noexcept;
   void take(std::size_t slot, StepResult const& result, double seconds) noexcept;
   void fail(std::size_t slot, std::exception_ptr error) noexcept;
@@ -56,6 +59,7 @@ class StepLoop {
   std::shared_ptr<Backend> const backend_;
   std::unique_ptr<PackedBatch> const batch_;
   SchedulerLimits const limits_;
+  std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
 
   std::mutex stepping_;                         // of what follows up to `mutex_`
   std::vector<std::shared_ptr<Job>> slots_;     // by slot; null: free

@@ -70,19 +70,17 @@ class PrefixCache:
         text = np.concatenate([prompt, np.asarray(tokens, prompt.dtype)])
         text = text[: min(held, len(prompt)) if self._propagates else held]
         path = list(self._path(text))
-        kept = set(path)
         self._use(path)
         try:
             for start in range(len(path) * BLOCK_TOKENS, len(text) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
                 kv = self._batch.read_kv(slot, start, start + BLOCK_TOKENS)
-                if not self._make_room(kv.nbytes, kept):
+                if not self._make_room(kv.nbytes, len(path)):
                     return
                 key = self._blocks[path[-1]].number if path else ROOT, _tokens(text, start)
                 self._numbers += 1
                 self._blocks[key] = _Block(self._numbers, kv)
                 self.bytes += kv.nbytes
                 path.append(key)
-                kept.add(key)
         finally:
             self._use(path)
 
@@ -101,13 +99,14 @@ class PrefixCache:
         for key in reversed(path):
             self._blocks.move_to_end(key)
 
-    def _make_room(self, size: int, kept: set[Key]) -> bool:
-        """Drops blocks, but none of `kept`, until `size` more bytes fit; returns whether they do."""
+    def _make_room(self, size: int, kept: int) -> bool:
+        """Drops blocks, but none of the `kept` most recently used, until `size` more bytes fit; returns whether they
+        do."""
         while self.bytes + size > self._max_bytes:
-            oldest = next(iter(self._blocks), None)
-            if oldest is None or oldest in kept:
+            if len(self._blocks) == kept:
                 return False
-            self.bytes -= self._blocks.pop(oldest).kv.nbytes
+            _, dropped = self._blocks.popitem(last=False)
+            self.bytes -= dropped.kv.nbytes
         return True
 
 

@@ -1,0 +1,60 @@
+// Keeps the K/V of texts for requests that begin with the same tokens: exact, bounded, least recently used out first. The
+// counterpart of tide_export/runtime/scheduling/prefix_cache.py, with the same blocks in the same order.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "packed/sequence.h"
+
+namespace tide {
+
+// K/V of full depth, in blocks of kBlockTokens tokens, which form a tree: the path to a block is the text so far. Used by
+// one thread at a time.
+class PrefixCache {
+ public:
+  static constexpr std::int64_t kBlockTokens = 16;
+
+  // Creates an empty cache. Throws GenerationError: not one block has room in `max_bytes`.
+  PrefixCache(Manifest const& manifest, std::int64_t max_bytes);
+
+  // Begins an empty sequence with as much of its prompt as is cached, and returns how many tokens these are. The last
+  // token is left to be run: it gives the first logits. Where K/V are propagated, two are: a step over one could exit.
+  // Throws as `PackedSequence::write_kv`.
+  std::int64_t begin(PackedSequence& sequence, std::vector<std::int64_t> const& prompt);
+
+  // Caches a text, which begins with a prompt of so many tokens, as far as the sequence holds its K/V and there is room.
+  // Where it throws, the blocks before stay cached.
+  void keep(PackedSequence const& sequence, std::vector<std::int64_t> text, std::size_t prompt);
+
+  std::int64_t bytes() const { return bytes_; }  // of K/V that it holds; called by any thread
+
+ private:
+  using Tokens = std::array<std::int64_t, kBlockTokens>;
+  using Key = std::pair<std::int64_t, Tokens>;  // the number of the block before, and the token ids
+  struct Block {
+    Key key;
+    std::int64_t number;  // never used again
+    std::vector<float> kv;
+  };
+  using Path = std::vector<std::list<Block>::iterator>;
+
+  Path path_of(std::vector<std::int64_t> const& ids) const;
+  void use(Path const& path);
+  bool make_room(std::size_t kept);
+
+  bool const propagates_;
+  std::int64_t const max_bytes_, block_bytes_;
+  // Least recently used first, and every block before the one that precedes it in a text.
+  std::list<Block> blocks_;
+  std::map<Key, std::list<Block>::iterator> by_key_;
+  std::int64_t numbers_ = 0;
+  std::atomic<std::int64_t> bytes_{0};
+};
+
+}  // namespace tide
