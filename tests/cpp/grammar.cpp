@@ -43,6 +43,8 @@ struct Api {
     load(consume, "llg_matcher_consume_tokens");
     load(compute, "llg_matcher_compute_mask");
     load(mask, "llg_matcher_get_mask");
+    load(free_matcher, "llg_free_matcher");
+    load(free_tokenizer, "llg_free_tokenizer");
   }
 
   Tokenizer* (*new_tokenizer)(TokenizerInit const*, char*, std::size_t);
@@ -53,6 +55,8 @@ struct Api {
   std::int32_t (*consume)(Matcher*, std::uint32_t const*, std::size_t);
   std::int32_t (*compute)(Matcher*);
   std::uint32_t const* (*mask)(Matcher*);
+  void (*free_matcher)(Matcher*);
+  void (*free_tokenizer)(Tokenizer*);
 
  private:
   template <typename F>
@@ -76,13 +80,17 @@ tide::LogitsProcessor regex_of(std::string const& regex, std::string const& bund
   tokenizer.end = static_cast<std::uint32_t>(end);
   tokenizer.tokenizer_json = json.c_str();
   tokenizer.greedy = true;
+  std::shared_ptr<llguidance::Tokenizer> const opened(api->new_tokenizer(&tokenizer, reason, sizeof reason),
+                                                      [api](auto* one) { if (one != nullptr) api->free_tokenizer(one); });
+  if (opened == nullptr) throw std::runtime_error(reason);
   llguidance::Init init{};
-  init.tokenizer = api->new_tokenizer(&tokenizer, reason, sizeof reason);
-  if (init.tokenizer == nullptr) throw std::runtime_error(reason);
+  init.tokenizer = opened.get();
   api->set_defaults(&init, init.tokenizer);
-  llguidance::Matcher* const matcher = api->new_matcher(&init, "regex", regex.c_str());
-  if (char const* const error = api->error(matcher)) throw std::runtime_error(error);
-  return [=](std::vector<std::int64_t> const& ids, float* logits, std::size_t vocabulary) {
+  std::shared_ptr<llguidance::Matcher> const owner(api->new_matcher(&init, "regex", regex.c_str()),
+                                                   [api, opened](auto* one) { api->free_matcher(one); });
+  if (char const* const error = api->error(owner.get())) throw std::runtime_error(error);
+  return [api, owner, prompt](std::vector<std::int64_t> const& ids, float* logits, std::size_t vocabulary) {
+    llguidance::Matcher* const matcher = owner.get();
     std::vector<std::uint32_t> const made(ids.begin() + static_cast<std::ptrdiff_t>(prompt), ids.end());
     api->reset(matcher);  // drafts may have been rejected since
     api->consume(matcher, made.data(), made.size());
