@@ -30,6 +30,11 @@ def test_the_goal_is_held_against_the_best_peer(tool, ours: float, best: float, 
     assert tool.goal(results(ours=ours), []) == {"against": None, "ratio": None, "met": False}
 
 
+def test_a_mode_may_have_a_threshold(tool) -> None:
+    assert tool.mode_options("full") == {"mode": "full"}
+    assert tool.mode_options("exit:0.8") == {"mode": "exit", "threshold": 0.8}
+
+
 def test_real_servers_are_loaded(
     tool, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

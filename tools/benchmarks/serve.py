@@ -1,6 +1,6 @@
 """Loads HTTP servers with requests that arrive at random, in alternating rounds: tokens/s and latencies over streams.
 
-    python tools/benchmarks/serve.py BUNDLE --dataset FILE.jsonl [--mode full,auto] [--temperature 0.8]
+    python tools/benchmarks/serve.py BUNDLE --dataset FILE.jsonl [--mode full,auto,exit:0.8] [--temperature 0.8]
     [--peer NAME=COMMAND] [--streams 1,4,8,16] [--plot FILE.png] [--check]
 
 Starts `tide-export serve` on BUNDLE, and every peer: any server with OpenAI's /v1/completions, by the command that
@@ -76,7 +76,7 @@ def start(arguments: argparse.Namespace, running: ExitStack) -> tuple[list[Case]
     for mode in arguments.mode:  # a server each: the second one asked would have the prompts of the first in its cache
         server = Server(shlex.join(ours))
         running.callback(server.close)
-        cases.append(Case(f"{OURS}, {mode}", server, {"mode": mode, "temperature": arguments.temperature}))
+        cases.append(Case(f"{OURS}, {mode}", server, mode_options(mode) | {"temperature": arguments.temperature}))
     for option in arguments.peer:
         name, _, command = option.partition("=")
         try:
@@ -87,6 +87,12 @@ def start(arguments: argparse.Namespace, running: ExitStack) -> tuple[list[Case]
         running.callback(peer.close)
         cases.append(Case(name, peer, {"temperature": arguments.temperature}))
     return cases, omitted
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Of a request: `exit`, or `exit:0.8` with a threshold of its own."""
+    name, _, threshold = mode.partition(":")
+    return {"mode": name} | ({"threshold": float(threshold)} if threshold else {})
 
 
 def measure(arguments: argparse.Namespace, texts: Sequence[str]) -> dict[str, Any]:
@@ -182,9 +188,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("bundle")
     parser.add_argument("--dataset", type=Path, required=True, help=".jsonl; prompts are cut from its field text")
-    parser.add_argument(
-        "--mode", type=lambda text: text.split(","), default=["full"], help="of our server, each a case"
-    )
+    modes = "of our server, each a case; exit:0.8 has that threshold"
+    parser.add_argument("--mode", type=lambda text: text.split(","), default=["full"], help=modes)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another server")
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 8, 16])
     parser.add_argument("--temperature", type=float, default=0.0, help="of all cases; 0: greedy")
