@@ -6,14 +6,14 @@ runtimes have other random numbers; and a grammar is a logits processor, which h
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from c_interface import CEngine, CGeneration, Processor, processor_of
+from c_interface import CEngine, Process, Processor, processor_of
 
 sys.path.append(str(Path(__file__).parents[1] / "serving"))  # the requests
 
@@ -39,19 +39,20 @@ def test_the_scheduler(ours: CEngine, bundle: Path, demo_text_ids: list[int]) ->
     engine = load(bundle, provider="cpu", threads=1)
     items = items_of(engine, demo_text_ids)
 
-    def generate(ids: list[int], **options: Any) -> CGeneration:
+    def generate(ids: list[int], **options: Any) -> Any:
+        if "seed" not in options:
+            return engine.generate(ids, **options)
         processor, plain = split(engine, ids, options)
         return ours.generate(ids, processor, **plain)
 
-    answers = [expected(engine, [item], generate if "seed" in item.options else None)[0] for item in items]
-    check(by_c(ours, engine), items, answers)
+    check(by_c(ours, engine), items, expected(engine, items, generate), engine, generate)
 
 
 def by_c(ours: CEngine, engine: Engine) -> Front:
     """The scheduler of C++ in a thread of its own."""
 
     def front(items: list[Item]) -> list[Answer]:
-        scheduler = ours.scheduler(slots=CLIENTS - 2, prompt_tokens=64)
+        scheduler = ours.scheduler(slots=CLIENTS - 2, prompt_tokens=64, prefix_cache_bytes=2**24)
         scheduler.start()
 
         def ask(item: Item) -> Answer:
@@ -75,14 +76,16 @@ def by_c(ours: CEngine, engine: Engine) -> Front:
 
 
 def split(engine: Engine, ids: list[int], options: dict[str, Any]) -> tuple[Processor | None, dict[str, Any]]:
-    """The hook for a grammar, if the options have one, and the others."""
-    plain = {name: value for name, value in options.items() if name not in KINDS}
+    """The hook for a grammar and for a logits processor, if the options have one, and the others."""
+    plain, hooks = dict(options), list[Process]()
+    if changed := plain.pop("logits_processor", None):
+        hooks.append(lambda ids, logits: np.copyto(logits, changed(ids, logits)) is None)
     for kind in options.keys() & set(KINDS):
-        return processor_of(following(Grammar(engine.bundle, kind, options[kind]), len(ids))), plain
-    return None, plain
+        hooks.append(following(Grammar(engine.bundle, kind, plain.pop(kind)), len(ids)))
+    return processor_of(lambda *both: all(hook(*both) for hook in hooks)) if hooks else None, plain
 
 
-def following(grammar: Grammar, prompt: int) -> Callable[[list[int], np.ndarray], bool]:
+def following(grammar: Grammar, prompt: int) -> Process:
     """Allows what a grammar does after `prompt` tokens."""
     state, made = grammar.start(), list[int]()
 

@@ -44,7 +44,7 @@ def client(demo_bundle: Path) -> Iterator[httpx.Client]:
 def test_it_gives_the_engine_s_tokens(client: httpx.Client, demo_bundle: Path, demo_text_ids: list[int]) -> None:
     engine = load(demo_bundle, provider="cpu", threads=1)
     items = items_of(engine, demo_text_ids)
-    check(by_http(client, "demo"), items, expected(engine, items))
+    check(by_http(client, "demo"), items, expected(engine, items), engine)
 
 
 def test_errors_and_health_are_the_server_s(client: httpx.Client) -> None:

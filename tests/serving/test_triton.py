@@ -34,7 +34,7 @@ def server(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_it_gives_the_engine_s_tokens(server: TritonServer, demo_bundle: Path, demo_text_ids: list[int]) -> None:
     engine = load(demo_bundle, provider="cpu", threads=1)
     items = items_of(engine, demo_text_ids)
-    check(by_triton(server.http, "demo"), items, expected(engine, items))
+    check(by_triton(server.http, "demo"), items, expected(engine, items), engine)
 
 
 def test_text_in_and_out(server: TritonServer, demo_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
