@@ -56,8 +56,11 @@ version: dict[str, str] = {}
 exec(Path("tide_export/version.py").read_text(), version)
 operators = Extension(
     "tide_export.runtime.onnxruntime.libtide_ops",
-    sources=[f"cpp/ops/{name}.cpp" for name in ("bf16_matmul", "library", "operators")],
-    depends=[f"cpp/ops/{name}" for name in ("bf16_matmul.h", "bf16_matmul.inc", "onnxruntime_abi.h", "operators.h")],
+    sources=[f"cpp/ops/{name}.cpp" for name in ("bf16_matmul", "candidate", "library", "operators")],
+    depends=[
+        f"cpp/ops/{name}"
+        for name in ("bf16_matmul.h", "bf16_matmul.inc", "candidate.h", "kernel.h", "onnxruntime_abi.h", "operators.h")
+    ],
     define_macros=[("TIDE_EXPORT_VERSION", f'"{version["__version__"]}"')],
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"],
     language="c++",

@@ -171,6 +171,12 @@ def _offline() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test leaves anything in the user's cache, or depends on it."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _one_registry() -> None:
     """torch.onnx.export reads the sources of all its translations anew for each model, for a second; once is enough."""
     if "torch" not in sys.modules:  # no test that was collected traces anything

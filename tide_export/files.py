@@ -18,6 +18,15 @@ FULL_BYTES = 2**20  # with less free space a disk counts as full, when a library
 TEMPORARY = "tide-tmp"
 
 
+def user_cache() -> Path:
+    """The user's folder for what may be deleted at any time: it is then measured or computed again.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
+
+
 def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Writes every file under a temporary name beside it, flushes it to the disk, then renames all of them.
 

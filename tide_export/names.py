@@ -15,6 +15,8 @@ OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantize
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
 OP_BF16_MATMUL = "TideBf16MatMul"  # x [.., K] times bfloat16 [N, K]; model-local function and operator of cpp/ops
 OP_ROUTE = "TideRoute"  # router MLP + threshold, a model-local function
+# Last token's (lens +) norm + router; model-local functions and operators of cpp/ops.
+OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 OP_EXIT = "TideExit"  # lens + norm + router + exit scatter; model-local function and TensorRT plugin
 WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters that hold its quantized rows, one a line
 PLUGIN_NAMESPACE = "tide"
@@ -29,7 +31,7 @@ THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns 
 
 # Graph outputs.
 LOGITS = "logits"  # float32 [m, V], at LOGITS_POSITIONS, or of the last token if it exited
-SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reached
+SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reached or is off
 # float32 [1, n, D], states pending before the first segment that did not run; empty if every segment ran.
 NEW_PENDING = "new_pending_states"
 

@@ -20,7 +20,8 @@ using Parallel = void (*)(void* data, std::size_t index);
 
 constexpr std::uint32_t kVersion = 18;  // of the interface; onnxruntime 1.18 and all later ones have it
 constexpr int kInvalidArgument = 2;     // OrtErrorCode
-constexpr int kFloat = 1, kBFloat16 = 16;  // ONNXTensorElementDataType
+constexpr int kFloat = 1, kBool = 9, kBFloat16 = 16;  // ONNXTensorElementDataType
+constexpr int kVariadic = 2;                        // OrtCustomOpInputOutputCharacteristic
 
 // A function of OrtApi by its position.
 template <int kPosition, typename Signature>
@@ -52,6 +53,10 @@ class Api {
   Entry<61, Status*(Shape const*, std::size_t*)> const GetDimensionsCount{&table_};
   Entry<62, Status*(Shape const*, std::int64_t*, std::size_t)> const GetDimensions{&table_};
   Entry<65, Status*(Value const*, Shape**)> const GetTensorTypeAndShape{&table_};
+  Entry<85, Status*(void const*, char const*, float*)> const KernelInfoGetAttribute_float{&table_};
+  Entry<86, Status*(void const*, char const*, std::int64_t*)> const KernelInfoGetAttribute_int64{&table_};
+  Entry<87, Status*(void const*, char const*, char*, std::size_t*)> const KernelInfoGetAttribute_string{&table_};
+  Entry<88, Status*(Context const*, std::size_t*)> const KernelContext_GetInputCount{&table_};
   Entry<90, Status*(Context const*, std::size_t, Value const**)> const KernelContext_GetInput{&table_};
   Entry<91, Status*(Context*, std::size_t, std::int64_t const*, std::size_t, Value**)> const KernelContext_GetOutput{
       &table_};

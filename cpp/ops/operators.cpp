@@ -6,41 +6,17 @@
 #include <new>
 
 #include "bf16_matmul.h"
+#include "candidate.h"
+#include "kernel.h"
 
 namespace tide_ops {
-namespace {
-
-using abi::Context;
-using abi::Operator;
-using abi::Status;
-using abi::Value;
-
-constexpr std::size_t kMaxRank = 8;
-constexpr std::int64_t kChunkBytes = 48 << 10;  // of weights, taken by one thread at a time; they stay in its cache
-constexpr std::int64_t kKeptFloats = 1 << 18;   // a larger buffer is not kept by the thread that needed it
 
 abi::Api api;
 
-#define TIDE_RETURN_IF_FAILED(call) \
-  if (Status* const status = (call)) return status
+namespace {
 
-struct Tensor {
-  void* data;
-  std::int64_t dims[kMaxRank];
-  std::size_t rank;
-};
-
-Status* input_of(Context* context, std::size_t index, Tensor& tensor) {
-  Value const* value;
-  abi::Shape* shape;
-  TIDE_RETURN_IF_FAILED(api.KernelContext_GetInput(context, index, &value));
-  TIDE_RETURN_IF_FAILED(api.GetTensorMutableData(const_cast<Value*>(value), &tensor.data));
-  TIDE_RETURN_IF_FAILED(api.GetTensorTypeAndShape(value, &shape));
-  Status* status = api.GetDimensionsCount(shape, &tensor.rank);
-  if (status == nullptr && tensor.rank <= kMaxRank) status = api.GetDimensions(shape, tensor.dims, tensor.rank);
-  api.ReleaseTensorTypeAndShapeInfo(shape);
-  return status;
-}
+constexpr std::int64_t kChunkBytes = 48 << 10;  // of weights, taken by one thread at a time; they stay in its cache
+constexpr std::int64_t kKeptFloats = 1 << 18;   // a larger buffer is not kept by the thread that needed it
 
 // Memory for floats, aligned to cache lines; what was in it is lost when it grows.
 class Buffer {
@@ -121,19 +97,12 @@ Status* compute(void*, Context* context) {
 }
 
 Operator make_operator() {
-  Operator op{};
-  op.version = abi::kVersion;
+  Operator op = cpu_operator();
   op.GetName = [](Operator const*) { return "TideBf16MatMul"; };
-  op.GetExecutionProviderType = [](Operator const*) -> char const* { return nullptr; };  // the CPU's
   op.GetInputType = [](Operator const*, std::size_t index) { return index == 0 ? abi::kFloat : abi::kBFloat16; };
   op.GetInputTypeCount = [](Operator const*) -> std::size_t { return 2; };
   op.GetOutputType = [](Operator const*, std::size_t) { return abi::kFloat; };
   op.GetOutputTypeCount = [](Operator const*) -> std::size_t { return 1; };
-  auto const zero = [](Operator const*, std::size_t) { return 0; };  // required; in the CPU's memory
-  op.GetInputCharacteristic = op.GetOutputCharacteristic = op.GetInputMemoryType = zero;
-  auto const one = [](Operator const*) { return 1; };
-  op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = one;
-  op.GetVariadicInputHomogeneity = op.GetVariadicOutputHomogeneity = op.GetStartVersion = op.GetEndVersion = one;
   op.CreateKernelV2 = [](Operator const*, void const*, void const*, void** kernel) -> Status* {
     static char stateless;
     *kernel = &stateless;
@@ -147,7 +116,7 @@ Operator make_operator() {
 }  // namespace
 
 Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base) {
-  static Operator const op = make_operator();
+  static Operator const operators[] = {make_operator(), candidate_operator(false), candidate_operator(true)};
   static std::mutex mutex;
   static abi::Domain* domain = nullptr;  // sessions refer to it as long as they live
   std::lock_guard<std::mutex> const lock(mutex);
@@ -156,7 +125,7 @@ Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* bas
     if (!api) return nullptr;  // an older ONNX Runtime: graphs run without the operators, which are functions too
     abi::Domain* made;
     TIDE_RETURN_IF_FAILED(api.CreateCustomOpDomain("tide", &made));
-    TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, &op));
+    for (Operator const& op : operators) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, &op));
     domain = made;
   }
   return api.AddCustomOpDomain(options, domain);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "bundle/verification.h"
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
 #include "generation_error.h"
@@ -44,7 +45,18 @@ std::string_view name_of(FinishReason reason) {
 Engine::Engine(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
 
 Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& options) {
-  return Engine(open_backend(open_bundle(bundle, options.verify), options));
+  Bundle opened = open_bundle(bundle, false);
+  if (!options.verify) return Engine(open_backend(std::move(opened), options));
+  Verification verification(opened);
+  std::shared_ptr<Backend> backend;
+  try {
+    backend = open_backend(std::move(opened), options);
+  } catch (std::exception const&) {
+    verification.wait();  // a file that is corrupt is the reason to name
+    throw;
+  }
+  verification.wait();
+  return Engine(std::move(backend));
 }
 
 Manifest const& Engine::manifest() const { return backend_->manifest(); }

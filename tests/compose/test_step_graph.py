@@ -88,21 +88,29 @@ def test_one_if_per_segment_after_the_first(model) -> None:
         assert sum(n.op_type == "GroupQueryAttention" for n in run) == 3
 
 
-def test_routers_are_functions_that_a_plugin_can_replace(model) -> None:
+def test_a_checkpoint_is_one_function_that_an_operator_can_replace(model) -> None:
     (function,) = model.functions.values()
-    assert (function.domain, function.name) == ("tide", "TideRoute")
-    calls = [node for node in model.graph.all_nodes() if node.op_type == "TideRoute"]
+    assert (function.domain, function.name) == ("tide", "TideCandidate")
+    calls = [node for node in model.graph.all_nodes() if node.op_type == "TideCandidate"]
     assert len(calls) == len(CHECKPOINTS)
     for call in calls:
-        assert call.attributes["plugin_namespace"].as_string() == "tide"
-        assert call.attributes["plugin_version"].as_string() == "1"
-        assert call.attributes["norm"].as_string() == "none"  # the candidate it reads is normalized
+        assert call.attributes["norm"].as_string() == "rms"
+        assert (call.attributes["lens"].as_int(), call.attributes["shortlist"].as_int()) == (0, 0)
+
+
+def test_checkpoints_with_and_without_a_lens_are_two_functions(demo_source, pieces) -> None:
+    lenses = random_lenses(demo_source.hidden_size)
+    model = compose(pieces, random_arrays(demo_source.normalized_size), {6: lenses[6]})
+    called = [node.op_type for node in model.graph.all_nodes() if node.domain == "tide" and "Candidate" in node.op_type]
+    assert called == ["TideCandidate", "TideLensCandidate", "TideCandidate"]
+    assert [len(function.inputs) for function in model.functions.values()] == [6, 9]
 
 
 def test_our_operator_names_collide_with_no_onnx_operator() -> None:
     # TensorRT dispatches on the bare op type, whatever its domain.
     known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
-    assert not known & {names.OP_ROUTE, names.OP_ATTENTION, names.OP_CHECKPOINT}
+    ours = {names.OP_ROUTE, names.OP_ATTENTION, names.OP_CHECKPOINT, names.OP_CANDIDATE, names.OP_LENS_CANDIDATE}
+    assert not known & ours
 
 
 def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model) -> None:
@@ -112,8 +120,8 @@ def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model
     assert count["Transpose"] == count["RotaryEmbedding"] == 0
     assert count["Gemm"] == 1
     # All norms of the layers but the first of each segment, whose addition is in the segment before; and the final
-    # norm after each segment.
-    assert count["SkipSimplifiedLayerNormalization"] == 24 - 4 + 4
+    # norm after the last segment.
+    assert count["SkipSimplifiedLayerNormalization"] == 24 - 4 + 1
     for node in model.graph.all_nodes():
         if node.op_type == "GroupQueryAttention":
             assert node.inputs[1] is None
@@ -156,13 +164,13 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> Non
     }
 
 
-@pytest.mark.parametrize(("form", "parameters"), [("composed", 5), ("full_form", 7)])
-def test_every_router_call_has_the_function_s_inputs(request, form: str, parameters: int) -> None:
-    """Candidate, threshold, down, up, bias; with a shortlist its rows too, and confidence."""
+@pytest.mark.parametrize(("form", "parameters"), [("composed", 6), ("full_form", 11)])
+def test_every_checkpoint_has_the_function_s_inputs(request, form: str, parameters: int) -> None:
+    """States, threshold, down, up, bias and the norm's scale; a shortlist and confidence; a lens's three."""
     model = request.getfixturevalue(form)
     (function,) = model.functions.values()
     assert len(function.inputs) == parameters
-    calls = [node for node in model.graph.all_nodes() if node.op_type == names.OP_ROUTE]
+    calls = [node for node in model.graph.all_nodes() if node.op_type == function.name]
     assert [len(call.inputs) for call in calls] == [parameters] * len(CHECKPOINTS)
     count = collections.Counter(node.op_type for node in function)
     assert count["TopK"] == count["LogSoftmax"] == (form == "full_form")
@@ -171,8 +179,8 @@ def test_every_router_call_has_the_function_s_inputs(request, form: str, paramet
 def test_every_checkpoint_has_a_lens_and_the_last_segment_has_none(full_form, composed) -> None:
     stored = {name for name in full_form.graph.initializers if name.startswith("lenses.")}
     assert stored == {f"lenses.{c}.{part}" for c in CHECKPOINTS for part in ("down", "up", "bias")}
-    matmuls = [sum(node.op_type == "MatMul" for node in model.graph.all_nodes()) for model in (full_form, composed)]
-    assert matmuls[0] - matmuls[1] == 2 * len(CHECKPOINTS)
+    matmuls = [sum(node.op_type == "MatMul" for f in m.functions.values() for node in f) for m in (full_form, composed)]
+    assert matmuls == [2 + 2 + 2, 2]  # router; shortlist and confidence; lens
 
 
 def test_a_missing_router_or_one_of_another_width_is_refused(pieces, routers) -> None:

@@ -22,7 +22,7 @@ from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 Both = tuple[Engine, CppEngine]
 LENGTHS = (1, 37, 100, 2, 18, 130)
@@ -47,7 +47,7 @@ def prompts(demo_text_ids: list[int]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def mixed(both: Both, demo_text_ids: list[int]) -> list[float]:
     """Thresholds that about half of the scores at each checkpoint exceed."""
-    state = both[0].start([NEVER_EXIT] * 3)
+    state = both[0].start([MAX_THRESHOLD] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
 

@@ -14,7 +14,7 @@ from cpp_engine import CppEngine, facts
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT
 
 Both = tuple[Engine, CppEngine]
 
@@ -27,7 +27,7 @@ def both(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> Both:
 @pytest.fixture(scope="module")
 def mixed(both: Both, demo_text_ids: list[int]) -> list[float]:
     """Thresholds that about half of the scores at each checkpoint exceed."""
-    state = both[0].start([NEVER_EXIT] * 3)
+    state = both[0].start([MAX_THRESHOLD] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[:100]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
 

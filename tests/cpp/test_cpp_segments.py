@@ -19,7 +19,7 @@ from tide_export.bundle.store import write_manifest
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def segmented(request: pytest.FixtureRequest, demo_bundle: Path, open_cpp: Calla
 @pytest.fixture(scope="module")
 def mixed(python: Engine, demo_text_ids: list[int]) -> list[float]:
     """Medians of the scores on the text, so that tokens exit at every checkpoint."""
-    state = python.start([NEVER_EXIT] * 3)
+    state = python.start([MAX_THRESHOLD] * 3)
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[:100]])
     return np.clip(np.quantile(scores, 0.5, axis=0), 0.0, 1.0).tolist()
 

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import onnx
 import pytest
 from tiny_model import TinyModel
 
+from tide_export import names
+from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.runtime.engine import Engine, load
 
 
@@ -21,3 +24,14 @@ def tiny_bundle(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_bundle: Path) -> Engine:
     return load(tiny_bundle, threads=1)
+
+
+@pytest.fixture(scope="session")
+def wide_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose embedding and head are in the file of the weights, as in bundles of real models."""
+    model = TinyModel(vocabulary=5000)
+    with writing_bundle(tmp_path_factory.mktemp("bundles") / "wide") as folder:
+        options = {"save_as_external_data": True, "location": names.WEIGHTS_FILE, "size_threshold": 1 << 16}
+        onnx.save(model.described(), folder / names.GRAPH_FILE, **options)
+        write_manifest(folder, model.manifest())
+    return folder.parent / "wide"

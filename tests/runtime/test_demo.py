@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tide_export.runtime.engine import Engine, load
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "demo-llama"
@@ -31,7 +31,7 @@ def text() -> list[int]:
 @pytest.fixture(scope="module")
 def mixed(engine: Engine, text: list[int]) -> list[float]:
     """Thresholds that about a third of what reaches each checkpoint passes, whatever the routers were trained on."""
-    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
+    state = engine.start([MAX_THRESHOLD] * len(engine.manifest.checkpoints))
     scores = np.array([state.step([token]).scores.copy() for token in text[:150]])
     return np.clip(np.quantile(scores, 0.66, axis=0), 0.0, 1.0).tolist()
 

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from tide_export.bundle.manifest import FileInfo, Manifest, check_size
 from tide_export.errors import BundleError
-from tide_export.names import MANIFEST_FILE
+from tide_export.names import MANIFEST_FILE, WEIGHTS_FILE
 
 ATTEMPTS = 100  # to open a bundle while exports replace it; each failure needs a replacement meanwhile
 CHUNK = 1 << 20  # bytes hashed at a time
@@ -66,6 +66,13 @@ class BundleFile:
     def descriptor_path(self) -> str:
         """A path that leads to this very file in this process, whatever `path` leads to."""
         return f"/dev/fd/{self._descriptor}"
+
+    @property
+    def identity(self) -> str:
+        """Device, inode, size and times of modification and change as they are now: another content has another."""
+        status = os.fstat(self._descriptor)
+        times = status.st_mtime_ns, status.st_ctime_ns
+        return " ".join(str(number) for number in (status.st_dev, status.st_ino, status.st_size, *times))
 
     def read_bytes(self) -> bytes:
         """Returns the whole content.
@@ -117,11 +124,12 @@ class BundleFile:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        self._check_unchanged()
+        self.check_unchanged()
         yield
-        self._check_unchanged()
+        self.check_unchanged()
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Raises BundleError: it was changed since it was opened."""
         status = os.fstat(self._descriptor)
         if (status.st_size, status.st_mtime_ns) != (self.size, self._modified):
             raise BundleError(
@@ -152,6 +160,11 @@ class Bundle:
         if name not in self.files:
             raise BundleError(f"bundle '{self.path}' has no file {name}")
         return self.files[name]
+
+    def check_weights(self) -> None:
+        """Raises BundleError: the file of the weights, which sessions share, was changed since it was opened."""
+        if (weights := self.files.get(WEIGHTS_FILE)) is not None:
+            weights.check_unchanged()
 
     def require_weights(self, sha256: str, model: str) -> None:
         """Refuses a model whose weights have another hash than those the bundle was made from.

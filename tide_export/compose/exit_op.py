@@ -4,10 +4,12 @@ A segment network calls it once. As with any function, ONNX Runtime inlines the 
 name, if one is registered, because the calling node carries `plugin_namespace` and `plugin_version`.
 """
 
+from collections.abc import Mapping, Sequence
+
 import onnx_ir as ir
 
 from tide_export.compose.router_op import add_score, named
-from tide_export.names import DOMAIN, DUMP_ROW, EXIT_ROW, OP_EXIT, PLUGIN_NAMESPACE, PLUGIN_VERSION
+from tide_export.names import DOMAIN, DUMP_ROW, EXIT_ROW, PLUGIN_NAMESPACE, PLUGIN_VERSION
 from tide_export.trace.rewriting import FLOAT, INT32
 
 THRESHOLDS, EXIT_STATES, WEIGHTS = 2, 3, 4  # inputs
@@ -28,12 +30,7 @@ def exit_function(call: ir.Node, opset: int) -> ir.Function:
     lens_down T [D', r], lens_up T [r, D'] and lens_bias T [D']; with `norm` "rms", scale T [D'], with "layer" scale
     and, if there is one, shift. With "none", the states have been normed already.
     """
-    attributes = {name: attribute.value for name, attribute in call.attributes.items()}
-    names = ["states", "last_tokens", "thresholds", "exit_states", "down_weight", "up_weight", "bias"]
-    names += ["shortlist_weight", "confidence_weight"] if attributes["shortlist"] else []
-    names += ["lens_down", "lens_up", "lens_bias"] if attributes["lens"] else []
-    names += ["norm_scale", "norm_shift"][: len(call.inputs) - len(names)]
-    inputs = {name: ir.Value(name=name) for name in names}
+    inputs = input_values(call, ["states", "last_tokens", "thresholds", "exit_states"])
     tape = ir.tape.Tape()
 
     def numbers(*values: int) -> ir.Value:
@@ -41,29 +38,16 @@ def exit_function(call: ir.Node, opset: int) -> ir.Function:
 
     index = tape.op("Unsqueeze", [inputs["last_tokens"], numbers(1)])
     state = tape.op("GatherND", [inputs["states"], index], {"batch_dims": 1})
-    if attributes["lens"]:
-        low = tape.op("MatMul", [state, inputs["lens_down"]])
-        change = tape.op("Add", [tape.op("MatMul", [low, inputs["lens_up"]]), inputs["lens_bias"]])
-        state = tape.op("Add", [state, change])
-    for op_type, norm in NORMS.items():
-        if attributes["norm"] == norm:
-            weights = [inputs[name] for name in names if name.startswith("norm_")]
-            state = tape.op(op_type, [state, *weights], {"axis": -1, "epsilon": attributes["epsilon"]})
+    state = add_exit_state(tape, call, state, inputs)
     wide = tape.op("Cast", [state], {"to": FLOAT.value})
-    shortlist = [inputs[name] for name in ("shortlist_weight", "confidence_weight") if name in inputs]
-    score = add_score(tape, wide, [inputs[name] for name in ("down_weight", "up_weight", "bias")], shortlist)
-    score = tape.op("Squeeze", [score, numbers(1)])
+    score = tape.op("Squeeze", [add_score_of(tape, wide, inputs), numbers(1)])
     exits = tape.op("Greater", [score, inputs["thresholds"]])
     row = tape.op("Where", [exits, numbers(EXIT_ROW), numbers(DUMP_ROW)])
     update = tape.op("Unsqueeze", [state, numbers(1, 2)])
     scattered = tape.op("TensorScatter", [inputs["exit_states"], update, row], {"axis": -2})
     exits = tape.op("Cast", [exits], {"to": INT32.value})
-    nodes = named(tape)
     outputs = {"new_exit_states": scattered, "score": score, "exits": exits}
-    for name, value in outputs.items():
-        value.name = name
-    body = ir.Graph(list(inputs.values()), list(outputs.values()), nodes=nodes, opset_imports={"": opset}, name=OP_EXIT)
-    return ir.Function(DOMAIN, OP_EXIT, graph=body, attributes=_parameters(attributes))
+    return function_of(call, tape, inputs, outputs, opset)
 
 
 def exit_attributes(norm: str, epsilon: float, lens: bool, shortlist: bool) -> dict[str, str | float | int]:
@@ -78,6 +62,46 @@ def stays_float32(node: ir.Node, index: int) -> bool:
     return index == THRESHOLDS or WEIGHTS <= index < end
 
 
-def _parameters(attributes: dict) -> list[ir.Attr]:
-    kinds = {str: ir.AttributeType.STRING, float: ir.AttributeType.FLOAT, int: ir.AttributeType.INT}
-    return [ir.Attr(name, kinds[type(value)], value) for name, value in attributes.items()]
+# --- what every function of a checkpoint has ------------------------------------------------------------------------
+
+
+def input_values(call: ir.Node, first: Sequence[str]) -> dict[str, ir.Value]:
+    """The function's inputs by name: `first`, then those of router, shortlist, lens and norm that the call has."""
+    names = [*first, "down_weight", "up_weight", "bias"]
+    names += ["shortlist_weight", "confidence_weight"] if call.attributes["shortlist"].as_int() else []
+    names += ["lens_down", "lens_up", "lens_bias"] if call.attributes["lens"].as_int() else []
+    names += ["norm_scale", "norm_shift"][: len(call.inputs) - len(names)]
+    return {name: ir.Value(name=name) for name in names}
+
+
+def add_exit_state(tape: ir.tape.Tape, call: ir.Node, state: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    """Adds the lens and the norm that the call has."""
+    if "lens_down" in inputs:
+        low = tape.op("MatMul", [state, inputs["lens_down"]])
+        change = tape.op("Add", [tape.op("MatMul", [low, inputs["lens_up"]]), inputs["lens_bias"]])
+        state = tape.op("Add", [state, change])
+    for op_type, norm in NORMS.items():
+        if call.attributes["norm"].as_string() == norm:
+            weights = [value for name, value in inputs.items() if name.startswith("norm_")]
+            epsilon = call.attributes["epsilon"].as_float()
+            state = tape.op(op_type, [state, *weights], {"axis": -1, "epsilon": epsilon})
+    return state
+
+
+def add_score_of(tape: ir.tape.Tape, state: ir.Value, inputs: Mapping[str, ir.Value]) -> ir.Value:
+    """Adds the router that the call has."""
+    shortlist = [inputs[name] for name in ("shortlist_weight", "confidence_weight") if name in inputs]
+    return add_score(tape, state, [inputs[name] for name in ("down_weight", "up_weight", "bias")], shortlist)
+
+
+def function_of(
+    call: ir.Node, tape: ir.tape.Tape, inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value], opset: int
+) -> ir.Function:
+    """The function that `call` calls, of the nodes on `tape`."""
+    nodes = named(tape)
+    for name, value in outputs.items():
+        value.name = name
+    values = list(inputs.values()), list(outputs.values())
+    body = ir.Graph(*values, nodes=nodes, opset_imports={"": opset}, name=call.op_type)
+    parameters = [ir.Attr(name, attribute.type, attribute.value) for name, attribute in call.attributes.items()]
+    return ir.Function(DOMAIN, call.op_type, graph=body, attributes=parameters)

@@ -48,6 +48,36 @@ def exit_states(block: Block, pieces: Pieces, layers: int, lens: LensArrays | No
     return normalized
 
 
+def candidate_and_route(
+    block: Block,
+    pieces: Pieces,
+    layers: int,
+    router: RouterArrays,
+    lens: LensArrays | None,
+    states: ir.Value,
+    threshold: ir.Value,
+) -> list[ir.Value]:
+    """The checkpoint after `layers` as one `TideCandidate`: of the last token of states [1, n, W], what the head reads
+    [1, D'], the score and whether that is above `threshold` [1], both [1, 1] (see `candidate_op`).
+
+    A final norm that `TideCandidate` has no form for comes before it, at the last token alone.
+    """
+    if pieces.norm_alone:
+        states = _hidden_states(block, pieces, states)
+    else:
+        index = block.weights.integers("last", [-1])
+        states = block.op("Gather", [states, index], {"axis": 1}, dtype=FLOAT, shape=[1, 1, dims(states)[-1]])
+        states = exit_states(block, pieces, layers, lens, states)
+    weights, attributes = _weights_and_attributes(block, pieces, layers, router, lens)
+    return block.ops(
+        names.OP_LENS_CANDIDATE if attributes["lens"] else names.OP_CANDIDATE,
+        [states, threshold, *weights],
+        attributes,
+        domain=names.DOMAIN,
+        types=[(FLOAT, [1, pieces.normalized_size]), (FLOAT, [1, 1]), (BOOL, [1, 1])],
+    )
+
+
 def exit_and_scatter(
     block: Block,
     pieces: Pieces,
@@ -66,13 +96,7 @@ def exit_and_scatter(
         inputs: last tokens, thresholds and exit states, by name.
     """
     last, thresholds, buffer = (inputs[name] for name in (names.LAST_TOKENS, names.THRESHOLDS, names.EXIT_STATES))
-    norm, epsilon, weights = "none", 0.0, list[ir.Value]()
     if pieces.norm_alone:
-        (node,) = pieces.final_norm
-        norm, epsilon = NORMS[node.op_type], node.attributes["epsilon"].as_float()
-        weights = [block.weights.share(present(weight)) for weight in node.inputs[1:]]
-        if lens is not None:
-            weights = [*_lens_weights(block, layers, lens), *weights]
         states = _hidden_states(block, pieces, states)
     else:
         batch, axis = dims(last)[0], block.weights.integers("axis_1", [1])
@@ -80,12 +104,13 @@ def exit_and_scatter(
         shape = [batch, dims(states)[-1]]
         state = block.op("GatherND", [states, index], {"batch_dims": 1}, dtype=FLOAT, shape=shape)
         state = block.op("Unsqueeze", [state, axis], dtype=FLOAT, shape=[batch, 1, shape[1]])
-        states, lens = exit_states(block, pieces, layers, lens, state), None
+        states = exit_states(block, pieces, layers, lens, state)
         last = block.op("Sub", [last, last], dtype=INT64, shape=[batch])
+    weights, attributes = _weights_and_attributes(block, pieces, layers, router, lens)
     return block.ops(
         names.OP_EXIT,
-        [states, last, thresholds, buffer, *_router_weights(block, layers, router), *weights],
-        exit_attributes(norm, epsilon, lens is not None, router.shortlist is not None),
+        [states, last, thresholds, buffer, *weights],
+        attributes,
         domain=names.DOMAIN,
         types=[(FLOAT, dims(buffer)), (FLOAT, dims(last)), (INT32, dims(last))],
     )
@@ -98,6 +123,22 @@ def _hidden_states(block: Block, pieces: Pieces, states: ir.Value) -> ir.Value:
         return states
     start, stop, axis = (block.weights.integers(f"slice_{n}", [n]) for n in (0, pieces.hidden_size, -1))
     return block.op("Slice", [states, start, stop, axis], dtype=FLOAT, shape=[batch, tokens, pieces.hidden_size])
+
+
+def _weights_and_attributes(
+    block: Block, pieces: Pieces, layers: int, router: RouterArrays, lens: LensArrays | None
+) -> tuple[list[ir.Value], dict[str, str | float | int]]:
+    """What a checkpoint's function reads after its states: weights, and attributes. Lens and norm are only among them
+    where the final norm is one operator; else they come before the function."""
+    weights, norm, epsilon = _router_weights(block, layers, router), "none", 0.0
+    if not pieces.norm_alone:
+        lens = None
+    else:
+        (node,) = pieces.final_norm
+        norm, epsilon = NORMS[node.op_type], node.attributes["epsilon"].as_float()
+        weights += _lens_weights(block, layers, lens) if lens is not None else []
+        weights += [block.weights.share(present(weight)) for weight in node.inputs[1:]]
+    return weights, exit_attributes(norm, epsilon, lens is not None, router.shortlist is not None)
 
 
 def _router_weights(block: Block, layers: int, router: RouterArrays) -> list[ir.Value]:

@@ -17,7 +17,8 @@ The pending states at the end belong before the first segment that did not run; 
 segments. The last segment's candidates are at the `logits_positions`: the last token to generate, more to verify
 drafts.
 
-The caller sets a skip threshold to the exit threshold, or to 2.0 where more than max pending tokens would be pending.
+The caller sets a skip threshold to the exit threshold, or to 1.0 where more than max pending tokens would be pending:
+no score is above it. An exit threshold above 1 turns a checkpoint off: its score need not be computed.
 That suffices for a token that exited before a segment was forced to run: deeper segments have at least as many pending
 tokens, so they are forced too, and the first score that passed still decides what the head reads.
 
@@ -26,8 +27,8 @@ with, also when a later segment runs: its output depends on its prefix alone. Th
 `tide::TideAttention`, which gets its K/V cache here and its kernel in `lower`.
 
 Operators beside the layers are kept few: in a small model one takes as long as reading a hundred kilobytes of weights.
-So candidates are matrices [m, D'], which lets ONNX Runtime fuse matmuls, biases and sigmoids around them, and what
-follows from the scores alone (which segments ran, where the token exited) is computed by the caller.
+So a checkpoint is one, `tide::TideCandidate`, and what follows from the scores alone (which segments ran, where the
+token exited) is computed by the caller.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,13 +41,14 @@ import onnx_ir as ir
 from tide_export import names
 from tide_export.compose.alibi import relative_biases, step_biases
 from tide_export.compose.builder import Block, Weights
+from tide_export.compose.candidate_op import candidate_function
 from tide_export.compose.cut import Pieces
-from tide_export.compose.exits import exit_states, route
+from tide_export.compose.exits import candidate_and_route, exit_states
 from tide_export.compose.kv_cache import attend_from_cache, past_buffers
-from tide_export.compose.router_op import route_function
 from tide_export.errors import GraphError
 from tide_export.routers.router import LensArrays, RouterArrays
-from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, dims, present, typed_value
+from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, present, typed_value
+from tide_export.trace.tracer import OPSET
 
 POSITIONS = "positions"  # the symbolic dimension of `logits_positions`
 END = np.iinfo(np.int64).max
@@ -119,6 +121,7 @@ class Composer:
         self.past = past_buffers(sorted(set(pieces.kv_layers)), pieces.kv_shapes, 1, "capacity")
         self.biases: dict[str, ir.Value] = {}
         self.outputs: dict[str, ir.Value] = {}
+        self.checkpoints: list[ir.Node] = []
 
     def compose(self) -> ir.Model:
         self.biases = relative_biases(self.main, self.pieces, self.total)
@@ -140,8 +143,8 @@ class Composer:
             inputs += [self.thresholds, *self.skip_thresholds.values(), *self.pending.values()]
         inputs += self.past.values()
         outputs = {names.LOGITS: self._logits(state), **routing, **self.outputs}
-        functions = [route_function(self.routers[self.bounds[1]])] if self.segments > 1 else []
-        return self.main.model("tide_step", inputs, outputs, functions)
+        functions = {call.op_type: candidate_function(call, OPSET) for call in self.checkpoints}
+        return self.main.model("tide_step", inputs, outputs, list(functions.values()))
 
     def _logits(self, states: ir.Value) -> ir.Value:
         """[m, V] of the states [m, D'] that the head reads."""
@@ -178,11 +181,10 @@ class Composer:
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], 1, "sequence")
         y, presents = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(presents)
-        step = Step(candidate=self._candidate(main, 0, y))
-        if self.segments > 1:
-            step.score, step.skip = self._route(main, 0, step.candidate)
-            step.pending = self._pending(main, 1, y)
-        return step
+        if self.segments == 1:
+            return Step(candidate=self._last_states(main, y))
+        candidate, score, skip = self._checkpoint(main, 0, y)
+        return Step(candidate, self._pending(main, 1, y), score, skip)
 
     def _segment_or_skip(self, k: int, step: Step) -> Step:
         """The `If` of segment k; adds the outputs that it decides about."""
@@ -214,11 +216,13 @@ class Composer:
         """The branch that runs segment k over all pending states, and the router after it."""
         block, pending, tokens = Block(f"segment_{k}", self.weights), present(step.pending), f"pending_{k}"
         y, presents = self._run(block, k, pending, tokens, self._positions_of(block, pending, tokens))
-        values = {"candidate": self._candidate(block, k, y)}
+        values: dict[str, ir.Value] = {}
         if k < self.segments - 1:
-            values["score"], values["skip"] = self._route(block, k, values["candidate"])
+            values["candidate"], values["score"], values["skip"] = self._checkpoint(block, k, y)
             values["pending"] = self._pending(block, k + 1, y)
-        elif self.pending:
+        else:
+            values["candidate"] = self._last_states(block, y)
+        if k == self.segments - 1 and self.pending:
             none = np.zeros((1, 0, self.pieces.state_size), dtype=np.float32)
             values["pending"] = block.copy(self.weights.constant("no_tokens", none))
         return block, {**values, **presents}
@@ -265,25 +269,16 @@ class Composer:
         flat = block.op("Range", [start, stop, one], dtype=INT64, shape=[tokens])
         return block.op("Unsqueeze", [flat, axis], dtype=INT64, shape=[1, tokens])
 
-    def _route(self, block: Block, index: int, candidate: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Router number `index` on a candidate [1, D']: its score and whether to skip the next segment, both [1, 1]."""
-        layers = self.bounds[index + 1]
-        return route(block, layers, self.routers[layers], candidate, self.skip_thresholds[index + 1])
+    def _checkpoint(self, block: Block, k: int, y: ir.Value) -> list[ir.Value]:
+        """The checkpoint after segment k, for y's last token: what the head reads should it exit, [1, D'], its score
+        and whether to skip the next segment, both [1, 1]."""
+        layers = self.bounds[k + 1]
+        router, lens = self.routers[layers], self.lenses.get(layers)
+        values = candidate_and_route(block, self.pieces, layers, router, lens, y, self.skip_thresholds[k + 1])
+        self.checkpoints.append(present(values[0].producer()))
+        return values
 
-    def _candidate(self, block: Block, k: int, y: ir.Value) -> ir.Value:
-        """What the head reads if the token exits after segment k, [1, D']: y's last position, through lens and final
-        norm; after the last segment, the positions in `logits_positions`, [m, D'].
-
-        Without a lens, a final norm that is one operator is applied to all of y before its last position is taken: it
-        then fuses with the residual addition that computed y.
-        """
-        layers, last = self.bounds[k + 1], k == self.segments - 1
-        lens = self.lenses.get(layers)
-        if lens is not None or not (self.pieces.norm_alone or last):
-            index = self.weights.integers("last", [-1])
-            y = block.op("Gather", [y, index], {"axis": 1}, dtype=FLOAT, shape=[1, 1, dims(y)[-1]])
-        states, width = exit_states(block, self.pieces, layers, lens, y), self.pieces.normalized_size
-        if last:
-            return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width])
-        index = self.weights.integers("last_row", -1)
-        return block.op("Gather", [states, index], {"axis": 1}, dtype=FLOAT, shape=[1, width])
+    def _last_states(self, block: Block, y: ir.Value) -> ir.Value:
+        """What the head reads after the last segment: y through the final norm at `logits_positions`, [m, D']."""
+        states, width = exit_states(block, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
+        return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width])

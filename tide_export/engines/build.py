@@ -24,10 +24,11 @@ from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, PluginsIn
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BuildError
+from tide_export.files import user_cache
 from tide_export.formatting import size
 from tide_export.progress import stage
 from tide_export.runtime.segmented.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
-from tide_export.runtime.tensorrt.flavours import Flavour, built_for, import_library, user_cache
+from tide_export.runtime.tensorrt.flavours import Flavour, built_for, import_library
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
 

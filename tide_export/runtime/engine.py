@@ -5,6 +5,7 @@ An `Engine` holds what all sequences share (manifest and backend); everything th
 that are stepped by hand.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.verification import verifying
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.decoding.decoder import Decoder, run_block
 from tide_export.runtime.decoding.generation import FinishReason, Generation, Progress
@@ -55,7 +57,8 @@ def load(
         provider: "cpu", "cuda" (ONNX Runtime), "torch" (PyTorch), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest
             that the bundle holds and this machine runs, never PyTorch.
         threads: threads one step may use on the CPU; None: one per physical core.
-        verify: check the sha256 of every file first (sizes are always checked).
+        verify: check the sha256 of every file (sizes are always checked); that of large files while the engine opens,
+            and only once as long as the file stays untouched (see `bundle.verification`).
         plugins: the plugin library, for TensorRT engines that use plugins; None: that of the environment variable
             TIDE_PLUGINS, or an installed one.
 
@@ -64,8 +67,9 @@ def load(
         ProviderError: the provider cannot run this bundle here.
         ConfigError: threads not in 1..1024.
     """
-    opened = open_bundle(bundle, verify=verify)
-    return Engine(opened, open_provider(opened, provider, threads, plugins))
+    opened = open_bundle(bundle, verify=False)
+    with verifying(opened) if verify else contextlib.nullcontext():
+        return Engine(opened, open_provider(opened, provider, threads, plugins))
 
 
 class Engine:

@@ -25,7 +25,7 @@ class StepResult(NamedTuple):
     position_logits: np.ndarray  # float32 [m, V], of the last m positions; m = 1 unless the last segment ran
     exit_layer: int  # layers the logits' hidden state went through; the model's depth without an exit
     segments_run: int  # segments 0 .. this-1 ran over the sequence in this step
-    scores: np.ndarray = NO_SCORES  # float32 [K-1], NaN where the router was not reached; empty in a batch
+    scores: np.ndarray = NO_SCORES  # float32 [K-1], NaN where the router was not reached or is off; empty in a batch
 
 
 class ExitRule(NamedTuple):

@@ -16,7 +16,7 @@ from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.sequence import NO_LIMIT
 from tide_export.thresholds.pareto import exits
-from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT
+from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def measure_prompts(
     early = np.empty(scores.shape, np.int64)
     full = np.empty(scores.shape[:2], np.int64)
     for i, ids in enumerate(prompts):
-        full[i], all_scores = _run(engine, ids, prompt_length, [NEVER_EXIT] * len(every), depth)
+        full[i], all_scores = _run(engine, ids, prompt_length, [MAX_THRESHOLD] * len(every), depth)
         scores[i] = all_scores[:, columns]
         for c, column in enumerate(columns):
             thresholds = [ALWAYS_EXIT if k == column else NEVER_EXIT for k in range(len(every))]

@@ -30,7 +30,7 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.pytorch.segments import open_torch
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 # By weights: what logits may differ by, as a share of the largest, and scores, before a threshold between is undecided.
 TOLERANCES = {"fp32": (1e-3, 1e-4), "fp16": (3e-2, 2e-2), "bf16": (0.15, 0.1)}
@@ -66,7 +66,7 @@ def text_of(engine: Engine, count: int) -> list[int]:
 
 def dividing(engine: Engine, ids: list[int]) -> list[float]:
     """The median score of every checkpoint."""
-    sequence = engine.start([NEVER_EXIT] * len(engine.manifest.thresholds))
+    sequence = engine.start([MAX_THRESHOLD] * len(engine.manifest.thresholds))
     scores = [sequence.step([token]).scores.copy() for token in ids]
     return [float(value) for value in np.median(scores, axis=0)]
 

@@ -23,7 +23,7 @@ struct StepResult {
   std::size_t vocabulary = 0;
   std::int64_t exit_layer = 0;    // layers the last position's logits went through; the model's depth without an exit
   std::int64_t segments_run = 0;  // segments 0 .. segments_run - 1 ran in this step
-  float const* scores = nullptr;  // [checkpoints], NaN where the router was not reached
+  float const* scores = nullptr;  // [checkpoints], NaN where the router was not reached or is off
 
   float const* row(std::size_t number) const { return logits + number * vocabulary; }
   float const* last() const { return row(rows - 1); }

@@ -3,6 +3,7 @@
 
 #include <onnxruntime_cxx_api.h>
 
+#include "onnxruntime/session.h"
 #include "sequence.h"
 #include "packed/networks.h"
 
@@ -27,7 +28,7 @@ class BranchedBackend final : public Backend {
 
   ReturnsFreeMemory returns_free_memory_;
   Ort::Env env_{nullptr};
-  Ort::Session session_{nullptr};
+  NetworkSession session_;
   BatchNetworks batch_networks_;
 };
 

@@ -211,7 +211,7 @@ class BranchedSequence final : public LoneSequence {
     // In place: this memory is bound.
     for (std::size_t k = 0; k < thresholds_.size(); ++k) {
       exit_thresholds_[k] = full ? static_cast<float>(kNeverExit) : thresholds_[k];
-      skip_thresholds_[k] = k < forced ? exit_thresholds_[k] : static_cast<float>(kNeverExit);
+      skip_thresholds_[k] = k < forced ? exit_thresholds_[k] : std::max(exit_thresholds_[k], 1.0f);  // still scored
     }
     forced_from_ = forced;
     all_forced_ = full;
@@ -300,6 +300,7 @@ class BranchedSequence final : public LoneSequence {
 
 std::unique_ptr<Sequence> BranchedBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                               std::int64_t room) {
+  bundle().check_weights();
   return std::make_unique<BranchedSequence>(*this, thresholds, max_pending, room);
 }
 

@@ -80,6 +80,10 @@ Mapping::~Mapping() {
   if (size_ > 0) ::munmap(data_, size_);
 }
 
+void Mapping::forget_pages() {
+  if (size_ > 0) ::madvise(data_, size_, MADV_DONTNEED);
+}
+
 BundleFile::BundleFile(fs::path path, int folder, std::string const& name) : path_(std::move(path)) {
   Descriptor opened(open_at(folder, name));
   if (opened.get() < 0) {
@@ -103,6 +107,18 @@ BundleFile::BundleFile(fs::path path, int folder, std::string const& name) : pat
 }
 
 BundleFile::~BundleFile() { ::close(descriptor_); }
+
+std::string BundleFile::identity() const {
+  struct stat now {};
+  if (::fstat(descriptor_, &now) != 0) {
+    throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
+  }
+  std::string text = std::to_string(now.st_dev) + ' ' + std::to_string(now.st_ino) + ' ' + std::to_string(now.st_size);
+  for (timespec const& time : {now.st_mtim, now.st_ctim}) {
+    text += ' ' + std::to_string(std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec);
+  }
+  return text;
+}
 
 std::string BundleFile::read() const {
   check_unchanged();
@@ -169,6 +185,11 @@ BundleFile const& Bundle::file(std::string const& name) const {
   auto const found = files.find(name);
   if (found == files.end()) throw BundleError("bundle " + quoted(path) + " has no file " + name);
   return *found->second;
+}
+
+void Bundle::check_weights() const {
+  auto const weights = files.find(kWeightsFile);
+  if (weights != files.end()) weights->second->check_unchanged();
 }
 
 Bundle open_bundle(fs::path const& path, bool verify) {

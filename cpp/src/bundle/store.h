@@ -33,6 +33,9 @@ class Mapping {
   std::byte* data() const { return static_cast<std::byte*>(data_); }
   std::size_t size() const { return size_; }
 
+  // Takes the pages out of the process's memory until they are read again.
+  void forget_pages();
+
  private:
   void* data_;
   std::size_t size_;
@@ -52,6 +55,9 @@ class BundleFile {
 
   std::filesystem::path const& path() const { return path_; }
   std::int64_t size() const { return size_; }  // bytes, when it was opened
+
+  // Device, inode, size and times of modification and change as they are now: another content has another.
+  std::string identity() const;
 
   // The whole content. Throws BundleError: it was changed since it was opened, or cannot be read.
   std::string read() const;
@@ -83,6 +89,9 @@ struct Bundle {
 
   // One of the bundle's files. Throws BundleError: the manifest lists no such file.
   BundleFile const& file(std::string const& name) const;
+
+  // Throws BundleError: the file of the weights, which sessions share, was changed since it was opened.
+  void check_weights() const;
 };
 
 // Reads the manifest and opens every file it lists, with its size and, if `verify`, its sha256 checked; all of them

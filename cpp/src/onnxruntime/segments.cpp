@@ -40,7 +40,7 @@ class OrtNetwork final : public Network {
 
 struct OrtNetworks::Loaded {
   Ort::Env env{ORT_LOGGING_LEVEL_FATAL, "tide"};
-  std::vector<Ort::Session> sessions;
+  std::vector<NetworkSession> sessions;
 };
 
 OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) {

@@ -4,8 +4,11 @@
 #include <malloc.h>
 #endif
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <map>
-#include <memory>
+#include <system_error>
 
 #include "formatting.h"
 #include "onnxruntime/external_data.h"
@@ -47,11 +50,30 @@ Ort::SessionOptions session_options(std::optional<std::int64_t> threads) {
   Ort::SessionOptions options;
   options.SetIntraOpNumThreads(static_cast<int>(threads.value_or(0)));
   options.AddConfigEntry("session.intra_op.spin_duration_us", kSpinMicroseconds);
-  // Where ONNX Runtime would look for weights that it does not get from memory: no folder, so that it finds none.
-  options.AddConfigEntry("session.model_external_initializers_file_folder_path", "/dev/null");
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // errors reach the caller as exceptions
   return options;
 }
+
+// A folder with an empty file: ONNX Runtime insists on the file of weights that it is given from memory.
+class EmptyFile {
+ public:
+  explicit EmptyFile(std::string const& name) {
+    folder_ = (std::filesystem::temp_directory_path() / "tide-XXXXXX").string();
+    if (::mkdtemp(folder_.data()) == nullptr) throw std::filesystem::filesystem_error(folder_, std::error_code());
+    std::ofstream(std::filesystem::path(folder_) / name);
+  }
+  ~EmptyFile() {
+    std::error_code ignored;
+    std::filesystem::remove_all(folder_, ignored);
+  }
+  EmptyFile(EmptyFile const&) = delete;
+  EmptyFile& operator=(EmptyFile const&) = delete;
+
+  std::string const& folder() const { return folder_; }
+
+ private:
+  std::string folder_;
+};
 
 }  // namespace
 
@@ -69,39 +91,55 @@ void check_onnxruntime() {
                       std::to_string(ORT_API_VERSION) + " on");
 }
 
-Ort::Session load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                          std::optional<std::int64_t> threads, char const* weights) {
+NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
+                            std::optional<std::int64_t> threads, char const* weights) {
   BundleFile const& file = bundle.file(name);
   std::string const graph = file.read();
   std::string const location = std::filesystem::path(weights).filename().string();
-  Ort::SessionOptions options = session_options(threads);
-  if (bundle.manifest.weights == "bf16") register_operators(options);
-  std::unique_ptr<Mapping> memory;
+  SharedWeights shared;
   std::vector<std::string> names;
-  std::vector<Ort::Value> values;
   auto const cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  // folder: where ONNX Runtime would look for weights that it is not given.
+  auto const opened = [&](std::string const& folder, bool shares) {
+    Ort::SessionOptions options = session_options(threads);
+    options.AddConfigEntry("session.model_external_initializers_file_folder_path", folder.c_str());
+    register_operators(options);
+    for (std::size_t i = 0; shares && i < names.size(); ++i) options.AddInitializer(names[i].c_str(), shared.weights[i]);
+    if (!shares && !names.empty()) options.AddExternalInitializers(names, shared.weights);
+    return Ort::Session(env, graph.data(), graph.size(), options);
+  };
   try {
     for (ExternalTensor const& tensor : external_tensors(graph)) {
       if (tensor.location != location) continue;
-      if (!memory) memory = bundle.file(weights).map();
+      if (!shared.memory) shared.memory = bundle.file(weights).map();
       std::optional<std::size_t> const size = tensor.size();
       if (!size) {
         throw BundleError(quoted(file.path()) + " keeps " + tensor.name +
                           " in another file, in a type of tensor that no bundle has");
       }
-      if (tensor.offset > memory->size() || *size > memory->size() - tensor.offset) {
+      if (tensor.offset > shared.memory->size() || *size > shared.memory->size() - tensor.offset) {
         throw BundleError(quoted(file.path()) + " has the tensor " + tensor.name +
                           " outside of the file of its weights");
       }
       names.push_back(tensor.name);
-      values.push_back(Ort::Value::CreateTensor(cpu, memory->data() + tensor.offset, *size, tensor.shape.data(),
-                                                tensor.shape.size(),
-                                                static_cast<ONNXTensorElementDataType>(tensor.type)));
+      shared.weights.push_back(Ort::Value::CreateTensor(cpu, shared.memory->data() + tensor.offset, *size,
+                                                        tensor.shape.data(), tensor.shape.size(),
+                                                        static_cast<ONNXTensorElementDataType>(tensor.type)));
     }
-    if (!values.empty()) options.AddExternalInitializers(names, values);
-    Ort::Session session(env, graph.data(), graph.size(), options);
-    if (memory) bundle.file(weights).check_unchanged();
-    return session;
+    Ort::Session session(nullptr);
+    if (shared.memory) {
+      try {
+        session = opened(EmptyFile(location).folder(), true);
+      } catch (std::exception const&) {  // it computes something from a weight while it loads, and reads the empty file
+      }
+    }
+    bool const shares = session;
+    if (!shares) session = opened("/dev/null", false);
+    if (shared.memory) {
+      bundle.file(weights).check_unchanged();
+      shared.memory->forget_pages();  // of weights that were packed; others are mapped again
+    }
+    return NetworkSession(shares ? std::move(shared) : SharedWeights(), std::move(session));
   } catch (Ort::Exception const& error) {
     throw BundleError("ONNX Runtime cannot load " + quoted(file.path()) + ": " + first_line(error));
   }

@@ -4,8 +4,10 @@
 #include <onnxruntime_cxx_api.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bundle/store.h"
@@ -25,11 +27,24 @@ struct ReturnsFreeMemory {
 // Throws ProviderError: the ONNX Runtime library is older than the headers.
 void check_onnxruntime();
 
+// What a session reads in the file of its weights as long as it lives.
+struct SharedWeights {
+  std::unique_ptr<Mapping> memory;
+  std::vector<Ort::Value> weights;
+};
+
+// A session with the weights that it shares; as the last base it is gone before them.
+struct NetworkSession : SharedWeights, Ort::Session {
+  NetworkSession() : Ort::Session(nullptr) {}
+  NetworkSession(SharedWeights shared, Ort::Session session)
+      : SharedWeights(std::move(shared)), Ort::Session(std::move(session)) {}
+};
+
 // Loads a network of a bundle, whose external weights are in the file `weights`. ONNX Runtime gets both from memory and
-// opens no file; it copies the weights and needs the files no more. Throws BundleError: it does not load, or a file was
-// changed since the bundle was opened.
-Ort::Session load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                          std::optional<std::int64_t> threads, char const* weights = kWeightsFile);
+// opens no file. Weights that it does not pack stay in the mapped file: they take no time to load, and all sessions and
+// processes share them. Throws BundleError: it does not load, or a file was changed since the bundle was opened.
+NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
+                            std::optional<std::int64_t> threads, char const* weights = kWeightsFile);
 
 // The inputs and outputs of a network; a dimension of any name but "batch" is kTokens.
 std::vector<Tensor> tensors_of(Ort::Session const& session);

@@ -97,6 +97,7 @@ std::size_t BatchNetworks::max_batch_size() const {
 std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
   std::size_t const size = std::min(count, kMaxBatchSize);
   std::size_t const slots = *std::lower_bound(std::begin(kBatchSizes), std::end(kBatchSizes), size);
+  bundle_.check_weights();
   std::lock_guard<std::mutex> const lock(mutex_);
   if (!opened_ || opened_->slots < slots) {
     opened_.reset();  // first, so that only a batch that is still running keeps a second size in memory
@@ -137,7 +138,7 @@ void BatchNetworks::check(Ort::Session const& session, NetworkSpec const& spec, 
   spec.check(tensors_of(session), bundle_.file(name).path().string());
 }
 
-Ort::Session BatchNetworks::load(Ort::Env const& env, std::string const& name) const {
+NetworkSession BatchNetworks::load(Ort::Env const& env, std::string const& name) const {
   return load_network(env, bundle_, name, threads_);
 }
 

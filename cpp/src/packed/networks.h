@@ -34,11 +34,11 @@ struct BatchSessions {
   ReturnsFreeMemory returns_free_memory;
   Ort::Env env{ORT_LOGGING_LEVEL_FATAL, "tide"};  // shared by the whole process
   std::size_t slots = 0;
-  std::vector<Ort::Session> segments;  // shallowest first
-  Ort::Session head{nullptr};          // takes the states that tokens exited with
+  std::vector<NetworkSession> segments;  // shallowest first
+  NetworkSession head;                   // takes the states that tokens exited with
   std::size_t exit_size = 0;           // width D' of these
   // By segment, for tokens that skip it: of those with K/V of their own, if K/V are propagated.
-  std::map<std::size_t, Ort::Session> skipped;
+  std::map<std::size_t, NetworkSession> skipped;
 };
 
 struct ExitRule;
@@ -66,7 +66,7 @@ class BatchNetworks {
 
  private:
   std::shared_ptr<BatchSessions> open(std::size_t slots) const;
-  Ort::Session load(Ort::Env const& env, std::string const& name) const;
+  NetworkSession load(Ort::Env const& env, std::string const& name) const;
   void check(Ort::Session const& session, NetworkSpec const& spec, std::string const& name) const;
 
   Bundle const& bundle_;

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tide_export.runtime.engine import Engine
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 LENGTHS = (1, 37, 100, 2, 18)
 
@@ -17,6 +17,6 @@ def prompts(demo_text_ids: list[int]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def mixed(engine: Engine, demo_text_ids: list[int]) -> list[float]:
     """Thresholds that about a third of what reaches each checkpoint passes, whatever the routers were trained on."""
-    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
+    state = engine.start([MAX_THRESHOLD] * len(engine.manifest.checkpoints))
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
     return np.clip(np.quantile(scores, 0.66, axis=0), 0.0, 1.0).tolist()

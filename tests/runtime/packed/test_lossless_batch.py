@@ -13,7 +13,7 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.packed.segment import SegmentRun
 from tide_export.runtime.sequence import NO_LIMIT
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT
 
 LENGTHS = (1, 37, 90, 2, 18, 60)
 NEW_TOKENS = 24
@@ -40,7 +40,7 @@ def full(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def mixed(engine: Engine, demo_text_ids: list[int]) -> list[float]:
     """Thresholds that about two thirds of what reaches each checkpoint pass: too many for all of them to be right."""
-    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
+    state = engine.start([MAX_THRESHOLD] * len(engine.manifest.checkpoints))
     scores = np.array([state.step([token]).scores.copy() for token in demo_text_ids[600:700]])
     return np.clip(np.quantile(scores, 0.33, axis=0), 0.0, 1.0).tolist()
 

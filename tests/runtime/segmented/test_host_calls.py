@@ -51,7 +51,7 @@ def test_a_step_of_eight_takes_a_third_of_the_calls_that_copies_took(engines, mo
     info = replace(networks.backend._info, max_batch_size=SLOTS, max_slot_tokens=4)
     device = FakeGpu(networks.backend, fake)
     eight = SegmentBackend(networks.manifest, info, networks.backend.specs, device.open_device, "cpu")
-    engine, state = Engine(networks.bundle, eight), graph.start([2.0, 2.0])
+    engine, state = Engine(networks.bundle, eight), graph.start([1.0, 1.0])
     scores = np.array([state.step([token]).scores.copy() for token in TEXT[:100]])
     for name, (exiting, max_pending, before) in SETTINGS.items():
         thresholds = np.quantile(scores, 1 - exiting, axis=0).tolist() if exiting else [2.0, 2.0]

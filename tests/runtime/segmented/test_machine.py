@@ -23,7 +23,7 @@ def branched(demo_bundle: Path) -> Engine:
 @pytest.fixture(scope="module")
 def thresholds(branched: Engine, demo_text_ids: list[int]) -> list[float]:
     """Medians of the scores on the text, so that every checkpoint takes part."""
-    state = branched.start([2.0] * 3)
+    state = branched.start([1.0] * 3)
     scores = [state.step([token]).scores.copy() for token in demo_text_ids[:LENGTH]]
     return np.median(scores, axis=0).tolist()
 

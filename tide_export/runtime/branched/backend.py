@@ -25,7 +25,7 @@ class BranchedBackend:
 
     def __init__(self, bundle: Bundle, session: Any, threads: int | None = None) -> None:
         """`threads`: that one run of a batch may use; None leaves it to ONNX Runtime."""
-        self._manifest, self.session = bundle.manifest, session
+        self._bundle, self._manifest, self.session = bundle, bundle.manifest, session
         self.batch_networks = BatchNetworks(bundle, threads)
 
     @property
@@ -33,6 +33,7 @@ class BranchedBackend:
         return self.batch_networks.max_batch_size
 
     def start(self, thresholds: Sequence[float], max_pending: int, room: int = ROOM) -> BranchedSequence:
+        self._bundle.check_weights()
         return BranchedSequence(self.session, self._manifest, thresholds, max_pending, room)
 
     def start_batch(self, compaction_threshold: float, slots: int) -> PackedBatch:

@@ -17,7 +17,7 @@ from tide_export.runtime.onnxruntime.bindings import Binding, import_onnxruntime
 from tide_export.runtime.onnxruntime.kv_buffers import KvBuffers
 from tide_export.runtime.packed.sequence import LoneSequence
 from tide_export.runtime.sequence import NO_LIMIT, ROOM, StepResult
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT
 
 
 class BranchedSequence(LoneSequence):
@@ -251,7 +251,7 @@ class _Thresholds:
         if len(self._wanted) and (forced != self._forced_from or full != self._full):
             self._exit_array[:] = NEVER_EXIT if full else self._wanted
             self._skip_array[:] = self._exit_array
-            self._skip_array[forced:] = NEVER_EXIT
+            np.maximum(self._skip_array[forced:], MAX_THRESHOLD, out=self._skip_array[forced:])  # still scored
             self.exits, self.skips = self._exit_array.tolist(), self._skip_array.tolist()
             self._forced_from, self._full = forced, full
             self.may_pend = bool((self._skip_array < 1).any())

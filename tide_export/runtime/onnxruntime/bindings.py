@@ -3,10 +3,12 @@
 import contextlib
 import ctypes
 import math
+import mmap
 import os
+import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +16,9 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.opened import Bundle
-from tide_export.errors import BundleError, ConfigError, ProviderError, first_line
+from tide_export.errors import BundleError, ConfigError, ProviderError, TideError, first_line
 from tide_export.runtime.onnxruntime.external_data import ELEMENT_SIZES, ExternalTensor, external_tensors
+from tide_export.runtime.onnxruntime.huge_pages import huge_pages
 from tide_export.runtime.onnxruntime.operators import register_operators
 from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor
 from tide_export.values import whole_number
@@ -72,8 +75,8 @@ def load_session(
 ) -> Any:
     """The `InferenceSession` of a network of a bundle.
 
-    ONNX Runtime gets the network and its weights from memory and opens no file. It copies the weights one at a time as
-    it packs them: when the session is there, it needs the file no more.
+    ONNX Runtime gets the network and its weights from memory and opens no file. On the CPU, weights that it does not
+    pack stay in the mapped file: they take no time to load, and all sessions and processes share them.
 
     Args:
         name: the network's file.
@@ -84,33 +87,64 @@ def load_session(
         BundleError: it does not load, or a file was changed since the bundle was opened.
         ConfigError: threads not in 1..1024.
     """
-    file, options = bundle.file(name), session_options(ort, threads)
-    # Where ONNX Runtime would look for weights that are not in `weights`: no folder, so that it finds none.
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.devnull)
-    if bundle.manifest.weights == "bf16":
-        register_operators(options)
+    file, location = bundle.file(name), PurePosixPath(weights).name
     graph = file.read_bytes() if graph is None else graph
     try:
-        tensors = [tensor for tensor in external_tensors(graph) if tensor.location == PurePosixPath(weights).name]
+        tensors = [tensor for tensor in external_tensors(graph) if tensor.location == location]
     except ValueError:
         tensors = []  # no ONNX model, as ONNX Runtime will say
     with bundle.file(weights).mapped() if tensors else contextlib.nullcontext(b"") as memory:
         arrays = [external_array(tensor, memory, str(file.path)) for tensor in tensors]
         try:
-            values = [
-                ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.dtype)
+            values = {
+                tensor.name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.dtype)
                 for array, tensor in zip(arrays, tensors, strict=True)
-            ]
-            if values:
-                options.add_external_initializers([tensor.name for tensor in tensors], values)
-            # On the CPU it would fall back to the CPU, and write that to stdout.
-            falls_back = int("CPUExecutionProvider" not in providers)
-            session = ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=falls_back)
+            }
+
+            def opened(folder: str, shared: bool) -> Any:
+                options = session_options(ort, threads)
+                # Where ONNX Runtime would look for weights that it is not given.
+                options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+                register_operators(options, bundle.manifest.weights == "bf16")
+                if shared:
+                    for tensor, value in values.items():
+                        options.add_initializer(tensor, value)
+                elif values:
+                    options.add_external_initializers(list(values), list(values.values()))
+                # On the CPU it would fall back to the CPU, and write that to stdout.
+                falls_back = int("CPUExecutionProvider" not in providers)
+                return ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=falls_back)
+
+            session = None
+            if values and "CPUExecutionProvider" in providers and not huge_pages():
+                # An error: it computes something from a weight while it loads, and so reads the empty file.
+                with contextlib.suppress(Exception), empty_file(location) as folder:
+                    session = opened(folder, shared=True)
+            if session is None:
+                session, values = opened(os.devnull, shared=False), {}  # a folder that has no files
+        except TideError:
+            raise
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise BundleError(f"ONNX Runtime cannot load '{file.path}': {first_line(error)}") from error
+        if values and hasattr(memory, "madvise"):
+            memory.madvise(mmap.MADV_DONTNEED)  # the pages of weights that were packed; others are mapped again
     # `_sess` is the session itself, which is gone when this is called; its wrapper is not yet when it is finalized.
-    weakref.finalize(session._sess, return_free_memory).atexit = False
+    weakref.finalize(session._sess, _release, values).atexit = False
     return session
+
+
+@contextlib.contextmanager
+def empty_file(name: str) -> Iterator[str]:
+    """Yields a folder with an empty file: ONNX Runtime insists on the file of weights that it is given from memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, name).touch()
+        yield folder
+
+
+def _release(values: dict[str, Any]) -> None:
+    """Frees the weights that a session shared, after it is gone."""
+    values.clear()
+    return_free_memory()
 
 
 def return_free_memory() -> None:

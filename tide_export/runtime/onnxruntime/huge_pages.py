@@ -25,6 +25,11 @@ MAPS = Path("/proc/self/maps")
 Range = tuple[int, int]  # addresses, the end exclusive
 
 
+def huge_pages() -> bool:
+    """Whether TIDE_HUGE_PAGES is 1."""
+    return os.environ.get(SWITCH) == "1"
+
+
 @contextmanager
 def on_huge_pages() -> Iterator[None]:
     """Moves the memory that the body maps, and still holds when it ends, to huge pages, if TIDE_HUGE_PAGES is 1.
@@ -32,7 +37,7 @@ def on_huge_pages() -> Iterator[None]:
     Takes at least as long as copying that memory once, and one more huge page of memory. Memory that other threads map
     meanwhile is moved too, which does no harm: contents and addresses stay.
     """
-    enabled = os.environ.get(SWITCH) == "1"
+    enabled = huge_pages()
     if enabled and not MAPS.exists():
         logger.warning("%s=1 is ignored: it needs Linux and its %s", SWITCH, MAPS)
     if not enabled or not MAPS.exists():

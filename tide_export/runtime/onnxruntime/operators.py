@@ -1,7 +1,8 @@
-"""Registers the operators of `cpp/ops` in ONNX Runtime, for bundles whose weights are stored in bfloat16.
+"""Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16, and checkpoints.
 
-Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them such a bundle runs too:
-each operator is also a function in the graph, and ONNX Runtime widens the weights to float32 as it loads them.
+Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them a bundle runs too: each
+operator is also a function in the graph. Weights in bfloat16 are then widened to float32 as ONNX Runtime loads them,
+and checkpoints compute scores that no threshold needs.
 """
 
 import ctypes
@@ -18,8 +19,11 @@ logger = logging.getLogger("tide_export")
 LIBRARY = Path(__file__).with_name("libtide_ops.so")
 
 
-def register_operators(options: Any) -> None:
-    """Adds the operators to the options of a session; warns once if they are not installed.
+def register_operators(options: Any, bf16: bool = False) -> None:
+    """Adds the operators to the options of a session, if they are installed.
+
+    Args:
+        bf16: the bundle's weights are stored in bfloat16: a missing library is worth a warning, once.
 
     Raises:
         ProviderError: the library is of another version or for another kind of machine.
@@ -27,7 +31,7 @@ def register_operators(options: Any) -> None:
     if LIBRARY.is_file():
         load_operators(LIBRARY)
         options.register_custom_ops_library(str(LIBRARY))
-    else:
+    elif bf16:
         _warn_missing()
 
 

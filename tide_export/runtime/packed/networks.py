@@ -67,6 +67,7 @@ class BatchNetworks:
             BundleError: one of them does not load, or is not what the manifest calls for.
         """
         slots = next(size for size in names.BATCH_SIZES if size >= min(count, MAX_BATCH_SIZE))
+        self._bundle.check_weights()
         with self._lock:
             if self._opened is None or self._opened.slots < slots:
                 self._opened = None  # first, so that two sizes are never held

@@ -5,14 +5,13 @@
 
 import importlib
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tide_export.errors import BundleError, ProviderError, TideError
+from tide_export.files import user_cache
 from tide_export.runtime.tensorrt.gpu import device_name
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 
@@ -73,11 +72,6 @@ def import_library(flavour: Flavour) -> ModuleType:
             f"{flavour.title} cannot be imported ({reason}): pip install {flavour.package}, or "
             f"tide_export[{flavour.extra}]"
         ) from None
-
-
-def user_cache() -> Path:
-    """The user's folder for what TensorRT would otherwise measure or compile again; there need be none yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tide_export"
 
 
 def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ...]:

@@ -1,0 +1,337 @@
+#include "candidate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "kernel.h"
+
+namespace tide_ops {
+namespace {
+
+constexpr std::int64_t kChunkBytes = 32 << 10;  // of weights, read by one thread at a time
+constexpr std::size_t kRequired = 4;            // inputs, after which there are any number
+
+// y [N] += x [K] weights [K, N]
+using AddRows = void (*)(float const* x, float const* weights, std::int64_t k_size, std::int64_t n_size, float* y);
+
+__attribute__((always_inline)) inline void add_rows(float const* x, float const* __restrict weights,
+                                                    std::int64_t k_size, std::int64_t n_size, float* __restrict y) {
+  std::int64_t k = 0;
+  for (; k + 4 <= k_size; k += 4) {
+    float const* const row = weights + k * n_size;
+    for (std::int64_t n = 0; n < n_size; ++n) {
+      y[n] += x[k] * row[n] + x[k + 1] * row[n + n_size] + x[k + 2] * row[n + 2 * n_size] +
+              x[k + 3] * row[n + 3 * n_size];
+    }
+  }
+  for (; k < k_size; ++k) {
+    for (std::int64_t n = 0; n < n_size; ++n) y[n] += x[k] * weights[k * n_size + n];
+  }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) void add_rows_avx2(float const* x, float const* weights, std::int64_t k_size,
+                                                       std::int64_t n_size, float* y) {
+  add_rows(x, weights, k_size, n_size, y);
+}
+#endif
+
+void add_rows_baseline(float const* x, float const* weights, std::int64_t k_size, std::int64_t n_size, float* y) {
+  add_rows(x, weights, k_size, n_size, y);
+}
+
+AddRows best_add_rows() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return add_rows_avx2;
+#endif
+  return add_rows_baseline;
+}
+
+struct Matrix {
+  float const* data;
+  std::int64_t k_size, n_size;
+
+  std::int64_t chunk() const { return std::max<std::int64_t>(kChunkBytes / 4 / std::max<std::int64_t>(n_size, 1), 4); }
+  std::int64_t chunks() const { return (k_size + chunk() - 1) / chunk(); }
+};
+
+// Several vectors times a matrix each, in parallel over chunks of rows. What is added up in which order does not depend
+// on the number of threads.
+class Products {
+ public:
+  void add(float const* x, Matrix const& matrix) {
+    products_.push_back({x, matrix, total_, 0});
+    total_ += matrix.chunks();
+  }
+
+  Status* run(Context* context) {
+    std::size_t size = 0;
+    for (Product& product : products_) {
+      product.sums = size;
+      size += static_cast<std::size_t>(product.matrix.chunks() * product.matrix.n_size);
+    }
+    sums_.assign(size, 0.0f);
+    if (total_ == 1) {
+      chunk(this, 0);
+      return nullptr;
+    }
+    return api.KernelContext_ParallelFor(context, chunk, static_cast<std::size_t>(total_), 0, this);
+  }
+
+  // The result of product number `index`, [N].
+  float* result(std::size_t index) {
+    Product const& product = products_[index];
+    std::int64_t const n_size = product.matrix.n_size;
+    float* const first = sums_.data() + product.sums;
+    for (std::int64_t c = 1; c < product.matrix.chunks(); ++c) {
+      for (std::int64_t n = 0; n < n_size; ++n) first[n] += first[c * n_size + n];
+    }
+    return first;
+  }
+
+ private:
+  struct Product {
+    float const* x;
+    Matrix matrix;
+    std::int64_t first_chunk;
+    std::size_t sums;  // where its chunks' sums begin, [chunks, N]
+  };
+
+  static void chunk(void* data, std::size_t index) {
+    static AddRows const add_rows_here = best_add_rows();
+    Products& all = *static_cast<Products*>(data);
+    std::size_t number = 0;
+    while (number + 1 < all.products_.size() &&
+           static_cast<std::int64_t>(index) >= all.products_[number + 1].first_chunk) {
+      ++number;
+    }
+    Product const& product = all.products_[number];
+    std::int64_t const c = static_cast<std::int64_t>(index) - product.first_chunk, n_size = product.matrix.n_size;
+    std::int64_t const start = c * product.matrix.chunk();
+    std::int64_t const rows = std::min(product.matrix.chunk(), product.matrix.k_size - start);
+    float* const sums = all.sums_.data() + product.sums + static_cast<std::size_t>(c * n_size);
+    add_rows_here(product.x + start, product.matrix.data + start * n_size, rows, n_size, sums);
+  }
+
+  std::vector<Product> products_;
+  std::vector<float> sums_;
+  std::int64_t total_ = 0;  // chunks
+};
+
+enum class Norm { kNone, kRms, kLayer };
+
+// What the attributes of a node say.
+struct Kernel {
+  bool lens, shortlist;
+  Norm norm;
+  float epsilon;
+};
+
+float sigmoid(float value) { return 1 / (1 + std::exp(-value)); }
+
+// The larger and the second of the log-probabilities of `logits`.
+void top_two(float const* logits, std::int64_t count, float* result) {
+  float first = -std::numeric_limits<float>::infinity(), second = first, sum = 0;
+  for (std::int64_t n = 0; n < count; ++n) {
+    second = std::max(second, std::min(first, logits[n]));
+    first = std::max(first, logits[n]);
+  }
+  for (std::int64_t n = 0; n < count; ++n) sum += std::exp(logits[n] - first);
+  result[0] = -std::log(sum);
+  result[1] = second - first - std::log(sum);
+}
+
+void normalize(Kernel const& kernel, float const* scale, float const* shift, std::int64_t size, float* state) {
+  double mean = 0, square = 0;
+  for (std::int64_t d = 0; d < size && kernel.norm == Norm::kLayer; ++d) mean += state[d];
+  mean /= static_cast<double>(size);
+  for (std::int64_t d = 0; d < size; ++d) square += (state[d] - mean) * (state[d] - mean);
+  auto const factor = static_cast<float>(1 / std::sqrt(square / static_cast<double>(size) + kernel.epsilon));
+  for (std::int64_t d = 0; d < size; ++d) {
+    state[d] = (state[d] - static_cast<float>(mean)) * factor * scale[d] + (shift == nullptr ? 0 : shift[d]);
+  }
+}
+
+// The inputs of a run after the states and the threshold.
+struct Inputs {
+  Matrix down, shortlist, lens_down, lens_up;
+  float const *up, *bias, *confidence, *lens_bias, *scale, *shift;
+};
+
+Status* refused() {
+  return api.CreateStatus(abi::kInvalidArgument, "TideCandidate takes states [1, n, D] and weights that fit them");
+}
+
+// Reads the inputs in their order and checks their sizes.
+class Reader {
+ public:
+  explicit Reader(Context* context) : context_(context) {}
+
+  Status* next(Tensor& tensor) { return input_of(context_, index_++, tensor); }
+
+  Status* matrix(std::int64_t k_size, Matrix& matrix) {
+    Tensor tensor;
+    TIDE_RETURN_IF_FAILED(next(tensor));
+    if (tensor.rank != 2 || tensor.dims[0] != k_size) return refused();
+    matrix = {static_cast<float const*>(tensor.data), k_size, tensor.dims[1]};
+    return nullptr;
+  }
+
+  Status* vector(std::int64_t size, float const*& data) {
+    Tensor tensor;
+    TIDE_RETURN_IF_FAILED(next(tensor));
+    std::int64_t count = 1;
+    for (std::size_t d = 0; d < tensor.rank && d < kMaxRank; ++d) count *= tensor.dims[d];
+    if (count != size) return refused();
+    data = static_cast<float const*>(tensor.data);
+    return nullptr;
+  }
+
+  Status* rest(std::size_t& count) const {
+    std::size_t all;
+    TIDE_RETURN_IF_FAILED(api.KernelContext_GetInputCount(context_, &all));
+    count = all - std::min(all, index_);
+    return nullptr;
+  }
+
+ private:
+  Context* const context_;
+  std::size_t index_ = 0;
+};
+
+Status* read(Kernel const& kernel, Reader& reader, std::int64_t width, Inputs& in) {
+  TIDE_RETURN_IF_FAILED(reader.matrix(width, in.down));
+  TIDE_RETURN_IF_FAILED(reader.vector(in.down.n_size, in.up));
+  TIDE_RETURN_IF_FAILED(reader.vector(1, in.bias));
+  if (kernel.shortlist) {
+    TIDE_RETURN_IF_FAILED(reader.matrix(width, in.shortlist));
+    TIDE_RETURN_IF_FAILED(reader.vector(2 * in.down.n_size, in.confidence));
+  }
+  if (kernel.lens) {
+    TIDE_RETURN_IF_FAILED(reader.matrix(width, in.lens_down));
+    TIDE_RETURN_IF_FAILED(reader.matrix(in.lens_down.n_size, in.lens_up));
+    if (in.lens_up.n_size != width) return refused();
+    TIDE_RETURN_IF_FAILED(reader.vector(width, in.lens_bias));
+  }
+  in.shift = nullptr;
+  if (kernel.norm != Norm::kNone) {
+    std::size_t left;
+    TIDE_RETURN_IF_FAILED(reader.vector(width, in.scale));
+    TIDE_RETURN_IF_FAILED(reader.rest(left));
+    if (left > 0) TIDE_RETURN_IF_FAILED(reader.vector(width, in.shift));
+  }
+  return nullptr;
+}
+
+// state: what the head reads of the token whose state is `last`, [width] both.
+Status* exit_state(Kernel const& kernel, Context* context, Inputs const& in, float const* last, std::int64_t width,
+                   float* state) {
+  std::copy_n(last, width, state);
+  if (kernel.lens) {
+    Products low, change;
+    low.add(last, in.lens_down);
+    TIDE_RETURN_IF_FAILED(low.run(context));
+    change.add(low.result(0), in.lens_up);
+    TIDE_RETURN_IF_FAILED(change.run(context));
+    float const* const sum = change.result(0);
+    for (std::int64_t d = 0; d < width; ++d) state[d] += sum[d] + in.lens_bias[d];
+  }
+  if (kernel.norm != Norm::kNone) normalize(kernel, in.scale, in.shift, width, state);
+  return nullptr;
+}
+
+Status* score_of(Kernel const& kernel, Context* context, Inputs const& in, float const* state, float& score) {
+  Products products;
+  products.add(state, in.down);
+  if (kernel.shortlist) products.add(state, in.shortlist);
+  TIDE_RETURN_IF_FAILED(products.run(context));
+  float* const hidden = products.result(0);
+  float summary[2] = {0, 0};
+  if (kernel.shortlist) top_two(products.result(1), in.shortlist.n_size, summary);
+  float sum = *in.bias;
+  for (std::int64_t r = 0; r < in.down.n_size; ++r) {
+    float value = hidden[r];
+    if (kernel.shortlist) value += summary[0] * in.confidence[r] + summary[1] * in.confidence[in.down.n_size + r];
+    sum += value * sigmoid(value) * in.up[r];
+  }
+  score = sigmoid(sum);
+  return nullptr;
+}
+
+Status* output(Context* context, std::size_t index, std::int64_t const (&dims)[2], void*& data) {
+  Value* value;
+  TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, index, dims, 2, &value));
+  return api.GetTensorMutableData(value, &data);
+}
+
+Status* compute(void* state, Context* context) {
+  Kernel const& kernel = *static_cast<Kernel const*>(state);
+  Reader reader(context);
+  Tensor states;
+  float const* threshold = nullptr;
+  TIDE_RETURN_IF_FAILED(reader.next(states));
+  TIDE_RETURN_IF_FAILED(reader.vector(1, threshold));
+  if (states.rank != 3 || states.dims[0] != 1 || states.dims[1] < 1) return refused();
+  std::int64_t const width = states.dims[2];
+  void *candidate, *score, *exits;
+  TIDE_RETURN_IF_FAILED(output(context, 0, {1, width}, candidate));
+  TIDE_RETURN_IF_FAILED(output(context, 1, {1, 1}, score));
+  TIDE_RETURN_IF_FAILED(output(context, 2, {1, 1}, exits));
+  float value = std::numeric_limits<float>::quiet_NaN();
+  if (*threshold > 1) {  // no score is: neither it nor the candidate will be read, nor is any weight
+    std::fill_n(static_cast<float*>(candidate), width, 0.0f);
+  } else {
+    Inputs in;
+    float const* const last = static_cast<float const*>(states.data) + (states.dims[1] - 1) * width;
+    TIDE_RETURN_IF_FAILED(read(kernel, reader, width, in));
+    try {
+      TIDE_RETURN_IF_FAILED(exit_state(kernel, context, in, last, width, static_cast<float*>(candidate)));
+      TIDE_RETURN_IF_FAILED(score_of(kernel, context, in, static_cast<float const*>(candidate), value));
+    } catch (std::bad_alloc const&) {
+      return api.CreateStatus(abi::kInvalidArgument, "TideCandidate: not enough memory");
+    }
+  }
+  *static_cast<float*>(score) = value;
+  *static_cast<bool*>(exits) = value > *threshold;
+  return nullptr;
+}
+
+Status* create(Operator const*, void const*, void const* info, void** kernel) {
+  std::int64_t lens, shortlist;
+  float epsilon;
+  char norm[8];
+  std::size_t size = sizeof norm;
+  TIDE_RETURN_IF_FAILED(api.KernelInfoGetAttribute_int64(info, "lens", &lens));
+  TIDE_RETURN_IF_FAILED(api.KernelInfoGetAttribute_int64(info, "shortlist", &shortlist));
+  TIDE_RETURN_IF_FAILED(api.KernelInfoGetAttribute_float(info, "epsilon", &epsilon));
+  TIDE_RETURN_IF_FAILED(api.KernelInfoGetAttribute_string(info, "norm", norm, &size));
+  Norm const kind = std::strcmp(norm, "rms") == 0     ? Norm::kRms
+                    : std::strcmp(norm, "layer") == 0 ? Norm::kLayer
+                                                      : Norm::kNone;
+  *kernel = new (std::nothrow) Kernel{lens != 0, shortlist != 0, kind, epsilon};
+  if (*kernel == nullptr) return api.CreateStatus(abi::kInvalidArgument, "TideCandidate: not enough memory");
+  return nullptr;
+}
+
+}  // namespace
+
+Operator candidate_operator(bool lens) {
+  Operator op = cpu_operator();
+  op.GetName = lens ? [](Operator const*) { return "TideLensCandidate"; } : [](Operator const*) { return "TideCandidate"; };
+  op.GetInputType = [](Operator const*, std::size_t) { return abi::kFloat; };
+  op.GetInputTypeCount = [](Operator const*) { return kRequired + 1; };
+  op.GetInputCharacteristic = [](Operator const*, std::size_t index) { return index < kRequired ? 0 : abi::kVariadic; };
+  op.GetOutputType = [](Operator const*, std::size_t index) { return index < 2 ? abi::kFloat : abi::kBool; };
+  op.GetOutputTypeCount = [](Operator const*) -> std::size_t { return 3; };
+  op.CreateKernelV2 = create;
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op.KernelComputeV2 = compute;
+  return op;
+}
+
+}  // namespace tide_ops

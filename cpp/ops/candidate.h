@@ -1,0 +1,12 @@
+// TideCandidate and TideLensCandidate: what the head reads of a segment's last token should it exit there, and the router's score of it
+// (tide_export/compose/candidate_op.py defines both).
+#pragma once
+
+#include "onnxruntime_abi.h"
+
+namespace tide_ops {
+
+// lens: TideLensCandidate, else TideCandidate. One graph may have both, so they have two names.
+abi::Operator candidate_operator(bool lens);
+
+}  // namespace tide_ops

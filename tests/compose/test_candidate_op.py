@@ -1,0 +1,91 @@
+"""A checkpoint's operator in the library of `cpp/ops` against its function in standard operators."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from tide_export.compose.candidate_op import candidate_function
+from tide_export.compose.exit_op import exit_attributes
+from tide_export.names import DOMAIN, OP_CANDIDATE, OP_LENS_CANDIDATE
+from tide_export.runtime.onnxruntime.operators import register_operators
+
+EPSILON = 1e-5
+FORMS = [*product(("rms", "layer", "none"), (False, True), (False, True))]  # norm, lens, shortlist
+
+
+def weights_of(norm: str, lens: bool, shortlist: bool, width: int, hidden: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    shapes: list[tuple[int, ...]] = [(width, hidden), (hidden, 1), (1,)]
+    shapes += [(width, 300), (2, hidden)] if shortlist else []
+    shapes += [(width, 7), (7, width), (width,)] if lens else []
+    shapes += {"rms": [(width,)], "layer": [(width,), (width,)], "none": []}[norm]
+    return [(rng.standard_normal(shape) * 0.3).astype(np.float32) for shape in shapes]
+
+
+def model_of(norm: str, lens: bool, shortlist: bool, width: int, weights: list[np.ndarray]) -> bytes:
+    states = ir.Value(name="states", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1, "n", width]))
+    threshold = ir.Value(name="threshold", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
+    stored = [ir.Value(name=f"w{i}", const_value=ir.tensor(array, name=f"w{i}")) for i, array in enumerate(weights)]
+    for value in stored:
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), value.const_value.shape
+    name = OP_LENS_CANDIDATE if lens else OP_CANDIDATE
+    attributes = exit_attributes(norm, EPSILON, lens, shortlist)
+    node = ir.node(name, [states, threshold, *stored], attributes, domain=DOMAIN, num_outputs=3)
+    for output, given in zip(node.outputs, ("candidate", "score", "exits"), strict=True):
+        output.name = given
+        output.type = ir.TensorType(ir.DataType.BOOL if given == "exits" else ir.DataType.FLOAT)
+    imports = {"": 23, DOMAIN: 1}
+    graph = ir.Graph([states, threshold], node.outputs, nodes=[node], initializers=stored, opset_imports=imports)
+    graph.name = "checkpoint"
+    model = ir.Model(graph, ir_version=10, functions=[candidate_function(node, 23)])
+    return ir.to_proto(model).SerializeToString()
+
+
+def with_operators(model: bytes, folder: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    register_operators(options)
+    options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
+    return ort.InferenceSession(model, options)
+
+
+@pytest.mark.parametrize(("norm", "lens", "shortlist"), FORMS)
+def test_the_operator_is_the_function(
+    operator_library: Path, tmp_path: Path, norm: str, lens: bool, shortlist: bool
+) -> None:
+    width = 72
+    model = model_of(norm, lens, shortlist, width, weights_of(norm, lens, shortlist, width, 130))
+    session, plain = with_operators(model, tmp_path), ort.InferenceSession(model)
+    for seed, count in enumerate((1, 1, 5)):
+        states = np.random.default_rng(seed).standard_normal((1, count, width), dtype=np.float32)
+        expected = plain.run(None, {"states": states, "threshold": np.ones(1, np.float32)})
+        score = float(expected[1][0, 0])
+        for threshold in (score - 1e-3, score + 1e-3, 1.0):
+            inputs = {"states": states, "threshold": np.array([threshold], np.float32)}
+            candidate, scores, exits = session.run(None, inputs)
+            np.testing.assert_allclose(candidate, expected[0], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(scores, expected[1], atol=1e-5)
+            assert exits.tolist() == [[score > threshold]]
+    events = json.loads(Path(session.end_profiling()).read_text())
+    assert {OP_CANDIDATE, OP_LENS_CANDIDATE} & {event.get("args", {}).get("op_name") for event in events}
+
+
+def test_what_no_threshold_needs_is_not_computed(operator_library: Path, tmp_path: Path) -> None:
+    session = with_operators(model_of("rms", True, True, 16, weights_of("rms", True, True, 16, 8)), tmp_path)
+    inputs = {"states": np.ones((1, 2, 16), np.float32), "threshold": np.full(1, 2, np.float32)}
+    candidate, score, exits = session.run(None, inputs)
+    assert not candidate.any()
+    assert np.isnan(score).all()
+    assert exits.tolist() == [[False]]
+
+
+def test_weights_of_another_width_are_refused(operator_library: Path, tmp_path: Path) -> None:
+    session = with_operators(model_of("rms", False, False, 16, weights_of("rms", False, False, 12, 8)), tmp_path)
+    inputs = {"states": np.ones((1, 2, 16), np.float32), "threshold": np.zeros(1, np.float32)}
+    with pytest.raises(Exception, match=r"TideCandidate takes states \[1, n, D\] and weights that fit them"):
+        session.run(None, inputs)
