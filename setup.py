@@ -59,7 +59,10 @@ operators = Extension(
     sources=[f"cpp/ops/{name}.cpp" for name in ("bf16_matmul", "candidate", "library", "operators")],
     depends=[
         f"cpp/ops/{name}"
-        for name in ("bf16_matmul.h", "bf16_matmul.inc", "candidate.h", "kernel.h", "onnxruntime_abi.h", "operators.h")
+        for name in (
+            *("bf16_matmul.h", "bf16_matmul.inc", "candidate.h", "kernel.h", "lanes.inc", "onnxruntime_abi.h"),
+            *("operators.h", "targets.h"),
+        )
     ],
     define_macros=[("TIDE_EXPORT_VERSION", f'"{version["__version__"]}"')],
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"],

@@ -34,7 +34,7 @@ WAITING = TideConfig(kv_cache_strategy="propagate", max_pending=4)
             {"targets": ("tensorrt",), "engines": False, "batch_size": 0},
             "batch_size must be a whole number from 1 to 256, not 0",
         ),
-        ({"block_size": 32}, "--block-size is for weights int8 and int4, not for fp32"),
+        ({"block_size": 32}, "--block-size is for weights int8 and int4, not for auto"),
         ({"weights": "int4", "quantization": "awq"}, "'awq' is none of rtn, gptq"),
     ],
 )

@@ -18,10 +18,11 @@ from tiny_engines import engine_of, pieces_of
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
-from tide_export.errors import ProviderError
+from tide_export.errors import ConfigError, ProviderError
 from tide_export.lower.onnxruntime.bf16_weights import bf16_matmul_function
 from tide_export.model.source import load_model
 from tide_export.names import DOMAIN, OP_BF16_MATMUL
+from tide_export.pipeline import flow
 from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load
@@ -174,3 +175,36 @@ def test_export_and_validate(tmp_path: Path, operator_library: Path, capsys: pyt
     exact = load_model(str(tmp_path / "exact"))
     assert exact.exact_in_bf16
     assert restore(exact, bundle) is None
+
+
+def test_weights_by_default(operator_library: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    source = build("llama")
+    round_to_bf16(source)
+    source.model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    model, routers = str(tmp_path / "model"), tmp_path / "routers.safetensors"
+    random_routers(load_model(model), CHECKPOINTS, PROMPTS[2]).save(routers)
+    with caplog.at_level(logging.INFO, "tide_export"):
+        bundle = open_bundle(flow.export(model, tmp_path / "bundle", routers=routers))  # compared with the model there
+    assert bundle.manifest.weights == "bf16"
+    assert "are bfloat16 numbers and are stored as such" in caplog.text
+    nodes = ir.load(bundle.file(names.GRAPH_FILE).path).graph.all_nodes()
+    assert any(node.op_type == OP_BF16_MATMUL for node in nodes)
+
+    chosen = []
+
+    def stop(_source, request, *_) -> None:
+        chosen.append(request.weights)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(flow, "check_source", stop)
+    caplog.clear()
+    for options in ({}, {"weights": "fp32"}):
+        with pytest.raises(ConfigError, match="enough"):
+            flow.export(model, tmp_path / "other", **options)
+    monkeypatch.setattr(flow, "LIBRARY", tmp_path / "none.so")
+    with pytest.raises(ConfigError, match="enough"):
+        flow.export(model, tmp_path / "other")
+    assert chosen == ["bf16", "fp32", "fp32"]
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "stored in float32, because the operators for bfloat16 are not installed" in warnings[0]

@@ -135,8 +135,9 @@ def _add_export(commands, config: bool) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=tuple(dict.fromkeys((*NETWORK_PRECISIONS, *WEIGHTS))),
-        help="onnxruntime: fp32, bf16, int8 or int4; tensorrt and tensorrt-rtx: fp32, fp16 or bf16 (fp32)",
+        choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS))),
+        help="onnxruntime: fp32, bf16, int8 or int4 (auto: bf16 if the checkpoint's weights are, else fp32); "
+        "tensorrt and tensorrt-rtx: fp32, fp16 or bf16 (fp32)",
     )
     parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")
     parser.add_argument(

@@ -5,6 +5,7 @@ calibration. Each stage gets all it needs from here, so that it can be read and 
 """
 
 import gc
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,16 @@ from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle, prepare_weights
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
 from tide_export.pipeline.preflight import check_source, warn_if_nothing_exits
-from tide_export.pipeline.request import ExportRequest, takes_request
+from tide_export.pipeline.request import AUTO, ExportRequest, takes_request
 from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
+from tide_export.runtime.onnxruntime.operators import LIBRARY
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
 from tide_export.verify.references import References
+
+logger = logging.getLogger("tide_export")
 
 
 @takes_request
@@ -61,6 +65,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     routers = None if request.routers is None else RouterSet.load(request.routers)
     with stage("loading the model"):
         source = load_model(request.model, device_map=request.device_map, trust_remote_code=request.trust_remote_code)
+    request = _with_weights_of(source, request)
     length, checkpoints = check_source(source, request, routers, folder)
     prepare_weights(source, request)
     pieces = _trace_and_cut(source, request, checkpoints, length)
@@ -86,6 +91,22 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         manifest = write_networks(folder, request, manifest, pieces, routers, length)
     source.release()
     return manifest, references
+
+
+def _with_weights_of(source: SourceModel, request: ExportRequest) -> ExportRequest:
+    """Replaces `weights` "auto" by what loses nothing."""
+    if request.weights != AUTO:
+        return request
+    if not source.exact_in_bf16:
+        return replace(request, weights="fp32")
+    if not LIBRARY.is_file():
+        logger.warning(
+            "the model's weights are bfloat16 numbers, but are stored in float32, because the operators for bfloat16 "
+            "are not installed (there was no C++ compiler): install g++, then tide_export again"
+        )
+        return replace(request, weights="fp32")
+    logger.info("the model's weights are bfloat16 numbers and are stored as such (--weights fp32 for float32)")
+    return replace(request, weights="bf16")
 
 
 def _trace_and_cut(source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int) -> Pieces:

@@ -18,6 +18,7 @@ from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
 from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to_build_with
 
 P = ParamSpec("P")
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class ExportRequest:
         targets: "onnxruntime", which every bundle is for, and one of "tensorrt" and "tensorrt-rtx", for which it also
             gets segment networks and engines.
         weights: for ONNX Runtime alone "fp32", "bf16", "int8" or "int4", of the graph's matrices; for TensorRT "fp32",
-            "fp16" or "bf16", of the segment networks, the graph being fp32.
+            "fp16" or "bf16", of the segment networks, the graph being fp32. "auto" is bf16 for ONNX Runtime alone where
+            that loses nothing and its operators are installed, else fp32.
         quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`).
         engines: build the engines; without, the bundle has the networks alone and `engines.rebuild` adds engines.
         plugins: the library of plugins to build engines for "tensorrt" with, or "none"; None: an installed one, if any.
@@ -57,7 +59,7 @@ class ExportRequest:
     routers: str | os.PathLike[str] | None = None
     config: TideConfig = field(default_factory=TideConfig)
     targets: Sequence[str] = ("onnxruntime",)
-    weights: str = "fp32"
+    weights: str = AUTO
     quantization: str | None = None
     block_size: int | None = None
     accuracy_level: int | None = None
@@ -76,6 +78,8 @@ class ExportRequest:
         object.__setattr__(self, "config", self.config or TideConfig())  # None: the defaults
         _ = self.quantization_settings
         self._check_targets()
+        if self.flavour is not None and self.weights == AUTO:
+            object.__setattr__(self, "weights", "fp32")
         if self.flavour is not None and self.propagates:
             raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {self.flavour.name}")
         unused = {"max_pending", "compaction_threshold"} & self.config.model_fields_set
@@ -126,7 +130,7 @@ class ExportRequest:
         for target in self.targets:
             if target not in TARGETS:
                 raise ConfigError(f"target {target!r} is none of {', '.join(TARGETS)}")
-        known = (*NETWORK_PRECISIONS, *QUANTIZED)
+        known = (AUTO, *NETWORK_PRECISIONS, *QUANTIZED)
         if self.weights not in known:
             raise ConfigError(f"weights {self.weights!r} are not in this release: use one of {', '.join(known)}")
         if len({target for target in self.targets if target in FLAVOURS}) > 1:
@@ -138,7 +142,7 @@ class ExportRequest:
                 f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16 or "
                 "bf16"
             )
-        if self.flavour is None and self.weights not in WEIGHTS:
+        if self.flavour is None and self.weights not in (AUTO, *WEIGHTS):
             raise ConfigError(
                 f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, bf16, "
                 "int8 or int4"
