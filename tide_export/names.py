@@ -14,6 +14,8 @@ OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights
 OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
 OP_BF16_MATMUL = "TideBf16MatMul"  # x [.., K] times bfloat16 [N, K]; model-local function and operator of cpp/ops
+# As MatMulNBits at accuracy level 4, by bits; functions and operators alike.
+OP_INTEGER_MATMUL = {4: "TideInt4MatMul", 8: "TideInt8MatMul"}
 OP_ROUTE = "TideRoute"  # router MLP + threshold, a model-local function
 # Last token's (lens +) norm + router; model-local functions and operators of cpp/ops.
 OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"

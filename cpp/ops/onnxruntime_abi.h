@@ -20,7 +20,7 @@ using Parallel = void (*)(void* data, std::size_t index);
 
 constexpr std::uint32_t kVersion = 18;  // of the interface; onnxruntime 1.18 and all later ones have it
 constexpr int kInvalidArgument = 2;     // OrtErrorCode
-constexpr int kFloat = 1, kBool = 9, kBFloat16 = 16;  // ONNXTensorElementDataType
+constexpr int kFloat = 1, kUInt8 = 2, kBool = 9, kBFloat16 = 16;  // ONNXTensorElementDataType
 constexpr int kVariadic = 2;                        // OrtCustomOpInputOutputCharacteristic
 
 // A function of OrtApi by its position.

@@ -8,6 +8,7 @@
 #include "bf16_matmul.h"
 #include "candidate.h"
 #include "kernel.h"
+#include "quantized_matmul.h"
 
 namespace tide_ops {
 
@@ -17,6 +18,7 @@ namespace {
 
 constexpr std::int64_t kChunkBytes = 48 << 10;  // of weights, taken by one thread at a time; they stay in its cache
 constexpr std::int64_t kKeptFloats = 1 << 18;   // a larger buffer is not kept by the thread that needed it
+constexpr std::int64_t kRows = 16;              // rounded by one thread at a time
 
 // Memory for floats, aligned to cache lines; what was in it is lost when it grows.
 class Buffer {
@@ -37,6 +39,32 @@ class Buffer {
   std::int64_t size_ = 0;
 };
 
+// Memory for `count` floats that lives as long as `once` at least; null if there is none.
+float* scratch(std::int64_t count, Buffer& once) {
+  static thread_local Buffer kept;
+  try {
+    return (count > kKeptFloats ? once : kept).of(count);
+  } catch (std::bad_alloc const&) {
+    return nullptr;
+  }
+}
+
+// Rows of weights that one thread takes at a time.
+std::int64_t chunk_of(std::int64_t row_bytes) {
+  return std::max<std::int64_t>(kChunkBytes / std::max<std::int64_t>(row_bytes, 1) / 4 * 4, 4);
+}
+
+// The shape of the result of x [.., K] and weights with N rows, in `x`; the number of rows M in `m_size`.
+Status* make_result(Context* context, Tensor& x, std::int64_t n_size, std::int64_t& m_size, float*& result) {
+  m_size = 1;
+  for (std::size_t d = 0; d + 1 < x.rank; ++d) m_size *= x.dims[d];
+  x.dims[x.rank - 1] = n_size;
+  Value* y;
+  TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, 0, x.dims, x.rank, &y));
+  if (m_size == 0 || n_size == 0) return nullptr;
+  return api.GetTensorMutableData(y, reinterpret_cast<void**>(&result));
+}
+
 struct Product {
   Bf16Kernel const& kernel;
   SplitRows x;
@@ -54,7 +82,7 @@ void multiply_chunk(void* data, std::size_t index) {
 }
 
 // y [.., N] = x [.., K] times the transpose of weights, bfloat16 [N, K]; sums are float32.
-Status* compute(void*, Context* context) {
+Status* compute_bf16(void*, Context* context) {
   Tensor x, weights;
   TIDE_RETURN_IF_FAILED(input_of(context, 0, x));
   TIDE_RETURN_IF_FAILED(input_of(context, 1, weights));
@@ -62,45 +90,98 @@ Status* compute(void*, Context* context) {
     return api.CreateStatus(abi::kInvalidArgument, "TideBf16MatMul takes x [.., K] and weights [N, K]");
   }
   std::int64_t const n_size = weights.dims[0], k_size = weights.dims[1];
-  std::int64_t m_size = 1;
-  for (std::size_t d = 0; d + 1 < x.rank; ++d) m_size *= x.dims[d];
-  x.dims[x.rank - 1] = n_size;
-  Value* y;
-  void* result;
-  TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, 0, x.dims, x.rank, &y));
-  if (m_size == 0 || n_size == 0) return nullptr;
-  TIDE_RETURN_IF_FAILED(api.GetTensorMutableData(y, &result));
+  std::int64_t m_size;
+  float* result = nullptr;
+  TIDE_RETURN_IF_FAILED(make_result(context, x, n_size, m_size, result));
+  if (result == nullptr) return nullptr;
 
-  static thread_local Buffer kept;
   Buffer once;
   std::int64_t const stride = (k_size + 15) / 16 * 16;  // rows begin at cache lines
-  float* split;
-  try {
-    split = (m_size * stride > kKeptFloats ? once : kept).of(m_size * stride);
-  } catch (std::bad_alloc const&) {
-    return api.CreateStatus(abi::kInvalidArgument, "TideBf16MatMul: not enough memory");
-  }
+  float* const split = scratch(m_size * stride, once);
+  if (split == nullptr) return api.CreateStatus(abi::kInvalidArgument, "TideBf16MatMul: not enough memory");
   Bf16Kernel const& kernel = *bf16_kernel();
   for (std::int64_t m = 0; m < m_size; ++m) {
     kernel.split_row(static_cast<float const*>(x.data) + m * k_size, k_size, split + m * stride);
   }
-  std::int64_t const row_bytes = std::max<std::int64_t>(2 * k_size, 1);
-  std::int64_t const chunk = std::max<std::int64_t>(kChunkBytes / row_bytes / 4 * 4, 4);
+  std::int64_t const chunk = chunk_of(2 * k_size);
   Product product{kernel,
                   {split, stride, m_size, k_size},
                   static_cast<std::uint16_t const*>(weights.data),
                   n_size,
                   chunk,
-                  static_cast<float*>(result)};
+                  result};
   auto const chunks = static_cast<std::size_t>((n_size + chunk - 1) / chunk);
   return api.KernelContext_ParallelFor(context, multiply_chunk, chunks, 0, &product);
 }
 
-Operator make_operator() {
+struct IntegerProduct {
+  IntegerWeights weights;
+  float const* x;      // [M, K]
+  RoundedInputs* inputs;  // [M, groups]
+  std::int64_t m_size, n_size, k_size, chunk;
+  float* y;  // [M, N]
+};
+
+void round_rows(void* data, std::size_t index) {
+  IntegerProduct const& product = *static_cast<IntegerProduct const*>(data);
+  std::int64_t const start = static_cast<std::int64_t>(index) * kRows;
+  for (std::int64_t m = start; m < std::min(start + kRows, product.m_size); ++m) {
+    round_row(product.x + m * product.k_size, product.k_size, product.weights,
+                   product.inputs + m * product.weights.groups());
+  }
+}
+
+void multiply_integer_chunk(void* data, std::size_t index) {
+  IntegerProduct const& product = *static_cast<IntegerProduct const*>(data);
+  std::int64_t const start = static_cast<std::int64_t>(index) * product.chunk;
+  multiply_integers(product.inputs, product.m_size, product.weights, start, std::min(product.chunk, product.n_size - start),
+                product.y, product.n_size);
+}
+
+// y [.., N] = x [.., K], rounded to 8 bits, times the transpose of weights: integers [N, blocks, block_size * bits / 8]
+// and scales [N, blocks].
+template <int kBits>
+Status* compute_integers(void*, Context* context) {
+  Tensor x, integers, scales;
+  TIDE_RETURN_IF_FAILED(input_of(context, 0, x));
+  TIDE_RETURN_IF_FAILED(input_of(context, 1, integers));
+  TIDE_RETURN_IF_FAILED(input_of(context, 2, scales));
+  bool const shapes = x.rank >= 1 && x.rank <= kMaxRank && integers.rank == 3 && scales.rank == 2 &&
+                      scales.dims[0] == integers.dims[0] && scales.dims[1] == integers.dims[1];
+  std::int64_t const k_size = shapes ? x.dims[x.rank - 1] : 0, block_size = shapes ? integers.dims[2] * 8 / kBits : 0;
+  if (!shapes || !is_block_size(block_size) || (k_size + block_size - 1) / block_size != integers.dims[1]) {
+    return api.CreateStatus(abi::kInvalidArgument,
+                            "TideInt4MatMul and TideInt8MatMul take x [.., K], integers [N, blocks, bytes of a block] and "
+                            "scales [N, blocks]");
+  }
+  IntegerProduct product{{static_cast<std::uint8_t const*>(integers.data), static_cast<float const*>(scales.data),
+                       integers.dims[1], block_size, kBits},
+                      static_cast<float const*>(x.data),
+                      nullptr,
+                      0,
+                      integers.dims[0],
+                      k_size,
+                      0,
+                      nullptr};
+  TIDE_RETURN_IF_FAILED(make_result(context, x, product.n_size, product.m_size, product.y));
+  if (product.y == nullptr) return nullptr;
+  Buffer once;
+  std::int64_t const row = product.weights.groups() * static_cast<std::int64_t>(sizeof(RoundedInputs) / sizeof(float));
+  product.inputs = reinterpret_cast<RoundedInputs*>(scratch(product.m_size * row, once));
+  if (product.inputs == nullptr) return api.CreateStatus(abi::kInvalidArgument, "TideInt4MatMul, TideInt8MatMul: not enough memory");
+  auto const parts = [](std::int64_t size, std::int64_t part) { return static_cast<std::size_t>((size + part - 1) / part); };
+  if (product.m_size <= kRows) {
+    round_rows(&product, 0);
+  } else {
+    TIDE_RETURN_IF_FAILED(
+        api.KernelContext_ParallelFor(context, round_rows, parts(product.m_size, kRows), 0, &product));
+  }
+  product.chunk = chunk_of(product.weights.row_bytes());
+  return api.KernelContext_ParallelFor(context, multiply_integer_chunk, parts(product.n_size, product.chunk), 0, &product);
+}
+
+Operator matmul_operator() {
   Operator op = cpu_operator();
-  op.GetName = [](Operator const*) { return "TideBf16MatMul"; };
-  op.GetInputType = [](Operator const*, std::size_t index) { return index == 0 ? abi::kFloat : abi::kBFloat16; };
-  op.GetInputTypeCount = [](Operator const*) -> std::size_t { return 2; };
   op.GetOutputType = [](Operator const*, std::size_t) { return abi::kFloat; };
   op.GetOutputTypeCount = [](Operator const*) -> std::size_t { return 1; };
   op.CreateKernelV2 = [](Operator const*, void const*, void const*, void** kernel) -> Status* {
@@ -109,14 +190,33 @@ Operator make_operator() {
     return nullptr;
   };
   op.KernelDestroy = [](void*) {};
-  op.KernelComputeV2 = compute;
+  return op;
+}
+
+Operator bf16_operator() {
+  Operator op = matmul_operator();
+  op.GetName = [](Operator const*) { return "TideBf16MatMul"; };
+  op.GetInputType = [](Operator const*, std::size_t index) { return index == 0 ? abi::kFloat : abi::kBFloat16; };
+  op.GetInputTypeCount = [](Operator const*) -> std::size_t { return 2; };
+  op.KernelComputeV2 = compute_bf16;
+  return op;
+}
+
+template <int kBits>
+Operator integer_operator() {
+  Operator op = matmul_operator();
+  op.GetName = [](Operator const*) { return kBits == 4 ? "TideInt4MatMul" : "TideInt8MatMul"; };
+  op.GetInputType = [](Operator const*, std::size_t index) { return index == 1 ? abi::kUInt8 : abi::kFloat; };
+  op.GetInputTypeCount = [](Operator const*) -> std::size_t { return 3; };
+  op.KernelComputeV2 = compute_integers<kBits>;
   return op;
 }
 
 }  // namespace
 
 Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base) {
-  static Operator const operators[] = {make_operator(), candidate_operator(false), candidate_operator(true)};
+  static Operator const operators[] = {bf16_operator(), candidate_operator(false), candidate_operator(true)};
+  static Operator const integer_operators[] = {integer_operator<4>(), integer_operator<8>()};
   static std::mutex mutex;
   static abi::Domain* domain = nullptr;  // sessions refer to it as long as they live
   std::lock_guard<std::mutex> const lock(mutex);
@@ -126,6 +226,9 @@ Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* bas
     abi::Domain* made;
     TIDE_RETURN_IF_FAILED(api.CreateCustomOpDomain("tide", &made));
     for (Operator const& op : operators) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, &op));
+    if (integers_supported()) {  // on other CPUs their function runs: MatMulNBits
+      for (Operator const& op : integer_operators) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, &op));
+    }
     domain = made;
   }
   return api.AddCustomOpDomain(options, domain);

@@ -82,7 +82,7 @@ def operator_model(columns: int = 64) -> bytes:
 @pytest.mark.parametrize("rows", [0, 1, 9, 1200])
 def test_the_operator_is_the_function(operator_library: Path, rows: int, tmp_path: Path) -> None:
     options = ort.SessionOptions()
-    register_operators(options)
+    register_operators(options, "bf16")
     options.enable_profiling = True
     options.profile_file_prefix = str(tmp_path / "profile")
     session, plain = ort.InferenceSession(operator_model(), options), ort.InferenceSession(operator_model())
@@ -97,7 +97,7 @@ def test_the_operator_is_the_function(operator_library: Path, rows: int, tmp_pat
 def test_the_operator_refuses_another_width(operator_library: Path) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    register_operators(options)
+    register_operators(options, "bf16")
     session = ort.InferenceSession(operator_model(32), options)
     with pytest.raises(Exception, match=r"takes x \[\.\., K\] and weights"):
         session.run(None, {"x": np.zeros((1, 2, 32), np.float32)})
@@ -150,12 +150,12 @@ def test_a_library_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch, ope
     other.write_bytes(b"not for this machine")
     monkeypatch.setattr(operators, "LIBRARY", other)
     with pytest.raises(ProviderError, match=r"libtide_ops.so' is no library of operators for this machine"):
-        register_operators(ort.SessionOptions())
+        register_operators(ort.SessionOptions(), "bf16")
     monkeypatch.setattr(operators, "LIBRARY", operator_library)
     monkeypatch.setattr(operators, "__version__", "99.0")
     load_operators.cache_clear()
     with pytest.raises(ProviderError, match=r"is of tide_export [\d.]+, not 99.0: install tide_export again"):
-        register_operators(ort.SessionOptions())
+        register_operators(ort.SessionOptions(), "bf16")
 
 
 def test_export_and_validate(tmp_path: Path, operator_library: Path, capsys: pytest.CaptureFixture) -> None:

@@ -16,7 +16,7 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.names import GRAPH_FILE, WEIGHTS_FILE, WEIGHTS_METADATA
+from tide_export.names import GRAPH_FILE, OP_INTEGER_MATMUL, WEIGHTS_FILE, WEIGHTS_METADATA
 from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.settings import INT8_MATMULS
@@ -103,6 +103,8 @@ def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
 
 def _set_level(graph: onnx.GraphProto) -> None:
     for node in graph.node:
+        if node.op_type in OP_INTEGER_MATMUL.values():
+            node.op_type, node.domain = "MatMulNBits", "com.microsoft"
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _set_level(attribute.g)
@@ -115,9 +117,9 @@ def _stored(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
     proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
     with bundle.file(WEIGHTS_FILE).mapped() as weights:
         for node in ir.from_proto(proto).graph.all_nodes():
-            if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
+            if node.op_type not in ("MatMulNBits", *OP_INTEGER_MATMUL.values(), "GatherBlockQuantized"):
                 continue
-            indices = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
+            indices = (0, 2, 3) if node.op_type == "GatherBlockQuantized" else (1, 2, 3)
             arrays = [_array(node.inputs[i], weights) if i < len(node.inputs) else None for i in indices]
             packed, scales, zeros = arrays
             if packed is None or scales is None or WEIGHTS_METADATA not in node.metadata_props:

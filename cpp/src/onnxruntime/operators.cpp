@@ -42,6 +42,7 @@ TIDE_SAME_MEMBER(GetEndVersion);
 static_assert(sizeof(OrtCustomOp) >= sizeof(abi::Operator));
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT} == abi::kFloat);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL} == abi::kBool && int{INPUT_OUTPUT_VARIADIC} == abi::kVariadic);
+static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8} == abi::kUInt8);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16} == abi::kBFloat16);
 static_assert(int{ORT_INVALID_ARGUMENT} == abi::kInvalidArgument);
 static_assert(INPUT_OUTPUT_REQUIRED == 0 && OrtMemTypeDefault == 0);

@@ -1,6 +1,10 @@
 """Replaces `tide::TideQuantizedMatMul` by `com.microsoft.MatMulNBits` and `tide::TideQuantizedGather` by
 `GatherBlockQuantized`.
 
+A matmul without zero points, whose inputs are rounded to 8 bits too, is `tide::TideInt4MatMul` or `TideInt8MatMul`,
+operators of the library in `cpp/ops`. They are also model-local functions, MatMulNBits, which ONNX Runtime inlines
+where the library is not registered or the CPU lacks the instructions.
+
 The integers are those that the weights were rounded to before the model was calibrated and traced. A matrix that is
 both multiplied by and looked up in (a head tied to the embedding) is one array under two shapes, which
 `pipeline.contents.save_graph` writes once. Every node names in its metadata the parameters that its rows belong to, so
@@ -13,7 +17,8 @@ import onnx_ir as ir
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.model.quantized_weights import Blocks, concatenate
-from tide_export.names import DOMAIN, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL, WEIGHTS_METADATA
+from tide_export.names import DOMAIN, OP_INTEGER_MATMUL, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL, WEIGHTS_METADATA
+from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.trace.rewriting import (
     constant,
     ensure_none_left,
@@ -42,6 +47,10 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         nodes = _symbolic(model)
         for node in nodes:
             (self._matmul if node.op_type == OP_QUANTIZED_MATMUL else self._gather)(model.graph, node)
+        for op in OP_INTEGER_MATMUL.values():
+            if nodes_of(model.graph, op, DOMAIN):
+                function = integer_matmul_function(op)
+                model.functions[function.identifier()] = function
         return ir.passes.PassResult(model, modified=bool(nodes))
 
     def ensures(self, model: ir.Model) -> None:
@@ -58,10 +67,16 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
             "accuracy_level": present(self.settings).accuracy_level,
         }
         x, *bias = node.inputs
-        inputs = [x, *_stored(graph, names, matrix)]
-        if bias:
-            inputs += [*[None] * (5 - len(inputs)), bias[0]]  # between them: zero points, an order of the columns
-        replace_value(node.outputs[0], _quantized_op(node, "MatMulNBits", inputs, attributes))
+        inputs, output = [x, *_stored(graph, names, matrix)], node.outputs[0]
+        if matrix.zeros is None and attributes["accuracy_level"] == INT8_MATMULS:
+            result = _quantized_op(node, OP_INTEGER_MATMUL[matrix.bits], inputs, attributes, DOMAIN)
+            if bias:
+                result = op_before(node, "Add", [result, bias[0]], dtype=output.dtype, shape=output.shape)
+        else:
+            if bias:
+                inputs += [*[None] * (5 - len(inputs)), bias[0]]  # between them: zero points, an order of the columns
+            result = _quantized_op(node, "MatMulNBits", inputs, attributes)
+        replace_value(output, result)
 
     def _gather(self, graph: ir.Graph, node: ir.Node) -> None:
         (name,) = names = node.attributes["weights"].as_strings()
@@ -77,6 +92,17 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
         replace_value(output, gathered)
 
 
+def integer_matmul_function(name: str) -> ir.Function:
+    """Defines `name`(x [.., K], integers, scales) -> y [.., N]: MatMulNBits with the same attributes."""
+    inputs, y = [ir.Value(name=taken) for taken in ("x", "integers", "scales")], ir.Value(name="y")
+    settings = ("K", "N", "bits", "block_size", "accuracy_level")
+    attributes = [ir.RefAttr(setting, setting, ir.AttributeType.INT) for setting in settings]
+    node = ir.Node("com.microsoft", "MatMulNBits", inputs, attributes, outputs=[y], name="MatMulNBits")
+    body = ir.Graph(inputs, [y], nodes=[node], opset_imports={"com.microsoft": 1}, name=name)
+    taken = [ir.Attr(setting, ir.AttributeType.INT, None) for setting in settings]
+    return ir.Function(DOMAIN, name, graph=body, attributes=taken)
+
+
 def quantized_names(node: ir.Node) -> list[str]:
     """The parameters whose quantized rows `node` multiplies by or looks up in; empty for any other node."""
     names = node.metadata_props.get(WEIGHTS_METADATA)
@@ -88,11 +114,15 @@ def _symbolic(model: ir.Model) -> list[ir.Node]:
 
 
 def _quantized_op(
-    node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, int]
+    node: ir.Node,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, int],
+    domain: str = "com.microsoft",
 ) -> ir.Value:
     """The operator that replaces `node`, before it."""
     old = node.outputs[0]
-    value = op_before(node, op_type, inputs, attributes, domain="com.microsoft", dtype=old.dtype, shape=old.shape)
+    value = op_before(node, op_type, inputs, attributes, domain=domain, dtype=old.dtype, shape=old.shape)
     present(value.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(node.attributes["weights"].as_strings())
     return value
 

@@ -105,7 +105,7 @@ def load_session(
                 options = session_options(ort, threads)
                 # Where ONNX Runtime would look for weights that it is not given.
                 options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-                register_operators(options, bundle.manifest.weights == "bf16")
+                register_operators(options, bundle.manifest.weights)
                 if shared:
                     for tensor, value in values.items():
                         options.add_initializer(tensor, value)

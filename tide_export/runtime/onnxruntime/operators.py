@@ -1,8 +1,8 @@
-"""Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16, and checkpoints.
+"""Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16 and integers, and checkpoints.
 
 Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them a bundle runs too: each
 operator is also a function in the graph. Weights in bfloat16 are then widened to float32 as ONNX Runtime loads them,
-and checkpoints compute scores that no threshold needs.
+integers are multiplied by MatMulNBits, and checkpoints compute scores that no threshold needs.
 """
 
 import ctypes
@@ -19,11 +19,21 @@ logger = logging.getLogger("tide_export")
 LIBRARY = Path(__file__).with_name("libtide_ops.so")
 
 
-def register_operators(options: Any, bf16: bool = False) -> None:
+SLOWER = {  # by the weights of a bundle: what they are called, and what happens without their operators
+    "bf16": (
+        "bfloat16",
+        "the weights are widened to float32 at loading, which takes three times the memory and twice the time a token",
+    ),
+    "int8": ("8 bits", "ONNX Runtime's own matmuls take more time"),
+    "int4": ("4 bits", "ONNX Runtime's own matmuls take more time"),
+}
+
+
+def register_operators(options: Any, weights: str = "fp32") -> None:
     """Adds the operators to the options of a session, if they are installed.
 
     Args:
-        bf16: the bundle's weights are stored in bfloat16: a missing library is worth a warning, once.
+        weights: of the bundle: where they have operators, a missing library is worth a warning, once.
 
     Raises:
         ProviderError: the library is of another version or for another kind of machine.
@@ -31,8 +41,8 @@ def register_operators(options: Any, bf16: bool = False) -> None:
     if LIBRARY.is_file():
         load_operators(LIBRARY)
         options.register_custom_ops_library(str(LIBRARY))
-    elif bf16:
-        _warn_missing()
+    elif weights in SLOWER:
+        _warn_missing(*SLOWER[weights])
 
 
 @cache
@@ -55,9 +65,10 @@ def load_operators(library: Path) -> ctypes.CDLL:
 
 
 @cache
-def _warn_missing() -> None:
+def _warn_missing(weights: str, consequence: str) -> None:
     logger.warning(
-        "the operators for weights in bfloat16 are not installed (there was no C++ compiler): the weights are widened "
-        "to float32 at loading, which takes three times the memory and twice the time a token; install g++, then "
-        "tide_export again"
+        "the operators for weights in %s are not installed (there was no C++ compiler): %s; install g++, then "
+        "tide_export again",
+        weights,
+        consequence,
     )

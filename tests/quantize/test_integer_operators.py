@@ -1,0 +1,77 @@
+"""The operators for matrices in 4 and 8 bits: the products of MatMulNBits, whatever is computed with a row."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from tide_export.bundle.manifest import Quantization
+from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
+from tide_export.model.quantized_weights import Blocks
+from tide_export.names import DOMAIN, OP_INTEGER_MATMUL
+from tide_export.quantize.rounding import round_to_nearest
+from tide_export.runtime.onnxruntime.operators import register_operators
+
+
+def matrix(rows: int, columns: int, block_size: int, bits: int = 4) -> Blocks:
+    values = np.random.default_rng(rows).standard_normal((rows, columns), dtype=np.float32)
+    return round_to_nearest(values, Quantization("rtn", bits, block_size, symmetric=True, accuracy_level=4))
+
+
+def model(blocks: Blocks, columns: int) -> bytes:
+    """x [m, 1, columns] times `blocks`."""
+    arrays = {"integers": blocks.packed, "scales": blocks.scales}
+    stored = [
+        ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+        for name, tensor in ((name, ir.tensor(array, name=name)) for name, array in arrays.items())
+    ]
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["m", 1, columns]))
+    attributes = {"K": blocks.columns, "N": blocks.rows, "bits": blocks.bits}
+    attributes |= {"block_size": blocks.block_size, "accuracy_level": 4}
+    node = ir.node(OP_INTEGER_MATMUL[blocks.bits], [x, *stored], attributes, domain=DOMAIN)
+    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    imports = {"": 23, DOMAIN: 1, "com.microsoft": 1}
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=stored, opset_imports=imports, name="product")
+    return ir.to_proto(
+        ir.Model(graph, ir_version=11, functions=[integer_matmul_function(OP_INTEGER_MATMUL[blocks.bits])])
+    ).SerializeToString()
+
+
+def opened(proto: bytes, folder: Path) -> ort.InferenceSession:
+    """With the operators; skips the test where this CPU has no instructions for this one."""
+    options = ort.SessionOptions()
+    register_operators(options, "int8")
+    options.log_severity_level = 4
+    options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
+    return ort.InferenceSession(proto, options)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("n_size", "k_size", "block_size"),
+    [(1, 16, 16), (6, 300, 16), (64, 576, 32), (9, 80, 64), (7, 400, 128), (5, 700, 256)],
+)
+def test_the_operator_is_the_function(
+    operator_library: Path, n_size: int, k_size: int, block_size: int, bits: int, tmp_path: Path
+) -> None:
+    proto = model(matrix(n_size, k_size, block_size, bits), k_size)
+    session, plain = opened(proto, tmp_path), ort.InferenceSession(proto)
+    x = np.random.default_rng(1).standard_normal((21, 1, k_size), dtype=np.float32)
+    x[3] = 0
+    (expected,) = plain.run(None, {"x": x})
+    (whole,) = session.run(None, {"x": x})
+    np.testing.assert_allclose(whole, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+    for rows in (0, 1, 2, 3, 4, 5, 17):  # not even rounding depends on how many rows there are
+        np.testing.assert_array_equal(session.run(None, {"x": x[:rows]})[0], whole[:rows])
+    events = json.loads(Path(session.end_profiling()).read_text())
+    if OP_INTEGER_MATMUL[bits] not in {event.get("args", {}).get("op_name") for event in events}:
+        pytest.skip("this CPU has no AVX-512 VNNI: MatMulNBits ran")
+
+
+def test_the_operator_refuses_another_width(operator_library: Path, tmp_path: Path) -> None:
+    session = opened(model(matrix(4, 64, 32), 96), tmp_path)
+    with pytest.raises(Exception, match=r"TideInt4MatMul takes x|K"):
+        session.run(None, {"x": np.zeros((1, 1, 96), np.float32)})
