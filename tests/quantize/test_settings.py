@@ -14,6 +14,7 @@ from tide_export.quantize.settings import quantization_settings
 def test_defaults_and_choices() -> None:
     assert quantization_settings("fp32") is None
     assert quantization_settings("int4") == Quantization("rtn", 4, 32, True, 4)
+    assert quantization_settings("int8") == Quantization("rtn", 8, 64, True, 4)
     assert quantization_settings("int8", "gptq", 128, 1, False) == Quantization("gptq", 8, 128, False, 1)
 
 
@@ -39,7 +40,7 @@ def test_values_out_of_range_are_named(given: dict, says: str) -> None:
         (["--weights", "fp16"], "onnxruntime takes fp32, bf16, int8 or int4"),
         (["--weights", "int4", "--quantization", "hqq"], "'hqq' is none of rtn, gptq"),
         (["--weights", "int4", "--block-size", "33"], "block size 33 is none of"),
-        (["--block-size", "32"], "--block-size is for weights int8 and int4, not for fp32"),
+        (["--block-size", "32"], "--block-size is for weights int8 and int4, not for auto"),
         (
             ["--weights", "fp16", "--target", "tensorrt", "--symmetric", "no"],
             "--symmetric is for weights int8 and int4",

@@ -141,7 +141,7 @@ def _add_export(commands, config: bool) -> None:
     )
     parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")
     parser.add_argument(
-        "--block-size", type=int, metavar="N", help="int8, int4: weights of one scale; 16, 32, 64, 128, 256 (32)"
+        "--block-size", type=int, metavar="N", help="weights of one scale; 16, 32, 64, 128, 256 (int4: 32, int8: 64)"
     )
     parser.add_argument(
         "--accuracy-level",

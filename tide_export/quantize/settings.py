@@ -9,7 +9,8 @@ BITS = {"int8": 8, "int4": 4}
 QUANTIZED = tuple(BITS)
 CALIBRATED = ("gptq",)  # methods that read text
 INT8_MATMULS = 4  # MatMulNBits's accuracy_level that rounds the inputs to 8 bits, block by block, too
-DEFAULTS: dict[str, Any] = {"quantization": "rtn", "block_size": 32, "accuracy_level": INT8_MATMULS, "symmetric": True}
+DEFAULTS: dict[str, Any] = {"quantization": "rtn", "accuracy_level": INT8_MATMULS, "symmetric": True}
+DEFAULT_BLOCK_SIZES = {"int8": 64, "int4": 32}
 
 
 def quantization_settings(
@@ -43,7 +44,8 @@ def quantization_settings(
             if value is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is for weights int8 and int4, not for {weights}")
         return None
-    chosen = DEFAULTS | {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
+    chosen = DEFAULTS | {"block_size": DEFAULT_BLOCK_SIZES[weights]} | given
     if chosen["quantization"] not in QUANTIZATION_METHODS:
         raise ConfigError(f"quantization {chosen['quantization']!r} is none of {', '.join(QUANTIZATION_METHODS)}")
     if chosen["block_size"] not in BLOCK_SIZES:
