@@ -114,7 +114,8 @@ void rows(RoundedInputs const* x, IntegerWeights const& weights, std::int64_t n,
   for (int lane = 0; lane < 16; ++lane) block_of_lane[lane] = static_cast<std::int32_t>(8 * lane / weights.block_size);
   __m512i const block_of = _mm512_load_si512(block_of_lane);
   std::int64_t const end = n + n_size;
-  for (; n + 4 <= end; n += 4, y += 4) tile<kBits, kM, 4>(x, weights, n, block_of, y, y_stride);
+  // One row of inputs takes one row of 8-bit weights at a time: memory is the bound, and is read best from end to end.
+  for (; (kM > 1 || kBits == 4) && n + 4 <= end; n += 4, y += 4) tile<kBits, kM, 4>(x, weights, n, block_of, y, y_stride);
   for (; n < end; ++n, ++y) tile<kBits, kM, 1>(x, weights, n, block_of, y, y_stride);
 }
 
