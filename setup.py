@@ -56,16 +56,8 @@ version: dict[str, str] = {}
 exec(Path("tide_export/version.py").read_text(), version)
 operators = Extension(
     "tide_export.runtime.onnxruntime.libtide_ops",
-    sources=[
-        f"cpp/ops/{name}.cpp" for name in ("bf16_matmul", "candidate", "library", "operators", "quantized_matmul")
-    ],
-    depends=[
-        f"cpp/ops/{name}"
-        for name in (
-            *("bf16_matmul.h", "bf16_matmul.inc", "candidate.h", "kernel.h", "lanes.inc", "onnxruntime_abi.h"),
-            *("operators.h", "quantized_matmul.h", "targets.h"),
-        )
-    ],
+    sources=sorted(map(str, Path("cpp/ops").glob("*.cpp"))),
+    depends=sorted(map(str, [*Path("cpp/ops").glob("*.h"), *Path("cpp/ops").glob("*.inc")])),
     define_macros=[("TIDE_EXPORT_VERSION", f'"{version["__version__"]}"')],
     extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0"],
     language="c++",

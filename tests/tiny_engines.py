@@ -10,7 +10,7 @@ from pathlib import Path
 from families import build
 from tiny_configs import CHECKPOINTS, CONTEXT
 
-from tide_export.bundle.manifest import EXACT, PROPAGATE
+from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV, PROPAGATE
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import Pieces, cut
@@ -50,14 +50,16 @@ def engine_of(
     strategy: str = EXACT,
     batch: bool = False,
     bf16: bool = False,
+    kv_cache: str = FLOAT32_KV,
 ) -> Engine:
     """`source` with `routers` as an engine on one thread, through the stages of `pipeline.flow.export`; its networks
-    for the smallest batches too, if `batch`; weights stored in bfloat16, if `bf16`."""
+    for the smallest batches too, if `batch`; weights stored in bfloat16, if `bf16`; K/V of the
+    type `kv_cache`."""
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
-    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16)
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16, int8_kv=kv_cache == INT8_KV)
     graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
-    config = TideConfig(kv_cache_strategy=strategy)
+    config = TideConfig(kv_cache_strategy=strategy, kv_cache=kv_cache)
     manifest = make_manifest(source, routers, config, pieces, graph, bound(source), bf16)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)

@@ -44,6 +44,11 @@ class TideConfig(BaseModel):
         description="K/V of skipped layers: exact, computed later from pending tokens, or propagate, approximated at "
         "once from the exit state",
     )
+    kv_cache: Literal["float32", "int8"] = Field(
+        "float32",
+        description="type of the K/V cache: float32, or int8 with a scale for each token and head, a quarter of the "
+        "memory; onnxruntime on the CPU",
+    )
     lens_rank: int = Field(64, ge=1, description="width of a lens, at most half the hidden size")
     lens_tokens: int = Field(500_000, ge=64, description="tokens that lenses are fitted to in all")
     lens_epochs: int = Field(3, ge=1, description="passes over a text that has fewer tokens")

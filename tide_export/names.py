@@ -16,6 +16,7 @@ OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized mat
 OP_BF16_MATMUL = "TideBf16MatMul"  # x [.., K] times bfloat16 [N, K]; model-local function and operator of cpp/ops
 # As MatMulNBits at accuracy level 4, by bits; functions and operators alike.
 OP_INTEGER_MATMUL = {4: "TideInt4MatMul", 8: "TideInt8MatMul"}
+OP_INT8_ATTENTION = "TideInt8Attention"  # GroupQueryAttention on K/V buffers in int8, an operator of cpp/ops
 OP_ROUTE = "TideRoute"  # router MLP + threshold, a model-local function
 # Last token's (lens +) norm + router; model-local functions and operators of cpp/ops.
 OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"

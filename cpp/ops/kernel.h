@@ -1,6 +1,11 @@
 // What the kernels of all operators share.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+
 #include "onnxruntime_abi.h"
 
 namespace tide_ops {
@@ -23,10 +28,15 @@ struct Tensor {
   std::size_t rank;
 };
 
+// An input that is absent has no data and rank 0.
 inline Status* input_of(Context* context, std::size_t index, Tensor& tensor) {
   Value const* value;
   abi::Shape* shape;
   TIDE_RETURN_IF_FAILED(api.KernelContext_GetInput(context, index, &value));
+  if (value == nullptr) {
+    tensor = {};
+    return nullptr;
+  }
   TIDE_RETURN_IF_FAILED(api.GetTensorMutableData(const_cast<Value*>(value), &tensor.data));
   TIDE_RETURN_IF_FAILED(api.GetTensorTypeAndShape(value, &shape));
   Status* status = api.GetDimensionsCount(shape, &tensor.rank);
@@ -34,6 +44,25 @@ inline Status* input_of(Context* context, std::size_t index, Tensor& tensor) {
   api.ReleaseTensorTypeAndShapeInfo(shape);
   return status;
 }
+
+// Memory for floats, aligned to cache lines; what was in it is lost when it grows.
+class Buffer {
+ public:
+  float* of(std::int64_t count) {
+    if (count > size_) {
+      floats_.reset(static_cast<float*>(::operator new(4 * static_cast<std::size_t>(count), std::align_val_t{64})));
+      size_ = count;
+    }
+    return floats_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* floats) const { ::operator delete(floats, std::align_val_t{64}); }
+  };
+  std::unique_ptr<float, Free> floats_;
+  std::int64_t size_ = 0;
+};
 
 // An operator for tensors in the CPU's memory; its name, types and kernel are missing.
 inline Operator cpu_operator() {

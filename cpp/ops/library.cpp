@@ -1,5 +1,8 @@
 // What the library in the Python package exports: for ONNX Runtime, and for Python to check it before.
+#include <vector>
+
 #include "bf16_matmul.h"
+#include "int8_attention.h"
 #include "operators.h"
 
 #define TIDE_EXPORTED extern "C" __attribute__((visibility("default")))
@@ -20,5 +23,34 @@ TIDE_EXPORTED int tide_ops_bf16_matmul(char const* instruction_set, float const*
   if (kernel == nullptr) return 1;
   for (std::int64_t m = 0; m < m_size; ++m) kernel->split_row(x + m * k_size, k_size, split + m * k_size);
   kernel->multiply({split, k_size, m_size, k_size}, weights, n_size, y, n_size);
+  return 0;
+}
+
+// The kernel of an instruction set: stores the last `tokens` rows of keys and values, float32 [kv_heads, total,
+// head_dim], in the buffers, and attends to these. 0, or 1 if this CPU has no such instructions.
+TIDE_EXPORTED int tide_ops_int8_attention(char const* instruction_set, tide_ops::Int8Attention const* attention,
+                                          float const* keys, float const* values, signed char* key_buffer,
+                                          signed char* value_buffer) {
+  tide_ops::Int8AttentionKernel const* const kernel = tide_ops::int8_attention_kernel(instruction_set);
+  if (kernel == nullptr) return 1;
+  tide_ops::Int8Attention const& a = *attention;
+  for (std::int64_t head = 0; head < a.kv_heads; ++head) {
+    for (std::int64_t token = a.total - a.tokens; token < a.total; ++token) {
+      std::int64_t const from = (head * a.total + token) * a.head_dim;
+      std::int64_t const to = (head * a.capacity + token) * (a.head_dim + tide_ops::kScaleBytes);
+      kernel->store(keys + from, a.head_dim, key_buffer + to);
+      kernel->store(values + from, a.head_dim, value_buffer + to);
+    }
+  }
+  std::int64_t const rows = a.tokens * (a.heads / a.kv_heads), stride = partial_floats(a, rows);
+  std::int64_t const chunks = (a.total + tide_ops::kChunk - 1) / tide_ops::kChunk;
+  std::vector<float> partials(static_cast<std::size_t>(chunks * stride));
+  std::vector<float> scratch(static_cast<std::size_t>(scratch_floats(a, rows)));
+  for (std::int64_t head = 0; head < a.kv_heads; ++head) {
+    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+      kernel->attend(a, {head, 0, rows}, chunk, partials.data() + chunk * stride, scratch.data());
+    }
+    kernel->merge(a, {head, 0, rows}, partials.data(), chunks, stride);
+  }
   return 0;
 }

@@ -20,8 +20,9 @@ using Parallel = void (*)(void* data, std::size_t index);
 
 constexpr std::uint32_t kVersion = 18;  // of the interface; onnxruntime 1.18 and all later ones have it
 constexpr int kInvalidArgument = 2;     // OrtErrorCode
-constexpr int kFloat = 1, kUInt8 = 2, kBool = 9, kBFloat16 = 16;  // ONNXTensorElementDataType
-constexpr int kVariadic = 2;                        // OrtCustomOpInputOutputCharacteristic
+// ONNXTensorElementDataType
+constexpr int kFloat = 1, kUInt8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kBool = 9, kBFloat16 = 16;
+constexpr int kOptional = 1, kVariadic = 2;  // OrtCustomOpInputOutputCharacteristic
 
 // A function of OrtApi by its position.
 template <int kPosition, typename Signature>
@@ -60,6 +61,7 @@ class Api {
   Entry<90, Status*(Context const*, std::size_t, Value const**)> const KernelContext_GetInput{&table_};
   Entry<91, Status*(Context*, std::size_t, std::int64_t const*, std::size_t, Value**)> const KernelContext_GetOutput{
       &table_};
+  Entry<93, void(Status*)> const ReleaseStatus{&table_};
   Entry<99, void(Shape*)> const ReleaseTensorTypeAndShapeInfo{&table_};
   Entry<274, Status*(Context const*, Parallel, std::size_t, std::size_t, void*)> const KernelContext_ParallelFor{
       &table_};

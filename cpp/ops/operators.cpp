@@ -1,7 +1,6 @@
 #include "operators.h"
 
 #include <algorithm>
-#include <memory>
 #include <mutex>
 #include <new>
 
@@ -19,25 +18,6 @@ namespace {
 constexpr std::int64_t kChunkBytes = 48 << 10;  // of weights, taken by one thread at a time; they stay in its cache
 constexpr std::int64_t kKeptFloats = 1 << 18;   // a larger buffer is not kept by the thread that needed it
 constexpr std::int64_t kRows = 16;              // rounded by one thread at a time
-
-// Memory for floats, aligned to cache lines; what was in it is lost when it grows.
-class Buffer {
- public:
-  float* of(std::int64_t count) {
-    if (count > size_) {
-      floats_.reset(static_cast<float*>(::operator new(4 * static_cast<std::size_t>(count), std::align_val_t{64})));
-      size_ = count;
-    }
-    return floats_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(float* floats) const { ::operator delete(floats, std::align_val_t{64}); }
-  };
-  std::unique_ptr<float, Free> floats_;
-  std::int64_t size_ = 0;
-};
 
 // Memory for `count` floats that lives as long as `once` at least; null if there is none.
 float* scratch(std::int64_t count, Buffer& once) {
@@ -215,7 +195,8 @@ Operator integer_operator() {
 }  // namespace
 
 Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base) {
-  static Operator const operators[] = {bf16_operator(), candidate_operator(false), candidate_operator(true)};
+  static Operator const operators[] = {bf16_operator(), candidate_operator(false), candidate_operator(true),
+                                       int8_attention_operator()};
   static Operator const integer_operators[] = {integer_operator<4>(), integer_operator<8>()};
   static std::mutex mutex;
   static abi::Domain* domain = nullptr;  // sessions refer to it as long as they live

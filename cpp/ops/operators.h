@@ -5,6 +5,9 @@
 
 namespace tide_ops {
 
+// Attention with K/V in int8 (int8_attention_op.cpp).
+abi::Operator int8_attention_operator();
+
 // Adds them to the options (OrtSessionOptions) of a session; an OrtStatus, or null if that went well.
 abi::Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base);
 

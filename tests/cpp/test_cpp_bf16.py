@@ -1,5 +1,5 @@
-"""Bundles with weights in bfloat16 and in integers in the C++ runtime, which has the operators in itself: to the bit as
-in Python."""
+"""Weights in bfloat16 and integers, and K/V in int8, in the C++ runtime, which has the operators in itself: to the bit
+as in Python."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from families import build
 from tiny_configs import CHECKPOINTS
 from tiny_engines import engine_of
 
-from tide_export.bundle.manifest import Quantization
+from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV, Quantization
 from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
@@ -20,9 +20,9 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 IDS = [(i * 37) % 500 + 3 for i in range(40)]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize(("weights", "kv_cache"), [("bf16", FLOAT32_KV), ("int4", FLOAT32_KV), ("bf16", INT8_KV)])
 def test_tokens_and_scores(
-    weights: str, operator_library: Path, open_cpp: Callable[..., CppEngine], tmp_path: Path
+    weights: str, kv_cache: str, operator_library: Path, open_cpp: Callable[..., CppEngine], tmp_path: Path
 ) -> None:
     source = build("llama")
     if weights == "bf16":
@@ -30,12 +30,16 @@ def test_tokens_and_scores(
     else:
         quantize_model(source, Quantization("rtn", 4, 32, symmetric=True, accuracy_level=4))
     routers = random_routers(source, CHECKPOINTS, IDS)
-    python = engine_of(source, routers, tmp_path / "bundle", batch=True, bf16=weights == "bf16")
+    python = engine_of(source, routers, tmp_path / "bundle", batch=True, bf16=weights == "bf16", kv_cache=kv_cache)
     assert python.manifest.weights == weights
     cpp = open_cpp(tmp_path / "bundle")
-    for options in ({"mode": "full"}, {"mode": "exit", "threshold": 0.5, "max_pending": 2}, {"mode": "lossless"}):
-        both = (e.generate(IDS, max_new_tokens=24, stop_token_ids=[], **options) for e in (python, cpp))
+    for call in ({"mode": "full"}, {"mode": "exit", "threshold": 0.5, "max_pending": 2}, {"mode": "lossless"}):
+        both = (e.generate(IDS, max_new_tokens=24, stop_token_ids=[], **call) for e in (python, cpp))
         first, second = map(facts, both)
+        assert first == second
+        several = {"max_new_tokens": 12, "stop_token_ids": [], **call}
+        batches = python.generate([IDS, IDS[:7]], **several), cpp.generate_batch([IDS, IDS[:7]], **several)
+        first, second = (list(map(facts, batch)) for batch in batches)
         assert first == second
     steps = (engine.start([NEVER_EXIT] * len(CHECKPOINTS)).step(IDS[:9]).logits.copy() for engine in (python, cpp))
     np.testing.assert_array_equal(*steps)

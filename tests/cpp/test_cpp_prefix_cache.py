@@ -24,7 +24,7 @@ PROMPT = [(7 * i) % 31 for i in range(40)]
 
 def limits_of(engine: Engine, blocks: int) -> SchedulerLimits:
     """With room for so many blocks."""
-    size = blocks * BLOCK_TOKENS * 4 * engine.manifest.model.kv_token_size
+    size = blocks * BLOCK_TOKENS * engine.manifest.kv_token_bytes
     return SchedulerLimits(slots=3, prompt_tokens=21, prefix_cache_bytes=size)
 
 

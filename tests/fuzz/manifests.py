@@ -22,7 +22,13 @@ def manifests() -> list[dict[str, Any]]:
     files = [GRAPH_FILE, *map(network_file, parts), *map(engine_file, parts)]
     kinds = [
         plain,
-        replace(plain, weights="int4", remote_code=True, quantization=Quantization("rtn", 4, 32, True, 4)),
+        replace(
+            plain,
+            weights="int4",
+            remote_code=True,
+            kv_cache="int8",
+            quantization=Quantization("rtn", 4, 32, True, 4),
+        ),
         replace(
             plain,
             networks=networks,

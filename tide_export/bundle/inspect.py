@@ -54,10 +54,8 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "max_pending": manifest.max_pending,
         "kv_cache_strategy": manifest.kv_cache_strategy,
         "compaction_threshold": manifest.compaction_threshold,
-        "kv_bytes_per_token": sum(  # K and V, float32
-            2 * 4 * heads * width
-            for heads, width in (model.kv_shapes[layer] for layer in model.kv_read(range(model.num_layers)))
-        ),
+        "kv_cache": manifest.kv_dtype,
+        "kv_bytes_per_token": manifest.kv_token_bytes,
         "segments": _segments(bundle),
         "networks": None if manifest.networks is None else asdict(manifest.networks),
         "engines": None if manifest.engines is None else asdict(manifest.engines),
@@ -120,7 +118,7 @@ def render(described: dict[str, Any]) -> str:
         f"hidden {model['hidden_size']}, vocabulary {model['vocab_size']}{', code of its own' * model['remote_code']})",
         f"weights    sha256 {model['weights_sha256'][:12]}{_quantization(described)}",
         f"context    {model['context_length'] or 'unlimited'} tokens, "
-        f"{size(described['kv_bytes_per_token'])} of K/V per token",
+        f"{size(described['kv_bytes_per_token'])} of K/V in {described['kv_cache']} per token",
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
         f"exits      from {described['min_layers']} layers on; " + _pending(described),
         f"mode auto  {_auto(described['auto'])}",

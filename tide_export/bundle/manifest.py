@@ -36,11 +36,14 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 NETWORK_PRECISIONS = ("fp32", "fp16", "bf16")
 EXACT, PROPAGATE = "exact", "propagate"
 KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
+FLOAT32_KV, INT8_KV = "float32", "int8"
+KV_CACHES = (FLOAT32_KV, INT8_KV)
+SCALE_BYTES = 4  # after the numbers of a token's keys or values of a head in int8: their scale, a float32
 TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
-OMITTED = ("quantization", "remote_code", "auto", "model.kv_layers", "engines.built")
+OMITTED = ("quantization", "remote_code", "auto", "kv_cache", "model.kv_layers", "engines.built")
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,6 @@ class ModelInfo:
     def kv_read(self, layers: range) -> list[int]:
         """Layers whose K/V `layers` read, ascending: their own, and those of earlier layers that they share."""
         return sorted({layer if self.kv_layers is None else self.kv_layers[layer] for layer in layers})
-
-    @property
-    def kv_token_size(self) -> int:
-        """Numbers in the K/V of one token, of all layers."""
-        shapes = [self.kv_shapes[layer] for layer in self.kv_read(range(self.num_layers))]
-        return 2 * sum(heads * head_dim for heads, head_dim in shapes)
 
 
 @dataclass(frozen=True)
@@ -138,6 +135,7 @@ class Manifest:
     engines: EnginesInfo | None = None
     quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
     remote_code: bool | None = None  # whether Python code of the model's own was run; None: not written
+    kv_cache: str | None = None  # one of KV_CACHES: type of the K/V buffers; None, and then not written: float32
     auto: AutoMode | None = None  # what mode `auto` is; None, and then not written: not measured, so full depth
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
@@ -146,6 +144,23 @@ class Manifest:
         """Layers of each segment, shallowest first; they add up to `model.num_layers`."""
         edges = (0, *self.checkpoints, self.model.num_layers)
         return tuple(end - start for start, end in pairwise(edges))
+
+    @property
+    def kv_dtype(self) -> str:
+        """Type of the K/V buffers, by numpy's name."""
+        return self.kv_cache or FLOAT32_KV
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Heads and width of a layer's K/V buffers [1, kv_heads, tokens, width]: the width is head_dim, and in int8 the
+        bytes of a row's scale more."""
+        heads, head_dim = self.model.kv_shapes[layer]
+        return heads, head_dim + (SCALE_BYTES if self.kv_cache == INT8_KV else 0)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of the K/V of one token, of all layers."""
+        shapes = [self.kv_shape(layer) for layer in self.model.kv_read(range(self.model.num_layers))]
+        return 2 * sum(heads * width for heads, width in shapes) * (1 if self.kv_cache == INT8_KV else 4)
 
     @property
     def graph_metadata(self) -> dict[str, str]:
@@ -255,6 +270,9 @@ def _check(manifest: Manifest, source: str) -> None:
         "kv_cache_strategy",
         f"must be one of {', '.join(KV_CACHE_STRATEGIES)}",
     )
+    require(manifest.kv_dtype in KV_CACHES, "kv_cache", f"must be one of {', '.join(KV_CACHES)}")
+    alone = manifest.kv_cache_strategy == EXACT and manifest.networks is None
+    require(alone or manifest.kv_dtype != INT8_KV, "kv_cache", "int8 is for exact K/V and target onnxruntime alone")
     require(0 <= manifest.compaction_threshold <= 1, "compaction_threshold", "must lie in [0, 1]")
     require(manifest.weights in WEIGHTS, "weights", f"must be one of {', '.join(WEIGHTS)}")
     require(

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tide_export")
 
 # Fields of `TideConfig` that are used when the routers are fitted already.
-EXPORT_FIELDS = {"epsilon", "exit_threshold", "min_layers", "max_pending", "kv_cache_strategy", "compaction_threshold"}
+EXPORT_FIELDS = {"epsilon", "exit_threshold", "min_layers", "max_pending"}
+EXPORT_FIELDS |= {"kv_cache_strategy", "kv_cache", "compaction_threshold"}
 QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export import names
-from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
+from tide_export.bundle.manifest import FLOAT32_KV, Manifest, ModelInfo, TensorInfo
 from tide_export.compose.cut import Pieces
 from tide_export.config import TideConfig
 from tide_export.data.sequences import load_tokenizer
@@ -184,6 +184,7 @@ def make_manifest(
         max_pending=config.max_pending,
         kv_cache_strategy=config.kv_cache_strategy,
         compaction_threshold=config.compaction_threshold,
+        kv_cache=None if config.kv_cache == FLOAT32_KV else config.kv_cache,
         weights=_weights(source, bf16),
         targets=("onnxruntime",),
         opset=OPSET,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.manifest import INT8_KV, Manifest
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import Pieces, cut
 from tide_export.compose.propagate import compose_propagating
@@ -30,6 +30,7 @@ from tide_export.runtime.onnxruntime.operators import LIBRARY
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
+from tide_export.verify.int8_kv import rounded_kv
 from tide_export.verify.references import References
 
 logger = logging.getLogger("tide_export")
@@ -77,14 +78,15 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
     bf16 = request.graph_weights == "bf16"
-    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16)
+    int8_kv = request.config.kv_cache == INT8_KV
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16, int8_kv=int8_kv)
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         composing = compose_propagating if request.propagates else compose
         graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
     manifest = make_manifest(source, routers, request.config, pieces, graph, length, bf16)
     references: list[References] = []
     if request.validate:
-        with stage("running the model for the references the graph must give"):
+        with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
         write_contents(folder, request, graph, manifest, pieces, routers, lower)

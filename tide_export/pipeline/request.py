@@ -8,12 +8,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, Protocol, overload
 
-from tide_export.bundle.manifest import NETWORK_PRECISIONS, PROPAGATE, TARGETS, WEIGHTS, Quantization
+from tide_export.bundle.manifest import INT8_KV, NETWORK_PRECISIONS, PROPAGATE, TARGETS, WEIGHTS, Quantization
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.config import TideConfig
 from tide_export.engines.build import require_builder
 from tide_export.errors import ConfigError
 from tide_export.quantize.settings import QUANTIZED, quantization_settings
+from tide_export.runtime.onnxruntime.operators import require_operators
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
 from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to_build_with
 
@@ -82,6 +83,7 @@ class ExportRequest:
             object.__setattr__(self, "weights", "fp32")
         if self.flavour is not None and self.propagates:
             raise ConfigError(f"kv_cache_strategy propagate is for target onnxruntime, not {self.flavour.name}")
+        self._check_kv_cache()
         unused = {"max_pending", "compaction_threshold"} & self.config.model_fields_set
         if self.propagates and unused:
             raise ConfigError(f"{min(unused)} is for kv_cache_strategy exact: where K/V are propagated nothing waits")
@@ -125,6 +127,15 @@ class ExportRequest:
     @property
     def max_batch_size(self) -> int:
         return BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    def _check_kv_cache(self) -> None:
+        if self.config.kv_cache != INT8_KV:
+            return
+        if self.flavour is not None:
+            raise ConfigError(f"kv_cache int8 is for target onnxruntime alone: {self.flavour.name} takes float32")
+        if self.propagates:
+            raise ConfigError("kv_cache int8 is for kv_cache_strategy exact: propagate takes float32")
+        require_operators()
 
     def _check_targets(self) -> None:
         for target in self.targets:

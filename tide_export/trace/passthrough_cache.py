@@ -1,20 +1,28 @@
-"""A K/V cache for a traced pass, which holds a whole sequence: stores nothing and is always empty."""
+"""A K/V cache for a pass over a whole sequence: stores nothing and is always empty."""
+
+from collections.abc import Callable
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+Change = Callable[[torch.Tensor], torch.Tensor]
 
-def passthrough_cache(layers: int) -> Cache:
-    """A cache of `layers` layers."""
-    return Cache(layers=[_PassthroughLayer() for _ in range(layers)])
+
+def passthrough_cache(layers: int, change: Change = lambda states: states) -> Cache:
+    """A cache of `layers` layers; `change`: from keys or values [B, heads, S, D] to those that attention reads."""
+    return Cache(layers=[_PassthroughLayer(change) for _ in range(layers)])
 
 
 class _PassthroughLayer(CacheLayerMixin):
+    def __init__(self, change: Change):
+        super().__init__()
+        self.change = change
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        return key_states, value_states
+        return self.change(key_states), self.change(value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0

@@ -34,7 +34,7 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import compare_batch
 from tide_export.verify.oracle import oracle
 from tide_export.verify.parity import TOLERANCES, UNDECIDED_GAP, Check, Tolerance, compare
-from tide_export.verify.quantized import computes_in_float32, graph_engines
+from tide_export.verify.quantized import graph_engines
 from tide_export.verify.references import References, compute_references
 
 logger = logging.getLogger("tide_export")
@@ -82,8 +82,8 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
     bundle = replace(open_bundle(folder, verify=False), manifest=manifest)
-    for name, engine, tolerance, _ in graph_engines(bundle, None):
-        _compare(name or "graph", engine, references, tolerance)
+    for name, engine, deployed, _ in graph_engines(bundle, None):
+        _compare(name or "graph", engine, references, deployed)
     del engine
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = Engine(bundle, open_segments(bundle))
@@ -96,9 +96,8 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
         del networks
     if names.batch_file(names.HEAD) in manifest.files:
         sessions = BatchNetworks(bundle, None).sessions(len(references))
-        tolerance = TOLERANCES["fp32" if computes_in_float32(bundle) else "int8 matmuls"]
         batch = empty_batch(sessions, manifest, manifest.compaction_threshold)
-        _compare_batch("networks for batches", batch, manifest, references, tolerance)
+        _compare_batch("networks for batches", batch, manifest, references, deployed)
 
 
 def _compare(part: str, engine: Engine, references: Sequence[References], tolerance: Tolerance) -> None:

@@ -34,11 +34,13 @@ class Tolerance(NamedTuple):
 
 
 # By the precision of an engine's weights and states. In float32 sums in another order differ by about 1e-6.
-# Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block.
+# K/V in int8 are rounded by runtime and reference alike, but where such a difference crosses the middle between two
+# integers. Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block.
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-3),
     "fp16": Tolerance(0.05, 0.02),
     "bf16": Tolerance(0.4, 0.1),
+    "int8 K/V": Tolerance(0.02, 0.01),
     "int8 matmuls": Tolerance(0.25, 0.2),
 }
 UNDECIDED_GAP = TOLERANCES["fp32"].undecided_gap

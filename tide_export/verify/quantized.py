@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from tide_export.bundle.manifest import INT8_KV
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.model.quantized_weights import Blocks
@@ -92,11 +93,12 @@ def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
     integers, scales and everything around them are right, and then as it is, within that rounding.
     """
     deployed = Engine(bundle, BranchedBackend(bundle, open_session(bundle, threads)))
+    float32 = TOLERANCES["fp32" if bundle.manifest.kv_dtype != INT8_KV else "int8 K/V"]
     if computes_in_float32(bundle):
-        return [EngineUnderTest("", deployed, TOLERANCES["fp32"])]
+        return [EngineUnderTest("", deployed, float32)]
     exact = Engine(bundle, BranchedBackend(bundle, float32_session(bundle, threads)))
     return [
-        EngineUnderTest("float32 matmuls", exact, TOLERANCES["fp32"], as_deployed=False),
+        EngineUnderTest("float32 matmuls", exact, float32, as_deployed=False),
         EngineUnderTest("", deployed, TOLERANCES["int8 matmuls"]),
     ]
 

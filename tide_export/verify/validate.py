@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
-from tide_export.bundle.manifest import EXACT
+from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import BundleError, ConfigError, ProviderError
@@ -33,6 +33,7 @@ from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import whole_number
 from tide_export.verify.batch_parity import BatchCheck, check_batch
+from tide_export.verify.int8_kv import rounded_kv
 from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, check_exit, check_full, check_lossless
 from tide_export.verify.quality import Quality, measure_quality, quality_texts
 from tide_export.verify.quality import render as render_quality
@@ -57,6 +58,7 @@ class ValidationReport:
     weight_error: float | None = None  # of quantized weights: root of their squared error over the squared weights
     quality: list[Quality] = field(default_factory=list)  # full depth first; empty unless asked for
     auto: AutoMode | None = None  # what mode auto is on the CPU
+    kv_cache: str = FLOAT32_KV  # type of the K/V cache, to which the references round theirs
 
     @property
     def holds(self) -> bool:
@@ -68,6 +70,7 @@ class ValidationReport:
         return settings | {
             "undecided_gap": max(check.tolerance.undecided_gap for check in self.checks) if self.checks else None,
             "weight_error": self.weight_error,
+            "kv_cache": self.kv_cache,
             "holds": self.holds,
             "auto": None if self.auto is None else asdict(self.auto),
             "checks": [check.as_dict() for check in self.checks],
@@ -92,7 +95,8 @@ class ValidationReport:
             f"{len(self.prompt_lengths)} prompts of {lengths} tokens from {self.dataset}, {self.new_tokens} new tokens "
             f"each, max pending {self.max_pending}",
             *self._weight_lines(),
-            "full: Hugging Face eager; a threshold: TIDE's rule applied after running all layers (token, exit layer)",
+            "full: Hugging Face eager; a threshold: TIDE's rule applied after running all layers (token, exit layer)"
+            + ("; both with K/V rounded to int8" if self.kv_cache == INT8_KV else ""),
             *self._draft_lines(),
             "",
             table([*headers, *("lookup" if layer == LOOKUP_DRAFT else f"exit@{layer}" for layer in layers)], rows),
@@ -177,7 +181,7 @@ def validate(
     checks, batches = list[Check](), list[BatchCheck]()
     total = len(engines) * len(settings) * len(texts)
     total += sum(tested.as_deployed for tested in engines) * len({setting.mode for setting in settings})
-    with stage("validate", total=total) as advance:
+    with stage("validate", total=total) as advance, rounded_kv(source, opened.manifest):
         for tested in engines:
             single = [
                 _check(tested, setting, source, routers, texts, new_tokens, pending, advance) for setting in settings
@@ -205,6 +209,7 @@ def validate(
         weight_error,
         qualities,
         opened.manifest.auto,
+        opened.manifest.kv_dtype,
     )
 
 

@@ -28,9 +28,6 @@ struct ModelInfo {
 
   // Layers whose K/V the layers first .. first + count - 1 read, ascending: their own, and earlier ones they share.
   std::vector<std::size_t> kv_read(std::size_t first, std::size_t count) const;
-
-  // Numbers in the K/V of one token, of all layers.
-  std::int64_t kv_token_size() const;
 };
 
 // Draft settings of `lossless` mode, as tuned by `tide-export tune --mode lossless`.
@@ -113,6 +110,7 @@ struct Manifest {
   std::int64_t max_pending = 0;           // tokens that may be pending before a segment must run
   double compaction_threshold = 1;        // batches: a smaller share of the sequences than this goes deep alone
   std::string kv_cache_strategy;          // K/V of skipped layers: "exact" or "propagate"
+  std::string kv_cache = "float32";       // type of the K/V buffers: "float32" or "int8"
   std::string weights;                    // precision of the graph's weights: "fp32", "int8", "int4"
   std::optional<Drafting> drafting;
   std::optional<AutoMode> auto_mode;  // none: not measured, and mode "auto" is full depth
@@ -121,6 +119,12 @@ struct Manifest {
   std::map<std::string, FileInfo> files;  // by path relative to the bundle, "/" between folders
 
   bool propagates() const { return kv_cache_strategy == "propagate"; }
+  bool int8_kv() const { return kv_cache == "int8"; }
+
+  // Shape of a K/V buffer of a layer for this many tokens, [1, kv_heads, tokens, head_dim]; in int8 each row ends with
+  // the 4 bytes of its scale.
+  std::vector<std::int64_t> kv_shape(std::size_t layer, std::int64_t tokens) const;
+  std::int64_t kv_token_bytes() const;  // of the K/V of one token, of all layers
 
   // Layers run at the end of each segment, shallowest first: the checkpoints and the model's depth.
   std::vector<std::int64_t> depths() const;

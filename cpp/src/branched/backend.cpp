@@ -32,9 +32,9 @@ NetworkSpec graph_spec(Manifest const& manifest) {
   }
   for (std::size_t const layer : model.kv_read(0, model.kv_shapes.size())) {
     for (char const* kind : names::kKinds) {
-      auto const [heads, head_dim] = model.kv_shapes[layer];
-      add(names::past(layer, kind), true, {1, heads, kTokens, head_dim});
-      add(names::present(layer, kind), false, {1, heads, kTokens, head_dim});
+      std::vector<std::int64_t> const shape = manifest.kv_shape(layer, kTokens);
+      spec.tensors.push_back({names::past(layer, kind), true, manifest.kv_cache, shape});
+      spec.tensors.push_back({names::present(layer, kind), false, manifest.kv_cache, shape});
     }
   }
   return spec;

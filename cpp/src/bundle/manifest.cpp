@@ -26,8 +26,8 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "versions",   "created",      "compaction_threshold",
                                           "tuning",     "drafting",     "networks",
                                           "engines",    "quantization", "remote_code",
-                                          "auto",       "files"};
-std::set<std::string> const kOmitted = {"quantization", "remote_code", "auto", "kv_layers"};  // may be missing
+                                          "kv_cache",   "auto",         "files"};
+std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "kv_layers"};  // or missing
 
 ModelInfo model_of(Field const& field) {
   field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
@@ -280,6 +280,9 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");
   require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
           "must be one of exact, propagate");
+  require(manifest.kv_cache == "float32" || manifest.int8_kv(), "kv_cache", "must be one of float32, int8");
+  require(!manifest.int8_kv() || (!manifest.propagates() && !manifest.networks), "kv_cache",
+          "int8 is for exact K/V and target onnxruntime alone");
   require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
   require(std::set<std::string>{"fp32", "bf16", "int8", "int4"}.count(manifest.weights) == 1, "weights",
           "must be one of fp32, bf16, int8, int4");
@@ -316,16 +319,25 @@ std::vector<std::size_t> ModelInfo::kv_read(std::size_t first, std::size_t count
   return {layers.begin(), layers.end()};
 }
 
-std::int64_t ModelInfo::kv_token_size() const {
-  std::int64_t size = 0;
-  for (std::size_t const layer : kv_read(0, kv_shapes.size())) size += 2 * kv_shapes[layer].heads * kv_shapes[layer].head_dim;
-  return size;
-}
-
 std::vector<std::int64_t> Manifest::depths() const {
   std::vector<std::int64_t> depths = checkpoints;
   depths.push_back(model.num_layers);
   return depths;
+}
+
+std::vector<std::int64_t> Manifest::kv_shape(std::size_t layer, std::int64_t tokens) const {
+  constexpr std::int64_t kScaleBytes = 4;
+  auto const [heads, head_dim] = model.kv_shapes[layer];
+  return {1, heads, tokens, head_dim + (int8_kv() ? kScaleBytes : 0)};
+}
+
+std::int64_t Manifest::kv_token_bytes() const {
+  std::int64_t numbers = 0;
+  for (std::size_t const layer : model.kv_read(0, model.kv_shapes.size())) {
+    std::vector<std::int64_t> const shape = kv_shape(layer, 1);
+    numbers += 2 * shape[1] * shape[3];
+  }
+  return numbers * (int8_kv() ? 1 : 4);
 }
 
 Manifest Manifest::from_json(std::string const& text, std::string const& source) {
@@ -365,6 +377,7 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   manifest.engines = engines_of(field["engines"]);
   std::optional<Quantization> const used = quantization_of(field);
   if (field.has("remote_code") && !field["remote_code"].is_null()) field["remote_code"].boolean();
+  if (field.has("kv_cache") && !field["kv_cache"].is_null()) manifest.kv_cache = field["kv_cache"].text();
   manifest.auto_mode = auto_mode_of(field);
   manifest.files = files_of(field["files"]);
   check(manifest, targets, used, source);

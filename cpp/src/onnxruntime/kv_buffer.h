@@ -14,33 +14,37 @@ namespace tide {
 // Those of one layer.
 class KvBuffer {
  public:
-  // Creates a buffer without memory.
-  explicit KvBuffer(ModelInfo::KvShape shape) : heads_(shape.heads), head_dim_(shape.head_dim) {}
+  // Creates a buffer without memory, for tokens of this shape (`Manifest::kv_shape`) and type.
+  KvBuffer(std::vector<std::int64_t> const& shape, ONNXTensorElementDataType type);
 
   // Returns a buffer for `capacity` tokens with a copy of the first `used`. Throws GenerationError: not enough memory.
   KvBuffer grown(std::int64_t capacity, std::int64_t used) const;
 
-  // Copies the keys or values of `count` tokens from this position on, [heads, count, head_dim]; returns their end. Of a
-  // buffer without memory: none.
-  float* read(std::int64_t position, std::int64_t count, float* values) const;
+  // Copies the bytes of the keys or values of `count` tokens from this position on, [heads, count, width]; returns
+  // their end. Of a buffer without memory: none.
+  char* read(std::int64_t position, std::int64_t count, char* values) const;
 
-  // Writes the keys or values of `count` tokens from this position on; those of each head, [count, head_dim], are
-  // `stride` floats apart. Returns the values after them; of a buffer without memory: `values`.
-  float const* write(std::int64_t position, std::int64_t count, float const* values, std::size_t stride);
-  float const* write(std::int64_t position, std::int64_t count, float const* values) {
-    return write(position, count, values, static_cast<std::size_t>(count * head_dim_));
+  // Writes the keys or values of `count` tokens from this position on; those of each head, [count, width], are `stride`
+  // bytes apart. Returns the values after them; of a buffer without memory: `values`.
+  char const* write(std::int64_t position, std::int64_t count, char const* values, std::size_t stride);
+  char const* write(std::int64_t position, std::int64_t count, char const* values) {
+    return write(position, count, values, static_cast<std::size_t>(count) * row_bytes());
   }
 
-  // float32 [1, heads, capacity, head_dim], on this memory.
+  // [1, heads, capacity, width], on this memory.
   Ort::Value tensor(Ort::MemoryInfo const& memory) const;
 
  private:
   struct Free {
     void operator()(void* memory) const;
   };
-  std::int64_t heads_, head_dim_;
+  std::size_t row_bytes() const;  // of one head's key or value of a token
+  char* row(std::int64_t head, std::int64_t position) const;
+
+  ONNXTensorElementDataType type_;
+  std::int64_t heads_, width_;
   std::int64_t capacity_ = 0;
-  std::unique_ptr<float, Free> data_;
+  std::unique_ptr<char, Free> data_;
 };
 
 // Those of all layers with K/V of their own.
@@ -59,10 +63,10 @@ class KvBuffers {
   std::int64_t capacity() const { return capacity_; }  // tokens that they hold
 
   // Copies the K/V of the tokens from `start` to `stop`, which the buffers of every layer hold.
-  std::vector<float> read(std::int64_t start, std::int64_t stop) const;
+  std::vector<char> read(std::int64_t start, std::int64_t stop) const;
 
   // Writes what `read` returned for as many tokens, from `start` on; there is room for them.
-  void write(std::int64_t start, std::vector<float> const& values);
+  void write(std::int64_t start, std::vector<char> const& values);
 
   // kind: an index into `names::kKinds`.
   KvBuffer& buffer(std::size_t layer, std::size_t kind) { return buffers_[2 * layer + kind]; }

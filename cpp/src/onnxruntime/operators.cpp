@@ -25,6 +25,7 @@ TIDE_SAME_FUNCTION(KernelInfoGetAttribute_string);
 TIDE_SAME_FUNCTION(KernelContext_GetInputCount);
 TIDE_SAME_FUNCTION(KernelContext_GetInput);
 TIDE_SAME_FUNCTION(KernelContext_GetOutput);
+TIDE_SAME_FUNCTION(ReleaseStatus);
 TIDE_SAME_FUNCTION(ReleaseTensorTypeAndShapeInfo);
 TIDE_SAME_FUNCTION(KernelContext_ParallelFor);
 
@@ -34,6 +35,7 @@ TIDE_SAME_MEMBER(GetInputType);
 TIDE_SAME_MEMBER(GetOutputTypeCount);
 TIDE_SAME_MEMBER(KernelDestroy);
 TIDE_SAME_MEMBER(GetInputCharacteristic);
+TIDE_SAME_MEMBER(GetOutputCharacteristic);
 TIDE_SAME_MEMBER(GetInputMemoryType);
 TIDE_SAME_MEMBER(GetVariadicOutputHomogeneity);
 TIDE_SAME_MEMBER(CreateKernelV2);
@@ -44,8 +46,11 @@ static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT} == abi::kFloat);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL} == abi::kBool && int{INPUT_OUTPUT_VARIADIC} == abi::kVariadic);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8} == abi::kUInt8);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16} == abi::kBFloat16);
+static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8} == abi::kInt8);
+static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32} == abi::kInt32);
+static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64} == abi::kInt64);
 static_assert(int{ORT_INVALID_ARGUMENT} == abi::kInvalidArgument);
-static_assert(INPUT_OUTPUT_REQUIRED == 0 && OrtMemTypeDefault == 0);
+static_assert(INPUT_OUTPUT_REQUIRED == 0 && int{INPUT_OUTPUT_OPTIONAL} == abi::kOptional && OrtMemTypeDefault == 0);
 
 }  // namespace
 

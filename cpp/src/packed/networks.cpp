@@ -17,9 +17,8 @@ template <typename Name>
 void add_caches(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& layers, bool is_input,
                 Name const& name) {
   for (std::size_t const layer : layers) {
-    auto const [heads, head_dim] = manifest.model.kv_shapes[layer];
     for (char const* kind : names::kKinds) {
-      spec.tensors.push_back({name(layer, kind), is_input, "float32", {1, heads, kTokens, head_dim}});
+      spec.tensors.push_back({name(layer, kind), is_input, manifest.kv_cache, manifest.kv_shape(layer, kTokens)});
     }
   }
 }

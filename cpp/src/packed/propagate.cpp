@@ -81,7 +81,9 @@ void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
     auto const head_dim = static_cast<std::size_t>(manifest_.model.kv_shapes[layer].head_dim);
     float const* const values = keys_values[i].GetTensorData<float>();  // [1, heads, m, head_dim]
     for (std::size_t s = 0; s < exited.size(); ++s) {
-      exited[s]->sequence->kv.buffer(layer, kind).write(positions_[s], 1, values + s * head_dim, exited.size() * head_dim);
+      auto const row = reinterpret_cast<char const*>(values + s * head_dim);
+      std::size_t const stride = exited.size() * head_dim * sizeof(float);
+      exited[s]->sequence->kv.buffer(layer, kind).write(positions_[s], 1, row, stride);
     }
   }
 }

@@ -38,11 +38,11 @@ void PackedSequence::reserve(std::size_t count) {
   kv.reserve(length_after(lengths[0], count, context_of(manifest_)), lengths);
 }
 
-void PackedSequence::write_kv(std::vector<std::vector<float> const*> const& blocks, std::int64_t size,
+void PackedSequence::write_kv(std::vector<std::vector<char> const*> const& blocks, std::int64_t size,
                               std::int64_t length) {
   reserve(blocks.size() * static_cast<std::size_t>(size));
   std::int64_t start = 0;
-  for (std::vector<float> const* const block : blocks) {
+  for (std::vector<char> const* const block : blocks) {
     kv.write(start, *block);
     start += size;
   }

@@ -40,7 +40,7 @@ class PackedSequence {
 
   // Begins this empty sequence with `length` tokens as if every segment had run over them. blocks: their K/V, copied by
   // `KvBuffers::read`, `size` tokens each; the last may hold more. Throws as `reserve`; the sequence is then as before.
-  void write_kv(std::vector<std::vector<float> const*> const& blocks, std::int64_t size, std::int64_t length);
+  void write_kv(std::vector<std::vector<char> const*> const& blocks, std::int64_t size, std::int64_t length);
 
   // Steps this sequence on `lone`, which has its K/V buffers. Throws as `Sequence::step`; it is then as before.
   StepResult step_alone(LoneSequence& lone, StepRequest const& request);

@@ -22,7 +22,7 @@ std::array<std::int64_t, kSize> tokens(std::vector<std::int64_t> const& ids, std
 PrefixCache::PrefixCache(Manifest const& manifest, std::int64_t max_bytes)
     : propagates_(manifest.propagates()),
       max_bytes_(max_bytes),
-      block_bytes_(kBlockTokens * manifest.model.kv_token_size() * static_cast<std::int64_t>(sizeof(float))) {
+      block_bytes_(kBlockTokens * manifest.kv_token_bytes()) {
   if (max_bytes < block_bytes_) {
     throw GenerationError("prefix_cache_bytes is " + std::to_string(max_bytes) + ", and the K/V of " +
                           std::to_string(kBlockTokens) + " tokens have " + std::to_string(block_bytes_));
@@ -35,7 +35,7 @@ std::int64_t PrefixCache::begin(PackedSequence& sequence, std::vector<std::int64
   auto const cached = static_cast<std::int64_t>(path.size()) * kBlockTokens;
   std::int64_t const length = std::min(cached, static_cast<std::int64_t>(prompt.size()) - (propagates_ ? 2 : 1));
   if (length <= 0) return 0;
-  std::vector<std::vector<float> const*> blocks;
+  std::vector<std::vector<char> const*> blocks;
   for (std::int64_t start = 0; start < length; start += kBlockTokens) blocks.push_back(&path[blocks.size()]->kv);
   sequence.write_kv(blocks, kBlockTokens, length);
   return length;

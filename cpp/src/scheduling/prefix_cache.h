@@ -40,7 +40,7 @@ class PrefixCache {
   struct Block {
     Key key;
     std::int64_t number;  // never used again
-    std::vector<float> kv;
+    std::vector<char> kv;
   };
   using Path = std::vector<std::list<Block>::iterator>;
 

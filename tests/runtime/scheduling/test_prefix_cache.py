@@ -33,7 +33,7 @@ def engine(request: pytest.FixtureRequest, tiny_llama: TinyLlama) -> Engine:
 
 def scheduler_of(engine: Engine, blocks: int, **limits: Any) -> Scheduler:
     """A scheduler whose cache has room for so many blocks."""
-    size = blocks * BLOCK_TOKENS * 4 * engine.manifest.model.kv_token_size
+    size = blocks * BLOCK_TOKENS * engine.manifest.kv_token_bytes
     return engine.scheduler(SchedulerLimits(**({"slots": SLOTS} | limits), prefix_cache_bytes=size))
 
 

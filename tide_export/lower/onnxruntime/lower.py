@@ -14,6 +14,7 @@ from tide_export.lower.onnxruntime.bf16_weights import Bf16WeightsPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
+from tide_export.lower.onnxruntime.int8_attention import Int8AttentionPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass, quantized_names
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
@@ -24,12 +25,15 @@ from tide_export.trace.rewriting import remove_unused, run_passes
 logger = logging.getLogger("tide_export")
 
 
-def lower_for_onnxruntime(model: ir.Model, quantized: QuantizedWeights | None = None, bf16: bool = False) -> ir.Model:
+def lower_for_onnxruntime(
+    model: ir.Model, quantized: QuantizedWeights | None = None, bf16: bool = False, int8_kv: bool = False
+) -> ir.Model:
     """Rewrites `model` (from `compose`) in place and returns it, ready to be saved.
 
     Args:
         quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
         bf16: store every matrix in bfloat16 that loses nothing by it.
+        int8_kv: keep keys and values in int8.
 
     Raises:
         GraphError: an attention or a matmul has no ONNX Runtime kernel.
@@ -46,6 +50,7 @@ def lower_for_onnxruntime(model: ir.Model, quantized: QuantizedWeights | None = 
         QuantizedMatMulsPass(blocks, settings),
         *([Bf16WeightsPass()] if bf16 else []),
         SkipNormsPass(),
+        *([Int8AttentionPass()] if int8_kv else []),
     )
     remove_unused(model)
     used = {name for node in model.graph.all_nodes() for name in quantized_names(node)}

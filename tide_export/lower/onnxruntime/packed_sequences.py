@@ -31,7 +31,7 @@ from tide_export.trace.rewriting import (
     typed_value,
 )
 
-PAST, TOTAL, BIAS = 3, 6, 10  # inputs of GroupQueryAttention
+PAST, TOTAL, BIAS = 3, 6, 10  # inputs of GroupQueryAttention, and of TideInt8Attention
 
 
 class PackedSequencesPass(ir.passes.InPlacePass):
@@ -52,6 +52,7 @@ class PackedSequencesPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = nodes_of(model.graph, "GroupQueryAttention", "com.microsoft")
+        nodes += nodes_of(model.graph, names.OP_INT8_ATTENTION, names.DOMAIN)
         if nodes:
             _Slots(model.graph, self.slots).lower(nodes)
         return ir.passes.PassResult(model, modified=bool(nodes))
@@ -98,7 +99,7 @@ class _Slots:
         presents: list[list[ir.Value]] = [[] for _ in node.outputs[1:]]
         for slot in range(self.slots):
             pasts = [values[slot] for values in buffers]
-            types = [(FLOAT, [1, None, width]), *((FLOAT, value.shape) for value in pasts[: len(presents)])]
+            types = [(FLOAT, [1, None, width]), *((value.dtype, value.shape) for value in pasts[: len(presents)])]
             name = f"{node.name}/slot_{slot}"
             branches = {
                 "then_branch": self._run(node, slot, f"{name}/run", [values[slot] for values in inputs], pasts, types),
@@ -140,9 +141,7 @@ class _Slots:
             queries = next(value for value in slices if value is not None)
             nodes, inputs[BIAS] = self._bias(name, inputs[BIAS], queries, slot)
         attributes = dict(node.attributes)
-        attention = new_node(
-            "GroupQueryAttention", inputs, attributes, name=name, domain="com.microsoft", outputs=types
-        )
+        attention = new_node(node.op_type, inputs, attributes, name=name, domain=node.domain, outputs=types)
         return ir.Graph([], attention.outputs, nodes=[*nodes, attention], name=name)
 
     def _bias(self, prefix: str, table: ir.Value, slices: ir.Value, slot: int) -> tuple[list[ir.Node], ir.Value]:
@@ -168,7 +167,7 @@ class _Slots:
         """No tokens, and the buffers unchanged: bound to the same memory, nothing is copied."""
         none = constant(self.graph, f"no_tokens_{width}", np.zeros((1, 0, width), dtype=np.float32))
         nodes = [
-            new_node("Identity", [value], name=f"{name}_{index}", outputs=[(FLOAT, value.shape)])
+            new_node("Identity", [value], name=f"{name}_{index}", outputs=[(value.dtype, value.shape)])
             for index, value in enumerate([none, *pasts])
         ]
         return ir.Graph([], [node.outputs[0] for node in nodes], nodes=nodes, name=name)
@@ -177,4 +176,5 @@ class _Slots:
 def _slot_buffer(buffer: ir.Value, slot: int) -> ir.Value:
     """The past buffer of a slot, whose capacity is independent of the others'."""
     _, kv_heads, _, head_dim = dims(buffer)
-    return typed_value(names.slot(str(buffer.name), slot), FLOAT, [1, kv_heads, f"capacity_{slot}", head_dim])
+    shape = [1, kv_heads, f"capacity_{slot}", head_dim]
+    return typed_value(names.slot(str(buffer.name), slot), present(buffer.dtype), shape)

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from tide_export import names
+from tide_export.bundle.manifest import INT8_KV
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, ConfigError, ProviderError, TideError, first_line
 from tide_export.runtime.onnxruntime.external_data import ELEMENT_SIZES, ExternalTensor, external_tensors
 from tide_export.runtime.onnxruntime.huge_pages import huge_pages
-from tide_export.runtime.onnxruntime.operators import register_operators
+from tide_export.runtime.onnxruntime.operators import register_operators, require_operators
 from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor
 from tide_export.values import whole_number
 
@@ -87,6 +88,8 @@ def load_session(
         BundleError: it does not load, or a file was changed since the bundle was opened.
         ConfigError: threads not in 1..1024.
     """
+    if bundle.manifest.kv_dtype == INT8_KV:
+        require_operators()
     file, location = bundle.file(name), PurePosixPath(weights).name
     graph = file.read_bytes() if graph is None else graph
     try:

@@ -11,7 +11,7 @@ from tide_export.runtime.sequence import ROOM, check_step
 
 
 class KvBuffers:
-    """K/V buffers float32 [1, kv_heads, capacity, head_dim] of the layers with K/V of their own.
+    """K/V buffers (see `Manifest.kv_shape`) of the layers with K/V of their own.
 
     Attributes:
         arrays: by layer and kind ("key" or "value").
@@ -21,7 +21,7 @@ class KvBuffers:
 
     def __init__(self, ort: Any, manifest: Manifest, room: int = ROOM) -> None:
         """`room`: tokens to hold beyond those of the first `reserve`."""
-        self._ort, self._model, self._room = ort, manifest.model, room
+        self._ort, self._manifest, self._room = ort, manifest, room
         self._segment_of = [k for k, size in enumerate(manifest.segment_sizes) for _ in range(size)]
         self.arrays: dict[tuple[int, str], np.ndarray] = {}
         self.values: dict[tuple[int, str], Any] = {}
@@ -34,7 +34,7 @@ class KvBuffers:
         Raises:
             GenerationError: no new tokens, more than the model's context holds, or no memory for them.
         """
-        limit = self._model.context_length
+        limit = self._manifest.model.context_length
         total = check_step(range(new), lengths[0], limit)
         if total > self.capacity:
             capacity = max(2 * self.capacity, total + (0 if self.capacity else self._room))
@@ -47,12 +47,13 @@ class KvBuffers:
         Raises:
             GenerationError: no memory.
         """
+        manifest = self._manifest
         try:
             # The kernel provides zeroed pages when they are written: a large buffer uses no memory yet.
             arrays = {
-                (layer, kind): np.zeros((1, heads, capacity, head_dim), np.float32)
-                for layer in self._model.kv_read(range(self._model.num_layers))
-                for heads, head_dim in [self._model.kv_shapes[layer]]
+                (layer, kind): np.zeros((1, heads, capacity, width), manifest.kv_dtype)
+                for layer in manifest.model.kv_read(range(manifest.model.num_layers))
+                for heads, width in [manifest.kv_shape(layer)]
                 for kind in ("key", "value")
             }
         except MemoryError:

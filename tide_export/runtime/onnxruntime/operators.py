@@ -1,8 +1,10 @@
-"""Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16 and integers, and checkpoints.
+"""Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16 and integers, checkpoints, and
+attention to K/V in int8.
 
-Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them a bundle runs too: each
-operator is also a function in the graph. Weights in bfloat16 are then widened to float32 as ONNX Runtime loads them,
-integers are multiplied by MatMulNBits, and checkpoints compute scores that no threshold needs.
+Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them a bundle runs too, unless
+its K/V are int8: the other operators are also functions in the graph. Weights in bfloat16 are then widened to float32
+as ONNX Runtime loads them, integers are multiplied by MatMulNBits, and checkpoints compute scores that no threshold
+needs.
 """
 
 import ctypes
@@ -43,6 +45,15 @@ def register_operators(options: Any, weights: str = "fp32") -> None:
         options.register_custom_ops_library(str(LIBRARY))
     elif weights in SLOWER:
         _warn_missing(*SLOWER[weights])
+
+
+def require_operators() -> None:
+    """Raises ProviderError if the operators are not installed."""
+    if not LIBRARY.is_file():
+        raise ProviderError(
+            "the operators for K/V in int8 are not installed (there was no C++ compiler): install g++, then "
+            "tide_export again; or export with --kv-cache float32"
+        )
 
 
 @cache

@@ -56,9 +56,9 @@ def graph_spec(manifest: Manifest) -> NetworkSpec:
         if manifest.kv_cache_strategy == EXACT:
             inputs[names.pending(k)] = outputs[names.NEW_PENDING] = waiting
     for layer in model.kv_read(range(model.num_layers)):
-        heads, head_dim = model.kv_shapes[layer]
+        heads, width = manifest.kv_shape(layer)
         for kind in ("key", "value"):
-            cache = Tensor("float32", (1, heads, TOKENS, head_dim))
+            cache = Tensor(manifest.kv_dtype, (1, heads, TOKENS, width))
             inputs[names.past(layer, kind)] = outputs[names.present(layer, kind)] = cache
     return NetworkSpec(names.GRAPH_FILE, inputs, outputs)
 

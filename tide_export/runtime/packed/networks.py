@@ -155,9 +155,9 @@ def _head_spec(manifest: Manifest, exit_size: int) -> NetworkSpec:
 def _caches(manifest: Manifest, k: int) -> Iterator[tuple[int, str, Tensor]]:
     """Keys and values that segment k reads: layer, kind and tensor, whose tokens are a dimension."""
     for layer in manifest.model.kv_read(layers_of(manifest, k)):
-        heads, head_dim = manifest.model.kv_shapes[layer]
+        heads, width = manifest.kv_shape(layer)
         for kind in ("key", "value"):
-            yield layer, kind, Tensor("float32", (1, heads, TOKENS, head_dim))
+            yield layer, kind, Tensor(manifest.kv_dtype, (1, heads, TOKENS, width))
 
 
 def _exit_size(inputs: Mapping[str, Tensor]) -> int:

@@ -43,7 +43,8 @@ class PackedSequence(SequenceState):
     def __init__(self, ort: Any, manifest: Manifest) -> None:
         super().__init__(len(manifest.segment_sizes))
         self._propagates = manifest.kv_cache_strategy == PROPAGATE
-        self._token_size = manifest.model.kv_token_size
+        self._kv_dtype = np.dtype(manifest.kv_dtype)
+        self._token_size = manifest.kv_token_bytes // self._kv_dtype.itemsize
         self.kv = KvBuffers(ort, manifest, ROOM)
         self.skipped = [0] * len(self.lengths)
         self.pending_states = [np.zeros((0, manifest.model.hidden_size), np.float32)] * len(self.lengths)
@@ -80,13 +81,14 @@ class PackedSequence(SequenceState):
         self.kv.arrays[layer, kind][0, :, position] = values
 
     def read_kv(self, start: int, stop: int) -> np.ndarray:
-        """Copies the K/V of the tokens from `start` to `stop`, which every segment holds: float32, flat.
+        """Copies the K/V of the tokens from `start` to `stop`, which every segment holds: flat, of the
+        buffers' type.
 
         Raises:
             GenerationError: no memory.
         """
         try:
-            copied = np.empty((stop - start) * self._token_size, np.float32)
+            copied = np.empty((stop - start) * self._token_size, self._kv_dtype)
         except MemoryError:
             raise GenerationError(f"not enough memory to copy the K/V of {stop - start} tokens") from None
         for values, buffer in self._parts(copied):

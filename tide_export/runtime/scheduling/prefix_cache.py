@@ -126,7 +126,7 @@ def open_prefix_cache(manifest: Manifest, batch: Batch, max_bytes: int) -> Prefi
         raise GenerationError(
             "prefix_cache_bytes is for provider 'cpu': the K/V of other providers cannot be copied, so leave it at 0"
         )
-    block = BLOCK_TOKENS * manifest.model.kv_token_size * np.dtype(np.float32).itemsize
+    block = BLOCK_TOKENS * manifest.kv_token_bytes
     if max_bytes < block:
         raise GenerationError(f"prefix_cache_bytes is {max_bytes}, and the K/V of {BLOCK_TOKENS} tokens have {block}")
     return PrefixCache(batch, max_bytes, manifest.kv_cache_strategy == PROPAGATE)

@@ -1,0 +1,50 @@
+"""The reference of a bundle with K/V in int8: the model, whose attention reads keys and values rounded alike."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tide_export.bundle.manifest import INT8_KV, Manifest
+from tide_export.errors import UnsupportedModelError
+from tide_export.model.source import SourceModel
+from tide_export.trace.passthrough_cache import passthrough_cache
+
+
+@contextmanager
+def rounded_kv(source: SourceModel, manifest: Manifest) -> Iterator[None]:
+    """While open, `source` computes with keys and values as the bundle's K/V cache holds them.
+
+    Raises:
+        UnsupportedModelError: the model does not give its keys and values to transformers' cache.
+    """
+    if manifest.kv_dtype != INT8_KV:
+        yield
+        return
+    used = set[str]()
+
+    def change(states: torch.Tensor) -> torch.Tensor:
+        used.add("rounded")
+        return round_to_int8(states)
+
+    def give_cache(_module, args, kwargs):
+        used.add("called")
+        return args, kwargs | {"past_key_values": passthrough_cache(source.num_layers, change)}
+
+    handle = source.model.register_forward_pre_hook(give_cache, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if used == {"called"}:
+        raise UnsupportedModelError(
+            f"{source.architecture} does not give its keys and values to transformers' cache, so that kv_cache int8 "
+            "cannot be compared with it: export with --kv-cache float32"
+        )
+
+
+def round_to_int8(states: torch.Tensor) -> torch.Tensor:
+    """The numbers [.., D] that rows of int8 numbers and their scale, the largest magnitude over 127, stand for."""
+    largest = states.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return torch.round(states * inverse) * (largest / 127)
