@@ -27,6 +27,8 @@ from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load
 from tide_export.runtime.onnxruntime import operators
 from tide_export.runtime.onnxruntime.operators import load_operators, register_operators
+from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS
+from tide_export.runtime.scheduling.scheduler import SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.int8_kv import round_to_int8, rounded_kv
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full, check_lossless
@@ -271,8 +273,21 @@ def test_what_cannot_hold_int8_is_refused(operator_library: Path, options: dict,
 def bundle(operator_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with K/V in int8."""
     source, folder = build("llama"), tmp_path_factory.mktemp("int8") / "bundle"
-    engine_of(source, random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16), folder, kv_cache=INT8_KV)
+    routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
+    engine_of(source, routers, folder, batch=True, kv_cache=INT8_KV)
     return folder
+
+
+def test_the_prefix_cache_holds_int8(bundle: Path) -> None:
+    engine = load(bundle, threads=1)
+    block = BLOCK_TOKENS * engine.manifest.kv_token_bytes
+    scheduler = engine.scheduler(SchedulerLimits(slots=2, prefix_cache_bytes=2 * block))
+    answers = []
+    for cached in (0, 2):
+        handle = scheduler.submit(PROMPTS[2], mode="full", max_new_tokens=NEW_TOKENS, stop_token_ids=[])
+        answers.append(handle.result().tokens)
+        assert (handle.cached_tokens, scheduler.prefix_cache_bytes) == (cached * BLOCK_TOKENS, 2 * block)
+    assert answers[0] == answers[1]
 
 
 def test_without_the_operators_nothing_runs(bundle: Path, tmp_path: Path, monkeypatch) -> None:
