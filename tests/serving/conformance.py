@@ -26,7 +26,7 @@ from tide_export.runtime.scheduling.scheduler import SchedulerLimits
 from tide_export.runtime.tokenizer import BundleTokenizer, TextStream
 
 CLIENTS = 6
-# CI runs a few short requests; TIDE_CONFORMANCE=320 as many, of 500 tokens each, of which most are made.
+# CI runs a few short requests; TIDE_CONFORMANCE=400 as many, of 500 tokens each, of which most are made.
 FULL_SIZE = int(os.environ.get("TIDE_CONFORMANCE", "0"))
 REQUESTS, NEW_TOKENS = (FULL_SIZE, (300, 500, 800)) if FULL_SIZE else (24, (1, 8, 24))
 WHOLE = 6 if FULL_SIZE else 2  # requests without stop strings for two with them

@@ -1,6 +1,6 @@
 """Requests of every mode get the tokens of `Engine.generate` from everything that answers requests.
 
-`TIDE_CONFORMANCE=320 pytest tests/serving` asks 320 requests of up to 800 tokens, more than 100,000 in all.
+`TIDE_CONFORMANCE=400 pytest tests/serving` asks 400 requests of up to 800 tokens, more than 100,000 in all.
 """
 
 from collections.abc import Iterator
