@@ -222,7 +222,8 @@ std::vector<double> resolve_thresholds(Manifest const& manifest, GenerationConfi
     if (!(0 <= value && value <= 1)) throw GenerationError("threshold must lie in [0, 1], not " + shown(value));
   }
   for (std::size_t k = 0; k < points.size(); ++k) {
-    if (config.mode == Mode::full || points[k] < min_layers) values[k] = kNeverExit;
+    // Where no score exits, none is computed.
+    if (config.mode == Mode::full || points[k] < min_layers || values[k] >= 1) values[k] = kNeverExit;
   }
   return values;
 }

@@ -186,6 +186,14 @@ def test_descriptors_are_closed_with_the_engine(opens: Opens, bundle: Path, tiny
     assert not held()
 
 
+def test_weights_are_mapped_as_long_as_the_engine_is_there(opens: Opens, bundle: Path, tiny_bundle: Path) -> None:
+    engine = opens(bundle)
+    maps = Path(f"/proc/{pid_of(engine)}/maps")
+    assert f"{bundle.resolve()}/{names.WEIGHTS_FILE}" in maps.read_text()
+    engine = loaded(opens, engine, tiny_bundle)
+    assert str(bundle.resolve()) not in maps.read_text()
+
+
 def test_memory_returns_to_the_system_with_the_engine(opens: Opens, tiny_bundle: Path, tmp_path: Path) -> None:
     """Of some 150 MiB the C library kept 100."""
     large = TinyModel(vocabulary=400_000).write(tmp_path / "large")

@@ -10,12 +10,12 @@ POINTS = [4, 8, 12]
 
 def test_one_value_serves_every_checkpoint() -> None:
     assert resolve_thresholds(POINTS, 0.85) == [0.85, 0.85, 0.85]
-    assert resolve_thresholds(POINTS, 1) == [1.0, 1.0, 1.0]
+    assert resolve_thresholds(POINTS, 1) == [NEVER_EXIT] * 3  # above which no score is
     assert all(isinstance(value, float) for value in resolve_thresholds(POINTS, 0))
 
 
 def test_one_value_per_checkpoint() -> None:
-    assert resolve_thresholds(POINTS, (0.0, 0.5, 1.0)) == [0.0, 0.5, 1.0]
+    assert resolve_thresholds(POINTS, (0.0, 0.5, 1.0)) == [0.0, 0.5, NEVER_EXIT]
 
 
 def test_min_layers_is_a_count_of_layers() -> None:

@@ -45,8 +45,9 @@ def resolve_thresholds(
         check_threshold(value)
     if mode == "full":
         return [NEVER_EXIT] * len(checkpoints)
-    return [
-        float(value) if layers >= min_layers else NEVER_EXIT for layers, value in zip(checkpoints, values, strict=True)
+    return [  # where no score exits, none is computed
+        float(value) if layers >= min_layers and value < MAX_THRESHOLD else NEVER_EXIT
+        for layers, value in zip(checkpoints, values, strict=True)
     ]
 
 
