@@ -73,7 +73,7 @@ def test_without_a_drafting_record_the_exits_of_the_bundle_draft(bundle: Bundle)
     untuned = replace(bundle, manifest=replace(bundle.manifest, drafting=None))
     request = resolve(untuned, GenerationConfig(mode="lossless", stop_token_ids=[4]), batched=True)
     limits = DraftLimits(6, 8, (0.1 + 2 / 6, 0.1 + 4 / 6), DEFAULT_VERIFY_COSTS)
-    assert (request.thresholds, request.drafts, request.stop) == ([0.6, 1.0], limits, {4})
+    assert (request.thresholds, request.drafts, request.stop) == ([0.6, NEVER_EXIT], limits, {4})
 
 
 @pytest.mark.parametrize(
