@@ -125,6 +125,7 @@ Options parse(std::vector<std::string> const& arguments) {
        }},
       {"--stop-ids", [&](Text name, Text text) { config.stop_token_ids = whole_numbers(name, text); }},
       {"--provider", [&](Text, Text text) { options.load.provider = text; }},
+      {"--device", [&](Text name, Text text) { options.load.device = whole(name, text); }},
       {"--plugins", [&](Text, Text text) { options.load.plugins = text; }},
       {"--threads", [&](Text name, Text text) { options.load.threads = whole(name, text); }},
   };

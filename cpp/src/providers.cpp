@@ -11,6 +11,7 @@ namespace tide {
 namespace {
 
 constexpr std::int64_t kMaxThreads = 1024;  // above the cores of most machines; ONNX Runtime starts all of them
+constexpr std::int64_t kMaxDevice = 1023;
 
 using Log = std::function<void(std::string const&)>;
 
@@ -37,6 +38,15 @@ void check(Bundle const& bundle, LoadOptions const& options) {
   if (options.threads && is_flavour(provider)) {
     throw ProviderError("threads are for the CPU, and provider '" + provider + "' runs on the GPU: omit threads");
   }
+  if (auto const& device = options.device; device) {
+    if (*device < 0 || *device > kMaxDevice) {
+      throw ConfigError("device must be a whole number from 0 to " + std::to_string(kMaxDevice) + ", not " +
+                        std::to_string(*device));
+    }
+    if (!is_flavour(provider)) {
+      throw ProviderError("device is the number of a GPU: name a provider that runs on one");
+    }
+  }
 }
 
 }  // namespace
@@ -46,7 +56,10 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   Log const log = options.log ? options.log : [](std::string const& sentence) {
     std::cerr << "tide_runtime: " + sentence + "\n";
   };
-  if (is_flavour(options.provider)) return open_engines(std::move(bundle), options.provider, options.plugins, log);
+  if (is_flavour(options.provider)) {
+    int const gpu = static_cast<int>(options.device.value_or(0));
+    return open_engines(std::move(bundle), options.provider, options.plugins, log, gpu);
+  }
   if (options.provider == "auto" && bundle.manifest.engines) {
     std::string const flavour = bundle.manifest.engines->flavour, path = quoted(bundle.path);
     std::vector<std::string> sentences;  // logged after the `try`: exceptions of the caller's function are passed on

@@ -11,6 +11,7 @@
 using Work = std::function<void()>;
 
 struct CUstream_st {
+  int device = 0;
   std::vector<Work> queue, captured;
   bool capturing = false;
 };
@@ -29,6 +30,8 @@ struct Block {
   std::size_t size;
   Place place;
 };
+
+thread_local int current = -1;  // the GPU that this thread works on; CUDA's is 0 until one is set
 
 std::mutex mutex;
 std::map<std::byte const*, Block> blocks;
@@ -90,20 +93,39 @@ cudaError_t cudaDriverGetVersion(int* version) {
   *version = given != nullptr ? std::atoi(given) : CUDART_VERSION;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (std::getenv("FAKE_CUDA_DRIVER") != nullptr) return cudaErrorInsufficientDriver;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || device >= count) return cudaErrorInvalidDevice;
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? 8 : 9;
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-cudaError_t cudaMalloc(void** memory, std::size_t size) { return allocate(memory, size, Place::device); }
+cudaError_t cudaGetDeviceCount(int* count) {
+  if (std::getenv("FAKE_CUDA_DRIVER") != nullptr) return cudaErrorInsufficientDriver;
+  char const* const given = std::getenv("FAKE_CUDA_DEVICES");
+  *count = given != nullptr ? std::atoi(given) : 1;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  char const* const only = std::getenv("FAKE_CUDA_GPU");
+  if (only != nullptr && std::atoi(only) != device) return cudaErrorInvalidDevice;
+  current = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** memory, std::size_t size) {
+  return current < 0 ? cudaErrorInvalidDevice : allocate(memory, size, Place::device);
+}
 cudaError_t cudaHostAlloc(void** memory, std::size_t size, unsigned) { return allocate(memory, size, Place::host); }
 cudaError_t cudaFree(void* memory) { return release(memory); }
 cudaError_t cudaFreeHost(void* memory) { return release(memory); }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  if (current < 0) return cudaErrorInvalidDevice;
   *stream = new CUstream_st;
+  (*stream)->device = current;
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
@@ -111,6 +133,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (stream->device != current) return cudaErrorInvalidResourceHandle;
   if (stream->capturing) return cudaErrorStreamCaptureUnsupported;
   std::vector<Work> queue;
   queue.swap(stream->queue);

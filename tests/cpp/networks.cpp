@@ -32,12 +32,13 @@ class QueuedNetwork final : public tide::Network {
   std::int64_t last_ = 0;
 };
 
-std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, std::optional<std::int64_t> threads) {
-  auto const networks = std::make_shared<tide::OrtNetworks>(bundle, threads);
+std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, tide::LoadOptions const& options) {
+  auto const networks = std::make_shared<tide::OrtNetworks>(bundle, options.threads);
+  int const gpu = static_cast<int>(options.device.value_or(0));
   bundle.manifest.networks->max_tokens = 64;  // so that longer steps and the head run in chunks
   bundle.manifest.networks->max_logits = 2;
-  return std::make_shared<tide::SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks] {
-    auto device = std::make_unique<tide::CudaDevice>();
+  return std::make_shared<tide::SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks, gpu] {
+    auto device = std::make_unique<tide::CudaDevice>(gpu);
     tide::DeviceNetworks opened;
     for (std::unique_ptr<tide::Network>& network : networks->bind()) {
       opened.networks.push_back(std::make_unique<QueuedNetwork>(std::move(network), device->stream()));
@@ -53,7 +54,7 @@ std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, std::optional<st
 tide::Engine engine_on_networks(std::string const& device, Options const& options) {
   tide::Bundle bundle = tide::open_bundle(options.bundle, options.load.verify);
 #ifdef TIDE_FAKE_GPU
-  if (device == "gpu") return tide::Engine(on_fake_gpu(std::move(bundle), options.load.threads));
+  if (device == "gpu") return tide::Engine(on_fake_gpu(std::move(bundle), options.load));
 #endif
   if (device != "host") throw std::logic_error("this driver has no device '" + device + "'");
   return tide::Engine(tide::open_networks(std::move(bundle), options.load.threads));

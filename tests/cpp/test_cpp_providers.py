@@ -78,6 +78,7 @@ def refused(cpp: CppBuild, bundle: Path, kind: type[Exception], sentence: str, *
         ({"provider": "tensorrt-rtx"}, "holds no TensorRT engines: .* --target tensorrt-rtx`, or use provider 'cpu'"),
         ({"plugins": "a.so"}, "no engine of bundle .* holds plugins: omit plugins"),
         ({"provider": "tensorrt", "threads": 2}, "threads are for the CPU, and provider 'tensorrt' runs on the GPU"),
+        ({"provider": "cpu", "device": 1}, "device is the number of a GPU: name a provider that runs on one"),
     ],
 )
 def test_what_a_bundle_without_engines_is_refused_for(cpp, tiny_bundle: Path, options, sentence: str) -> None:
@@ -136,6 +137,7 @@ def test_a_truncated_engine_is_refused(cpp, changed) -> None:
     [
         (("networks",), None, "field 'engines' needs the field 'networks'"),
         (("networks", "weights"), "fp8", "field 'networks.weights' must be one of fp32, fp16, bf16"),
+        (("networks", "matrices"), "int8", "field 'networks.matrices' must be one of int4, fp8"),
         (("networks", "capacity"), 0, "field 'networks.capacity' must be 1 or more"),
         (
             ("networks", "max_slot_tokens"),

@@ -16,7 +16,7 @@ from cpp_engine import CppEngine, facts
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
-from tide_export.errors import GenerationError
+from tide_export.errors import GenerationError, ProviderError
 from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import MAX_THRESHOLD
@@ -178,6 +178,25 @@ def test_too_little_memory_is_one_sentence(demo_bundle: Path, open_cpp: Callable
             engine.start([0.5] * 3)
     engine.call("gpu_memory", str(1 << 30))
     engine.start([0.5] * 3).step([1, 2, 3])
+
+
+def test_work_goes_to_the_gpu_that_was_asked_for(cpp, demo_bundle: Path, demo_text_ids) -> None:
+    """In threads too; the stand-in refuses what comes before a GPU is set, and the other GPU."""
+    if not cuda_headers():
+        pytest.skip("there are no CUDA headers")
+    ids, options = demo_text_ids[300:320], {"threshold": 0.5, "max_new_tokens": 8}
+    environment = {"FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_GPU": "1"}
+    how = {"verify": False, "networks": "gpu", "environment": environment}
+    engine = CppEngine(cpp.driver, demo_bundle, device=1, **how)
+    tokens = engine.generate(ids, **options).tokens
+    assert tokens == load(demo_bundle, provider="cpu", threads=1, verify=False).generate(ids, **options).tokens
+    answers = engine.call("at_once", "2", *engine.request(ids, **options))
+    assert answers[0]["tokens"] == tokens
+    engine.close()
+    absent = CppEngine(cpp.driver, demo_bundle, device=2, **how)
+    with pytest.raises(ProviderError, match="there is no GPU 2: CUDA finds 2, numbered from 0"):
+        absent.start([0.5] * 3)
+    absent.close()
 
 
 @pytest.mark.parametrize("call", ["cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate"])

@@ -192,7 +192,7 @@ def test_an_engine_unlike_its_network_is_refused(demo_bundle: Path, change, says
         _check_built("segment_01", spec, found, 5)
 
 
-JOB = {"networks": [{"name": "segment_00"}], "timing_cache": None}
+JOB = {"networks": [{"name": "segment_00"}], "timing_cache": None, "compute_capabilities": ()}
 BEGIN = (
     "import json,os,sys,signal; json.load(sys.stdin); print(json.dumps({'event':'building','network':'segment_00'}))"
 )

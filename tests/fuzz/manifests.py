@@ -15,7 +15,7 @@ def manifests() -> list[dict[str, Any]]:
     """One of each kind: plain, quantized, with networks and engines."""
     plain = make_manifest()
     parts = [*(segment(k) for k in range(len(plain.segment_sizes))), HEAD]
-    networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8)
+    networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4")
     profiles = (Profile("decode", 1, 1, 1, 1), Profile("batch-decode", 1, 1, 1, 2))
     plugins, built = PluginsInfo("0.1.0", "cd" * 32, ("segment_00",)), dict.fromkeys(parts, BuiltEngine(9, 8, 7, 2, 1))
     engines = EnginesInfo("tensorrt", "11.1", ("8.9",), "ab" * 32, profiles, 3.5, plugins, built)

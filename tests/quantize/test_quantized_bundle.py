@@ -15,20 +15,6 @@ from tide_export.verify.validate import validate
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
-    """The first two layers of the demo model, with its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "two-layers"
-    model = load_model(str(demo_model)).model
-    del model.model.layers[2:]
-    model.config.num_hidden_layers = 2
-    model.config.layer_types = None
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((demo_model / name).read_bytes())
-    return folder
-
-
 def test_export_quantizes_calibrates_and_validate_rebuilds_the_reference(
     two_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -35,8 +35,7 @@ def test_values_out_of_range_are_named(given: dict, says: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--weights", "int4", "--target", "tensorrt"], "'int4' are for target onnxruntime alone: tensorrt takes"),
-        (["--weights", "int8", "--target", "tensorrt-rtx"], "'int8' are for target onnxruntime alone"),
+        (["--weights", "int8", "--target", "tensorrt"], "'int8' are for target onnxruntime alone: tensorrt takes"),
         (["--weights", "fp16"], "onnxruntime takes fp32, bf16, int8 or int4"),
         (["--weights", "int4", "--quantization", "hqq"], "'hqq' is none of rtn, gptq"),
         (["--weights", "int4", "--block-size", "33"], "block size 33 is none of"),
@@ -59,4 +58,4 @@ def test_the_command_line_says_so_in_a_line(
 
 def test_a_library_user_is_told_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="onnxruntime alone"):
-        export("no-such-model", tmp_path / "out", targets=("tensorrt",), weights="int4")
+        export("no-such-model", tmp_path / "out", targets=("tensorrt",), weights="int8")

@@ -161,8 +161,8 @@ def test_engines_with_plugins_need_the_library(
     registry = Registry()
     library = SimpleNamespace(__version__="11.1.0.106", get_plugin_registry=lambda: registry)
     monkeypatch.setattr(on_tensorrt, "import_library", lambda flavour: library)
-    monkeypatch.setattr(on_tensorrt, "compute_capability", lambda: (8, 9))
-    monkeypatch.setattr(on_tensorrt, "import_cudart", lambda: None)
+    monkeypatch.setattr(on_tensorrt, "compute_capability", lambda gpu=0: (8, 9))
+    monkeypatch.setattr(on_tensorrt, "select_gpu", lambda gpu: None)
 
     arguments = ["generate", str(bundle.path), "--prompt", "a", "--provider", "tensorrt", "--no-verify", "-q"]
     assert main(arguments) == 2

@@ -56,9 +56,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable:
     def be(device: tuple[int, int] | None, version: str = "11.1.0.106") -> None:
         library = SimpleNamespace(__version__=version)
         monkeypatch.setattr(on_tensorrt, "import_library", lambda flavour: library)
-        monkeypatch.setattr(on_tensorrt, "compute_capability", lambda: device)
+        monkeypatch.setattr(on_tensorrt, "compute_capability", lambda gpu=0: device)
         monkeypatch.setattr(providers, "compute_capability", lambda: device)
-        monkeypatch.setattr(on_tensorrt, "import_cudart", lambda: None)
+        monkeypatch.setattr(on_tensorrt, "select_gpu", lambda gpu: None)
 
     return be
 
@@ -210,7 +210,7 @@ def test_auto_falls_back_to_the_cpu_and_says_why_once(built: Path, machine, capl
 def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     machine((8, 9))
     backend = SimpleNamespace()
-    monkeypatch.setattr(providers, "open_engines", lambda bundle, provider, plugins: backend)
+    monkeypatch.setattr(providers, "open_engines", lambda bundle, provider, plugins, gpu: backend)
     with caplog.at_level(logging.INFO, logger="tide_export"):
         assert load(built, verify=False).backend is backend
     (record,) = caplog.records

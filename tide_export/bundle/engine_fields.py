@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+INT4, FP8 = "int4", "fp8"
+
 
 @dataclass(frozen=True)
 class NetworksInfo:
@@ -15,6 +17,12 @@ class NetworksInfo:
     exit_size: int  # width of the states the head takes
     max_batch_size: int  # sequences of one run, and of a batch; 1: no batches
     max_slot_tokens: int  # tokens of each sequence in a run over several
+    matrices: str | None = None  # of the layers, stored as int4 or fp8; None, and then not written: as `weights`
+
+    @property
+    def precision(self) -> str:
+        """What rounds most in them: fp32, fp16, bf16 or fp8."""
+        return FP8 if self.matrices == FP8 else self.weights
 
 
 @dataclass(frozen=True)

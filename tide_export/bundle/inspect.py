@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
+from tide_export.bundle.engine_fields import FP8, INT4
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.formatting import size, table
@@ -152,7 +153,7 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
         return []
     lines = [
         "",
-        f"networks   {networks['weights']}, K/V buffers of {networks['capacity']} tokens, runs over at most "
+        f"networks   {_precision(networks)}, K/V buffers of {networks['capacity']} tokens, runs over at most "
         f"{networks['max_tokens']}, {networks['max_batch_size']} sequences in a batch",
     ]
     if engines is None:
@@ -169,6 +170,11 @@ def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | No
         f"plugins    {_plugins(engines['plugins'])}",
         *([] if engines["built"] is None else [_built_table(engines["built"])]),
     ]
+
+
+def _precision(networks: dict[str, Any]) -> str:
+    matrices = {None: "", INT4: " with matrices in int4", FP8: " with matrices and their inputs in fp8"}
+    return networks["weights"] + matrices[networks["matrices"]]
 
 
 def _built_table(built: dict[str, dict[str, int]]) -> str:

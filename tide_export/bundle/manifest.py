@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tide_export.bundle.auto_mode import MODES, AutoMode
-from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo
+from tide_export.bundle.engine_fields import FP8, INT4, EnginesInfo, NetworksInfo
 from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
 from tide_export.names import (
@@ -34,6 +34,7 @@ WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of the graph
 QUANTIZATION_METHODS = ("rtn", "gptq")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 NETWORK_PRECISIONS = ("fp32", "fp16", "bf16")
+NETWORK_MATRICES = (INT4, FP8)  # of segment networks in half precision
 EXACT, PROPAGATE = "exact", "propagate"
 KV_CACHE_STRATEGIES = (EXACT, PROPAGATE)
 FLOAT32_KV, INT8_KV = "float32", "int8"
@@ -43,7 +44,10 @@ TARGETS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 FLAVOURS = TARGETS[1:]
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
-OMITTED = ("quantization", "remote_code", "auto", "kv_cache", "model.kv_layers", "engines.built")
+OMITTED = (
+    *("quantization", "remote_code", "auto", "kv_cache"),
+    *("model.kv_layers", "networks.matrices", "engines.built"),
+)
 
 
 @dataclass(frozen=True)
@@ -307,6 +311,8 @@ def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None
             "networks.weights",
             f"must be one of {', '.join(NETWORK_PRECISIONS)}",
         )
+        rule = f"must be one of {', '.join(NETWORK_MATRICES)}"
+        require(networks.matrices in (None, *NETWORK_MATRICES), "networks.matrices", rule)
         for name in ("capacity", "max_tokens", "max_logits", "exit_size", "max_batch_size", "max_slot_tokens"):
             require(getattr(networks, name) >= 1, f"networks.{name}", "must be 1 or more")
         require(networks.max_tokens <= networks.capacity, "networks.max_tokens", "must be at most capacity")

@@ -7,7 +7,7 @@ measured on the third.
 """
 
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ def _provenance(
     samples: dict[str, Sample],
 ) -> dict[str, Any]:
     """Records model, text and settings; `calibrate` adds the split and the report."""
-    quantization = {} if source.quantized is None else {"quantization": asdict(source.quantized.settings)}
+    quantization = {} if source.quantized is None else {"quantization": source.quantized.record}
     packages = {package: version(package) for package in ("torch", "transformers", "datasets")}
     return {
         "model": source.name,

@@ -95,7 +95,9 @@ def _import_from_tide(options: Namespace) -> int:
 def _export(options: Namespace) -> int:
     config = _config(options)
     if options.routers is not None:
-        used = EXPORT_FIELDS | (QUANTIZATION_FIELDS if options.quantization == "gptq" else set())
+        used = EXPORT_FIELDS | (
+            QUANTIZATION_FIELDS if options.quantization == "gptq" or options.weights == "fp8" else set()
+        )
         _refuse_calibration_options(options, "--routers", used)
     from tide_export.pipeline.flow import export
     from tide_export.pipeline.request import ExportRequest
@@ -136,6 +138,12 @@ def _bench(options: Namespace) -> int:
 def _inspect(options: Namespace) -> int:
     from tide_export.bundle.inspect import describe, render
 
+    if options.trtexec:
+        from tide_export.bundle.opened import open_bundle
+        from tide_export.engines.trtexec import trtexec_lines
+
+        print("\n".join(trtexec_lines(open_bundle(options.bundle, verify=options.verify).manifest, options.bundle)))
+        return 0
     described = describe(options.bundle, verify=options.verify)
     print(json.dumps(described, indent=2) if options.json else render(described))
     return 0

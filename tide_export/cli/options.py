@@ -7,7 +7,7 @@ function, the recipe or the bundle holds.
 import argparse
 from typing import NoReturn
 
-from tide_export.bundle.manifest import FLAVOURS, NETWORK_PRECISIONS, TARGETS, WEIGHTS
+from tide_export.bundle.manifest import FLAVOURS, NETWORK_MATRICES, NETWORK_PRECISIONS, TARGETS, WEIGHTS
 from tide_export.cli.adapt import add_adapt_options
 from tide_export.cli.fields import field_option, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
@@ -135,9 +135,9 @@ def _add_export(commands, config: bool) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS))),
+        choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS, *NETWORK_MATRICES))),
         help="onnxruntime: fp32, bf16, int8 or int4 (auto: bf16 if the checkpoint's weights are, else fp32); "
-        "tensorrt and tensorrt-rtx: fp32, fp16 or bf16 (fp32)",
+        "tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
     )
     parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")
     parser.add_argument(
@@ -220,6 +220,7 @@ def _add_validate(commands) -> None:
     )
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--provider", help="check only this engine (the graph and the segment networks, on the CPU)")
+    _add_device(parser)
     _add_plugins(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -317,7 +318,11 @@ def _add_inspect(commands) -> None:
     parser = _command(commands, "inspect", "Print what is in a bundle.")
     parser.add_argument("bundle", metavar="BUNDLE")
     _add_no_verify(parser)
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print it as JSON")
+    how.add_argument(
+        "--trtexec", action="store_true", help="print the trtexec command that builds each engine, for TensorRT"
+    )
 
 
 def _add_exit_options(parser: argparse.ArgumentParser) -> None:
@@ -330,6 +335,7 @@ def _add_exit_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_provider(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", help="engine to run on: auto, cpu, cuda, torch, tensorrt, tensorrt-rtx (auto)")
+    _add_device(parser)
     _add_plugins(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
 
@@ -353,6 +359,10 @@ def _add_batch_size(parser: argparse.ArgumentParser, default: str) -> None:
         metavar="N",
         help=f"tensorrt and tensorrt-rtx: prompts in a batch, at most ({default})",
     )
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", type=int, metavar="N", help="number of the GPU to run on (0)")
 
 
 def _add_plugins(parser: argparse.ArgumentParser) -> None:

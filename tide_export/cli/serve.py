@@ -70,6 +70,7 @@ def run_serve(options: Namespace) -> int:
         threads=options.threads,
         verify=options.verify,
         plugins=options.plugins,
+        device=options.device,
     )
     return 0
 

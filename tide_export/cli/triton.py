@@ -6,7 +6,7 @@ from argparse import Namespace
 from tide_export.cli.serve import add_server_fields, server_config
 
 FIELDS = ("slots", "waiting", "prompt_tokens", "kv_tokens", "request_seconds")
-LOADING = ("provider", "threads", "plugins")
+LOADING = ("provider", "threads", "plugins", "device")
 
 
 def add_triton_options(parser: argparse.ArgumentParser, config: bool) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tide_export import names
-from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, PluginsInfo, Profile
+from tide_export.bundle.engine_fields import FP8, BuiltEngine, EnginesInfo, PluginsInfo, Profile
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BuildError
@@ -28,7 +28,7 @@ from tide_export.files import user_cache
 from tide_export.formatting import size
 from tide_export.progress import stage
 from tide_export.runtime.segmented.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
-from tide_export.runtime.tensorrt.flavours import Flavour, built_for, import_library
+from tide_export.runtime.tensorrt.flavours import FP8_CAPABILITY, Flavour, built_for, import_library
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary
 
@@ -58,6 +58,19 @@ def require_builder(flavour: Flavour) -> str:
     return str(library.__version__)
 
 
+def check_matrices(flavour: Flavour, matrices: str | None) -> None:
+    """Checks that engines with `matrices` can be built here; call `require_builder` first.
+
+    Raises:
+        BuildError: they are FP8, and the GPU that the engines are for has none.
+    """
+    if matrices == FP8 and not built_for(flavour, compute_capability(), fp8=True):
+        raise BuildError(
+            f"{flavour.title} builds for the GPU it finds, and weights fp8 need one of compute capability "
+            f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or later: use int4, fp16 or bf16"
+        )
+
+
 def build_engines(
     folder: Path, manifest: Manifest, flavour: Flavour, plugins: PluginLibrary | None = None
 ) -> EnginesInfo:
@@ -74,6 +87,8 @@ def build_engines(
     version, info = require_builder(flavour), manifest.networks
     if info is None:
         raise BuildError("the bundle holds no segment networks to build engines from: export it for that target")
+    check_matrices(flavour, info.matrices)
+    capabilities = built_for(flavour, compute_capability(), fp8=info.matrices == FP8)
     expected = specs(manifest, info)
     profiles = profiles_for(info)
     (folder / names.ENGINES_FOLDER).mkdir()
@@ -83,12 +98,14 @@ def build_engines(
                 "name": name,
                 "source": str(folder / names.network_file(name)),
                 "engine": str(folder / names.engine_file(name)),
-                "profiles": [_shapes(spec, profile) for profile in of_network(name, profiles, info)],
+                "profiles": [shapes(spec, profile) for profile in of_network(name, profiles, info)],
             }
             for name, spec in expected.items()
         ],
         "timing_cache": str(_timing_cache(flavour, version)) if flavour.has_timing_cache else None,
         "plugins": None if plugins is None else str(plugins.path),
+        # The others are the flavour's default.
+        "compute_capabilities": capabilities if flavour.compute_capabilities not in ((), capabilities) else (),
     }
     if plugins is not None:
         logger.info("building with the plugins of '%s'", plugins.path)
@@ -98,7 +115,6 @@ def build_engines(
     for name, spec in expected.items():
         _check_built(name, spec, built[name], len(of_network(name, profiles, info)))
     seconds = time.perf_counter() - started
-    capabilities = built_for(flavour, compute_capability())
     weights = manifest.model.weights_sha256
     used = None if plugins is None else _plugins_used(plugins, expected, built)
     found = {name: _built_engine(event) for name, event in built.items()}
@@ -148,7 +164,7 @@ def _plugins_used(
     return PluginsInfo(plugins.version, plugins.sha256, routed) if routed else None
 
 
-def _shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
+def shapes(spec: NetworkSpec, profile: Profile) -> dict[str, list[list[int]]]:
     """The minimum, optimum and maximum shape of every input in a profile.
 
     The optimum of a batch profile is its maximum batch: smaller ones are bound by reading the weights, whatever kernel

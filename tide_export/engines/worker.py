@@ -76,6 +76,11 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
         config.clear_flag(trt.BuilderFlag.TF32)
         if mod.config.USE_TENSORRT_RTX:  # an engine that allocates memory in a run cannot be recorded in a CUDA graph
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        capabilities = job["compute_capabilities"]
+        if capabilities:
+            config.num_compute_capabilities = len(capabilities)
+        for index, capability in enumerate(capabilities):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index)
         described["profiles"] = config.num_optimization_profiles
 
     profiles = []
@@ -163,7 +168,9 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
         attentions += layer.type == trt.LayerType.ATTENTION_INPUT
         if layer.type == trt.LayerType.CONSTANT:
             layer.__class__ = trt.IConstantLayer
-            constants += layer.weights.nbytes
+            weights = layer.weights  # whose `nbytes` of 4-bit types is no number of bytes
+            int4 = isinstance(weights, trt.Weights) and weights.dtype == trt.DataType.INT4
+            constants += -(-weights.size // 2) if int4 else weights.nbytes
     return {
         "inputs": {tensor.name: [tensor.dtype.name, list(tensor.shape)] for tensor in inputs},
         "outputs": {tensor.name: [tensor.dtype.name, list(tensor.shape)] for tensor in outputs},

@@ -5,9 +5,10 @@ symmetric, one zero point. An integer q represents (q - zero point) * scale. Lay
 microsoft/onnxruntime. Needs NumPy alone.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,11 @@ class Blocks:
     def nbytes(self) -> int:
         return self.packed.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
+    def signed(self) -> np.ndarray:
+        """The integers of a matrix without zero points, int8 [N, K]."""
+        integers = _unpack(self.packed, self.bits).reshape(self.rows, -1)[:, : self.columns]
+        return integers.astype(np.int8) - np.int8(2 ** (self.bits - 1))
+
     def values(self) -> np.ndarray:
         """Dequantizes the matrix, float32 [N, K]."""
         integers = _unpack(self.packed, self.bits).astype(np.float32)
@@ -85,16 +91,48 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
+class Fp8Matrix:
+    """A matrix of N rows and K columns in 8-bit floating point.
+
+    Attributes:
+        numbers: float8_e4m3fn [N, K].
+        scale: of the matrix: a number x represents x * scale.
+        input_scale: of what the matrix is multiplied by, where engines round that too.
+    """
+
+    numbers: np.ndarray
+    scale: float
+    input_scale: float
+
+    @property
+    def rows(self) -> int:
+        return self.numbers.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.numbers.shape[1]
+
+    def values(self) -> np.ndarray:
+        """Dequantizes the matrix, float32 [N, K]."""
+        return self.numbers.astype(np.float32) * np.float32(self.scale)
+
+
+@dataclass(frozen=True, eq=False)
 class QuantizedWeights:
     """The quantized matrices of a model, which computes with their dequantized values.
 
     Attributes:
-        settings: how they were quantized.
+        settings: how they were quantized to integers; None: they are `Fp8Matrix`.
         blocks: by the name of the parameter; of experts, by `<parameter>.<expert>`.
     """
 
-    settings: Quantization
-    blocks: dict[str, Blocks]
+    settings: Quantization | None
+    blocks: Mapping[str, Blocks | Fp8Matrix]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """How they were quantized, for a router file."""
+        return {"method": "fp8"} if self.settings is None else asdict(self.settings)
 
 
 def concatenate(parts: Sequence[Blocks]) -> Blocks:

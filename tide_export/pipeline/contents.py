@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export import names
-from tide_export.bundle.manifest import FLOAT32_KV, Manifest, ModelInfo, TensorInfo
+from tide_export.bundle.manifest import FLOAT32_KV, Manifest, ModelInfo, Quantization, TensorInfo
 from tide_export.compose.cut import Pieces
 from tide_export.config import TideConfig
 from tide_export.data.sequences import load_tokenizer
@@ -25,6 +25,7 @@ from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import ExportRequest
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.attention.masks import layer_masks
+from tide_export.trace.rewriting import present
 from tide_export.trace.tracer import OPSET
 from tide_export.version import __version__
 
@@ -78,12 +79,13 @@ def write_contents(
 
 
 def write_networks(
-    folder: Path, request: ExportRequest, manifest: Manifest, pieces: Pieces, routers: RouterSet, length: int
+    folder: Path, request: ExportRequest, manifest: Manifest, pieces: Pieces, routers: RouterSet, source: SourceModel
 ) -> Manifest:
     """Writes the segment networks, if `request` has a target that takes them; returns the manifest with them."""
     if request.flavour is None:
         return manifest
-    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), length, request.weights)
+    weights, length = request.network_weights(source.exact_in_bf16), present(manifest.model.context_length)
+    networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), length, weights, source.quantized)
     networks.save(folder)
     info = networks.info(manifest, request.max_batch_size)
     return replace(manifest, targets=("onnxruntime", request.flavour.name), networks=info)
@@ -195,15 +197,20 @@ def make_manifest(
             "tide_export": __version__,
             **_versions("torch", "transformers", "onnxscript", "onnx-ir", "onnxruntime"),
         },
-        quantization=None if source.quantized is None else source.quantized.settings,
+        quantization=_quantization(source),
         remote_code=source.remote_code or None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
+def _quantization(source: SourceModel) -> Quantization | None:
+    return None if source.quantized is None else source.quantized.settings
+
+
 def _weights(source: SourceModel, bf16: bool) -> str:
-    if source.quantized is not None:
-        return f"int{source.quantized.settings.bits}"
+    settings = _quantization(source)
+    if settings is not None:
+        return f"int{settings.bits}"
     return "bf16" if bf16 else "fp32"
 
 

@@ -90,7 +90,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
             references = model_references(source, routers, manifest, graph)
     with stage("writing the weights"):
         write_contents(folder, request, graph, manifest, pieces, routers, lower)
-        manifest = write_networks(folder, request, manifest, pieces, routers, length)
+        manifest = write_networks(folder, request, manifest, pieces, routers, source)
     source.release()
     return manifest, references
 
@@ -117,5 +117,5 @@ def _trace_and_cut(source: SourceModel, request: ExportRequest, checkpoints: tup
     with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
         pieces = cut(traced, length)
     if request.flavour is not None:
-        check_pieces(pieces, request.weights)
+        check_pieces(pieces, request.network_weights(source.exact_in_bf16))
     return pieces

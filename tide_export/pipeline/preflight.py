@@ -14,13 +14,12 @@ from tide_export.formatting import size
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.contents import context_length
 from tide_export.pipeline.request import ExportRequest
-from tide_export.quantize.settings import CALIBRATED
 from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import refuse_recurrent_state
 
 logger = logging.getLogger("tide_export")
 
-BITS = {"fp16": 16, "bf16": 16}  # of a weight; others are float32
+BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int4": 4}  # of a weight; others are float32
 
 
 def check_source(
@@ -46,8 +45,7 @@ def check_source(
     _check_space(source, request, folder)
     if routers is None and Processes.current().count > 1:
         raise ConfigError("export runs in one process: calibrate with several, then export with --routers")
-    settings = request.quantization_settings
-    if routers is None or (settings is not None and settings.method in CALIBRATED):
+    if routers is None or request.reads_text_for_weights:
         check_text(source, request)
     return length, checkpoints
 

@@ -8,12 +8,21 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, Protocol, overload
 
-from tide_export.bundle.manifest import INT8_KV, NETWORK_PRECISIONS, PROPAGATE, TARGETS, WEIGHTS, Quantization
+from tide_export.bundle.engine_fields import FP8
+from tide_export.bundle.manifest import (
+    INT8_KV,
+    NETWORK_MATRICES,
+    NETWORK_PRECISIONS,
+    PROPAGATE,
+    TARGETS,
+    WEIGHTS,
+    Quantization,
+)
 from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.config import TideConfig
-from tide_export.engines.build import require_builder
+from tide_export.engines.build import check_matrices, require_builder
 from tide_export.errors import ConfigError
-from tide_export.quantize.settings import QUANTIZED, quantization_settings
+from tide_export.quantize.settings import CALIBRATED, QUANTIZED, quantization_settings
 from tide_export.runtime.onnxruntime.operators import require_operators
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
 from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to_build_with
@@ -35,7 +44,8 @@ class ExportRequest:
         targets: "onnxruntime", which every bundle is for, and one of "tensorrt" and "tensorrt-rtx", for which it also
             gets segment networks and engines.
         weights: for ONNX Runtime alone "fp32", "bf16", "int8" or "int4", of the graph's matrices; for TensorRT "fp32",
-            "fp16" or "bf16", of the segment networks, the graph being fp32. "auto" is bf16 for ONNX Runtime alone where
+            "fp16" or "bf16", of the segment networks, the graph being fp32; or "int4" or "fp8", of the layers' matrices
+            in networks and graph (which stores those of fp8 in float32). "auto" is bf16 for ONNX Runtime alone where
             that loses nothing and its operators are installed, else fp32.
         quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`).
         engines: build the engines; without, the bundle has the networks alone and `engines.rebuild` adds engines.
@@ -106,7 +116,9 @@ class ExportRequest:
         """The plugins that engines are built with; looked for once, with the library that builds them."""
         if self.flavour is None or not self.engines:
             return None
-        return plugins_to_build_with(self.flavour, require_builder(self.flavour), self.plugins)
+        version = require_builder(self.flavour)
+        check_matrices(self.flavour, self.weights)
+        return plugins_to_build_with(self.flavour, version, self.plugins)
 
     @property
     def propagates(self) -> bool:
@@ -125,6 +137,20 @@ class ExportRequest:
         return self.weights if self.flavour is None else "fp32"
 
     @property
+    def reads_text_for_weights(self) -> bool:
+        """Whether text chooses how weights are quantized."""
+        settings = self.quantization_settings
+        return self.weights == FP8 or (settings is not None and settings.method in CALIBRATED)
+
+    def network_weights(self, exact_in_bf16: bool) -> str:
+        """The precision of segment networks.
+
+        Args:
+            exact_in_bf16: whether the model's weights are bfloat16 numbers.
+        """
+        return self.weights if self.weights in NETWORK_PRECISIONS else "bf16" if exact_in_bf16 else "fp16"
+
+    @property
     def max_batch_size(self) -> int:
         return BATCH_SIZE if self.batch_size is None else self.batch_size
 
@@ -141,18 +167,20 @@ class ExportRequest:
         for target in self.targets:
             if target not in TARGETS:
                 raise ConfigError(f"target {target!r} is none of {', '.join(TARGETS)}")
-        known = (AUTO, *NETWORK_PRECISIONS, *QUANTIZED)
+        known = (AUTO, *NETWORK_PRECISIONS, *QUANTIZED, FP8)
         if self.weights not in known:
             raise ConfigError(f"weights {self.weights!r} are not in this release: use one of {', '.join(known)}")
         if len({target for target in self.targets if target in FLAVOURS}) > 1:
             raise ConfigError(
                 "a bundle holds the engines of one flavour: give target tensorrt or tensorrt-rtx, not both"
             )
-        if self.flavour is not None and self.weights in QUANTIZED:
+        if self.flavour is not None and self.weights not in (AUTO, *NETWORK_PRECISIONS, *NETWORK_MATRICES):
             raise ConfigError(
-                f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16 or "
-                "bf16"
+                f"weights {self.weights!r} are for target onnxruntime alone: {self.flavour.name} takes fp32, fp16, "
+                "bf16, int4 or fp8"
             )
+        if self.flavour is not None and self.symmetric is False:
+            raise ConfigError(f"--symmetric no is for target onnxruntime: {self.flavour.name} takes no zero points")
         if self.flavour is None and self.weights not in (AUTO, *WEIGHTS):
             raise ConfigError(
                 f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, bf16, "

@@ -16,7 +16,7 @@ from tide_export.model.source import SourceModel
 from tide_export.progress import stage
 from tide_export.quantize.gptq import quantize_layer, record_layer_inputs, require_gptq
 from tide_export.quantize.matrices import Matrix, find_matrices
-from tide_export.quantize.rounding import round_to_nearest
+from tide_export.quantize.rounding import Rounding, round_to_nearest
 
 logger = logging.getLogger("tide_export")
 
@@ -24,12 +24,18 @@ OUTSIDE_BITS = 8  # of head and embedding
 
 
 def quantize_model(
-    source: SourceModel, settings: Quantization, sequences: Sequence[Sequence[int]] | None = None
+    source: SourceModel,
+    settings: Quantization,
+    sequences: Sequence[Sequence[int]] | None = None,
+    rounding: Rounding = round_to_nearest,
+    outside: bool = True,
 ) -> None:
     """Quantizes the weights of `source` in place and sets its `quantized`; `weights_sha256` keeps the original hash.
 
     Args:
         sequences: texts as token ids, for a method that is calibrated.
+        rounding: chooses the scales.
+        outside: quantize the embedding and the head too.
 
     Raises:
         ConfigError: the method is not installed.
@@ -39,6 +45,8 @@ def quantize_model(
     if settings.method == "gptq":
         require_gptq()
     matrices = find_matrices(source)
+    if not outside:
+        matrices = replace(matrices, outside=[])
     total = len(matrices.all())
     if not total:
         raise UnsupportedModelError(f"{source.architecture} has no matrix that can be quantized")
@@ -49,7 +57,7 @@ def quantize_model(
         def round_all(some: Sequence[Matrix], how: Quantization) -> None:
             for matrix in some:
                 before = matrix.read()
-                blocks[matrix.name] = round_to_nearest(before, how)
+                blocks[matrix.name] = rounding(before, how)
                 matrix.write(after := blocks[matrix.name].values())
                 errors.append(_squares(before, after))
                 advance(1)
@@ -60,7 +68,7 @@ def quantize_model(
             round_all(matrices.experts[number], settings)
             if settings.method == "gptq":
                 before = {matrix.name: matrix.read() for matrix in linear.values()}
-                quantized = quantize_layer(layer, number, linear, texts, settings)
+                quantized = quantize_layer(layer, number, linear, texts, settings, rounding)
                 errors += [_squares(before[name], matrix.values()) for name, matrix in quantized.items()]
                 blocks |= quantized
                 advance(len(quantized))

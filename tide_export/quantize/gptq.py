@@ -21,7 +21,7 @@ from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.model.structure import first_tensor
 from tide_export.quantize.matrices import Matrix
-from tide_export.quantize.rounding import round_to_nearest
+from tide_export.quantize.rounding import Rounding, round_to_nearest
 
 DAMPING = 0.01  # of the Hessian's mean diagonal, added to it, as in the paper
 
@@ -88,12 +88,14 @@ def quantize_layer(
     linear: Mapping[nn.Module, Matrix],
     texts: Sequence[LayerInputs],
     settings: Quantization,
+    rounding: Rounding = round_to_nearest,
 ) -> dict[str, Blocks]:
     """Quantizes the matrices of one layer in place and advances `texts` to the next layer.
 
     Args:
         number: of the layer, from 0.
         linear: the layer's matrices by module.
+        rounding: chooses the scales.
 
     Returns:
         The blocks by the name of the matrix.
@@ -110,7 +112,7 @@ def quantize_layer(
             _run(layer, number, text)
     quantized = {}
     for module, matrix in linear.items():
-        quantized[matrix.name] = blocks = _solve(gptq, solvers[module], matrix, settings)
+        quantized[matrix.name] = blocks = _solve(gptq, solvers[module], matrix, settings, rounding)
         matrix.write(blocks.values())
     for text in texts:
         text.states = _run(layer, number, text)
@@ -135,10 +137,10 @@ def _hessians(solvers: Mapping[nn.Module, Any]) -> Iterator[None]:
         yield
 
 
-def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization) -> Blocks:
+def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization, rounding: Rounding) -> Blocks:
     if not bool(torch.isfinite(solver.H).all()) or not solver.nsamples:
         raise CalibrationError(f"the text does not reach {matrix.name}, or overflows there: give other text")
-    solver.quantizer = _Grid(settings)
+    solver.quantizer = _Grid(settings, rounding)
     # The algorithm's blocks are those of the format, so that each scale is chosen for the compensated weights.
     weight = torch.from_numpy(matrix.read())
     scales, _, zeros, values = solver.fasterquant(
@@ -153,13 +155,13 @@ def _solve(gptq: Any, solver: Any, matrix: Matrix, settings: Quantization) -> Bl
 
 
 class _Grid:
-    """Replaces Neural Compressor's quantizer: chooses scales and zero points as ONNX Runtime's kernel does.
+    """Replaces Neural Compressor's quantizer: chooses scales and zero points as `rounding` does.
 
     Without zero points, Neural Compressor's scales are 7 % larger, because they omit the lowest integer.
     """
 
-    def __init__(self, settings: Quantization):
-        self.settings = settings
+    def __init__(self, settings: Quantization, rounding: Rounding):
+        self.settings, self.rounding = settings, rounding
         self.maxq = 2**settings.bits - 1
         self.scale = self.zero = torch.zeros(1)
 
@@ -169,7 +171,7 @@ class _Grid:
 
     def find_params(self, block: torch.Tensor, weight: bool) -> None:
         """Chooses `scale` and `zero` [N, 1] for weights [N, block size]."""
-        rounded = round_to_nearest(block.numpy(), self.settings)
+        rounded = self.rounding(block.numpy(), self.settings)
         self.scale = torch.from_numpy(rounded.scales)
         self.zero = torch.full_like(self.scale, 2 ** (self.settings.bits - 1))
         if rounded.zeros is not None:  # one block a row: its zero point is in the low bits

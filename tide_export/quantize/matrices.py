@@ -39,6 +39,11 @@ class Matrix:
     transposed: bool = False
     expert: int | None = None
 
+    @property
+    def columns(self) -> int:
+        """K."""
+        return int(self._stored().shape[0 if self.transposed else 1])
+
     def read(self) -> np.ndarray:
         """Returns a float32 copy, [N, K]."""
         stored = self._stored()

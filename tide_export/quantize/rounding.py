@@ -1,9 +1,14 @@
-"""Rounds matrices to the nearest integers with ONNX Runtime's own kernel."""
+"""Rounds matrices to the nearest integers: for ONNX Runtime with its own kernel, and as TensorRT takes them."""
 
+from collections.abc import Callable
+
+import ml_dtypes
 import numpy as np
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.model.quantized_weights import Blocks
+
+Rounding = Callable[[np.ndarray, Quantization], Blocks]
 
 
 def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
@@ -20,3 +25,28 @@ def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
     zeros = np.zeros((rows, -(-blocks * settings.bits // 8)), np.uint8)
     quantize(packed, padded, scales, zeros, settings.block_size, rows, columns, settings.symmetric)
     return Blocks(packed, scales, None if settings.symmetric else zeros, columns, settings.bits)
+
+
+def round_for_tensorrt(half: np.dtype) -> Rounding:
+    """Returns `round_to_nearest` for TensorRT, which takes no zero points, and positive scales alone.
+
+    ONNX Runtime's kernel gives a block a negative scale where its largest weight is positive.
+
+    Args:
+        half: type of the scales, in which TensorRT computes.
+    """
+    smallest = float(ml_dtypes.finfo(half).smallest_subnormal)
+
+    def rounded(weight: np.ndarray, settings: Quantization) -> Blocks:
+        rows, columns = weight.shape
+        blocks = np.zeros((rows, -(-columns // settings.block_size) * settings.block_size), np.float32)
+        blocks[:, :columns] = weight
+        blocks = blocks.reshape(rows, -1, settings.block_size)
+        top = 2 ** (settings.bits - 1)
+        scales = np.maximum(blocks.max(2) / (top - 1), blocks.min(2) / -top)
+        scales = np.maximum(scales, smallest).astype(half).astype(np.float32)
+        integers = np.clip(np.rint(blocks / scales[..., None]), -top, top - 1) + top
+        integers = integers.reshape(rows, -1)[:, :columns]
+        return Blocks.from_integers(integers.astype(np.uint8), scales, np.full_like(scales, top), settings)
+
+    return rounded

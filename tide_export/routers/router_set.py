@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ class RouterSet:
 
     def check_quantization(self, source: SourceModel, path: str | os.PathLike) -> None:
         """Warns if the routers were calibrated on another quantization of the weights than that of `source`."""
-        current = None if source.quantized is None else asdict(source.quantized.settings)
+        current = None if source.quantized is None else source.quantized.record
         if self.provenance and self.provenance.get("quantization") != current:
             logger.warning("router file %s was calibrated on weights of another precision: its scores may be off", path)
 

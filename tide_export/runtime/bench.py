@@ -144,6 +144,7 @@ def bench(
     threads: int | None = None,
     verify: bool = True,
     plugins: str | os.PathLike[str] | None = None,
+    device: int | None = None,
 ) -> BenchReport:
     """Times the modes, `repeat` runs each after one warm-up run.
 
@@ -151,7 +152,7 @@ def bench(
         prompt: text to continue; None: a built-in one. A bundle without a tokenizer gets random ids (seed 0) instead.
         prompt_tokens: the prompt is cut to this many, or repeated up to it.
         threshold, min_layers, max_pending: of the mode `exit`; None: the bundle's.
-        provider, threads, verify, plugins: see `tide_export.load`.
+        provider, threads, verify, plugins, device: see `tide_export.load`.
 
     Raises:
         ConfigError: a number below 1, or more tokens than the model's context holds.
@@ -160,7 +161,7 @@ def bench(
     """
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("repeat", repeat)):
         whole_number(name, value, minimum=1, error=ConfigError)
-    engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins)
+    engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins, device=device)
     manifest = engine.manifest
     exit_options = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
     check_exits(engine.bundle, "exit", exit_options)

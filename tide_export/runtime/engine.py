@@ -49,6 +49,7 @@ def load(
     threads: int | None = None,
     verify: bool = True,
     plugins: str | os.PathLike[str] | None = None,
+    device: int | None = None,
 ) -> "Engine":
     """Opens a bundle for generation.
 
@@ -61,6 +62,7 @@ def load(
             and only once as long as the file stays untouched (see `bundle.verification`).
         plugins: the plugin library, for TensorRT engines that use plugins; None: that of the environment variable
             TIDE_PLUGINS, or an installed one.
+        device: the number of the GPU to run on, with a provider that runs on one; None: the first.
 
     Raises:
         BundleError: the bundle is missing, damaged or of another release.
@@ -69,7 +71,7 @@ def load(
     """
     opened = open_bundle(bundle, verify=False)
     with verifying(opened) if verify else contextlib.nullcontext():
-        return Engine(opened, open_provider(opened, provider, threads, plugins))
+        return Engine(opened, open_provider(opened, provider, threads, plugins, device))
 
 
 class Engine:

@@ -9,7 +9,7 @@ import logging
 import os
 
 from tide_export.bundle.opened import Bundle
-from tide_export.errors import ProviderError
+from tide_export.errors import ConfigError, ProviderError
 from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.onnxruntime.bindings import check_threads
 from tide_export.runtime.onnxruntime.segments import open_segments
@@ -20,9 +20,12 @@ from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.gpu import compute_capability
 from tide_export.runtime.tensorrt.plugins import NONE
+from tide_export.values import whole_number
 
 logger = logging.getLogger("tide_export")
 
+MAX_DEVICE = 1023
+NAME_A_GPU = "device is the number of a GPU: name a provider that runs on one"
 PROVIDERS = ("auto", "cpu", "cuda", "torch", *FLAVOURS)
 
 
@@ -31,13 +34,14 @@ def open_provider(
     provider: str = "auto",
     threads: int | None = None,
     plugins: str | os.PathLike[str] | None = None,
+    device: int | None = None,
 ) -> Backend:
     """Opens `bundle` on an engine; arguments as of `engine.load`.
 
     Raises:
         ProviderError: the provider is unknown, or cannot run this bundle here; or plugins are given for a bundle or a
-            provider without any, or threads for one that is not the CPU.
-        ConfigError: threads not in 1..1024.
+            provider without any, threads for one that is not the CPU, or a device for one that is no GPU's.
+        ConfigError: threads not in 1..1024, or a device not in 0..1023.
         BundleError: the bundle is damaged.
     """
     if provider not in PROVIDERS:
@@ -50,8 +54,12 @@ def open_provider(
         raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: omit --plugins")
     if threads is not None and provider not in ("auto", "cpu", "torch"):
         raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: omit --threads")
+    if device is not None:
+        whole_number("device", device, 0, MAX_DEVICE, ConfigError)
+        if provider in ("auto", "cpu"):
+            raise ProviderError(NAME_A_GPU)
     if provider != "auto":
-        return _open(bundle, provider, threads, plugins)
+        return _open(bundle, provider, threads, plugins, device)
     refused = []
     for candidate in _candidates(bundle):
         try:
@@ -70,24 +78,30 @@ def _candidates(bundle: Bundle) -> list[str]:
     return candidates
 
 
-def _open(bundle: Bundle, provider: str, threads: int | None, plugins: str | os.PathLike[str] | None) -> Backend:
+def _open(
+    bundle: Bundle,
+    provider: str,
+    threads: int | None,
+    plugins: str | os.PathLike[str] | None,
+    device: int | None = None,
+) -> Backend:
     if provider == "cpu":
         return BranchedBackend(bundle, open_session(bundle, threads), threads)
     if provider == "cuda":
-        backend, title = open_segments(bundle, "cuda"), "ONNX Runtime on CUDA"
+        backend, title = open_segments(bundle, "cuda", gpu=device or 0), "ONNX Runtime on CUDA"
     elif provider == "torch":
-        backend, title = _open_torch(bundle, threads), "PyTorch"
+        backend, title = _open_torch(bundle, threads, device), "PyTorch"
     else:
-        backend, title = open_engines(bundle, provider, plugins), FLAVOURS[provider].title
+        backend, title = open_engines(bundle, provider, plugins, device or 0), FLAVOURS[provider].title
     logger.info("running '%s' with %s", bundle.path, title)
     return backend
 
 
-def _open_torch(bundle: Bundle, threads: int | None) -> SegmentBackend:
+def _open_torch(bundle: Bundle, threads: int | None, device: int | None) -> SegmentBackend:
     try:
         from tide_export.runtime.pytorch.segments import open_torch
     except ImportError as error:
         raise ProviderError(
             f"provider 'torch' needs the packages torch and onnx ({error}): pip install tide_export[torch]"
         ) from None
-    return open_torch(bundle, threads=threads)
+    return open_torch(bundle, threads=threads, gpu=device)

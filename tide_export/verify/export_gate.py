@@ -87,7 +87,7 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
     del engine
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
         networks = Engine(bundle, open_segments(bundle))
-        tolerance = TOLERANCES[manifest.networks.weights]
+        tolerance = TOLERANCES[manifest.networks.precision]
         _compare("networks", networks, references, tolerance)
         if manifest.networks.max_batch_size > 1:
             batch = networks.start_batch(manifest.compaction_threshold, len(references))

@@ -35,13 +35,15 @@ class Tolerance(NamedTuple):
 
 # By the precision of an engine's weights and states. In float32 sums in another order differ by about 1e-6.
 # K/V in int8 are rounded by runtime and reference alike, but where such a difference crosses the middle between two
-# integers. Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block.
+# integers. Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block; those
+# in FP8 keep 4 bits of each.
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-3),
     "fp16": Tolerance(0.05, 0.02),
     "bf16": Tolerance(0.4, 0.1),
     "int8 K/V": Tolerance(0.02, 0.01),
     "int8 matmuls": Tolerance(0.25, 0.2),
+    "fp8": Tolerance(0.8, 0.2),
 }
 UNDECIDED_GAP = TOLERANCES["fp32"].undecided_gap
 SHOWN_DIFFERENCES = 5

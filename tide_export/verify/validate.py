@@ -27,7 +27,7 @@ from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.decoding.stats import LOOKUP_DRAFT
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.providers import open_provider
+from tide_export.runtime.providers import NAME_A_GPU, open_provider
 from tide_export.runtime.request import check_exits
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
@@ -137,6 +137,7 @@ def validate(
     threads: int | None = None,
     provider: str | None = None,
     plugins: str | os.PathLike[str] | None = None,
+    device: int | None = None,
     trust_remote_code: bool = False,
 ) -> ValidationReport:
     """Compares a bundle with its source model on real text: full depth, each threshold, the bundle's own thresholds and
@@ -151,13 +152,13 @@ def validate(
         quality: measure perplexity and agreement on this many tokens of text that the routers have not seen, too.
         provider: None: the graph, and the segment networks of a bundle that has them, on the CPU. Otherwise the engine
             to check, as `load` takes it, within the rounding of its precision.
-        plugins: for the engine to check, as `load` takes it.
+        plugins, device: for the engine to check, as `load` takes them.
         trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
 
     Raises:
         BundleError: the bundle is unusable, or was made from other weights than `model_name`'s.
-        ConfigError: a number out of range, more tokens than the model's context holds, or plugins where no TensorRT
-            engine is checked.
+        ConfigError: a number out of range, more tokens than the model's context holds, or plugins or a device where no
+            engine that takes them is checked.
         GenerationError: a threshold outside [0, 1], or an option that changes nothing with this bundle.
         ProviderError: the provider cannot run the bundle here.
         ModelError, DatasetError, RouterFileError: as `load_model`, `read_sequences` and `RouterSet.load`.
@@ -168,6 +169,8 @@ def validate(
     check_exits(opened, "exit", {"threshold": thresholds, "max_pending": max_pending})
     if plugins not in (None, NONE) and provider in (None, "cpu"):
         raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: omit --plugins")
+    if device is not None and provider in (None, "cpu"):
+        raise ConfigError(NAME_A_GPU)
     spec = _dataset(opened, dataset)
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
     source = load_model(model_name, trust_remote_code=trust_remote_code)
@@ -177,7 +180,7 @@ def validate(
     texts = pick_prompts(tokenizer, spec, prompts, longest_prompt)
     read = [] if quality is None else quality_texts(opened.manifest, tokenizer, spec, quality)
     routers = _routers(opened, source)
-    engines = _engines(opened, provider, threads, plugins)
+    engines = _engines(opened, provider, threads, plugins, device)
     checks, batches = list[Check](), list[BatchCheck]()
     total = len(engines) * len(settings) * len(texts)
     total += sum(tested.as_deployed for tested in engines) * len({setting.mode for setting in settings})
@@ -270,13 +273,17 @@ def _one_per_mode(settings: Sequence[_Setting], checks: Sequence[Check]) -> dict
 
 
 def _engines(
-    bundle: Bundle, provider: str | None, threads: int | None, plugins: str | os.PathLike[str] | None = None
+    bundle: Bundle,
+    provider: str | None,
+    threads: int | None,
+    plugins: str | os.PathLike[str] | None = None,
+    device: int | None = None,
 ) -> list[EngineUnderTest]:
     """Opens the engine of `provider`, or by default the graph and the segment networks of a bundle that has them."""
     networks = bundle.manifest.networks
     if provider not in (None, "cpu"):
-        engine = Engine(bundle, open_provider(bundle, provider, threads, plugins))
-        return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.weights if networks else "fp32"])]
+        engine = Engine(bundle, open_provider(bundle, provider, threads, plugins, device))
+        return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.precision if networks else "fp32"])]
     engines = graph_engines(bundle, threads)
     if provider is None and networks is not None:
         try:
@@ -285,7 +292,7 @@ def _engines(
             logger.warning("the segment networks are not checked: %s", error)
         else:
             engine = Engine(bundle, backend)
-            engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.weights]))
+            engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.precision]))
     return engines
 
 

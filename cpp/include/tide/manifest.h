@@ -49,6 +49,8 @@ struct NetworksInfo {
   std::int64_t exit_size = 0;        // width of the states that the head takes
   std::int64_t max_batch_size = 0;   // sequences of one run, at most
   std::int64_t max_slot_tokens = 0;  // tokens of each sequence in a run over several, at most
+  // Of the layers, stored as "int4" or "fp8"; none: as `weights`.
+  std::optional<std::string> matrices;
 };
 
 // An optimization profile: minimum, optimum and maximum tokens of each sequence in a run, and maximum sequences.

@@ -31,6 +31,7 @@ struct LoadOptions {
   // "cpu" (ONNX Runtime), "tensorrt" or "tensorrt-rtx" (the bundle's engines, on the GPU). "auto": the engines if there
   // are any and they run here, else the CPU. A provider that is named never falls back to another.
   std::string provider = "auto";
+  std::optional<std::int64_t> device;  // number of the GPU that a named provider runs on; none: the first
   // The plugin library for TensorRT engines that hold plugins; none: that of the environment variable TIDE_PLUGINS.
   // "none": no library.
   std::optional<std::filesystem::path> plugins;

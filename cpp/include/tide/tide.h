@@ -66,7 +66,7 @@ TIDE_API const char* tide_last_error(void);
 
 /* --- engines ------------------------------------------------------------------------------------------------------- */
 
-/* Opens a bundle. options: "provider", "threads", "verify", "plugins"; "tokenizers": see below. */
+/* Opens a bundle. options: "provider", "threads", "verify", "plugins", "device"; "tokenizers": see below. */
 TIDE_API tide_status tide_load(const char* bundle, const char* options, tide_engine** engine);
 TIDE_API void tide_engine_free(tide_engine* engine);
 

@@ -25,10 +25,13 @@ std::optional<std::map<std::string, BuiltEngine>> built_of(Field const& field) {
 std::optional<NetworksInfo> networks_of(Field const& field) {
   if (field.is_null()) return std::nullopt;
   field.object({"weights", "capacity", "state_rows", "max_tokens", "max_logits", "exit_size", "max_batch_size",
-                "max_slot_tokens"});
-  return NetworksInfo{field["weights"].text(),         field["capacity"].whole(),   field["state_rows"].whole(),
-                      field["max_tokens"].whole(),     field["max_logits"].whole(), field["exit_size"].whole(),
-                      field["max_batch_size"].whole(), field["max_slot_tokens"].whole()};
+                "max_slot_tokens", "matrices"},
+               {"matrices"});
+  std::optional<std::string> matrices;
+  if (field.has("matrices") && !field["matrices"].is_null()) matrices = field["matrices"].text();
+  return NetworksInfo{field["weights"].text(),         field["capacity"].whole(),        field["state_rows"].whole(),
+                      field["max_tokens"].whole(),     field["max_logits"].whole(),      field["exit_size"].whole(),
+                      field["max_batch_size"].whole(), field["max_slot_tokens"].whole(), matrices};
 }
 
 std::optional<EnginesInfo> engines_of(Field const& field) {

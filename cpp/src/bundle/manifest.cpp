@@ -138,6 +138,8 @@ void check_networks(Manifest const& manifest, Require const& require) {
   if (auto const& networks = manifest.networks) {
     require(std::set<std::string>{"fp32", "fp16", "bf16"}.count(networks->weights) == 1, "networks.weights",
             "must be one of fp32, fp16, bf16");
+    require(!networks->matrices || std::set<std::string>{"int4", "fp8"}.count(*networks->matrices) == 1,
+            "networks.matrices", "must be one of int4, fp8");
     std::pair<char const*, std::int64_t> const sizes[] = {
         {"capacity", networks->capacity},             {"max_tokens", networks->max_tokens},
         {"max_logits", networks->max_logits},         {"exit_size", networks->exit_size},

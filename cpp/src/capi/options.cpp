@@ -54,6 +54,7 @@ OpenOptions open_options(char const* text) {
       {"threads", [&](Field const& field) { options.load.threads = field.whole(); }},
       {"verify", [&](Field const& field) { options.load.verify = field.boolean(); }},
       {"plugins", [&](Field const& field) { options.load.plugins = field.text(); }},
+      {"device", [&](Field const& field) { options.load.device = field.whole(); }},
       {"tokenizers", [&](Field const& field) { options.tokenizers = field.text(); }},
   });
   return options;

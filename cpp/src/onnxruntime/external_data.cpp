@@ -14,9 +14,10 @@ constexpr std::uint64_t kDims = 1, kDataType = 2, kName = 8, kExternalData = 13;
 constexpr std::uint64_t kKey = 1, kValue = 2;
 
 // Bytes of an element: float, uint8, int8, uint16, int16, int32, int64, bool, float16, double, uint32, uint64,
-// bfloat16.
-std::map<int, std::size_t> const kElementSizes = {{1, 4}, {2, 1},  {3, 1},  {4, 2},  {5, 2},  {6, 4}, {7, 8},
-                                                  {9, 1}, {10, 2}, {11, 8}, {12, 4}, {13, 8}, {16, 2}};
+// bfloat16, float8e4m3fn.
+std::map<int, std::size_t> const kElementSizes = {{1, 4},  {2, 1},  {3, 1},  {4, 2},  {5, 2},  {6, 4},  {7, 8},
+                                                  {9, 1}, {10, 2}, {11, 8}, {12, 4}, {13, 8}, {16, 2}, {17, 1}};
+constexpr int kInt4 = 22;  // whose elements are packed in pairs
 
 struct NotOnnx : std::runtime_error {
   NotOnnx() : std::runtime_error("no ONNX model") {}
@@ -105,15 +106,15 @@ ExternalTensor external_tensor(std::vector<WireField> const& fields) {
 
 std::optional<std::size_t> ExternalTensor::size() const {
   auto const found = kElementSizes.find(type);
-  if (found == kElementSizes.end()) return std::nullopt;
+  if (found == kElementSizes.end() && type != kInt4) return std::nullopt;
   constexpr std::size_t largest = std::numeric_limits<std::size_t>::max();
-  std::size_t size = found->second;
+  std::size_t size = type == kInt4 ? 1 : found->second;
   for (std::int64_t const dim : shape) {
     auto const count = static_cast<std::size_t>(dim);
     if (dim < 0 || (count > 0 && size > largest / count)) return largest;
     size *= count;
   }
-  return size;
+  return type == kInt4 && size < largest ? (size + 1) / 2 : size;
 }
 
 std::vector<ExternalTensor> external_tensors(std::string_view model) {

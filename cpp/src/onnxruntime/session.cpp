@@ -21,6 +21,7 @@ namespace {
 // How long a worker thread spins for the next operator before it sleeps: tide_export/runtime/onnxruntime/session.py
 // explains the choice.
 constexpr char const* kSpinMicroseconds = "20";
+constexpr char const* kFloat32Matmuls = "1";  // the accuracy_level of MatMulNBits
 
 std::map<std::string, ONNXTensorElementDataType> const kTypes = {
     {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},    {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
@@ -50,6 +51,8 @@ Ort::SessionOptions session_options(std::optional<std::int64_t> threads) {
   Ort::SessionOptions options;
   options.SetIntraOpNumThreads(static_cast<int>(threads.value_or(0)));
   options.AddConfigEntry("session.intra_op.spin_duration_us", kSpinMicroseconds);
+  // By default it would round the inputs of dequantized matrices to 8 bits.
+  options.AddConfigEntry("session.qdq_matmulnbits_accuracy_level", kFloat32Matmuls);
   options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // errors reach the caller as exceptions
   return options;
 }

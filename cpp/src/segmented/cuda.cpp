@@ -14,18 +14,34 @@ namespace {
 constexpr std::size_t kMaxGraphs = 256;  // recorded per device; the least recently used is evicted
 constexpr std::size_t kMaxSeen = 4096;   // keys seen once
 
+thread_local int current_gpu = -1;  // the one that CUDA uses in this thread; -1: not known
+
+std::string reason_of(cudaError_t error) {
+  return error == cudaErrorMemoryAllocation ? "the GPU has not enough free memory for the sequence's buffers"
+                                            : cudaGetErrorString(error);
+}
+
 // Throws GenerationError unless a call of the runtime API succeeded.
 void require(cudaError_t error, char const* call) {
-  if (error == cudaSuccess) return;
-  std::string const reason = error == cudaErrorMemoryAllocation
-                                 ? "the GPU has not enough free memory for the sequence's buffers"
-                                 : cudaGetErrorString(error);
-  throw GenerationError(std::string("CUDA failed (") + call + "): " + reason);
+  if (error != cudaSuccess) throw GenerationError(std::string("CUDA failed (") + call + "): " + reason_of(error));
 }
 
 }  // namespace
 
-CudaDevice::CudaDevice() {
+void select_gpu(int gpu) {
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess && gpu >= count) {
+    throw ProviderError("there is no GPU " + std::to_string(gpu) + ": CUDA finds " + std::to_string(count) +
+                        ", numbered from 0");
+  }
+  if (error == cudaSuccess) error = cudaSetDevice(gpu);
+  if (error != cudaSuccess) throw ProviderError("the GPU cannot be used: " + reason_of(error));
+  current_gpu = gpu;
+}
+
+CudaDevice::CudaDevice(int gpu) : gpu_(gpu) {
+  select_gpu(gpu);
   try {
     require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   } catch (GenerationError const& error) {
@@ -39,7 +55,15 @@ CudaDevice::~CudaDevice() {
   cudaStreamDestroy(stream_);
 }
 
+// Lets CUDA use this GPU, if another thread's or another engine's was used before.
+void CudaDevice::use() const {
+  if (current_gpu == gpu_) return;
+  require(cudaSetDevice(gpu_), "cudaSetDevice");
+  current_gpu = gpu_;
+}
+
 Buffer CudaDevice::allocate(std::size_t size) {
+  use();
   void* memory = nullptr;
   require(cudaMalloc(&memory, size), "cudaMalloc");
   Buffer const buffer{{memory, cudaFree}, static_cast<std::byte*>(memory), size};
@@ -48,6 +72,7 @@ Buffer CudaDevice::allocate(std::size_t size) {
 }
 
 Buffer CudaDevice::staging(std::size_t size) {
+  use();
   void* memory = nullptr;
   require(cudaHostAlloc(&memory, size, cudaHostAllocDefault), "cudaHostAlloc");
   Buffer const buffer{{memory, cudaFreeHost}, static_cast<std::byte*>(memory), size};
@@ -56,18 +81,22 @@ Buffer CudaDevice::staging(std::size_t size) {
 }
 
 void CudaDevice::upload(std::byte* target, std::byte const* source, std::size_t size) {
+  use();
   require(cudaMemcpyAsync(target, source, size, cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::download(std::byte* target, std::byte const* source, std::size_t size) {
+  use();
   require(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::copy(std::byte* target, std::byte const* source, std::size_t size) {
+  use();
   require(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToDevice, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) {
+  use();
   if (count == 1) {  // a stride may not be 2 GiB or more
     require(cudaMemsetAsync(target, 0, size, stream_), "cudaMemsetAsync");
   } else {
@@ -75,9 +104,13 @@ void CudaDevice::clear(std::byte* target, std::size_t size, std::size_t count, s
   }
 }
 
-void CudaDevice::synchronize() { require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+void CudaDevice::synchronize() {
+  use();
+  require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+}
 
 void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
+  use();
   if (auto const entry = index_.find(key); entry != index_.end()) {
     recorded_.splice(recorded_.end(), recorded_, entry->second);
     require(cudaGraphLaunch(entry->second->second, stream_), "cudaGraphLaunch");

@@ -2,8 +2,7 @@
 //
 // Work is queued the first time its key is seen, queued and recorded the second time (TensorRT requires a run between a
 // change of shape and the recording), and replayed in one launch from then on. Where recording fails the device records
-// no more and queues every run, which is slower: one warning on stderr. Uses CUDA's device 0, which
-// CUDA_VISIBLE_DEVICES chooses.
+// no more and queues every run, which is slower: one warning on stderr.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,10 +17,14 @@
 
 namespace tide {
 
+// Lets CUDA, and libraries on it, use this GPU in this thread. Throws ProviderError: CUDA cannot be used, or there is no
+// such GPU.
+void select_gpu(int gpu);
+
 class CudaDevice final : public Device {
  public:
-  // Throws ProviderError: CUDA cannot be used.
-  CudaDevice();
+  // gpu: its number. Throws ProviderError, as `select_gpu`.
+  explicit CudaDevice(int gpu = 0);
   CudaDevice(CudaDevice const&) = delete;
   CudaDevice& operator=(CudaDevice const&) = delete;
   ~CudaDevice() override;
@@ -44,9 +47,11 @@ class CudaDevice final : public Device {
  private:
   using Recorded = std::list<std::pair<WorkKey, cudaGraphExec_t>>;
 
+  void use() const;
   cudaGraphExec_t record(std::function<void()> const& work);
   void evict();
 
+  int gpu_;
   cudaStream_t stream_ = nullptr;
   bool records_ = true, recording_ = false;
   std::set<WorkKey> seen_;                       // keys seen once

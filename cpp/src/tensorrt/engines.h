@@ -32,11 +32,12 @@ void check_machine(Bundle const& bundle, std::string const& version, ComputeCapa
 //
 // plugins: the plugin library, for engines that hold plugins; none: as `find_plugins`.
 // log: receives a sentence if the plugin library is another build than the engines were built with.
+// gpu: the number of the GPU to run on.
 //
 // Throws ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
 // BundleError: the engines do not match the manifest.
 std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
                                       std::optional<std::filesystem::path> const& plugins,
-                                      std::function<void(std::string const&)> const& log);
+                                      std::function<void(std::string const&)> const& log, int gpu = 0);
 
 }  // namespace tide

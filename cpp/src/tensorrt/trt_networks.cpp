@@ -93,12 +93,14 @@ class Library {
 };
 
 // The GPU's; {0, 0}: there is none. Throws ProviderError: its driver is too old for the CUDA runtime that is linked.
-ComputeCapability compute_capability() {
+ComputeCapability compute_capability(int gpu) {
   ComputeCapability device;
-  if (cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
-      cudaDeviceGetAttribute(&device.minor, cudaDevAttrComputeCapabilityMinor, 0) == cudaSuccess) {
+  if (cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, gpu) == cudaSuccess &&
+      cudaDeviceGetAttribute(&device.minor, cudaDevAttrComputeCapabilityMinor, gpu) == cudaSuccess) {
     return device;
   }
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) select_gpu(gpu);  // throws
   cudaGetLastError();  // clears the error
   int driver = 0;      // without one it stays 0
   cudaDriverGetVersion(&driver);
@@ -248,6 +250,7 @@ class TrtNetwork final : public Network {
 // All engines of a bundle, with the library's objects that they need.
 struct Engines {
   ErrorLog log;
+  int gpu = 0;
   std::unique_ptr<nvinfer1::IRuntime> runtime;
   std::vector<LoadedEngine> engines;  // in the order of `network_specs`
   std::size_t memory = kAlignment;    // bytes of working memory, the largest engine's
@@ -265,7 +268,7 @@ struct Engines {
   }
 
   DeviceNetworks open_device() const {
-    auto device = std::make_unique<CudaDevice>();
+    auto device = std::make_unique<CudaDevice>(gpu);
     Buffer const working = device->allocate(memory);
     DeviceNetworks opened;
     for (LoadedEngine const& engine : engines) {
@@ -280,7 +283,7 @@ struct Engines {
 
 std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
                                       std::optional<std::filesystem::path> const& plugins,
-                                      std::function<void(std::string const&)> const& log) {
+                                      std::function<void(std::string const&)> const& log, int gpu) {
   check_engines(bundle, flavour);
   if (flavour != kFlavour) {
     throw ProviderError("this tide_runtime was built with " + kTitle +
@@ -289,11 +292,13 @@ std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
   }
   Library const library;
   std::string const version = library.version();
-  check_machine(bundle, version, compute_capability());
+  check_machine(bundle, version, compute_capability(gpu));
+  select_gpu(gpu);
   if (bundle.manifest.engines->plugins) {
     library.register_plugins(plugins_to_load(bundle, version, plugins, log).path);
   }
   auto const loaded = std::make_shared<Engines>();
+  loaded->gpu = gpu;
   loaded->runtime.reset(library.runtime(loaded->log));
   if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.last());
   std::vector<NetworkSpec> specs = network_specs(bundle.manifest);

@@ -36,6 +36,12 @@ class FakeCudart:
     def enqueue(self, work) -> None:
         (self.queue if self.capture is None else self.capture).append(work)
 
+    def cudaGetDeviceCount(self):
+        return Error.cudaSuccess, 1
+
+    def cudaSetDevice(self, device: int):
+        return (Error.cudaSuccess,)
+
     def cudaMalloc(self, size: int):
         if sum(map(len, self.blocks.values())) + size > self.limit:
             return Error.cudaErrorMemoryAllocation, None

@@ -10,7 +10,8 @@ import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from tide_export.runtime.pytorch.program import Program
+from tide_export.runtime.pytorch.operators import dequantize_linear, quantize_linear
+from tide_export.runtime.pytorch.program import Program, tensor_of
 from tide_export.runtime.pytorch.segments import TorchNetwork
 from tide_export.runtime.segmented.network_spec import NetworkSpec, Tensor
 
@@ -189,3 +190,23 @@ def test_a_buffer_is_updated_in_place_or_copied_to_another_address(chained: bool
     np.testing.assert_array_equal(past, before)
     network.run({name: array.ctypes.data for name, array in (addresses | {"present": past}).items()}, 1)
     np.testing.assert_array_equal(past, expected)
+
+
+def test_fp8_saturates_and_rounds_to_even() -> None:
+    x = np.concatenate([floats(200) * 10, np.float32([0, 1e-4, 1e4, -1e4, 17, 19])])
+    expected = np.clip(x / np.float32(0.5), -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale, zero = torch.tensor(0.5), torch.zeros((), dtype=torch.float8_e4m3fn)
+    numbers = quantize_linear(torch.from_numpy(x), scale, zero)
+    np.testing.assert_array_equal(numbers.float().numpy(), expected)
+    np.testing.assert_array_equal(dequantize_linear(numbers, scale).numpy(), expected * np.float32(0.5))
+
+
+def test_integers_of_4_bits_are_unpacked_and_dequantized_by_blocks() -> None:
+    integers = RNG.integers(-8, 8, (9, 3)).astype(ml_dtypes.int4)  # an odd number of them
+    tensor = numpy_helper.from_array(integers, "w")
+    found = tensor_of(np.frombuffer(tensor.raw_data, np.uint8), tensor.data_type, tensor.dims)
+    np.testing.assert_array_equal(found.numpy(), integers.astype(np.int8))
+    scales = np.abs(floats(3, 3))
+    expected = integers.astype(np.float32) * scales.repeat(3, 0)
+    computed = dequantize_linear(found, torch.from_numpy(scales), axis=0, block_size=3)
+    np.testing.assert_array_equal(computed.numpy(), expected)

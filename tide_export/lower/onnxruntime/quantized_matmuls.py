@@ -13,14 +13,17 @@ that `verify.quantized` can read the model back out of a bundle.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from tide_export.bundle.manifest import Quantization
-from tide_export.model.quantized_weights import Blocks, concatenate
+from tide_export.model.quantized_weights import Blocks, Fp8Matrix, concatenate
 from tide_export.names import DOMAIN, OP_INTEGER_MATMUL, OP_QUANTIZED_GATHER, OP_QUANTIZED_MATMUL, WEIGHTS_METADATA
 from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.trace.rewriting import (
+    FLOAT,
     constant,
+    derived_weight,
     ensure_none_left,
     integers,
     nodes_of,
@@ -31,8 +34,8 @@ from tide_export.trace.rewriting import (
 
 
 class QuantizedMatMulsPass(ir.passes.InPlacePass):
-    def __init__(self, blocks: Mapping[str, Blocks], settings: Quantization | None):
-        """`blocks`: the matrices by the names the nodes use; `settings`: None only if the model is not quantized."""
+    def __init__(self, blocks: Mapping[str, Blocks | Fp8Matrix], settings: Quantization | None):
+        """`blocks`: the matrices by the names the nodes use; `settings`: None for matrices in FP8, or if none is."""
         super().__init__()
         self.blocks = blocks
         self.settings = settings
@@ -40,7 +43,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
     def requires(self, model: ir.Model) -> None:
         for node in _symbolic(model):
             for name in node.attributes["weights"].as_strings():
-                if name not in self.blocks or self.settings is None:
+                if name not in self.blocks:
                     raise ir.passes.PreconditionError(f"the graph multiplies by {name}, which was not quantized")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -58,7 +61,12 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
 
     def _matmul(self, graph: ir.Graph, node: ir.Node) -> None:
         names = node.attributes["weights"].as_strings()
-        matrix = concatenate([self.blocks[name] for name in names])
+        parts = [self.blocks[name] for name in names]
+        blocks = [part for part in parts if isinstance(part, Blocks)]
+        if not blocks:
+            _float_matmul(graph, node, names, parts)
+            return
+        matrix = concatenate(blocks)
         attributes = {
             "K": matrix.columns,
             "N": matrix.rows,
@@ -81,6 +89,7 @@ class QuantizedMatMulsPass(ir.passes.InPlacePass):
     def _gather(self, graph: ir.Graph, node: ir.Node) -> None:
         (name,) = names = node.attributes["weights"].as_strings()
         matrix, output = self.blocks[name], node.outputs[0]
+        assert isinstance(matrix, Blocks)
         _, *rest = _stored(graph, names, matrix)
         rows = constant(graph, f"{name}.rows", matrix.packed.reshape(matrix.rows, -1))
         attributes = {"bits": matrix.bits, "block_size": matrix.block_size, "gather_axis": 0, "quantize_axis": 1}
@@ -101,6 +110,22 @@ def integer_matmul_function(name: str) -> ir.Function:
     body = ir.Graph(inputs, [y], nodes=[node], opset_imports={"com.microsoft": 1}, name=name)
     taken = [ir.Attr(setting, ir.AttributeType.INT, None) for setting in settings]
     return ir.Function(DOMAIN, name, graph=body, attributes=taken)
+
+
+def _float_matmul(graph: ir.Graph, node: ir.Node, names: Sequence[str], matrices: Sequence[Blocks | Fp8Matrix]) -> None:
+    """Replaces `node` by a MatMul in float32 with the numbers that its matrices represent."""
+    x, *bias = node.inputs
+    rows, columns, output = sum(matrix.rows for matrix in matrices), matrices[0].columns, node.outputs[0]
+
+    def values() -> np.ndarray:
+        return np.ascontiguousarray(np.concatenate([matrix.values() for matrix in matrices]).T)
+
+    weight = derived_weight(graph, f"{'+'.join(names)}.values", [columns, rows], FLOAT, values)
+    product = op_before(node, "MatMul", [x, weight], dtype=FLOAT, shape=output.shape)
+    present(product.producer()).metadata_props[WEIGHTS_METADATA] = "\n".join(names)
+    if bias:
+        product = op_before(node, "Add", [product, *bias], dtype=FLOAT, shape=output.shape)
+    replace_value(output, product)
 
 
 def quantized_names(node: ir.Node) -> list[str]:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 
 from tide_export import names
-from tide_export.bundle.engine_fields import NetworksInfo
+from tide_export.bundle.engine_fields import FP8, NetworksInfo
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
 from tide_export.compose.cut import Pieces, check_positions, is_attention, layer_of, sinks_and_bias
@@ -22,7 +22,9 @@ from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import UnsupportedModelError
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathering_tokens
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass, check_weights
+from tide_export.lower.tensorrt.quantized_matmuls import QuantizedMatMulsPass
 from tide_export.lower.tensorrt.scatter_attention import ScatterAttentionPass
+from tide_export.model.quantized_weights import QuantizedWeights
 from tide_export.trace.rewriting import remove_unused, run_passes
 
 logger = logging.getLogger("tide_export")
@@ -45,11 +47,12 @@ class Networks:
     """The networks of one model, by name: `names.segment(k)`, shallowest first, and `names.HEAD`.
 
     Attributes:
-        weights: fp32, fp16 or bf16.
+        weights: fp32, fp16 or bf16, of states and K/V, and of all weights but `matrices`.
         capacity: tokens the K/V buffers hold, the longest sequence.
         exit_size: width D' of the states the head takes.
         max_tokens: tokens a run may take, if experts are gathered.
         unbatched: why sequences cannot be batched, if they cannot.
+        matrices: int4 or fp8, of the layers' matrices; None: as `weights`.
     """
 
     models: dict[str, ir.Model]
@@ -58,6 +61,7 @@ class Networks:
     exit_size: int
     max_tokens: int | None = None
     unbatched: str | None = None
+    matrices: str | None = None
 
     def info(self, manifest: Manifest, batch_size: int = BATCH_SIZE) -> NetworksInfo:
         """Their entry in the manifest; logs a warning if they cannot take `batch_size` sequences in a run.
@@ -79,6 +83,7 @@ class Networks:
             self.exit_size,
             sizes.max_batch_size,
             sizes.max_slot_tokens,
+            self.matrices,
         )
 
     def _unaligned(self, manifest: Manifest) -> str | None:
@@ -113,13 +118,19 @@ class Networks:
 
 
 def networks_for_tensorrt(
-    pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None, capacity: int, weights: str = "fp32"
+    pieces: Pieces,
+    routers: RouterWeights,
+    lenses: LensWeights | None,
+    capacity: int,
+    weights: str = "fp32",
+    quantized: QuantizedWeights | None = None,
 ) -> Networks:
     """The networks of `pieces`, ready to be saved.
 
     Args:
         capacity: tokens the K/V buffers hold; the `max_length` of `cut`.
         weights: fp32, fp16 or bf16, of weights, states and K/V; routers and logits are always float32.
+        quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
 
     Raises:
         GraphError: a router or lens is missing or has another width.
@@ -134,12 +145,13 @@ def networks_for_tensorrt(
         unbatched = str(error)
     precision = [HalfPrecisionPass(weights)] if weights != "fp32" else []
     for model in models.values():
-        run_passes(model, *precision)
+        run_passes(model, *precision, QuantizedMatMulsPass({} if quantized is None else quantized.blocks))
         bounds.append(max_gathering_tokens(model))
         run_passes(model, ScatterAttentionPass(), ExpertGatherPass())
         remove_unused(model)
     max_tokens = min((bound for bound in bounds if bound is not None), default=None)
-    return Networks(models, weights, capacity, pieces.normalized_size, max_tokens, unbatched)
+    matrices = None if quantized is None else FP8 if quantized.settings is None else f"int{quantized.settings.bits}"
+    return Networks(models, weights, capacity, pieces.normalized_size, max_tokens, unbatched, matrices)
 
 
 def check_pieces(pieces: Pieces, weights: str) -> None:
@@ -161,6 +173,7 @@ def check_operators(pieces: Pieces) -> None:
         UnsupportedModelError: naming an operator TensorRT does not take, and where the model computes with it.
     """
     symbols = {(names.DOMAIN, name) for name in (names.OP_ATTENTION, names.OP_EXPERT_MATMUL, names.OP_CHECKPOINT)}
+    symbols.add((names.DOMAIN, names.OP_QUANTIZED_MATMUL))
     for node in (node for graph in pieces.segments for node in graph if is_attention(node)):
         if None not in sinks_and_bias(node):
             raise UnsupportedModelError(

@@ -7,7 +7,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from tide_export import names
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, ConfigError, ProviderError, TideError, first_line
-from tide_export.runtime.onnxruntime.external_data import ELEMENT_SIZES, ExternalTensor, external_tensors
+from tide_export.runtime.onnxruntime.external_data import ELEMENT_SIZES, INT4, ExternalTensor, external_tensors
 from tide_export.runtime.onnxruntime.huge_pages import huge_pages
 from tide_export.runtime.onnxruntime.operators import register_operators, require_operators
 from tide_export.runtime.segmented.network_spec import BATCH, TOKENS, NetworkSpec, Tensor
@@ -29,6 +29,7 @@ from tide_export.values import whole_number
 # which starves whatever else runs on the cores, another engine first of all (tools/benchmarks/threads.py).
 SPIN_MICROSECONDS = 20
 MAX_THREADS = 1024  # above the cores of most machines; ONNX Runtime starts all of them
+FLOAT32_MATMULS = "1"  # the accuracy_level of MatMulNBits
 FATAL = 4  # ONNX Runtime's log level: its errors reach the user as exceptions, not a second time on stderr
 
 
@@ -62,6 +63,8 @@ def session_options(ort: ModuleType, threads: int | None) -> Any:
     options.log_severity_level = FATAL
     options.intra_op_num_threads = int(threads or 0)
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
+    # By default it would round the inputs of dequantized matrices to 8 bits.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", FLOAT32_MATMULS)
     return options
 
 
@@ -73,6 +76,7 @@ def load_session(
     providers: Sequence[str] = ("CPUExecutionProvider",),
     weights: str = names.WEIGHTS_FILE,
     graph: bytes | None = None,
+    provider_options: Sequence[Mapping[str, str]] | None = None,
 ) -> Any:
     """The `InferenceSession` of a network of a bundle.
 
@@ -83,6 +87,7 @@ def load_session(
         name: the network's file.
         weights: the file that holds its external weights.
         graph: what to load instead of the content of file `name`.
+        provider_options: of every provider.
 
     Raises:
         BundleError: it does not load, or a file was changed since the bundle was opened.
@@ -100,8 +105,7 @@ def load_session(
         arrays = [external_array(tensor, memory, str(file.path)) for tensor in tensors]
         try:
             values = {
-                tensor.name: ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.dtype)
-                for array, tensor in zip(arrays, tensors, strict=True)
+                tensor.name: _ort_value(ort, tensor, array) for array, tensor in zip(arrays, tensors, strict=True)
             }
 
             def opened(folder: str, shared: bool) -> Any:
@@ -116,7 +120,9 @@ def load_session(
                     options.add_external_initializers(list(values), list(values.values()))
                 # On the CPU it would fall back to the CPU, and write that to stdout.
                 falls_back = int("CPUExecutionProvider" not in providers)
-                return ort.InferenceSession(graph, options, providers=list(providers), enable_fallback=falls_back)
+                return ort.InferenceSession(
+                    graph, options, list(providers), provider_options, enable_fallback=falls_back
+                )
 
             session = None
             if values and "CPUExecutionProvider" in providers and not huge_pages():
@@ -158,14 +164,23 @@ def return_free_memory() -> None:
 
 
 def external_array(tensor: ExternalTensor, memory: Any, network: str) -> np.ndarray:
-    """The data of `tensor` in the memory of its file, as unsigned integers of its size."""
-    size = ELEMENT_SIZES.get(tensor.dtype)
+    """The data of `tensor` in the memory of its file, as unsigned integers of its size; of 4 bits, as bytes [n]."""
+    packed = tensor.dtype == INT4
+    size = 1 if packed else ELEMENT_SIZES.get(tensor.dtype)
     if size is None:
         raise BundleError(f"'{network}' keeps {tensor.name} in another file, in a type of tensor that no bundle has")
-    available = len(memory) - tensor.offset
-    if tensor.offset < 0 or math.prod(tensor.shape) * size > available:
+    shape = (-(-math.prod(tensor.shape) // 2),) if packed else tensor.shape
+    if tensor.offset < 0 or math.prod(shape) * size > len(memory) - tensor.offset:
         raise BundleError(f"'{network}' has the tensor {tensor.name} outside of the file of its weights")
-    return np.ndarray(tensor.shape, f"u{size}", memory, tensor.offset)
+    return np.ndarray(shape, f"u{size}", memory, tensor.offset)
+
+
+def _ort_value(ort: ModuleType, tensor: ExternalTensor, array: np.ndarray) -> Any:
+    """The tensor, of which ONNX Runtime takes address, shape and type."""
+    if tensor.dtype == INT4:  # ONNX Runtime reads half as many bytes as the shape has elements
+        strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
+        array = np.lib.stride_tricks.as_strided(array, tensor.shape, strides)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, tensor.dtype)
 
 
 def check_tensors(session: Any, spec: NetworkSpec, file: str) -> None:

@@ -12,8 +12,9 @@ DIMS, DATA_TYPE, NAME, EXTERNAL_DATA = 1, 2, 8, 13
 KEY, VALUE = 1, 2
 
 # Bytes of an element, by TensorProto.DataType: float, uint8, int8, uint16, int16, int32, int64, bool, float16, double,
-# uint32, uint64, bfloat16.
-ELEMENT_SIZES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
+# uint32, uint64, bfloat16, float8e4m3fn.
+ELEMENT_SIZES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2, 17: 1}
+INT4 = 22  # whose elements are packed in pairs, the first in the low half of a byte
 
 Field = tuple[int, int | memoryview]
 T = TypeVar("T", int, memoryview)

@@ -17,18 +17,20 @@ from tide_export.runtime.onnxruntime.bindings import (
     load_session,
 )
 from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.segmented.cuda import CudaDevice, select_gpu
 from tide_export.runtime.segmented.device import Device, HostDevice
 from tide_export.runtime.segmented.network_spec import NetworkSpec, specs
 
 BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16, which numpy has no type for
 
 
-def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = None) -> SegmentBackend:
+def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = None, gpu: int = 0) -> SegmentBackend:
     """The bundle's segment networks in ONNX Runtime.
 
     Args:
         device: "cpu" or "cuda".
         threads: threads one run may use on the CPU; None leaves it to ONNX Runtime.
+        gpu: the number of the GPU that "cuda" runs on.
 
     Raises:
         ProviderError: the bundle has no segment networks or none that run there, or ONNX Runtime or the GPU is missing.
@@ -45,14 +47,20 @@ def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = Non
         )
     ort = import_onnxruntime()
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"]}[device]
+    on_gpu = [{"device_id": str(gpu)}] if device == "cuda" else None
     if providers[0] not in ort.get_available_providers():
         raise ProviderError(f"this ONNX Runtime has no {providers[0]}: pip install tide_export[gpu]")
+    if on_gpu is not None:
+        select_gpu(gpu)
     expected = specs(manifest, info)
     weights = f"{names.SEGMENTS_FOLDER}/{names.SEGMENTS_WEIGHTS_FILE}"
     sessions = {}
     for name, spec in expected.items():
         file = names.network_file(name)
-        path, session = bundle.file(file).path, load_session(ort, bundle, file, threads, providers, weights)
+        path, session = (
+            bundle.file(file).path,
+            load_session(ort, bundle, file, threads, providers, weights, provider_options=on_gpu),
+        )
         if session.get_providers()[0] != providers[0]:
             raise ProviderError(f"ONNX Runtime found no {device} device it can use for '{path}'")
         check_tensors(session, spec, str(path))
@@ -63,10 +71,10 @@ def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = Non
             return HostDevice(), {
                 name: _OrtNetwork(session, expected[name], "cpu") for name, session in sessions.items()
             }
-        from tide_export.runtime.segmented.cuda import CudaDevice
-
-        queue = CudaDevice(records=False)  # ONNX Runtime runs on another stream
-        return queue, {name: _OrtNetwork(session, expected[name], "cuda", queue) for name, session in sessions.items()}
+        queue = CudaDevice(False, gpu)  # ONNX Runtime runs on another stream
+        return queue, {
+            name: _OrtNetwork(session, expected[name], "cuda", queue, gpu) for name, session in sessions.items()
+        }
 
     return SegmentBackend(manifest, info, expected, open_device, device)
 
@@ -74,8 +82,11 @@ def open_segments(bundle: Bundle, device: str = "cpu", threads: int | None = Non
 class _OrtNetwork:
     """One session with the bindings of one set of buffers."""
 
-    def __init__(self, session: Any, spec: NetworkSpec, device: str, queue: Device | None = None) -> None:
-        self._session, self._spec, self._device, self._queue = session, spec, device, queue
+    def __init__(
+        self, session: Any, spec: NetworkSpec, device: str, queue: Device | None = None, number: int = 0
+    ) -> None:
+        """`number`: of the device."""
+        self._session, self._spec, self._device, self._queue, self._number = session, spec, device, queue, number
         self._binding = session.io_binding()
 
     def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
@@ -91,7 +102,7 @@ class _OrtNetwork:
         ):
             for name, tensor in tensors.items():
                 kind = BFLOAT16 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).type
-                bind(name, self._device, 0, kind, tensor.dims(tokens, batch_size), addresses[name])
+                bind(name, self._device, self._number, kind, tensor.dims(tokens, batch_size), addresses[name])
         if self._queue is not None:
             self._queue.synchronize()
         try:

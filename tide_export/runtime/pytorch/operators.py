@@ -18,7 +18,7 @@ Ints = Sequence[int]
 # By onnx.TensorProto.DataType.
 DTYPES = {
     1: torch.float32, 3: torch.int8, 6: torch.int32, 7: torch.int64, 9: torch.bool, 10: torch.float16,
-    11: torch.float64, 16: torch.bfloat16,
+    11: torch.float64, 16: torch.bfloat16, 17: torch.float8_e4m3fn,
 }  # fmt: skip
 
 
@@ -315,6 +315,21 @@ def concat(*parts: Tensor, axis: int) -> Tensor:
     return torch.cat(parts, axis)
 
 
+def quantize_linear(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """To 8-bit floating point, by one scale."""
+    if zero.dtype != torch.float8_e4m3fn or scale.dim():
+        raise ValueError(f"QuantizeLinear to {zero.dtype}")
+    largest = torch.finfo(zero.dtype).max
+    return (x / scale).clamp(-largest, largest).to(zero.dtype)
+
+
+def dequantize_linear(x: Tensor, scale: Tensor, *, axis: int = 1, block_size: int = 0) -> Tensor:
+    """By one scale, or by scales of blocks of `block_size` numbers along `axis`."""
+    if scale.dim() and not block_size:
+        raise ValueError("DequantizeLinear by scales of an axis")
+    return x.to(scale.dtype) * (scale.repeat_interleave(block_size, axis) if block_size else scale)
+
+
 _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "Abs": torch.abs, "Add": torch.add, "And": torch.logical_and, "Ceil": torch.ceil, "Cos": torch.cos, "Div": divide,
     "Equal": torch.eq, "Erf": torch.erf, "Exp": torch.exp, "Floor": torch.floor, "Greater": torch.gt,
@@ -334,6 +349,7 @@ OPERATORS: Mapping[str, Operator] = {
     "Clip": Operator(clip),
     "Concat": Operator(concat),
     "ConstantOfShape": Operator(constant_of_shape, (0,)),
+    "DequantizeLinear": Operator(dequantize_linear),
     "Expand": Operator(expand, (1,)),
     "Gather": Operator(gather),
     "GatherElements": Operator(gather_elements),
@@ -344,6 +360,7 @@ OPERATORS: Mapping[str, Operator] = {
     "LogSoftmax": Operator(log_softmax),
     "Mod": Operator(modulo),
     "Pad": Operator(pad, (1, 3)),
+    "QuantizeLinear": Operator(quantize_linear),
     "RMSNormalization": Operator(rms_normalization),
     "Range": Operator(range_, (0, 1, 2)),
     "ReduceMax": Operator(reduced(torch.amax), (1,)),

@@ -6,7 +6,8 @@ device and wait for nothing, so they can be recorded in a CUDA graph.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -112,7 +113,10 @@ class Program:
     def _read(self, tensor: onnx.TensorProto) -> torch.Tensor:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:  # onnx would open the file that it names
             raise BundleError(f"'{self._where}' keeps {tensor.name} in a file of which nothing is read")
-        return tensor_of(numpy_helper.to_array(tensor), tensor.data_type)
+        array = numpy_helper.to_array(tensor)
+        if tensor.data_type == onnx.TensorProto.INT4:
+            return torch.from_numpy(array.astype(np.int8))
+        return tensor_of(array, tensor.data_type, tensor.dims)
 
     def _is_static(self, name: str) -> bool:
         return (name, HOST) in self._slots
@@ -194,10 +198,17 @@ class Program:
             yield replace(step, free=tuple(slot for slot in touched if slot not in kept and last[slot] == number))
 
 
-def tensor_of(array: np.ndarray, dtype: int) -> torch.Tensor:
-    """A copy of `array`, whose elements are of a TensorProto.DataType, whatever NumPy takes them for."""
+def tensor_of(array: np.ndarray, dtype: int, shape: Sequence[int]) -> torch.Tensor:
+    """A copy of `array`, whose elements are of a TensorProto.DataType, whatever NumPy takes them for.
+
+    Integers of 4 bits become those of 8; `array` holds them in pairs, the first in the low half of a byte.
+    """
+    if dtype == onnx.TensorProto.INT4:
+        packed = array.reshape(-1).view(np.int8)
+        pairs = np.stack([packed << 4 >> 4, packed >> 4], axis=-1)
+        return torch.from_numpy(pairs.reshape(-1)[: math.prod(shape)].reshape(shape))
     flat = np.array(array, order="C").reshape(-1)
-    return torch.from_numpy(flat.view(f"i{flat.itemsize}")).view(DTYPES[dtype]).reshape(array.shape)
+    return torch.from_numpy(flat.view(f"i{flat.itemsize}")).view(DTYPES[dtype]).reshape(tuple(shape))
 
 
 def _numbers(tensor: torch.Tensor) -> list[Any]:

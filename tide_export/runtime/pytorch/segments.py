@@ -21,6 +21,7 @@ from tide_export.runtime.onnxruntime.bindings import check_tensors, external_arr
 from tide_export.runtime.onnxruntime.external_data import external_tensors
 from tide_export.runtime.pytorch.program import Kernels, Program, tensor_of
 from tide_export.runtime.segmented.backend import SegmentBackend
+from tide_export.runtime.segmented.cuda import CudaDevice, select_gpu
 from tide_export.runtime.segmented.device import Device, HostDevice
 from tide_export.runtime.segmented.network_spec import Network, NetworkSpec, specs
 
@@ -28,7 +29,11 @@ MAX_VIEWS = 4096  # tensors over addresses that a network keeps
 
 
 def open_torch(
-    bundle: Bundle, device: str | None = None, threads: int | None = None, kernels: Kernels | None = None
+    bundle: Bundle,
+    device: str | None = None,
+    threads: int | None = None,
+    kernels: Kernels | None = None,
+    gpu: int | None = None,
 ) -> SegmentBackend:
     """The bundle's segment networks in PyTorch.
 
@@ -36,6 +41,7 @@ def open_torch(
         device: "cpu" or "cuda"; None: the GPU if PyTorch finds one, else the CPU.
         threads: threads PyTorch may use on the CPU, in the whole process; None leaves it as it is.
         kernels: what computes some operators, by domain and name, in place of their functions.
+        gpu: the number of the GPU, which there must be then; None: the first, if there is one.
 
     Raises:
         ProviderError: the bundle has no segment networks, or one computes with what is not known here; or the GPU or
@@ -47,9 +53,12 @@ def open_torch(
         raise ProviderError(
             f"bundle '{bundle.path}' holds no segment networks: export it with --target tensorrt or tensorrt-rtx"
         )
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if target.type == "cuda" and not torch.cuda.is_available():
+    wanted = device or ("cuda" if gpu is not None or torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise ProviderError("PyTorch finds no GPU here")
+    target = torch.device(f"cuda:{gpu or 0}" if wanted == "cuda" else wanted)
+    if target.type == "cuda":
+        select_gpu(target.index)
     if threads is not None:
         torch.set_num_threads(threads)
     expected = specs(manifest, info)
@@ -58,10 +67,8 @@ def open_torch(
     def open_device() -> tuple[Device, Mapping[str, Network]]:
         if target.type == "cpu":
             return HostDevice(), {name: TorchNetwork(programs[name], spec) for name, spec in expected.items()}
-        from tide_export.runtime.segmented.cuda import CudaDevice
-
-        queue = CudaDevice()
-        pool = _Pool(queue.stream)
+        queue = CudaDevice(gpu=target.index)
+        pool = _Pool(queue.stream, target)
         return queue, {name: TorchNetwork(programs[name], spec, pool) for name, spec in expected.items()}
 
     return SegmentBackend(manifest, info, expected, open_device, "torch")
@@ -88,25 +95,32 @@ def _programs(
                     raise BundleError(f"'{file.path}' keeps {tensor.name} in another file than {location}")
                 key = (tensor.offset, tensor.dtype, tensor.shape)
                 if key not in shared:
-                    shared[key] = tensor_of(external_array(tensor, memory, str(file.path)), tensor.dtype).to(device)
+                    array = external_array(tensor, memory, str(file.path))
+                    shared[key] = tensor_of(array, tensor.dtype, tensor.shape).to(device)
                 weights[tensor.name] = shared[key]
         program = Program(model, weights, device, str(file.path), kernels)
         check_tensors(program, spec, str(file.path))
         programs[name] = program
     if device.type == "cuda":
-        torch.cuda.synchronize()  # the networks run on streams that do not wait for this one
+        torch.cuda.synchronize(device)  # the networks run on streams that do not wait for this one
     return programs
 
 
 class _Pool:
     """PyTorch's work on one stream, with its memory."""
 
-    def __init__(self, stream: int) -> None:
-        self._stream, self._pool = torch.cuda.ExternalStream(stream), torch.cuda.MemPool()
+    def __init__(self, stream: int, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.ExternalStream(stream, device)
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._stream),
+            torch.cuda.use_mem_pool(self._pool, self._device),
+        ):
             yield
 
 

@@ -3,12 +3,13 @@
 Work that comes with the same key is the same work on the same addresses: the first time it is queued as it is, the
 second time it is queued and then recorded (TensorRT requires a run between a change of shape and the recording), and
 from then on one launch replays it. Where that fails the device records no more and queues every run as it is, which is
-slower: one warning. Uses NVIDIA's bindings (package cuda-bindings), not PyTorch. Device 0.
+slower: one warning. Uses NVIDIA's bindings (package cuda-bindings), not PyTorch.
 """
 
 import ctypes
 import functools
 import logging
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -39,6 +40,26 @@ def import_cudart() -> ModuleType:
     return runtime
 
 
+_current = threading.local()  # `gpu`: the one that CUDA uses in this thread
+
+
+def select_gpu(gpu: int) -> None:
+    """Lets CUDA, and libraries on it, use this GPU in this thread.
+
+    Raises:
+        ProviderError: the bindings are missing, CUDA cannot be used, or there is no such GPU.
+    """
+    cuda = import_cudart()
+    error, count = cuda.cudaGetDeviceCount()
+    if error == cuda.cudaError_t.cudaSuccess and not 0 <= gpu < count:
+        raise ProviderError(f"there is no GPU {gpu}: CUDA finds {count}, numbered from 0")
+    if error == cuda.cudaError_t.cudaSuccess:
+        (error,) = cuda.cudaSetDevice(gpu)
+    if error != cuda.cudaError_t.cudaSuccess:
+        raise ProviderError(f"the GPU cannot be used: {_reason(cuda, error)}")
+    _current.gpu = gpu
+
+
 class CudaDevice:
     """One stream with its memory (see `device.Device`).
 
@@ -46,10 +67,18 @@ class CudaDevice:
         recording: while work is recorded and not run.
     """
 
-    def __init__(self, records: bool = True) -> None:
-        """`records`: whether launches may be recorded; work on other streams cannot be. Raises ProviderError: the
-        bindings are missing, or CUDA cannot be used."""
-        self._cuda = import_cudart()
+    def __init__(self, records: bool = True, gpu: int = 0) -> None:
+        """Takes a stream of a GPU.
+
+        Args:
+            records: whether launches may be recorded; work on other streams cannot be.
+            gpu: its number.
+
+        Raises:
+            ProviderError: see `select_gpu`.
+        """
+        select_gpu(gpu)
+        self._cuda, self._gpu = import_cudart(), gpu
         self._records = records
         try:
             self.stream = int(self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking))
@@ -61,16 +90,19 @@ class CudaDevice:
         weakref.finalize(self, _destroy, self._cuda, self.stream, self._graphs)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of the runtime API and returns its result, if it has one. Raises GenerationError: it did not
-        succeed."""
+        """Calls a function of the runtime API on this GPU and returns its result, if it has one. Raises
+        GenerationError: it did not succeed."""
+        if getattr(_current, "gpu", None) != self._gpu:  # another thread's, or another engine's in this thread
+            _current.gpu = None
+            self._require("cudaSetDevice", self._cuda.cudaSetDevice(self._gpu)[0])
+            _current.gpu = self._gpu
         error, *results = getattr(self._cuda, name)(*arguments)
-        if error != self._cuda.cudaError_t.cudaSuccess:
-            text = self._cuda.cudaGetErrorString(error)[1]
-            reason = text.decode() if isinstance(text, bytes) else str(text)
-            if error == self._cuda.cudaError_t.cudaErrorMemoryAllocation:
-                reason = "the GPU has not enough free memory for the sequence's buffers"
-            raise GenerationError(f"CUDA failed ({name}): {reason}")
+        self._require(name, error)
         return results[0] if results else None
+
+    def _require(self, name: str, error: Any) -> None:
+        if error != self._cuda.cudaError_t.cudaSuccess:
+            raise GenerationError(f"CUDA failed ({name}): {_reason(self._cuda, error)}")
 
     def allocate(self, size: int) -> Buffer:
         address = int(self._call("cudaMalloc", size))
@@ -170,6 +202,13 @@ class CudaDevice:
 @functools.cache  # one warning, however many devices there are
 def _warn_of_no_recording(reason: str) -> None:
     logger.warning("runs are not recorded as CUDA graphs, which makes decoding slower: %s", reason)
+
+
+def _reason(cuda: ModuleType, error: Any) -> str:
+    if error == cuda.cudaError_t.cudaErrorMemoryAllocation:
+        return "the GPU has not enough free memory for the sequence's buffers"
+    text = cuda.cudaGetErrorString(error)[1]
+    return text.decode() if isinstance(text, bytes) else str(text)
 
 
 def _destroy(cuda: ModuleType, stream: int, graphs: OrderedDict[Hashable, Any]) -> None:

@@ -16,7 +16,7 @@ from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo, Profile
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.cuda import CudaDevice, import_cudart
+from tide_export.runtime.segmented.cuda import CudaDevice, select_gpu
 from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
 from tide_export.runtime.segmented.network_spec import (
     Network,
@@ -41,12 +41,15 @@ from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
 
 
-def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] | None = None) -> SegmentBackend:
+def open_engines(
+    bundle: Bundle, provider: str, plugins: str | os.PathLike[str] | None = None, gpu: int = 0
+) -> SegmentBackend:
     """The bundle's engines, ready to run.
 
     Args:
         provider: the flavour, tensorrt or tensorrt-rtx.
         plugins: the plugin library, for engines that use plugins; None: the one `runtime.tensorrt.plugins` finds.
+        gpu: the number of the GPU to run on.
 
     Raises:
         ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
@@ -55,7 +58,7 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
     manifest, info, engines = bundle.manifest, *check_engines(bundle, provider)
     flavour = FLAVOURS[provider]
     library = import_library(flavour)
-    _check_machine(bundle, flavour, str(library.__version__), engines)
+    _check_machine(bundle, flavour, str(library.__version__), engines, gpu)
     if engines.plugins is not None:
         register(library, plugins_to_load(bundle.path, engines.plugins, str(library.__version__), plugins).path)
     expected = specs(manifest, info)
@@ -67,10 +70,10 @@ def open_engines(bundle: Bundle, provider: str, plugins: str | os.PathLike[str] 
         _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
         loaded[name] = engine
 
-    cache = kernel_cache(flavour, str(library.__version__))
+    cache = kernel_cache(flavour, str(library.__version__), gpu)
 
     def open_device() -> tuple[Device, Mapping[str, Network]]:
-        device = CudaDevice()
+        device = CudaDevice(gpu=gpu)
         size = max(engine.device_memory_size_v2 for engine in loaded.values())
         memory = device.allocate(max(size, ALIGNMENT))
         networks = {
@@ -111,26 +114,27 @@ def check_engines(bundle: Bundle, provider: str) -> tuple[NetworksInfo, EnginesI
     return info, engines
 
 
-def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: EnginesInfo) -> None:
-    """Checks that this machine has the version and a GPU the engines were built for."""
+def _check_machine(bundle: Bundle, flavour: Flavour, version: str, engines: EnginesInfo, gpu: int) -> None:
+    """Checks that this machine has the version and a GPU the engines were built for, and lets CUDA use that."""
     again = f"build them again with `tide-export build {bundle.path} --target {flavour.name}`"
     if engines.version != version:
         raise ProviderError(
             f"the engines of bundle '{bundle.path}' were built by {flavour.title} {engines.version} and run on no "
             f"other, but {version} is installed: {again}"
         )
-    device = compute_capability()
-    if device is None:
+    device = compute_capability(gpu)
+    if device is None and (gpu == 0 or compute_capability(0) is None):
         raise ProviderError(f"{flavour.title} needs an NVIDIA GPU and its driver, and there is none here")
-    built, here = engines.compute_capabilities or flavour.compute_capabilities, f"{device[0]}.{device[1]}"
-    if here not in built:
+    built = engines.compute_capabilities or flavour.compute_capabilities
+    here = None if device is None else f"{device[0]}.{device[1]}"
+    if here is not None and here not in built:
         if here not in (flavour.compute_capabilities or (here,)):  # no engine of this flavour runs on it
             again = f"build others with `tide-export build {bundle.path} --target {TENSORRT.name}`"
         raise ProviderError(
             f"the engines of bundle '{bundle.path}' were built for GPUs of compute capability {', '.join(built)}, this "
             f"one has {here}: {again}"
         )
-    import_cudart()
+    select_gpu(gpu)
 
 
 class _Runtime:

@@ -50,6 +50,7 @@ class Flavour:
 
 # By default TensorRT for RTX builds for every GPU it knows from Ampere on: neither Hopper nor data center Blackwell.
 RTX_CAPABILITIES = ("8.0", "8.6", "8.9", "12.0", "12.1")
+FP8_CAPABILITY = (8, 9)  # the first that multiplies in it
 TENSORRT = Flavour("tensorrt", "TensorRT", "tensorrt", "tensorrt", "gpu", False, True, True, False, ())
 TENSORRT_RTX = Flavour(
     *("tensorrt-rtx", "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx", "rtx"),
@@ -74,7 +75,7 @@ def import_library(flavour: Flavour) -> ModuleType:
         ) from None
 
 
-def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ...]:
+def built_for(flavour: Flavour, device: tuple[int, int] | None, fp8: bool = False) -> tuple[str, ...]:
     """The compute capabilities that engines built here run on, such as ("9.0",).
 
     TensorRT builds for the GPU it finds; TensorRT for RTX for all of its `compute_capabilities`, and compiles the last
@@ -82,10 +83,12 @@ def built_for(flavour: Flavour, device: tuple[int, int] | None) -> tuple[str, ..
 
     Args:
         device: compute capability of the GPU there is, None where there is none.
+        fp8: whether they multiply in FP8, which GPUs have from `FP8_CAPABILITY` on; empty if none of these has it.
     """
-    if device is None or flavour.compute_capabilities:
-        return flavour.compute_capabilities
-    return (f"{device[0]}.{device[1]}",)
+    built = flavour.compute_capabilities
+    if device is not None and not built:
+        built = (f"{device[0]}.{device[1]}",)
+    return tuple(name for name in built if not fp8 or tuple(map(int, name.split("."))) >= FP8_CAPABILITY)
 
 
 # Why a header is refused, by the names of EngineInvalidityDiagnostics, and what a user can do.
@@ -133,12 +136,12 @@ def check_header(
     )
 
 
-def kernel_cache(flavour: Flavour, version: str) -> KernelCache | None:
+def kernel_cache(flavour: Flavour, version: str, gpu: int = 0) -> KernelCache | None:
     """The kernels of earlier processes, if the flavour compiles any where engines are loaded. A file per version and
     GPU."""
     if flavour is not TENSORRT_RTX:
         return None
-    return KernelCache(user_cache() / f"{flavour.name}-{version}-{device_name()}.kernels")
+    return KernelCache(user_cache() / f"{flavour.name}-{version}-{device_name(gpu)}.kernels")
 
 
 def capturable(flavour: Flavour, context: Any, stream: int) -> bool:

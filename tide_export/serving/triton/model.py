@@ -23,7 +23,7 @@ from tide_export.serving.config import ServerConfig
 from tide_export.serving.protocol import ApiError, CompletionRequest, refusal
 from tide_export.serving.service import Piece, Service
 
-LOADING = ("provider", "threads", "plugins")  # parameters for `load`; the others are fields of `ServerConfig`
+LOADING = ("provider", "threads", "plugins", "device")  # parameters for `load`; the others are fields of `ServerConfig`
 POLL_SECONDS = 0.02  # between looks at whether a client has left: Triton does not say so by itself
 GONE = ApiError(499, "the client has gone")
 
@@ -38,8 +38,7 @@ class TritonPythonModel:
         loading: dict[str, Any] = {name: given.pop(name) for name in LOADING if name in given}
         folder = Path(args["model_repository"], args["model_version"], "bundle")
         try:
-            if "threads" in loading:
-                loading["threads"] = int(loading["threads"])
+            loading |= {name: int(loading[name]) for name in ("threads", "device") if name in loading}
             engine = load(folder, **loading)
             self._service = Service(engine, ServerConfig(model_name=args["model_name"], **given))
         except ValidationError as error:
