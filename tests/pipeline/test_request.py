@@ -23,7 +23,7 @@ WAITING = TideConfig(kv_cache_strategy="propagate", max_pending=4)
         ({"targets": ("abacus",)}, "target 'abacus' is none of onnxruntime, tensorrt, tensorrt-rtx"),
         ({"weights": "int2"}, "weights 'int2' are not in this release"),
         ({"targets": ("tensorrt", "tensorrt-rtx")}, "the engines of one flavour"),
-        ({"targets": ("tensorrt",), "weights": "int4"}, "'int4' are for target onnxruntime alone"),
+        ({"targets": ("tensorrt",), "weights": "int8"}, "'int8' are for target onnxruntime alone"),
         ({"weights": "fp16"}, "'fp16' are for targets tensorrt and tensorrt-rtx"),
         ({"targets": ("tensorrt",), "config": PROPAGATE}, "propagate is for target onnxruntime, not tensorrt"),
         ({"config": WAITING}, "max_pending is for kv_cache_strategy exact"),

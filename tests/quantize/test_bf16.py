@@ -22,7 +22,7 @@ from tide_export.errors import ConfigError, ProviderError
 from tide_export.lower.onnxruntime.bf16_weights import bf16_matmul_function
 from tide_export.model.source import load_model
 from tide_export.names import DOMAIN, OP_BF16_MATMUL
-from tide_export.pipeline import flow
+from tide_export.pipeline import flow, weights
 from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load
@@ -196,14 +196,14 @@ def test_weights_by_default(operator_library: Path, tmp_path: Path, monkeypatch,
         chosen.append(request.weights)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(flow, "check_source", stop)
+    monkeypatch.setattr(flow, "prepare_weights", stop)
     caplog.clear()
     for options in ({}, {"weights": "fp32"}):
         with pytest.raises(ConfigError, match="enough"):
-            flow.export(model, tmp_path / "other", **options)
-    monkeypatch.setattr(flow, "LIBRARY", tmp_path / "none.so")
+            flow.export(model, tmp_path / "other", routers=routers, **options)
+    monkeypatch.setattr(weights, "LIBRARY", tmp_path / "none.so")
     with pytest.raises(ConfigError, match="enough"):
-        flow.export(model, tmp_path / "other")
+        flow.export(model, tmp_path / "other", routers=routers)
     assert chosen == ["bf16", "fp32", "fp32"]
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1

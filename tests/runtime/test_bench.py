@@ -13,6 +13,7 @@ from tide_export.cli.main import main
 from tide_export.errors import ConfigError, GenerationError
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.bench import bench
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 SHORT = {"prompt_tokens": 5, "new_tokens": 7, "repeat": 2, "threads": 1}
 
@@ -39,7 +40,7 @@ def test_each_mode_runs_what_it_should(demo_bundle: Path):
 
 def test_the_thresholds_asked_for_are_used(demo_bundle: Path):
     found = modes(bench(demo_bundle, threshold=[1.0, 0.0, 0.5], min_layers=0, max_pending=0, **SHORT))
-    assert found["exit"]["thresholds"] == [1.0, 0.0, 0.5]
+    assert found["exit"]["thresholds"] == [NEVER_EXIT, 0.0, 0.5]
     assert found["exit"]["exits_per_layer"] == {"6": 7}
     assert found["exit"]["layers_per_token"] == 12, "with no token allowed to wait nothing is saved"
 

@@ -129,13 +129,22 @@ def check(
 
 
 def _within_tolerance(engine: Engine, item: Item, found: Answer, right: Answer, generate: Generate | None) -> bool:
-    """Whether `generate` gives what was found where logits differ from its own by what leaves a choice undecided."""
+    """Whether `generate` gives what was found if it draws, at the first difference, another token that it also draws where
+    logits change by no more than leaves a choice undecided."""
     from tide_export.verify.parity import UNDECIDED_GAP
 
     at = _first_difference(engine, item, found, right)
-    for amount in (UNDECIDED_GAP / share for share in (1, 8, 64, -1, -8, -64)):
-        processor = moving(item, at, (right.tokens or [])[at], amount)
-        other = replace(item, options=item.options | {"logits_processor": processor})
+    ranks, order = list[int](), list[int]()
+    for amount in (UNDECIDED_GAP, -UNDECIDED_GAP):
+        processor = moving(item, at, (right.tokens or [])[at], amount, order)
+        done = (generate or engine.generate)(item.ids, **item.options | {"logits_processor": processor})
+        ranks.append(order.index(done.tokens[at]))
+    # A smaller change draws what is between the two. Few are: more are tried only where the test of this allows much.
+    drawn = [order[ranks[0]], order[ranks[1]], *order[min(ranks) : max(ranks)][:64]]
+    if found.tokens is not None:
+        drawn = [token for token in drawn if token == found.tokens[at]][:1]
+    for token in drawn:
+        other = replace(item, options=item.options | {"logits_processor": forcing(item, at, token)})
         if not _difference(item, found, expected(engine, [other], generate)[0]):
             return True
     return False
@@ -156,17 +165,31 @@ def _first(one: Sequence[Any], other: Sequence[Any]) -> int | None:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
 
 
-def moving(item: Item, at: int, token: int, amount: float) -> LogitsProcessor:
-    """Changes the logits of token `at` of the answer so that the border between `token` and its neighbour, in the order
-    in which tokens are drawn, moves by what `amount` on the logits can do: to the next one, or with a negative `amount`
-    to the one before."""
+def moving(item: Item, at: int, token: int, amount: float, order: list[int]) -> LogitsProcessor:
+    """Changes the logits of token `at` of the answer so that the border between `token` and its neighbour moves by what
+    `amount` on the logits can do: to the next one, or with a negative `amount` to the one before.
+
+    Args:
+        order: becomes the vocabulary in the order in which tokens are drawn there.
+    """
 
     def process(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
         if len(ids) == len(item.ids) + at:
             by_id = "temperature" in item.options and item.options.get("top_p", 1) == 1
-            order = np.arange(len(logits)) if by_id else np.argsort(-logits, kind="stable")
-            first = int(np.flatnonzero(order == token)[0])
-            logits[order[: first + (amount > 0)]] -= amount
+            ranked = np.arange(len(logits)) if by_id else np.argsort(-logits, kind="stable")
+            order[:] = ranked.tolist()
+            logits[ranked[: order.index(token) + (amount > 0)]] -= amount
+        return logits
+
+    return process
+
+
+def forcing(item: Item, at: int, token: int) -> LogitsProcessor:
+    """Makes `token` the only one that can be token `at` of the answer."""
+
+    def process(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        if len(ids) == len(item.ids) + at:
+            logits[np.arange(len(logits)) != token] = -np.inf
         return logits
 
     return process

@@ -67,7 +67,7 @@ def test_only_what_rounding_may_change_is_within_tolerance(
     item = Item(demo_text_ids[:5], {"mode": "full", "max_new_tokens": 8} | options)
     (right,) = expected(engine, [item])
     assert right.tokens is not None
-    processor = moving(item, 3, right.tokens[3], 20.0)
+    processor = moving(item, 3, right.tokens[3], 20.0, [])
     (other,) = expected(engine, [replace(item, options=item.options | {"logits_processor": processor})])
     assert other.tokens is not None
     assert (other.tokens[:3], other.tokens[3] != right.tokens[3]) == (right.tokens[:3], True)

@@ -5,34 +5,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tide_export.bundle.manifest import BLOCK_SIZES, NETWORK_MATRICES, Quantization
 from tide_export.calibration import flow as calibration
 from tide_export.config import TideConfig
-from tide_export.data.sequences import load_tokenizer, read_sequences
-from tide_export.errors import ConfigError, UnsupportedModelError
+from tide_export.data.sequences import load_tokenizer
+from tide_export.errors import ConfigError
 from tide_export.files import check_writable, failure
-from tide_export.lower.tensorrt.half_precision import TYPES
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import REPORT_FILE
 from tide_export.pipeline.preflight import planned_checkpoints
 from tide_export.pipeline.request import ExportRequest
 from tide_export.progress import stage
-from tide_export.quantize.bf16 import round_to_bf16
-from tide_export.quantize.flow import quantize_model
-from tide_export.quantize.fp8 import quantize_to_fp8
-from tide_export.quantize.matrices import find_matrices
-from tide_export.quantize.rounding import round_for_tensorrt
 from tide_export.report.write import check_report_path, headline, write_report
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.tensorrt.flavours import Flavour
 from tide_export.trace.attention.masks import layer_masks
 from tide_export.trace.tracer import refuse_recurrent_state
 
 logger = logging.getLogger("tide_export")
-
-QUANTIZATION_SEQUENCES = 64  # read by a calibrated quantization
 
 
 def calibrate(
@@ -90,57 +78,6 @@ def calibrate_for_bundle(source: SourceModel, request: ExportRequest, folder: Pa
         with stage("writing the report"):
             write_report(made.assessment, folder / REPORT_FILE)
     return made.routers
-
-
-def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
-    """Changes the model's weights to the numbers that the bundle's graph will hold."""
-    if request.graph_weights == "bf16" and not source.exact_in_bf16:
-        round_to_bf16(source)
-    settings = request.quantization_settings
-    if request.flavour is None:
-        if settings is not None:
-            quantize_model(source, settings, quantization_text(source, request))
-    elif request.weights in NETWORK_MATRICES:
-        half = np.dtype(TYPES[request.network_weights(source.exact_in_bf16)][1])
-        _check_matrices(source, request.weights, request.flavour, settings)
-        text = quantization_text(source, request)
-        if settings is None:
-            quantize_to_fp8(source, text, half)
-        else:
-            quantize_model(source, settings, text, round_for_tensorrt(half), outside=False)
-
-
-def _check_matrices(source: SourceModel, weights: str, flavour: Flavour, settings: Quantization | None) -> None:
-    """Refuses matrices that TensorRT does not take quantized: before any is, which takes long."""
-    matrices = find_matrices(source)
-    if any(matrices.experts):
-        raise UnsupportedModelError(
-            f"{source.architecture} has experts, which {flavour.name} takes in fp32, fp16 and bf16 alone, not in "
-            f"{weights}"
-        )
-    if settings is None:
-        return
-    columns = {matrix.columns: matrix.name for layer in matrices.linear for matrix in layer.values()}
-    for count, name in columns.items():
-        if count % settings.block_size:
-            fitting = [size for size in BLOCK_SIZES if not any(count % size for count in columns)]
-            advice = f"give --block-size {fitting[-1]}" if fitting else "use fp16 or bf16"
-            raise ConfigError(
-                f"blocks of {settings.block_size} do not divide the {count} columns of {name}, which "
-                f"{flavour.name} needs: {advice}"
-            )
-
-
-def quantization_text(source: SourceModel, request: ExportRequest) -> list[list[int]]:
-    """Token ids for a calibrated quantization: the beginning of the text that routers are calibrated on."""
-    config = request.config
-    if not request.reads_text_for_weights:
-        return []
-    length = min(config.calibration_length, source.context_length or config.calibration_length)
-    count = min(config.calibration_samples, QUANTIZATION_SEQUENCES)
-    tokenizer = load_tokenizer(request.model, request.trust_remote_code)
-    sequences = read_sequences(config.calibration_dataset, tokenizer, length, count)
-    return [sequence.ids.tolist() for sequence in sequences]
 
 
 def _check_router_path(target: Path) -> None:

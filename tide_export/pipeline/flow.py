@@ -5,35 +5,30 @@ calibration. Each stage gets all it needs from here, so that it can be read and 
 """
 
 import gc
-import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from tide_export.bundle.manifest import INT8_KV, Manifest
+from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import Pieces, cut
 from tide_export.compose.propagate import compose_propagating
 from tide_export.compose.step_graph import compose
 from tide_export.engines.build import build_engines
-from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.tensorrt.lower import check_pieces
 from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
-from tide_export.pipeline.calibrate import calibrate_for_bundle, prepare_weights
+from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
 from tide_export.pipeline.preflight import check_source, warn_if_nothing_exits
-from tide_export.pipeline.request import AUTO, ExportRequest, takes_request
+from tide_export.pipeline.request import ExportRequest, takes_request
+from tide_export.pipeline.weights import choose_weights, explain_weights, lowering, prepare_weights
 from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.onnxruntime.operators import LIBRARY
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
 from tide_export.verify.int8_kv import rounded_kv
 from tide_export.verify.references import References
-
-logger = logging.getLogger("tide_export")
 
 
 @takes_request
@@ -66,8 +61,9 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     routers = None if request.routers is None else RouterSet.load(request.routers)
     with stage("loading the model"):
         source = load_model(request.model, device_map=request.device_map, trust_remote_code=request.trust_remote_code)
-    request = _with_weights_of(source, request)
+    asked, request = request, choose_weights(source, request)
     length, checkpoints = check_source(source, request, routers, folder)
+    explain_weights(source, asked)
     prepare_weights(source, request)
     pieces = _trace_and_cut(source, request, checkpoints, length)
     if routers is None:
@@ -77,13 +73,11 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     else:
         routers.check_quantization(source, request.routers or "")
     warn_if_nothing_exits(routers.checkpoints, request.config.min_layers)
-    bf16 = request.graph_weights == "bf16"
-    int8_kv = request.config.kv_cache == INT8_KV
-    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16, int8_kv=int8_kv)
+    lower = lowering(source, request)
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         composing = compose_propagating if request.propagates else compose
         graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
-    manifest = make_manifest(source, routers, request.config, pieces, graph, length, bf16)
+    manifest = make_manifest(source, routers, request.config, pieces, graph, length, request.graph_weights == "bf16")
     references: list[References] = []
     if request.validate:
         with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
@@ -93,22 +87,6 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
         manifest = write_networks(folder, request, manifest, pieces, routers, source)
     source.release()
     return manifest, references
-
-
-def _with_weights_of(source: SourceModel, request: ExportRequest) -> ExportRequest:
-    """Replaces `weights` "auto" by what loses nothing."""
-    if request.weights != AUTO:
-        return request
-    if not source.exact_in_bf16:
-        return replace(request, weights="fp32")
-    if not LIBRARY.is_file():
-        logger.warning(
-            "the model's weights are bfloat16 numbers, but are stored in float32, because the operators for bfloat16 "
-            "are not installed (there was no C++ compiler): install g++, then tide_export again"
-        )
-        return replace(request, weights="fp32")
-    logger.info("the model's weights are bfloat16 numbers and are stored as such (--weights fp32 for float32)")
-    return replace(request, weights="bf16")
 
 
 def _trace_and_cut(source: SourceModel, request: ExportRequest, checkpoints: tuple[int, ...], length: int) -> Pieces:

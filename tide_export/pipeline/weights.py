@@ -1,0 +1,109 @@
+"""The precision of the bundle's weights as a stage of the flow: chosen for the model, and given to its own weights."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from tide_export.bundle.manifest import BLOCK_SIZES, INT8_KV, NETWORK_MATRICES, Quantization
+from tide_export.data.sequences import load_tokenizer, read_sequences
+from tide_export.errors import ConfigError, UnsupportedModelError
+from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.lower.tensorrt.half_precision import TYPES
+from tide_export.model.source import SourceModel
+from tide_export.pipeline.request import AUTO, ExportRequest
+from tide_export.quantize.bf16 import round_to_bf16
+from tide_export.quantize.flow import quantize_model
+from tide_export.quantize.fp8 import quantize_to_fp8
+from tide_export.quantize.matrices import find_matrices
+from tide_export.quantize.rounding import round_for_tensorrt
+from tide_export.runtime.onnxruntime.operators import LIBRARY
+from tide_export.runtime.tensorrt.flavours import Flavour
+
+logger = logging.getLogger("tide_export")
+
+QUANTIZATION_SEQUENCES = 64  # read by a calibrated quantization
+
+
+def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest:
+    """Replaces `weights` "auto" by bf16, where that loses nothing and is installed, or fp32."""
+    if request.weights != AUTO:
+        return request
+    return replace(request, weights="bf16" if source.exact_in_bf16 and LIBRARY.is_file() else "fp32")
+
+
+def explain_weights(source: SourceModel, request: ExportRequest) -> None:
+    """Says why `request`, of which `choose_weights` made another, gets bfloat16, or does not though it could."""
+    if request.weights != AUTO or not source.exact_in_bf16:
+        return
+    if LIBRARY.is_file():
+        logger.info("the model's weights are bfloat16 numbers and are stored as such (--weights fp32 for float32)")
+    else:
+        logger.warning(
+            "the model's weights are bfloat16 numbers, but are stored in float32, because the operators for bfloat16 "
+            "are not installed (there was no C++ compiler): install g++, then tide_export again"
+        )
+
+
+def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
+    """Changes the model's weights to the numbers that the bundle's graph will hold."""
+    if request.graph_weights == "bf16" and not source.exact_in_bf16:
+        round_to_bf16(source)
+    settings = request.quantization_settings
+    if request.flavour is None:
+        if settings is not None:
+            quantize_model(source, settings, quantization_text(source, request))
+    elif request.weights in NETWORK_MATRICES:
+        half = np.dtype(TYPES[request.network_weights(source.exact_in_bf16)][1])
+        _check_matrices(source, request.weights, request.flavour, settings)
+        text = quantization_text(source, request)
+        if settings is None:
+            quantize_to_fp8(source, text, half)
+        else:
+            quantize_model(source, settings, text, round_for_tensorrt(half), outside=False)
+
+
+def lowering(source: SourceModel, request: ExportRequest) -> Callable[[ir.Model], ir.Model]:
+    """Returns `lower_for_onnxruntime` for weights and K/V as `request` asks for them."""
+    return partial(
+        lower_for_onnxruntime,
+        quantized=source.quantized,
+        bf16=request.graph_weights == "bf16",
+        int8_kv=request.config.kv_cache == INT8_KV,
+    )
+
+
+def _check_matrices(source: SourceModel, weights: str, flavour: Flavour, settings: Quantization | None) -> None:
+    """Refuses matrices that TensorRT does not take quantized: before any is, which takes long."""
+    matrices = find_matrices(source)
+    if any(matrices.experts):
+        raise UnsupportedModelError(
+            f"{source.architecture} has experts, which {flavour.name} takes in fp32, fp16 and bf16 alone, not in "
+            f"{weights}"
+        )
+    if settings is None:
+        return
+    columns = {matrix.columns: matrix.name for layer in matrices.linear for matrix in layer.values()}
+    for count, name in columns.items():
+        if count % settings.block_size:
+            fitting = [size for size in BLOCK_SIZES if not any(count % size for count in columns)]
+            advice = f"give --block-size {fitting[-1]}" if fitting else "use fp16 or bf16"
+            raise ConfigError(
+                f"blocks of {settings.block_size} do not divide the {count} columns of {name}, which "
+                f"{flavour.name} needs: {advice}"
+            )
+
+
+def quantization_text(source: SourceModel, request: ExportRequest) -> list[list[int]]:
+    """Token ids for a calibrated quantization: the beginning of the text that routers are calibrated on."""
+    config = request.config
+    if not request.reads_text_for_weights:
+        return []
+    length = min(config.calibration_length, source.context_length or config.calibration_length)
+    count = min(config.calibration_samples, QUANTIZATION_SEQUENCES)
+    tokenizer = load_tokenizer(request.model, request.trust_remote_code)
+    sequences = read_sequences(config.calibration_dataset, tokenizer, length, count)
+    return [sequence.ids.tolist() for sequence in sequences]
