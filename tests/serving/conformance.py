@@ -129,8 +129,8 @@ def check(
 
 
 def _within_tolerance(engine: Engine, item: Item, found: Answer, right: Answer, generate: Generate | None) -> bool:
-    """Whether `generate` gives what was found if it draws, at the first difference, another token that it also draws where
-    logits change by no more than leaves a choice undecided."""
+    """Whether `generate` gives what was found if it draws, at the first difference, another token that changes of the
+    logits draw there which are no larger than what leaves a choice undecided."""
     from tide_export.verify.parity import UNDECIDED_GAP
 
     at = _first_difference(engine, item, found, right)
