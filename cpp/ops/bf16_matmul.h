@@ -14,8 +14,6 @@ struct SplitRows {
 };
 
 struct Bf16Kernel {
-  char const* name;  // of the instruction set
-  bool (*supported)();
   // Reorders a row of k_size floats as `multiply` reads it.
   void (*split_row)(float const* x, std::int64_t k_size, float* split);
   // Multiplies x by `n_size` rows of weights; y[m * y_stride + n]. A row of y is the same whatever m_size is.
@@ -23,7 +21,7 @@ struct Bf16Kernel {
                    std::int64_t y_stride);
 };
 
-// The kernel of that name; without one, the best for this CPU. Null if there is none, or not for this CPU.
+// The kernel of an instruction set; without a name, the best for this CPU. Null if there is none, or not for this CPU.
 Bf16Kernel const* bf16_kernel(char const* name = nullptr);
 
 }  // namespace tide_ops

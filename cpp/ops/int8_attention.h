@@ -32,8 +32,6 @@ struct QueryRows {
 constexpr std::int64_t kChunk = 256;  // keys of one partial result; it begins at a multiple of this
 
 struct Int8AttentionKernel {
-  char const* name;  // of the instruction set
-  bool (*supported)();
   // Writes a row of keys or values: the scale is the largest magnitude / 127.
   void (*store)(float const* x, std::int64_t head_dim, signed char* row);
   // The queries' attention to one chunk of keys, `partial_floats`. scratch: of `scratch_floats`.
@@ -48,7 +46,7 @@ struct Int8AttentionKernel {
 std::int64_t partial_floats(Int8Attention const& attention, std::int64_t rows);
 std::int64_t scratch_floats(Int8Attention const& attention, std::int64_t rows);
 
-// The kernel of that name; without one, the best for this CPU. Null if there is none, or not for this CPU.
+// The kernel of an instruction set; without a name, the best for this CPU. Null if there is none, or not for this CPU.
 Int8AttentionKernel const* int8_attention_kernel(char const* name = nullptr);
 
 }  // namespace tide_ops

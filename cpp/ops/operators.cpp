@@ -34,6 +34,12 @@ std::int64_t chunk_of(std::int64_t row_bytes) {
   return std::max<std::int64_t>(kChunkBytes / std::max<std::int64_t>(row_bytes, 1) / 4 * 4, 4);
 }
 
+// Calls `part` for each `part_size` of `size`, by its index.
+Status* in_parallel(Context* context, abi::Parallel part, std::int64_t size, std::int64_t part_size, void* data) {
+  auto const count = static_cast<std::size_t>((size + part_size - 1) / part_size);
+  return api.KernelContext_ParallelFor(context, part, count, 0, data);
+}
+
 // The shape of the result of x [.., K] and weights with N rows, in `x`; the number of rows M in `m_size`.
 Status* make_result(Context* context, Tensor& x, std::int64_t n_size, std::int64_t& m_size, float*& result) {
   m_size = 1;
@@ -84,19 +90,14 @@ Status* compute_bf16(void*, Context* context) {
     kernel.split_row(static_cast<float const*>(x.data) + m * k_size, k_size, split + m * stride);
   }
   std::int64_t const chunk = chunk_of(2 * k_size);
-  Product product{kernel,
-                  {split, stride, m_size, k_size},
-                  static_cast<std::uint16_t const*>(weights.data),
-                  n_size,
-                  chunk,
-                  result};
-  auto const chunks = static_cast<std::size_t>((n_size + chunk - 1) / chunk);
-  return api.KernelContext_ParallelFor(context, multiply_chunk, chunks, 0, &product);
+  auto const numbers = static_cast<std::uint16_t const*>(weights.data);
+  Product product{kernel, {split, stride, m_size, k_size}, numbers, n_size, chunk, result};
+  return in_parallel(context, multiply_chunk, n_size, chunk, &product);
 }
 
 struct IntegerProduct {
   IntegerWeights weights;
-  float const* x;      // [M, K]
+  float const* x;         // [M, K]
   RoundedInputs* inputs;  // [M, groups]
   std::int64_t m_size, n_size, k_size, chunk;
   float* y;  // [M, N]
@@ -107,15 +108,15 @@ void round_rows(void* data, std::size_t index) {
   std::int64_t const start = static_cast<std::int64_t>(index) * kRows;
   for (std::int64_t m = start; m < std::min(start + kRows, product.m_size); ++m) {
     round_row(product.x + m * product.k_size, product.k_size, product.weights,
-                   product.inputs + m * product.weights.groups());
+              product.inputs + m * product.weights.groups());
   }
 }
 
 void multiply_integer_chunk(void* data, std::size_t index) {
   IntegerProduct const& product = *static_cast<IntegerProduct const*>(data);
   std::int64_t const start = static_cast<std::int64_t>(index) * product.chunk;
-  multiply_integers(product.inputs, product.m_size, product.weights, start, std::min(product.chunk, product.n_size - start),
-                product.y, product.n_size);
+  std::int64_t const count = std::min(product.chunk, product.n_size - start);
+  multiply_integers(product.inputs, product.m_size, product.weights, start, count, product.y, product.n_size);
 }
 
 // y [.., N] = x [.., K], rounded to 8 bits, times the transpose of weights: integers [N, blocks, block_size * bits / 8]
@@ -130,34 +131,30 @@ Status* compute_integers(void*, Context* context) {
                       scales.dims[0] == integers.dims[0] && scales.dims[1] == integers.dims[1];
   std::int64_t const k_size = shapes ? x.dims[x.rank - 1] : 0, block_size = shapes ? integers.dims[2] * 8 / kBits : 0;
   if (!shapes || !is_block_size(block_size) || (k_size + block_size - 1) / block_size != integers.dims[1]) {
-    return api.CreateStatus(abi::kInvalidArgument,
-                            "TideInt4MatMul and TideInt8MatMul take x [.., K], integers [N, blocks, bytes of a block] and "
-                            "scales [N, blocks]");
+    return api.CreateStatus(abi::kInvalidArgument, "TideInt4MatMul and TideInt8MatMul take x [.., K], integers [N, "
+                                                   "blocks, bytes of a block] and scales [N, blocks]");
   }
-  IntegerProduct product{{static_cast<std::uint8_t const*>(integers.data), static_cast<float const*>(scales.data),
-                       integers.dims[1], block_size, kBits},
-                      static_cast<float const*>(x.data),
-                      nullptr,
-                      0,
-                      integers.dims[0],
-                      k_size,
-                      0,
-                      nullptr};
+  IntegerProduct product{};
+  product.weights = {static_cast<std::uint8_t const*>(integers.data), static_cast<float const*>(scales.data),
+                     integers.dims[1], block_size, kBits};
+  product.x = static_cast<float const*>(x.data);
+  product.n_size = integers.dims[0];
+  product.k_size = k_size;
   TIDE_RETURN_IF_FAILED(make_result(context, x, product.n_size, product.m_size, product.y));
   if (product.y == nullptr) return nullptr;
   Buffer once;
   std::int64_t const row = product.weights.groups() * static_cast<std::int64_t>(sizeof(RoundedInputs) / sizeof(float));
   product.inputs = reinterpret_cast<RoundedInputs*>(scratch(product.m_size * row, once));
-  if (product.inputs == nullptr) return api.CreateStatus(abi::kInvalidArgument, "TideInt4MatMul, TideInt8MatMul: not enough memory");
-  auto const parts = [](std::int64_t size, std::int64_t part) { return static_cast<std::size_t>((size + part - 1) / part); };
+  if (product.inputs == nullptr) {
+    return api.CreateStatus(abi::kInvalidArgument, "TideInt4MatMul, TideInt8MatMul: not enough memory");
+  }
   if (product.m_size <= kRows) {
     round_rows(&product, 0);
   } else {
-    TIDE_RETURN_IF_FAILED(
-        api.KernelContext_ParallelFor(context, round_rows, parts(product.m_size, kRows), 0, &product));
+    TIDE_RETURN_IF_FAILED(in_parallel(context, round_rows, product.m_size, kRows, &product));
   }
   product.chunk = chunk_of(product.weights.row_bytes());
-  return api.KernelContext_ParallelFor(context, multiply_integer_chunk, parts(product.n_size, product.chunk), 0, &product);
+  return in_parallel(context, multiply_integer_chunk, product.n_size, product.chunk, &product);
 }
 
 Operator matmul_operator() {

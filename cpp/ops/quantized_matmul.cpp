@@ -16,7 +16,6 @@ namespace {
 
 TIDE_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")
 
-typedef float Quad __attribute__((vector_size(16), aligned(4)));
 #define TIDE_LANES 16
 #include "lanes.inc"
 
@@ -102,7 +101,8 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const* x, IntegerW
   }
 #pragma GCC unroll 4
   for (int m = 0; m < kM; ++m) {
-    Quad const total = sums_of((Floats)sums[0][m], (Floats)sums[1 % kN][m], (Floats)sums[2 % kN][m], (Floats)sums[3 % kN][m]);
+    Quad const total =
+        sums_of((Floats)sums[0][m], (Floats)sums[1 % kN][m], (Floats)sums[2 % kN][m], (Floats)sums[3 % kN][m]);
     std::memcpy(y + m * y_stride, &total, kN * sizeof(float));
   }
 }
@@ -115,7 +115,9 @@ void rows(RoundedInputs const* x, IntegerWeights const& weights, std::int64_t n,
   __m512i const block_of = _mm512_load_si512(block_of_lane);
   std::int64_t const end = n + n_size;
   // One row of inputs takes one row of 8-bit weights at a time: memory is the bound, and is read best from end to end.
-  for (; (kM > 1 || kBits == 4) && n + 4 <= end; n += 4, y += 4) tile<kBits, kM, 4>(x, weights, n, block_of, y, y_stride);
+  for (; (kM > 1 || kBits == 4) && n + 4 <= end; n += 4, y += 4) {
+    tile<kBits, kM, 4>(x, weights, n, block_of, y, y_stride);
+  }
   for (; n < end; ++n, ++y) tile<kBits, kM, 1>(x, weights, n, block_of, y, y_stride);
 }
 
@@ -124,7 +126,10 @@ void multiply(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const&
               std::int64_t n_size, float* y, std::int64_t y_stride) {
   for (std::int64_t m = 0; m < m_size;) {  // rows are divided evenly, so that no tile is small
     std::int64_t const left = m_size - m, tiles = (left + 3) / 4, count = (left + tiles - 1) / tiles;
-    auto const run = count == 1 ? rows<kBits, 1> : count == 2 ? rows<kBits, 2> : count == 3 ? rows<kBits, 3> : rows<kBits, 4>;
+    auto const run = count == 1   ? rows<kBits, 1>
+                     : count == 2 ? rows<kBits, 2>
+                     : count == 3 ? rows<kBits, 3>
+                                  : rows<kBits, 4>;
     run(x + m * weights.groups(), weights, n, n_size, y + m * y_stride, y_stride);
     m += count;
   }
@@ -133,8 +138,7 @@ void multiply(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const&
 }  // namespace
 
 bool integers_supported() {
-  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  return cpu_has_avx512() && __builtin_cpu_supports("avx512vnni");
 }
 
 void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weights, RoundedInputs* row) {
@@ -149,14 +153,13 @@ void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weight
     float const most = _mm512_reduce_max_ps(largest);
     float const inverse = most > 0 ? 127.0f / most : 0.0f;
     for (std::int64_t i = k; i < std::min(k + weights.block_size, padded); i += segment) {
-      round_segment(x + i, k_size - i, segment / 16, inverse, most / 127.0f, i % 128, weights.bits,
-                    row[i / 128]);
+      round_segment(x + i, k_size - i, segment / 16, inverse, most / 127.0f, i % 128, weights.bits, row[i / 128]);
     }
   }
 }
 
 void multiply_integers(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const& weights, std::int64_t n,
-                   std::int64_t n_size, float* y, std::int64_t y_stride) {
+                       std::int64_t n_size, float* y, std::int64_t y_stride) {
   (weights.bits == 4 ? multiply<4> : multiply<8>)(x, m_size, weights, n, n_size, y + n, y_stride);
 }
 
@@ -171,7 +174,7 @@ namespace tide_ops {
 bool integers_supported() { return false; }
 void round_row(float const*, std::int64_t, IntegerWeights const&, RoundedInputs*) {}
 void multiply_integers(RoundedInputs const*, std::int64_t, IntegerWeights const&, std::int64_t, std::int64_t, float*,
-                   std::int64_t) {}
+                       std::int64_t) {}
 
 }  // namespace tide_ops
 

@@ -1,12 +1,13 @@
-// float32 [M, K] times the transpose of integers of 4 or 8 bits [N, K] in blocks with a scale each, as MatMulNBits stores
-// them and computes with them at accuracy level 4: the inputs are rounded to 8 bits, block by block, too.
+// float32 [M, K] times the transpose of integers of 4 or 8 bits [N, K] in blocks with a scale each, as MatMulNBits
+// stores them and computes with them at accuracy level 4: the inputs are rounded to 8 bits, block by block, too.
 #pragma once
 
 #include <cstdint>
 
 namespace tide_ops {
 
-// 128 inputs of a row. Lane i of a vector adds up the products of inputs 8i to 8i + 7: four of `first`, four of `second`.
+// 128 inputs of a row. Lane i of a vector adds up the products of inputs 8i to 8i + 7: four of `first`, four of
+// `second`.
 struct alignas(64) RoundedInputs {
   std::int8_t first[64], second[64];
   std::int32_t start[16];  // corrects a block's sum, in one of its lanes: the integers are 8 or 128 too large

@@ -1,6 +1,10 @@
-// Compiles the functions between TIDE_BEGIN_TARGET and TIDE_END_TARGET for an instruction set.
+// What the kernels of all instruction sets share.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
+// Compiles the functions between TIDE_BEGIN_TARGET and TIDE_END_TARGET for an instruction set.
 #if defined(__clang__)
 #define TIDE_BEGIN_TARGET_(text) _Pragma(text)
 #define TIDE_BEGIN_TARGET(set) \
@@ -11,3 +15,17 @@
 #define TIDE_END_TARGET _Pragma("GCC pop_options")
 #endif
 #define TIDE_TEXT(...) #__VA_ARGS__
+
+namespace tide_ops {
+
+template <int value>
+using Int = std::integral_constant<int, value>;
+
+#if defined(__x86_64__)
+inline bool cpu_has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+inline bool cpu_has_avx512() {
+  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+}  // namespace tide_ops

@@ -5,6 +5,8 @@ their scale: the largest magnitude over 127. Values likewise. New ones are round
 that the K/V cache depends on the text alone. It has no function of standard operators: those have no buffer in place.
 """
 
+from collections.abc import Iterable
+
 import onnx_ir as ir
 
 from tide_export import names
@@ -30,7 +32,7 @@ class Int8AttentionPass(ir.passes.InPlacePass):
 class _Buffers(set[ir.Value]):
     """K/V buffers, whose types become int8 as they are added."""
 
-    def __init__(self, inputs):
+    def __init__(self, inputs: Iterable[ir.Value]):
         super().__init__()
         for value in inputs:
             self._take(value)
