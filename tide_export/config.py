@@ -4,17 +4,39 @@
 stored in the router file and the bundle's manifest as provenance.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tide_export.errors import ConfigError
 
 
-class TideConfig(BaseModel):
-    """Calibration and export settings (TIDE: Token-Informed Depth Execution, 0.2.1, `config.py`)."""
+class Settings(BaseModel):
+    """Settings that cannot change; the options of a command and their help are its fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def from_options(cls, **options: object) -> Self:
+        """Returns settings with `options`; None takes the default.
+
+        Raises:
+            ConfigError: naming the first option that is out of range or unknown.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, *inside = first["loc"]
+            # For a union pydantic has a message per member, with the member's name.
+            union = bool(inside) and isinstance(inside[0], str)
+            reason = "must be auto, or a list of layer counts" if union and name == "checkpoints" else first["msg"]
+            raise ConfigError(f"option {name}: {reason} (got {given.get(str(name), first.get('input'))!r})") from None
+
+
+class TideConfig(Settings):
+    """Calibration and export settings (TIDE: Token-Informed Depth Execution, 0.2.1, `config.py`)."""
 
     checkpoint_interval: int = Field(4, ge=1, description="a checkpoint after every N layers")
     checkpoints: Literal["auto"] | tuple[int, ...] | None = Field(
@@ -126,20 +148,3 @@ class TideConfig(BaseModel):
                 f"not {list(self.checkpoints)}"
             )
         return self.checkpoints
-
-    @classmethod
-    def from_options(cls, **options: object) -> "TideConfig":
-        """Returns a config with `options`; None takes the default.
-
-        Raises:
-            ConfigError: naming the first option that is out of range or unknown.
-        """
-        given = {name: value for name, value in options.items() if value is not None}
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name, *inside = first["loc"]
-            # For a union pydantic has one message per member.
-            reason = "must be auto, or a list of layer counts" if inside and name == "checkpoints" else first["msg"]
-            raise ConfigError(f"option {name}: {reason} (got {given.get(str(name), first.get('input'))!r})") from None

@@ -195,7 +195,7 @@ def test_rows_of_the_hubs_wikitext_are_joined_to_articles(monkeypatch):
 
 def test_unreachable_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", Hub(error=ConnectionError("Couldn't reach\n it")))
-    with pytest.raises(DatasetError, match="'some/data' cannot be read: Couldn't reach it"):
+    with pytest.raises(DatasetError, match="'some/data' cannot be read: Couldn't reach it; --dataset FILE"):
         list(Documents("some/data"))
 
 

@@ -2,16 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from tide_export.config import TideConfig
-from tide_export.errors import ConfigError
+from tide_export.config import Settings, TideConfig
 
 
-class AdaptConfig(BaseModel):
+class AdaptConfig(Settings):
     """Settings of early-exit training (LayerSkip, https://arxiv.org/abs/2404.16710, with self-distillation)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     dataset: str = Field("wikitext", min_length=1, description="text to train on, a SPEC as below")
     tokens: int = Field(4_000_000, ge=1, description="tokens to train on; shorter text is repeated")
@@ -64,18 +61,3 @@ class AdaptConfig(BaseModel):
         """
         points = TideConfig(checkpoints=self.checkpoints, checkpoint_interval=self.checkpoint_interval)
         return points.resolve_checkpoints(num_layers)
-
-    @classmethod
-    def from_options(cls, **options: object) -> "AdaptConfig":
-        """Returns a config with `options`; None takes the default.
-
-        Raises:
-            ConfigError: naming the first option that is out of range or unknown.
-        """
-        given = {name: value for name, value in options.items() if value is not None}
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0])
-            raise ConfigError(f"option {name}: {first['msg']} (got {given.get(name, first.get('input'))!r})") from None

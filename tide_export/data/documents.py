@@ -75,7 +75,9 @@ class Documents:
         except DatasetError:
             raise
         except Exception as error:  # pyarrow, fsspec, the hub and codecs raise many types
-            raise DatasetError(f"dataset {self.spec!r} cannot be read: {one_line(error, 300)}") from error
+            raise DatasetError(
+                f"dataset {self.spec!r} cannot be read: {one_line(error, 300)}; --dataset FILE reads text of your own"
+            ) from error
         if not self.count:
             raise DatasetError(f"dataset {self.spec!r} holds no text")
 
