@@ -8,8 +8,10 @@ OUT ?= out/demo
 PYTEST_OPTIONS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
-# Python compiles what is imported; pip would compile ten times as much, for minutes.
+# Python compiles what is imported, and keeps it (whatever the environment says): each of the many processes that import
+# torch would compile it anew, for seconds. pip would compile ten times as much, for minutes.
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := $(shell grep '^nvidia-pytriton==' constraints.txt)
 

@@ -20,7 +20,10 @@ from tide_export.thresholds.resolve import NEVER_EXIT
 IDS = [(i * 37) % 500 + 3 for i in range(40)]
 
 
-@pytest.mark.parametrize(("weights", "kv_cache"), [("bf16", FLOAT32_KV), ("int4", FLOAT32_KV), ("bf16", INT8_KV)])
+@pytest.mark.parametrize(
+    ("weights", "kv_cache"),
+    [("bf16", FLOAT32_KV), ("int4", FLOAT32_KV), ("bf16", INT8_KV), ("int4", INT8_KV), ("int8", INT8_KV)],
+)
 def test_tokens_and_scores(
     weights: str, kv_cache: str, operator_library: Path, open_cpp: Callable[..., CppEngine], tmp_path: Path
 ) -> None:
@@ -28,7 +31,7 @@ def test_tokens_and_scores(
     if weights == "bf16":
         round_to_bf16(source)
     else:
-        quantize_model(source, Quantization("rtn", 4, 32, symmetric=True, accuracy_level=4))
+        quantize_model(source, Quantization("rtn", int(weights[-1]), 32, symmetric=True, accuracy_level=4))
     routers = random_routers(source, CHECKPOINTS, IDS)
     python = engine_of(source, routers, tmp_path / "bundle", batch=True, bf16=weights == "bf16", kv_cache=kv_cache)
     assert python.manifest.weights == weights

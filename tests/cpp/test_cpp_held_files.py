@@ -18,6 +18,7 @@ from tiny_model import TinyModel
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import _exchange, write_manifest
+from tide_export.bundle.verification import KEPT
 from tide_export.errors import BundleError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.bindings import return_free_memory
@@ -144,6 +145,21 @@ def test_weights_that_one_runtime_verified_are_known_to_the_other(opens: Opens, 
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(BundleError, match=f"{names.WEIGHTS_FILE}' is corrupt"):
         opens(bundle)
+
+
+def test_the_oldest_notes_are_removed(
+    opens: Opens, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "tide_export" / "verified"
+    folder.mkdir(parents=True)
+    for number in range(KEPT + 2):
+        (folder / f"{number}").touch()
+        os.utime(folder / f"{number}", (number, number))
+    opens(bundle)
+    notes = {note.name for note in folder.iterdir()}
+    assert {str(number) for number in range(3, KEPT + 2)} == {note for note in notes if note.isdecimal()}
+    assert len(notes) == KEPT, "and that of the weights"
 
 
 def test_loads_while_bundles_are_replaced(opens: Opens, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ the tokens are those without a cache."""
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from c_interface import CEngine
 from cpp_engine import CppEngine, facts
 from cpp_scheduler import CppHandle, CppScheduler
 from test_cpp_memory import failures
+from tiny_engines import engine_of
 
+from tide_export.bundle.manifest import INT8_KV
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS
 from tide_export.runtime.scheduling.scheduler import SchedulerLimits
@@ -59,9 +62,18 @@ def conversations(
     return trace, asked
 
 
-@pytest.fixture(params=["exact", "propagating"])
+@pytest.fixture(scope="module")
+def int8(tiny_llama, operator_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama with K/V in int8."""
+    folder = tmp_path_factory.mktemp("int8") / "bundle"
+    engine_of(tiny_llama.source, tiny_llama.routers, folder, batch=True, kv_cache=INT8_KV)
+    return folder
+
+
+@pytest.fixture(params=["exact", "propagating", "int8"])
 def python(request: pytest.FixtureRequest, tiny_llama) -> Engine:
-    return tiny_llama.graph(getattr(tiny_llama, request.param))
+    kind = request.param
+    return tiny_llama.graph(request.getfixturevalue("int8") if kind == "int8" else getattr(tiny_llama, kind))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ Hashing the weights takes longer than mapping them. So a thread hashes large fil
 and a file that this user verified before is not hashed again: it is the same inode with the same size and times. Its
 time of change (ctime) cannot be set back, so that copies, edits and restored files are hashed. What this does not
 notice is a disk that returns other bytes than were written; `tide-export inspect` and `validate` hash everything.
+The newest notes are kept; a file whose note is gone is hashed again.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from tide_export.bundle.opened import Bundle, BundleFile
 from tide_export.files import user_cache
 
 LARGE = 4 << 20  # bytes; smaller files are hashed in milliseconds, and each time
+KEPT = 1000  # notes
 
 
 @contextlib.contextmanager
@@ -49,6 +51,9 @@ def _verify(file: BundleFile, expected: FileInfo) -> None:
     with contextlib.suppress(OSError):  # it is then hashed again the next time
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
+        notes = sorted(note.parent.iterdir(), key=lambda other: other.stat().st_mtime_ns)
+        for old in notes[:-KEPT]:
+            old.unlink()
 
 
 def _note(file: BundleFile, expected: FileInfo) -> Path | None:

@@ -18,6 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::int64_t kLarge = 4 << 20;  // bytes; smaller files are hashed in milliseconds, and each time
+constexpr std::size_t kKept = 1000;       // notes; a file whose note is gone is hashed again
 
 // The empty file that says that `file` was verified; none where there is no home.
 fs::path note_of(BundleFile const& file, FileInfo const& expected) {
@@ -42,13 +43,25 @@ fs::path note_of(BundleFile const& file, FileInfo const& expected) {
   return folder / "tide_export" / "verified" / name;
 }
 
+// Removes all but the newest notes.
+void prune(fs::path const& folder) {
+  std::vector<std::pair<fs::file_time_type, fs::path>> notes;
+  for (fs::path const& note : fs::directory_iterator(folder)) notes.emplace_back(fs::last_write_time(note), note);
+  if (notes.size() <= kKept) return;
+  std::nth_element(notes.begin(), notes.end() - kKept, notes.end());
+  std::for_each(notes.begin(), notes.end() - kKept, [](auto const& old) { fs::remove(old.second); });
+}
+
 void verify(BundleFile const& file, FileInfo const& expected) {
   fs::path const note = note_of(file, expected);  // before: a file that is written meanwhile has another one
   file.check(expected, true);
   if (note.empty()) return;
-  std::error_code ignored;  // it is then hashed again the next time
-  fs::create_directories(note.parent_path(), ignored);
-  std::ofstream(note, std::ios::app);
+  try {
+    fs::create_directories(note.parent_path());
+    std::ofstream(note, std::ios::app);
+    prune(note.parent_path());
+  } catch (fs::filesystem_error const&) {  // it is then hashed again the next time
+  }
 }
 
 }  // namespace
