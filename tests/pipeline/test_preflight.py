@@ -146,6 +146,18 @@ def test_a_dataset_that_cannot_be_read(tmp_path: Path, demo_model: Path, text: s
         export(str(demo_model), tmp_path / "out", config=TideConfig(calibration_dataset=text))
 
 
+@pytest.mark.parametrize("option", ["calibration_dataset", "self_generated"])
+def test_a_missing_file_of_text_is_said_before_the_model_is_loaded(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("flow", "calibrate"):
+        monkeypatch.setattr(f"tide_export.pipeline.{module}.load_model", lambda *_, **__: pytest.fail("loaded first"))
+    config = TideConfig.from_options(**{option: str(tmp_path / "no-text.jsonl")})
+    for make in (export, calibrate):
+        with pytest.raises(DatasetError, match=r"no-text\.jsonl"):
+            make("model", tmp_path / "out", config=config)
+
+
 def test_several_processes(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.Processes, "current", lambda: preflight.Processes(0, 2))
     with pytest.raises(ConfigError, match="export runs in one process"):

@@ -73,13 +73,13 @@ def adapt(
     processes = Processes.current()
     if processes.main:
         check_output(target, Checkpoint(folder, {}))
+    documents = Documents(config.dataset)
     dtype = _stored_dtype(model, trust_remote_code)
     device = f"cuda:{processes.rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     with stage("loading the model"):
         source = load_model(model, device=device, trust_remote_code=trust_remote_code)
     exits = config.exits(source.num_layers)
     tokenizer = load_tokenizer(model, trust_remote_code)
-    documents = Documents(config.dataset)
     with stage("reading text"):
         texts, held_out = _read(documents, source, tokenizer, config)
     steps = -(-config.tokens // max(1, round(config.batch * float(np.mean([len(text.ids) for text in texts])))))

@@ -50,6 +50,18 @@ class Answered:
     sha256: str
 
 
+def prompts_in(path: str) -> list[str]:
+    """Reads the prompts of a file.
+
+    Raises:
+        DatasetError: the file cannot be read or holds no prompt.
+    """
+    try:
+        return read_prompts(Path(path))
+    except GenerationError as error:
+        raise DatasetError(str(error)) from None
+
+
 def prompts_to_answer(
     tokenizer: PreTrainedTokenizerBase, path: str, length: int, limit: int
 ) -> tuple[list[str], dict[int, list[int]]]:
@@ -64,10 +76,7 @@ def prompts_to_answer(
     Raises:
         DatasetError: the file cannot be read or holds no prompt, the chat template refuses one, or all are too long.
     """
-    try:
-        prompts = read_prompts(Path(path))[:limit]
-    except GenerationError as error:
-        raise DatasetError(str(error)) from None
+    prompts = prompts_in(path)[:limit]
     encoded = {number: _encode(tokenizer, prompt) for number, prompt in enumerate(prompts)}
     usable = {number: ids for number, ids in encoded.items() if 0 < len(ids) <= MAX_PROMPT_SHARE * length}
     if not usable:

@@ -12,7 +12,7 @@ from tide_export.errors import ConfigError
 from tide_export.files import check_writable, failure
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import REPORT_FILE
-from tide_export.pipeline.preflight import planned_checkpoints
+from tide_export.pipeline.preflight import find_text, planned_checkpoints
 from tide_export.pipeline.request import ExportRequest
 from tide_export.progress import stage
 from tide_export.report.write import check_report_path, headline, write_report
@@ -51,6 +51,7 @@ def calibrate(
     _check_router_path(target)
     if report is not None:
         check_report_path(Path(report))
+    find_text(config)
     with stage("loading the model"):
         source = load_model(model, device_map=device_map, trust_remote_code=trust_remote_code)
     refuse_recurrent_state(source)

@@ -19,11 +19,10 @@ from tide_export.model.failures import explained
 from tide_export.model.source import SourceModel, load_model
 from tide_export.pipeline.calibrate import calibrate_for_bundle
 from tide_export.pipeline.contents import make_manifest, write_contents, write_networks
-from tide_export.pipeline.preflight import check_source, warn_if_nothing_exits
+from tide_export.pipeline.preflight import check_source, given_routers, warn_if_nothing_exits
 from tide_export.pipeline.request import ExportRequest, takes_request
 from tide_export.pipeline.weights import choose_weights, explain_weights, lowering, prepare_weights
 from tide_export.progress import stage
-from tide_export.routers.router_set import RouterSet
 from tide_export.trace.tracer import trace
 from tide_export.tuning.auto import measure_auto
 from tide_export.verify.export_gate import check_export, model_references
@@ -58,7 +57,7 @@ def export(request: ExportRequest) -> Path:
 
 def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[References]]:
     """Runs the stages that need the model in memory; returns the manifest so far, and `check_export`'s references."""
-    routers = None if request.routers is None else RouterSet.load(request.routers)
+    routers = given_routers(request)
     with stage("loading the model"):
         source = load_model(request.model, device_map=request.device_map, trust_remote_code=request.trust_remote_code)
     asked, request = request, choose_weights(source, request)

@@ -1,11 +1,11 @@
-"""Refuses, once the model is loaded, what a later stage would refuse after hours of calibration."""
+"""Refuses at once, or as soon as the model is loaded, what a later stage would refuse after hours of calibration."""
 
 import logging
 import shutil
 from pathlib import Path
 
 from tide_export.calibration.distributed import Processes
-from tide_export.calibration.self_generated import answer_length, prompts_to_answer
+from tide_export.calibration.self_generated import answer_length, prompts_in, prompts_to_answer
 from tide_export.config import TideConfig
 from tide_export.data.documents import Documents
 from tide_export.data.sequences import load_tokenizer
@@ -20,6 +20,31 @@ from tide_export.trace.tracer import refuse_recurrent_state
 logger = logging.getLogger("tide_export")
 
 BITS = {"fp16": 16, "bf16": 16, "fp8": 8, "int4": 4}  # of a weight; others are float32
+
+
+def given_routers(request: ExportRequest) -> RouterSet | None:
+    """Loads the router file, and looks for the text that will be read: a large model takes minutes to load.
+
+    Raises:
+        RouterFileError: the router file cannot be read.
+        DatasetError: a file of text or prompts does not exist.
+    """
+    routers = None if request.routers is None else RouterSet.load(request.routers)
+    if routers is None or request.reads_text_for_weights:
+        find_text(request.config if routers is None else request.config.model_copy(update={"self_generated": None}))
+    return routers
+
+
+def find_text(config: TideConfig) -> None:
+    """Looks for the files of the dataset, or reads the prompts that the model is to answer.
+
+    Raises:
+        DatasetError: there are none, or no prompt in them.
+    """
+    if config.self_generated is None:
+        Documents(config.calibration_dataset)
+    else:
+        prompts_in(config.self_generated)
 
 
 def check_source(
