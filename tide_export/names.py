@@ -80,8 +80,14 @@ PENDING_LENGTHS = "pending_lengths"  # input: int64 [B], row of the next buffer 
 NEXT_PENDING_STATES = "next_pending_states"  # input: T [B, 1, P, D], pending before the next segment
 ROUTER_SCORE = "router_score"  # output: float32 [B]
 EXIT_FLAG = "exit_flag"  # output: int32 [B], 1 where the score is above the threshold
-# The head takes EXIT_STATES and ROWS and gives LOGITS, float32 [m, V].
+# The head takes EXIT_STATES and ROWS and gives LOGITS, float32 [m, V]. Two more networks take these, so that not all of
+# them must cross to the host; a NaN counts as infinity.
 ROWS = "rows"  # input: int64 [m], of the buffers of all slots as one: slot * P + row
+BEST_TOKENS = "best_tokens"  # output of BEST: int32 [m], where the largest logit is; of equal ones the lowest id
+BEST_LOGITS = "best_logits"  # output of BEST: float32 [m]
+CANDIDATE_TOKENS = "candidate_tokens"  # output of CANDIDATES: int64 [m, c], of the c largest logits ...
+CANDIDATE_LOGITS = "candidate_logits"  # ... and these, float32 [m, c], largest first
+MAX_CANDIDATES = 128  # c, or V if that is less
 
 
 # The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of all sequences, one sequence
@@ -121,11 +127,12 @@ BATCH_FOLDER = "batch"
 SEGMENTS_FOLDER = "segments"
 SEGMENTS_WEIGHTS_FILE = "weights.data"  # in SEGMENTS_FOLDER, shared by all networks there
 ENGINES_FOLDER = "engines"
-HEAD = "head"
+HEAD, BEST, CANDIDATES = "head", "best", "candidates"
+AFTER_SEGMENTS = (HEAD, BEST, CANDIDATES)  # the networks that follow the segments
 
 
 def segment(k: int) -> str:
-    """Name of segment k's network and engine; the head's is HEAD."""
+    """Name of segment k's network and engine; the others' are AFTER_SEGMENTS."""
     return f"segment_{k:02}"
 
 
@@ -135,12 +142,12 @@ def skipped(k: int) -> str:
 
 
 def network_file(name: str) -> str:
-    """Where a bundle keeps the network `segment(k)` or HEAD."""
+    """Where a bundle keeps the network `segment(k)` or one of AFTER_SEGMENTS."""
     return f"{SEGMENTS_FOLDER}/{name}.onnx"
 
 
 def engine_file(name: str) -> str:
-    """Where a bundle keeps the TensorRT engine of the network `segment(k)` or HEAD."""
+    """Where a bundle keeps the TensorRT engine of the network `segment(k)` or of one of AFTER_SEGMENTS."""
     return f"{ENGINES_FOLDER}/{name}.engine"
 
 

@@ -86,6 +86,7 @@ Generation Engine::stream(std::vector<std::int64_t> const& prompt, GenerationCon
   Request request(backend_->bundle(), resolved, std::nullopt);
   State state = start(request.thresholds, request.max_pending);
   std::unique_ptr<Decoder> const decoder = make_decoder(manifest(), request, 0);
+  state.sequence_->candidates = decoder->candidates;
   Progress progress(manifest(), prompt, request);
   while (!progress.ended()) {
     auto const started = std::chrono::steady_clock::now();

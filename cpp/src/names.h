@@ -41,6 +41,13 @@ constexpr char const* kNextPendingStates = "next_pending_states";   // T [1, 1, 
 constexpr char const* kRouterScore = "router_score";                // float32 [1]
 constexpr char const* kExitFlag = "exit_flag";                      // int32 [1], 1: the score is above the threshold
 constexpr char const* kRows = "rows";                               // int64 [m], of kExitStates; of the head
+// The head gives kLogits. Two more networks take these, so that not all of them must cross to the host; a NaN counts as
+// infinity.
+constexpr char const* kBestTokens = "best_tokens";              // int32 [m], of the largest logit, the lowest if equal
+constexpr char const* kBestLogits = "best_logits";              // float32 [m]
+constexpr char const* kCandidateLogits = "candidate_logits";    // float32 [m, c], the largest, in descending order
+constexpr char const* kCandidateTokens = "candidate_tokens";    // int64 [m, c]
+constexpr std::int64_t kMaxCandidates = 128;                    // c, or the vocabulary's size if that is less
 
 // Tensors of the networks for batches: N tokens of all sequences, one sequence after the other, in R slots.
 constexpr char const* kHiddenStates = "hidden_states";         // float32 [1, N, D], of all but the first segment
@@ -52,14 +59,15 @@ constexpr char const* kSlotLengths = "slot_lengths";  // int32 [R], tokens in it
 std::string slot(std::string const& name, std::size_t number);  // a K/V buffer of one slot
 std::string new_kv(std::size_t layer, char const* kind);        // of m skipping tokens, float32 [1, heads, m, head_dim]
 
-constexpr char const* kHead = "head";
+constexpr char const *kHead = "head", *kBest = "best", *kCandidates = "candidates";
+constexpr std::size_t kAfterSegments = 3;  // these networks, which follow the segments
 std::string segment(std::size_t k);  // the name of segment k's network and engine
 std::string skipped(std::size_t k);  // the name of the batch network for tokens that skip segment k >= 1
 
 }  // namespace names
 
 // Paths in a bundle.
-std::string network_file(std::string const& name);                   // the network `segment(k)` or kHead
+std::string network_file(std::string const& name);                   // the network `segment(k)`, kHead, kBest ...
 std::string engine_file(std::string const& name);                    // its engine
 std::string batch_file(std::string const& name);                     // the batch network kHead or `skipped(k)`
 std::string batch_file(std::string const& name, std::size_t slots);  // and `segment(k)` for up to this many slots

@@ -27,6 +27,8 @@ class Sequence {
   virtual std::vector<std::int64_t> const& computed() const { return lengths(); }  // tokens each segment has run over
   virtual std::int64_t limit() const = 0;                                          // tokens it may have, at most
   virtual std::int64_t capacity() const = 0;  // tokens that the K/V buffers hold before they grow
+
+  std::size_t candidates = 0;  // how many of the largest logits who steps it needs; 0: all
 };
 
 class BatchNetworks;

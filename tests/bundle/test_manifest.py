@@ -55,7 +55,8 @@ ENGINES = {
     "seconds": 3.5,
     "plugins": None,
 }
-BUILT = {part: asdict(BuiltEngine(1000, 200, 12, 2, 1)) for part in ("segment_00", "segment_01", "segment_02", "head")}
+PARTS = ["segment_00", "segment_01", "segment_02", "head", "best", "candidates"]
+BUILT = {part: asdict(BuiltEngine(1000, 200, 12, 2, 1)) for part in PARTS}
 PLUGINS = {"version": "0.1.0", "sha256": "0" * 64, "engines": ["segment_00", "segment_01"]}
 
 
@@ -155,12 +156,11 @@ def test_quantization_that_makes_no_sense_is_refused(tmp_path: Path, weights, qu
     ],
 )
 def test_networks_and_engines_are_described_whole_or_refused(tmp_path: Path, networks, engines, message) -> None:
-    parts = ["segment_00", "segment_01", "segment_02", "head"]
     with writing_bundle(tmp_path / "b") as folder:
         (folder / "model.onnx").write_bytes(b"graph")
         for name, suffix, entry in (("segments", "onnx", networks), ("engines", "engine", engines)):
             (folder / name).mkdir()
-            for part in parts if entry is not None and entry.pop("files", True) else []:
+            for part in PARTS if entry is not None and entry.pop("files", True) else []:
                 (folder / name / f"{part}.{suffix}").write_bytes(b"network")
         write_manifest(folder, make_manifest())
     edit(tmp_path / "b", "networks", value=networks)

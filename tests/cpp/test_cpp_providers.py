@@ -28,7 +28,7 @@ PROFILES = (
     *(Profile("decode", 1, 1, 1, 1), Profile("catch-up", 1, 16, 32, 1), Profile("prefill", 1, 512, 1024, 1)),
     *(Profile("batch-decode", 1, 1, 1, 8), Profile("batch-catch-up", 1, 16, 32, 8)),
 )
-PARTS = (*(names.segment(k) for k in range(4)), names.HEAD)
+PARTS = (*(names.segment(k) for k in range(4)), *names.AFTER_SEGMENTS)
 
 
 @pytest.fixture(scope="module")

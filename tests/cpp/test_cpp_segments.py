@@ -72,6 +72,24 @@ def test_lossless(python, segmented, demo_text_ids, mixed, options: dict[str, in
     assert generation.stats.drafted > generation.stats.accepted > 0
 
 
+@pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 1}, {"top_k": 40}, {"top_k": 100, "top_p": 0.9}, {"top_k": 127, "min_p": 0.05}]
+)
+def test_tokens_drawn_from_candidates_are_those_drawn_from_all_logits(
+    segmented, demo_text_ids, mixed, mode: str, sampling: dict[str, float]
+) -> None:
+    """With log-probabilities all logits cross to the host, without them the candidates alone."""
+    ids, options = demo_text_ids[40:70], {"mode": mode, "temperature": 1.2, "seed": 5, "stop_token_ids": [], **sampling}
+    if mode == "exit":
+        options |= {"threshold": mixed, "min_layers": 0}
+    few = segmented.generate(ids, max_new_tokens=40, **options)
+    every = segmented.generate(ids, max_new_tokens=40, logprobs=0, **options)
+    assert few.logprobs is None
+    assert every.logprobs is not None
+    assert facts(few) == facts(replace(every, logprobs=None))
+
+
 def test_runs_are_recorded_and_replayed(python, segmented, demo_text_ids, mixed) -> None:
     """One recording per network, number of tokens and place of the result, not one per step."""
     before = graphs(segmented)

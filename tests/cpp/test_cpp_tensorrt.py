@@ -136,7 +136,7 @@ def test_each_thread_has_its_own_buffers(engine: CppEngine, python: Engine, demo
         (
             "types",
             PROFILES,
-            r"'.*segment_01\.engine': input exit_threshold is another type \[1\], but its manifest calls",
+            r"'.*segment_01\.engine': input exit_states is another type .*, but its manifest calls",
         ),
         ("", PROFILES[:4], r"engine '.*segment_00\.engine' has 4 optimization profiles, not the 5 of its manifest"),
         (

@@ -157,7 +157,7 @@ def test_the_networks_share_one_file_of_weights_and_store_each_once(saved: Path,
     folder = saved / names.SEGMENTS_FOLDER
     assert {path.name for path in folder.iterdir()} == {
         names.SEGMENTS_WEIGHTS_FILE,
-        *(f"{part}.onnx" for part in (names.segment(0), names.segment(1), names.HEAD)),
+        *(f"{part}.onnx" for part in (names.segment(0), names.segment(1), *names.AFTER_SEGMENTS)),
     }
     parameters = sum(parameter.numel() * 4 for parameter in source.model.parameters())
     assert parameters <= (folder / names.SEGMENTS_WEIGHTS_FILE).stat().st_size < 1.2 * parameters

@@ -131,7 +131,7 @@ def test_a_library_that_no_engine_would_use_is_refused(tmp_path: Path, demo_mode
 def bundle_with_engines(demo_bundle: Path, folder: Path, plugins: PluginsInfo | None) -> Bundle:
     shutil.copytree(demo_bundle, folder)
     (folder / names.ENGINES_FOLDER).mkdir()
-    for part in (*(names.segment(k) for k in range(4)), names.HEAD):
+    for part in (*(names.segment(k) for k in range(4)), *names.AFTER_SEGMENTS):
         (folder / names.engine_file(part)).write_bytes(b"engine")
     manifest = open_bundle(demo_bundle, verify=False).manifest
     profiles = (Profile("decode", 1, 1, 1, 8),)

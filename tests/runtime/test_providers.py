@@ -41,7 +41,7 @@ def built(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     bundle = tmp_path_factory.mktemp("providers") / "bundle"
     shutil.copytree(demo_bundle, bundle)
     (bundle / names.ENGINES_FOLDER).mkdir()
-    for part in (*(names.segment(k) for k in range(4)), names.HEAD):
+    for part in (*(names.segment(k) for k in range(4)), *names.AFTER_SEGMENTS):
         (bundle / names.engine_file(part)).write_bytes(b"engine" * 1000)
     manifest = open_bundle(demo_bundle, verify=False).manifest
     engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)

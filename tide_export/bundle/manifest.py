@@ -17,11 +17,11 @@ from tide_export.bundle.engine_fields import FP8, INT4, EnginesInfo, NetworksInf
 from tide_export.bundle.strict_json import parse_object, parse_strictly, shown_name
 from tide_export.errors import BundleError
 from tide_export.names import (
+    AFTER_SEGMENTS,
     CHECKPOINTS_METADATA,
     CONTEXT_METADATA,
     FINAL_ROW,
     GRAPH_FILE,
-    HEAD,
     HIDDEN_SIZE_METADATA,
     MANIFEST_FILE,
     engine_file,
@@ -304,7 +304,7 @@ def _is_inside(name: str) -> bool:
 
 def _check_networks(manifest: Manifest, require: Callable[[bool, str, str], None]) -> None:
     networks, engines = manifest.networks, manifest.engines
-    parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), HEAD]
+    parts = [*(segment(k) for k in range(len(manifest.segment_sizes))), *AFTER_SEGMENTS]
     if networks is not None:
         require(
             networks.weights in NETWORK_PRECISIONS,

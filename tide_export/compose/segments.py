@@ -1,4 +1,4 @@
-"""Composes one network per segment, and one for the head: what engines without control flow run.
+"""Composes one network per segment, and those that give tokens: what engines without control flow run.
 
 A conditional inside TensorRT saves no time and may not hold attention, so the runtime decides which network runs
 (`runtime.segmented`; `step_graph` holds the same state machine in one graph). What sequences leave for later runs stays
@@ -10,6 +10,8 @@ on the device, in buffers with a block for each slot that the networks update in
 - Exit states, what the head reads, [B, 1, P, D']: `TideExit` writes that of a token which exits to one row, and of one
   that does not to another, which nobody reads. The last segment writes those of all its tokens after these rows, so
   that drafts can be verified.
+
+The head's logits stay on the device: where the most likely tokens are enough, small networks find them there.
 
 Batch B and new tokens S are dynamic, C and P fixed. Slots with fewer new tokens are padded on the right: what padding
 writes after a slot's length is overwritten before it is read.
@@ -159,3 +161,43 @@ def _head(pieces: Pieces, state_rows: int) -> ir.Model:
     logits.type, logits.shape = ir.TensorType(FLOAT), ir.Shape([1, TOKENS, pieces.vocab_size])
     logits = block.op("Squeeze", [logits, integers("axis_0", [0])], dtype=FLOAT, shape=[TOKENS, pieces.vocab_size])
     return block.model(names.HEAD, [buffer, rows], {names.LOGITS: logits}, (), OPSET, IR_VERSION)
+
+
+def compose_choices(vocab_size: int) -> dict[str, ir.Model]:
+    """The networks `names.BEST` and `names.CANDIDATES`, which read the head's logits [m, V], in float32 always.
+
+    BEST compares in place of ArgMax, because engines need not return the first of equal logits, which are common where
+    the head computes in half precision. The runtime finds out whether the order of equal logits matters to CANDIDATES.
+    """
+    return {names.BEST: _best(vocab_size), names.CANDIDATES: _candidates(vocab_size)}
+
+
+def _best(vocab_size: int) -> ir.Model:
+    block, logits = Block(names.BEST, Weights()), typed_value(names.LOGITS, FLOAT, [TOKENS, vocab_size])
+    last, every = block.weights.integers("axis_1", [1]), [TOKENS, vocab_size]
+    numbers = _without_nan(block, logits)
+    largest = block.op("ReduceMax", [numbers, last], {"keepdims": 1}, dtype=FLOAT, shape=[TOKENS, 1])
+    equal = block.op("Equal", [numbers, largest], dtype=ir.DataType.BOOL, shape=every)
+    ids = block.weights.constant("every_token", np.arange(vocab_size, dtype=np.int32))
+    none = block.weights.constant("no_token", np.array(vocab_size, np.int32))
+    found = block.op("Where", [equal, ids, none], dtype=ir.DataType.INT32, shape=every)
+    token = block.op("ReduceMin", [found, last], {"keepdims": 0}, dtype=ir.DataType.INT32, shape=[TOKENS])
+    best = block.op("Squeeze", [largest, last], dtype=FLOAT, shape=[TOKENS])
+    outputs = {names.BEST_TOKENS: token, names.BEST_LOGITS: best}
+    return block.model(names.BEST, [logits], outputs, (), OPSET, IR_VERSION)
+
+
+def _candidates(vocab_size: int) -> ir.Model:
+    block, logits = Block(names.CANDIDATES, Weights()), typed_value(names.LOGITS, FLOAT, [TOKENS, vocab_size])
+    count = min(names.MAX_CANDIDATES, vocab_size)
+    inputs, shape = [_without_nan(block, logits), block.weights.integers("count", [count])], [TOKENS, count]
+    values, ids = block.ops("TopK", inputs, {"axis": 1}, types=[(FLOAT, shape), (INT64, shape)])
+    outputs = {names.CANDIDATE_LOGITS: values, names.CANDIDATE_TOKENS: ids}
+    return block.model(names.CANDIDATES, [logits], outputs, (), OPSET, IR_VERSION)
+
+
+def _without_nan(block: Block, logits: ir.Value) -> ir.Value:
+    """Infinity in place of NaN, so that comparisons are defined and the largest shows that there was one."""
+    infinity = block.weights.float32("infinity", np.array(np.inf))
+    known = block.op("Less", [logits, infinity], dtype=ir.DataType.BOOL, shape=dims(logits))
+    return block.op("Where", [known, logits, infinity], dtype=FLOAT, shape=dims(logits))

@@ -99,6 +99,7 @@ def build_engines(
                 "source": str(folder / names.network_file(name)),
                 "engine": str(folder / names.engine_file(name)),
                 "profiles": [shapes(spec, profile) for profile in of_network(name, profiles, info)],
+                "reads_nan": names.LOGITS in spec.inputs,
             }
             for name, spec in expected.items()
         ],

@@ -280,6 +280,7 @@ def decoder_of(
 ) -> Decoder:
     """The decoder of an empty sequence; `drafts` are None outside lossless mode, `auditor` is for mode exit alone."""
     depths = (*manifest.checkpoints, manifest.model.num_layers)
+    state.candidates = sampler.candidates
     if auditor is not None:
         return AuditedDecoder(state, sampler, depths, auditor)
     if drafts is None:

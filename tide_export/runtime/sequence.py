@@ -15,6 +15,14 @@ from tide_export.errors import GenerationError
 ROOM = 128  # tokens of K/V buffer beyond the prompt before the first growth
 NO_LIMIT = 2**62  # more tokens than can ever be pending
 NO_SCORES = np.zeros(0, np.float32)
+NO_LOGITS = np.zeros((0, 0), np.float32)
+
+
+class Candidates(NamedTuple):
+    """The tokens with the largest logits of one position, and all that have a logit equal to one of theirs."""
+
+    tokens: np.ndarray  # int64 [c], ascending
+    logits: np.ndarray  # float32 [c]
 
 
 class StepResult(NamedTuple):
@@ -26,6 +34,17 @@ class StepResult(NamedTuple):
     exit_layer: int  # layers the logits' hidden state went through; the model's depth without an exit
     segments_run: int  # segments 0 .. this-1 ran over the sequence in this step
     scores: np.ndarray = NO_SCORES  # float32 [K-1], NaN where the router was not reached or is off; empty in a batch
+    candidates: Sequence[Candidates] = ()  # of the m positions, where `SequenceState.candidates` asked; then no logits
+
+    @property
+    def choice(self) -> np.ndarray | Candidates:
+        """What the next token is chosen from."""
+        return self.candidates[-1] if self.candidates else self.logits
+
+    @property
+    def choices(self) -> Sequence[np.ndarray | Candidates]:
+        """What tokens are chosen from after each of the last m positions."""
+        return self.candidates or self.position_logits  # type: ignore[return-value]
 
 
 class ExitRule(NamedTuple):
@@ -45,7 +64,11 @@ class SequenceState:
 
     Attributes:
         lengths: tokens in each segment's K/V buffers, shallowest first; never increasing with depth.
+        candidates: how many of the largest logits of a position are enough for who reads them: engines may then give
+            `StepResult.candidates`. 0: all.
     """
+
+    candidates = 0
 
     def __init__(self, segments: int) -> None:
         self.lengths = [0] * segments

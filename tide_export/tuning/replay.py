@@ -22,7 +22,7 @@ from tide_export.runtime.decoding.decoder import run_block
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.sequence import NO_LIMIT, SequenceState, SingleSequence, StepResult
+from tide_export.runtime.sequence import NO_LIMIT, Candidates, SequenceState, SingleSequence, StepResult
 from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 from tide_export.tuning.measure import Measurement
@@ -145,8 +145,8 @@ class Replayed:
 class _Chosen(Sampler):
     """Stands for a sampler where logits are the token chosen from them."""
 
-    def __call__(self, logits: np.ndarray) -> int:
-        return int(logits)
+    def __call__(self, logits: np.ndarray | Candidates) -> int:
+        return int(np.asarray(logits))
 
     draft = __call__
 

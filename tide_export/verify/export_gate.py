@@ -74,7 +74,7 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
     Raises:
         GraphError: malformed, or not equal: the message has the first difference.
     """
-    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), names.HEAD]
+    parts = [*(names.segment(k) for k in range(len(manifest.segment_sizes))), *names.AFTER_SEGMENTS]
     files = [names.GRAPH_FILE, *(map(names.network_file, parts) if manifest.networks is not None else ())]
     try:
         for file in files:

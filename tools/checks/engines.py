@@ -29,7 +29,9 @@ def feeds(spec: NetworkSpec, profile: Profile, info: NetworksInfo) -> Iterator[d
     of several lengths."""
     random, rows = np.random.default_rng(0), profile.batch_size
     for tokens in sorted({profile.min_tokens, profile.opt_tokens, profile.max_tokens}):
-        lengths = {0, (info.capacity - tokens) // 2, info.capacity - tokens} if spec.name != names.HEAD else {0}
+        lengths = (
+            {0, (info.capacity - tokens) // 2, info.capacity - tokens} if names.PAST_LENGTHS in spec.inputs else {0}
+        )
         for length in sorted(lengths):
             inputs = {}
             for name, tensor in spec.inputs.items():

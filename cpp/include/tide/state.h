@@ -16,6 +16,12 @@ constexpr double kNeverExit = 2.0;  // a threshold that no score exceeds: its ch
 constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;  // as `max_pending`: more tokens than can ever be pending
 constexpr std::int64_t kRoom = 128;  // tokens of K/V buffer allocated beyond the first step's
 
+// The tokens with the largest logits of one position, and all that have a logit equal to one of theirs.
+struct Candidates {
+  std::vector<std::int64_t> tokens;  // ascending
+  std::vector<float> logits;
+};
+
 // The outcome of one step. The memory belongs to the state and is valid until its next step.
 struct StepResult {
   float const* logits = nullptr;  // [rows, vocabulary], of the last `rows` positions
@@ -24,6 +30,8 @@ struct StepResult {
   std::int64_t exit_layer = 0;    // layers the last position's logits went through; the model's depth without an exit
   std::int64_t segments_run = 0;  // segments 0 .. segments_run - 1 ran in this step
   float const* scores = nullptr;  // [checkpoints], NaN where the router was not reached or is off
+  // [rows] in place of logits, where `Engine::generate` needs no others; never of a step that you make yourself.
+  Candidates const* candidates = nullptr;
 
   float const* row(std::size_t number) const { return logits + number * vocabulary; }
   float const* last() const { return row(rows - 1); }

@@ -134,7 +134,7 @@ using Require = std::function<void(bool condition, std::string const& name, std:
 void check_networks(Manifest const& manifest, Require const& require) {
   std::vector<std::string> parts;
   for (std::size_t k = 0; k <= manifest.checkpoints.size(); ++k) parts.push_back(names::segment(k));
-  parts.push_back(names::kHead);
+  parts.insert(parts.end(), {names::kHead, names::kBest, names::kCandidates});
   if (auto const& networks = manifest.networks) {
     require(std::set<std::string>{"fp32", "fp16", "bf16"}.count(networks->weights) == 1, "networks.weights",
             "must be one of fp32, fp16, bf16");

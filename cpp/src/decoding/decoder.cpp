@@ -20,7 +20,7 @@ class OneByOne final : public Decoder {
   std::vector<Token> take(StepResult const& result) override {
     length_ += static_cast<std::int64_t>(request_.ids.size());
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
-    Choice choice = sampler_(result.last(), result.vocabulary);
+    Choice choice = sampler_(result, result.rows - 1);
     return {{choice.id, result.exit_layer, passes, std::move(choice.logprobs)}};
   }
 
@@ -33,8 +33,15 @@ class OneByOne final : public Decoder {
 
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number) {
   Sampler sampler = std::move(request.samplers[number]);
-  if (!request.drafts) return std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
-  return make_lossless_decoder(manifest, std::move(sampler), *request.drafts, request.stop_token_ids);
+  std::size_t const candidates = sampler.candidates();
+  std::unique_ptr<Decoder> decoder;
+  if (request.drafts) {
+    decoder = make_lossless_decoder(manifest, std::move(sampler), *request.drafts, request.stop_token_ids);
+  } else {
+    decoder = std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
+  }
+  decoder->candidates = candidates;
+  return decoder;
 }
 
 std::vector<Token> run_block(Decoder& decoder, State& state) {

@@ -43,6 +43,7 @@ class Decoder {
   std::int64_t drafted = 0, accepted = 0;                // drafts made, drafts accepted
   std::int64_t lookup_drafted = 0, lookup_accepted = 0;  // of these, prompt-lookup drafts
   std::int64_t undone = 0;                               // positions that every layer computed and a rewind removed
+  std::size_t candidates = 0;                            // see `Sampler::candidates`
 
  protected:
   StepRequest request_;

@@ -56,7 +56,7 @@ class LosslessDecoder final : public Decoder {
     length_ += static_cast<std::int64_t>(request_.ids.size());
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
     if (static_cast<std::size_t>(result.segments_run) == depths_.size()) return verify(result, passes);
-    drafts_.push_back({{sampler_.draft(result.last(), result.vocabulary), result.exit_layer, passes}, std::nullopt});
+    drafts_.push_back({{sampler_.draft(result), result.exit_layer, passes}, std::nullopt});
     cost_ += draft_costs_[static_cast<std::size_t>(result.segments_run - 1)];
     request_step({drafts_.back().token.id});
     return {};
@@ -109,11 +109,11 @@ class LosslessDecoder final : public Decoder {
     std::size_t const exits = drafts_.size();
     drafts_.insert(drafts_.end(), ngram_.begin(), ngram_.end());
     std::vector<Token> tokens;
-    Choice last = sampler_(result.row(0), result.vocabulary);
+    Choice last = sampler_(result, 0);
     while (tokens.size() < drafts_.size() && drafts_[tokens.size()].token.id == last.id) {
       tokens.push_back(drafts_[tokens.size()].token);
       tokens.back().logprobs = std::move(last.logprobs);
-      last = sampler_(result.row(tokens.size()), result.vocabulary);
+      last = sampler_(result, tokens.size());
     }
     std::size_t const ngram_accepted = tokens.size() - std::min(tokens.size(), exits);
     if (tokens.size() >= exits) {

@@ -116,20 +116,40 @@ void Sampler::begin(std::vector<std::int64_t> const& prompt) {
   if (processing_) processing_->begin(prompt);
 }
 
-Choice Sampler::operator()(float const* logits, std::size_t vocabulary) {
+std::size_t Sampler::candidates() const {
+  if (processing_ || logprobs_) return 0;
+  return greedy() ? 1 : top_k_;
+}
+
+std::int64_t Sampler::choose(float const* logits, std::size_t vocabulary) {
+  return greedy() ? static_cast<std::int64_t>(checked_best(logits, vocabulary))
+                  : draw(distribution(logits, vocabulary));
+}
+
+Choice Sampler::operator()(StepResult const& result, std::size_t row) {
+  if (result.candidates != nullptr) {
+    Candidates const& some = result.candidates[row];
+    auto const index = static_cast<std::size_t>(choose(some.logits.data(), some.logits.size()));
+    ++length_;
+    return {some.tokens[index], std::nullopt};
+  }
+  float const* const logits = result.row(row);
+  std::size_t const vocabulary = result.vocabulary;
   if (processing_) processing_->rewind(length_);
-  float const* const changed = processed(logits, vocabulary);
-  Choice choice{greedy() ? static_cast<std::int64_t>(checked_best(changed, vocabulary))
-                         : draw(distribution(changed, vocabulary)),
-                std::nullopt};
+  Choice choice{choose(processed(logits, vocabulary), vocabulary), std::nullopt};
   if (processing_) processing_->accept(choice.id);
   ++length_;
   if (logprobs_) choice.logprobs = logprobs_of(logits, vocabulary, choice.id, *logprobs_);
   return choice;
 }
 
-std::int64_t Sampler::draft(float const* logits, std::size_t vocabulary) {
-  auto const id = static_cast<std::int64_t>(checked_best(processed(logits, vocabulary), vocabulary));
+std::int64_t Sampler::draft(StepResult const& result) {
+  if (result.candidates != nullptr) {
+    Candidates const& some = result.candidates[result.rows - 1];
+    return some.tokens[checked_best(some.logits.data(), some.logits.size())];
+  }
+  auto const id =
+      static_cast<std::int64_t>(checked_best(processed(result.last(), result.vocabulary), result.vocabulary));
   if (processing_) processing_->accept(id);
   return id;
 }

@@ -11,6 +11,7 @@
 
 #include "decoding/processing.h"
 #include "tide/runtime.h"
+#include "tide/state.h"
 
 namespace tide {
 
@@ -38,13 +39,17 @@ class Sampler {
   // Reads the prompt of a sequence that has no tokens yet.
   void begin(std::vector<std::int64_t> const& prompt);
 
-  // The next token from logits [vocabulary]; it is then part of the sequence. Of equal logits, greedy and top-k prefer
-  // the lowest id. Throws GenerationError: the logits are not finite, or no token is left.
-  Choice operator()(float const* logits, std::size_t vocabulary);
+  // How many of the largest logits it chooses from; 0: it needs all of them.
+  std::size_t candidates() const;
 
-  // The most likely token of an early exit's logits, after the same processing. It is part of the sequence for further
-  // drafts, until the next token is chosen.
-  std::int64_t draft(float const* logits, std::size_t vocabulary);
+  // The next token from a row of a step's logits, or of its candidates; it is then part of the sequence. Of equal
+  // logits, greedy and top-k prefer the lowest id. Throws GenerationError: the logits are not finite, or no token is
+  // left.
+  Choice operator()(StepResult const& result, std::size_t row);
+
+  // The most likely token of the last row, of an early exit, after the same processing. It is part of the sequence for
+  // further drafts, until the next token is chosen.
+  std::int64_t draft(StepResult const& result);
 
   // The tokens that can be drawn, with probabilities that sum to 1.
   Choices distribution(float const* logits, std::size_t vocabulary) const;
@@ -58,6 +63,9 @@ class Sampler {
  private:
   // The logits to choose from.
   float const* processed(float const* logits, std::size_t vocabulary);
+
+  // The index of the token chosen from `logits`.
+  std::int64_t choose(float const* logits, std::size_t vocabulary);
 
   double temperature_;
   std::size_t top_k_;

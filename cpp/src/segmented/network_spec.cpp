@@ -133,6 +133,16 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest) {
                    {specs[0][names::kExitStates],
                     {names::kRows, true, "int64", {kTokens}},
                     {names::kLogits, false, "float32", {kTokens, manifest.model.vocab_size}}}});
+  Tensor const logits{names::kLogits, true, "float32", {kTokens, manifest.model.vocab_size}};
+  specs.push_back({names::kBest,
+                   {logits,
+                    {names::kBestTokens, false, "int32", {kTokens}},
+                    {names::kBestLogits, false, "float32", {kTokens}}}});
+  std::int64_t const most = std::min(names::kMaxCandidates, manifest.model.vocab_size);
+  specs.push_back({names::kCandidates,
+                   {logits,
+                    {names::kCandidateLogits, false, "float32", {kTokens, most}},
+                    {names::kCandidateTokens, false, "int64", {kTokens, most}}}});
   return specs;
 }
 
@@ -143,7 +153,7 @@ std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_to
 }
 
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info) {
-  if (spec.name != names::kHead) return engines.profiles;
+  if (spec.index(names::kLogits) == spec.tensors.size()) return engines.profiles;
   std::vector<Profile> fitting;
   for (Profile const& profile : engines.profiles) {
     if (profile.batch_size > 1 || profile.max_tokens > info.max_logits) continue;

@@ -42,14 +42,15 @@ struct NetworkSpec {
   void check(std::vector<Tensor> const& actual, std::string const& path) const;
 };
 
-// The specifications of a bundle's networks: the segments, shallowest first, then the head.
+// The specifications of a bundle's networks: the segments, shallowest first, then kHead, kBest, kCandidates.
 std::vector<NetworkSpec> network_specs(Manifest const& manifest);
 
 // Pads a run over `count` tokens after `length` in the cache to the next power of two, if that fits the largest
 // optimization profile (`max_tokens`) and the K/V buffers (`capacity` tokens).
 std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_tokens, std::int64_t capacity);
 
-// The profiles of one network: the head takes fewer tokens than the segments, and as rows of any number of sequences.
+// The profiles of one network: the head, and what reads its logits, take fewer tokens than the segments, and as rows of
+// any number of sequences.
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info);
 
 // The index of the first profile, which is the narrowest, that takes this many tokens of one sequence. Throws

@@ -32,6 +32,7 @@ class SegmentedSequence final : public Sequence {
     std::vector<std::int64_t> const before = lengths_;
     std::int64_t const first = total - logits_to_keep;  // the first position that gets logits
     logits_.clear();
+    candidates_.clear();
     std::vector<std::int64_t> lengths = run_first_parts(ids, total, first);
     std::int64_t const start = lengths.back();
     std::int64_t const* const rest = ids + (lengths[0] - before[0]);
@@ -46,15 +47,17 @@ class SegmentedSequence final : public Sequence {
       if (may_exit && thresholds_[k] < kSure && buffers_->decision(k).exits) exit = k;
     }
     if (exit) logits_.clear();
-    if (exit) buffers_->append_logits(names::kExitRow, 1, logits_);
+    if (exit) candidates_.clear();
+    if (exit) append(names::kExitRow, 1);
     std::int64_t const kept = std::max(first, start);
-    if (!exit) buffers_->append_logits(names::kFinalRow + kept - start, total - kept, logits_);
+    if (!exit) append(names::kFinalRow + kept - start, total - kept);
     std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN());
     for (std::size_t k = 0; k < std::min(segments_run, scores_.size()); ++k) scores_[k] = buffers_->decision(k).score;
     StepResult result;
     result.vocabulary = static_cast<std::size_t>(backend_.manifest().model.vocab_size);
     result.logits = logits_.data();
-    result.rows = logits_.size() / result.vocabulary;
+    result.rows = logits_.size() / result.vocabulary + candidates_.size();  // one of them is empty
+    if (!candidates_.empty()) result.candidates = candidates_.data();
     result.exit_layer = depths_[exit.value_or(segments_run - 1)];
     result.segments_run = static_cast<std::int64_t>(segments_run);
     result.scores = scores_.data();
@@ -85,7 +88,7 @@ class SegmentedSequence final : public Sequence {
   }
 
   // Runs what is too much for one run through all segments, part by part, but for the last part. Returns the lengths
-  // after it; `logits_` holds the logits of the tokens from position `first` on that it ran over.
+  // after it; `logits_` or `candidates_` holds those of the tokens from position `first` on that it ran over.
   std::vector<std::int64_t> run_first_parts(std::int64_t const* ids, std::int64_t total, std::int64_t first) {
     std::int64_t const max_tokens = buffers_->info().max_tokens, begin = lengths_[0];
     std::vector<std::int64_t> lengths = lengths_;
@@ -96,9 +99,16 @@ class SegmentedSequence final : public Sequence {
       // The next part's states take the place of those that were pending, which are not any more if it fails.
       std::fill(lengths_.begin(), lengths_.end(), begin);
       std::int64_t const kept = std::max(first, start);
-      if (kept < stop) buffers_->append_logits(names::kFinalRow + kept - start, stop - kept, logits_);
+      if (kept < stop) append(names::kFinalRow + kept - start, stop - kept);
     }
     return lengths;
+  }
+
+  // Appends what the head gives on rows of the exit states, as much as is needed of it.
+  void append(std::int64_t first_row, std::int64_t count) {
+    std::size_t const needed = buffers_->head().count(candidates);
+    if (needed == 0) buffers_->append_logits(first_row, count, logits_);
+    if (needed > 0) buffers_->append_candidates(first_row, count, needed, candidates_);
   }
 
   // Runs segment k up to `total` tokens. ids: those after `lengths[0]`.
@@ -115,6 +125,7 @@ class SegmentedSequence final : public Sequence {
   std::int64_t const max_pending_;
   std::vector<std::int64_t> lengths_;
   std::vector<float> thresholds_, scores_, logits_;
+  std::vector<Candidates> candidates_;
 };
 
 }  // namespace

@@ -24,17 +24,13 @@ SequenceBuffers::SequenceBuffers(std::vector<NetworkSpec> const& specs, DeviceNe
       info_(info),
       device_(std::move(device_networks.device)),
       networks_(std::move(device_networks.networks)) {
-  NetworkSpec const& head = specs.back();
-  vocabulary_ = head[names::kLogits].size() / sizeof(float);
-  exits_ = allocate(head[names::kExitStates].size());
+  std::size_t const num_segments = specs.size() - names::kAfterSegments;
+  exits_ = allocate(specs[num_segments][names::kExitStates].size());
   indices_ = allocate(bytes_of(info.max_tokens));
   indices_host_ = device_->staging(indices_.size);
   std::iota(&indices_host_.at<std::int64_t>(0), &indices_host_.at<std::int64_t>(0) + info.max_tokens, 0);
-  rows_ = allocate(bytes_of(info.max_logits));
-  rows_host_ = device_->staging(rows_.size);
-  logits_ = allocate(head[names::kLogits].size(info.max_logits));
-  logits_host_ = device_->staging(logits_.size);
-  for (std::size_t k = 0; k + 1 < specs.size(); ++k) add_segment(k);
+  head_ = std::make_unique<Head>(specs, networks_, *device_, info, exits_);
+  for (std::size_t k = 0; k < num_segments; ++k) add_segment(k);
   device_->upload(indices_.address, indices_host_.address, bytes_of(info.max_tokens));  // all memory is there
 }
 
@@ -47,7 +43,7 @@ SequenceBuffers::~SequenceBuffers() {
 
 void SequenceBuffers::add_segment(std::size_t k) {
   NetworkSpec const& spec = specs_[k];
-  bool const has_router = k + 2 < specs_.size();
+  bool const has_router = k + 1 + names::kAfterSegments < specs_.size();
   Segment segment{};
   segment.spec = &spec;
   segment.control = allocate(kIdsAt + (k == 0 ? bytes_of(info_.max_tokens) : 0));
@@ -139,26 +135,22 @@ Decision SequenceBuffers::decision(std::size_t k) {
 }
 
 void SequenceBuffers::append_logits(std::int64_t first_row, std::int64_t count, std::vector<float>& logits) {
-  for (std::int64_t first = 0; first < count; first += info_.max_logits) {
-    std::int64_t const rows = std::min(count - first, info_.max_logits);
-    std::int64_t const tokens = padded(rows, 0, info_.max_logits, info_.max_logits);
-    auto* const staged = &rows_host_.at<std::int64_t>(0);
-    std::fill_n(staged, tokens, 0);
-    std::iota(staged, staged + rows, first_row + first);
-    std::size_t const size = static_cast<std::size_t>(tokens) * vocabulary_ * sizeof(float);
-    device_->launch({segments_.size(), tokens}, [&] {
-      device_->upload(rows_.address, rows_host_.address, bytes_of(tokens));
-      networks_.back()->run({exits_.address, rows_.address, logits_.address}, tokens);
-      device_->download(logits_host_.address, logits_.address, size);
-    });
-    synchronize();
-    float const* const found = &logits_host_.at<float>(0);
-    logits.insert(logits.end(), found, found + static_cast<std::size_t>(rows) * vocabulary_);
-  }
+  head_->append(first_row, count, logits);
+  nothing_queued();
+}
+
+void SequenceBuffers::append_candidates(std::int64_t first_row, std::int64_t count, std::size_t needed,
+                                        std::vector<Candidates>& found) {
+  head_->append(first_row, count, needed, found);
+  nothing_queued();
 }
 
 void SequenceBuffers::synchronize() {
   device_->synchronize();
+  nothing_queued();
+}
+
+void SequenceBuffers::nothing_queued() {
   for (Segment& segment : segments_) segment.queued = false;
 }
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "segmented/device.h"
+#include "segmented/head.h"
 #include "segmented/network_spec.h"
 
 namespace tide {
@@ -58,8 +59,11 @@ class SequenceBuffers {
   // The router's decision in segment k's last run; waits for it.
   Decision decision(std::size_t k);
 
-  // Appends to `logits` the head's logits, V each, on rows of the exit states (names::kExitRow, names::kFinalRow).
+  // Appends what the head gives on `count` rows of the exit states (names::kExitRow, names::kFinalRow): see `Head`.
   void append_logits(std::int64_t first_row, std::int64_t count, std::vector<float>& logits);
+  void append_candidates(std::int64_t first_row, std::int64_t count, std::size_t needed, std::vector<Candidates>& found);
+
+  Head const& head() const { return *head_; }
 
   NetworksInfo const& info() const { return info_; }
 
@@ -76,6 +80,7 @@ class SequenceBuffers {
   Buffer allocate(std::size_t size) { return device_->allocate(std::max(size, kAlignment)); }
   void add_segment(std::size_t k);
   void synchronize();
+  void nothing_queued();
 
   std::vector<NetworkSpec> const& specs_;
   NetworksInfo const& info_;
@@ -83,8 +88,8 @@ class SequenceBuffers {
   std::vector<std::unique_ptr<Network>> const networks_;
   std::vector<Segment> segments_;
   std::vector<Buffer> owned_, pending_;  // K/V; states before each segment but the first
-  Buffer exits_, indices_, indices_host_, rows_, rows_host_, logits_, logits_host_;
-  std::size_t vocabulary_;
+  Buffer exits_, indices_, indices_host_;
+  std::unique_ptr<Head> head_;
 };
 
 }  // namespace tide

@@ -178,10 +178,11 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
     throw BundleError("engine '" + path + "' has " + std::to_string(count) + " optimization profiles, not the " +
                       std::to_string(profiles.size()) + " of its manifest");
   }
-  bool const head = spec.name == names::kHead;
   for (std::size_t number = 0; number < count; ++number) {
-    for (char const* const name : {head ? names::kExitStates : names::kPastLengths,
-                                   head ? names::kRows : names::kTokenIndices}) {
+    for (char const* const name : {names::kPastLengths, names::kTokenIndices, names::kExitStates, names::kRows,
+                                   names::kLogits}) {
+      std::size_t const index = spec.index(name);
+      if (index == spec.tensors.size() || !spec.tensors[index].is_input) continue;
       std::vector<std::int64_t> const largest = sizes_of(engine->getProfileShape(
           name, static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
       std::vector<std::int64_t> expected = spec[name].dims(profiles[number].max_tokens);

@@ -17,7 +17,7 @@ from tide_export.bundle.engine_fields import FP8, NetworksInfo
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import BATCH_SIZE, run_sizes, state_rows
 from tide_export.compose.cut import Pieces, check_positions, is_attention, layer_of, sinks_and_bias
-from tide_export.compose.segments import compose_segments
+from tide_export.compose.segments import compose_choices, compose_segments
 from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import UnsupportedModelError
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass, max_gathering_tokens
@@ -44,7 +44,7 @@ ALIGNMENT = 256  # bytes; of every address a network is given (see `runtime.segm
 
 @dataclass(frozen=True)
 class Networks:
-    """The networks of one model, by name: `names.segment(k)`, shallowest first, and `names.HEAD`.
+    """The networks of one model, by name: `names.segment(k)`, shallowest first, and `names.AFTER_SEGMENTS`.
 
     Attributes:
         weights: fp32, fp16 or bf16, of states and K/V, and of all weights but `matrices`.
@@ -150,6 +150,7 @@ def networks_for_tensorrt(
         run_passes(model, ScatterAttentionPass(), ExpertGatherPass())
         remove_unused(model)
     max_tokens = min((bound for bound in bounds if bound is not None), default=None)
+    models |= compose_choices(pieces.vocab_size)
     matrices = None if quantized is None else FP8 if quantized.settings is None else f"int{quantized.settings.bits}"
     return Networks(models, weights, capacity, pieces.normalized_size, max_tokens, unbatched, matrices)
 

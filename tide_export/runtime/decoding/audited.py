@@ -39,14 +39,15 @@ class AuditedDecoder(OneByOne):
             return (yield from super().block(ids, max_tokens))
         result = yield StepRequest(ids)
         exit_layer, passes = result.exit_layer, self._depths[result.segments_run - 1]
-        logits, expected = result.logits, None
+        logits, expected = result.choice, None
         if exit_layer < self._depths[-1]:
-            logits = logits.copy()  # the next step may change it
+            if isinstance(logits, np.ndarray):
+                logits = logits.copy()  # the next step may change it
             self._state.rewind(self._state.length - 1)
             full = yield StepRequest(ids[-1:], full=True)
             passes += self._depths[-1]
             before = self._sampler.save()
-            expected = self._sampler(full.logits)
+            expected = self._sampler(full.choice)
             self._sampler.restore(before)
         token = self._sampler(logits)
         self._auditor.record(expected is not None, expected not in (None, token), self._raises)

@@ -84,7 +84,7 @@ class OneByOne(Decoder):
 
     def block(self, ids: np.ndarray | list[int], max_tokens: int) -> Block:
         result = yield StepRequest(ids)
-        return [Token(self._sampler(result.logits), result.exit_layer, self._depths[result.segments_run - 1])]
+        return [Token(self._sampler(result.choice), result.exit_layer, self._depths[result.segments_run - 1])]
 
 
 def run_block(block: Block, step: Callable[..., StepResult]) -> list[Token]:

@@ -22,7 +22,7 @@ from tide_export.runtime.decoding.acceptance import Acceptance, Balance
 from tide_export.runtime.decoding.decoder import Block, Decoder, StepRequest, Token
 from tide_export.runtime.decoding.prompt_lookup import PromptLookup
 from tide_export.runtime.decoding.sampling import Sampler
-from tide_export.runtime.sequence import SequenceState
+from tide_export.runtime.sequence import Candidates, SequenceState
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 HEAD_COST = 0.1  # of a step of full depth, of 28 and 135 million parameters
@@ -119,12 +119,12 @@ class LosslessDecoder(Decoder):
             passes = self._depths[result.segments_run - 1]
             if result.segments_run == len(self._depths):
                 break
-            drafts.append(Draft(self._sampler.draft(result.logits), result.exit_layer, passes))
+            drafts.append(Draft(self._sampler.draft(result.choice), result.exit_layer, passes))
             cost += self._draft_costs[result.segments_run - 1]
             ids = [drafts[-1].id]
         early = len(drafts)
         drafts += ngram
-        accepted, token = self._verify(drafts, result.position_logits)
+        accepted, token = self._verify(drafts, result.choices)
         ngram_accepted = max(accepted - early, 0)
         if accepted >= early:
             self._acceptance.record([draft.source for draft in ngram], ngram_accepted)
@@ -171,8 +171,8 @@ class LosslessDecoder(Decoder):
             tokens.append(match.token)
         return ngram
 
-    def _verify(self, drafts: list[Draft], logits: np.ndarray) -> tuple[int, int]:
-        """How many drafts are accepted and the full model's token after them, from its logits [len(drafts) + 1, V]."""
+    def _verify(self, drafts: list[Draft], logits: Sequence[np.ndarray | Candidates]) -> tuple[int, int]:
+        """How many drafts are accepted and the full model's token after them, from its logits at each and after."""
         for number, draft in enumerate(drafts):
             token = self._sampler(logits[number])
             if token != draft.id:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.processing import LogitsProcessing
+from tide_export.runtime.sequence import Candidates
 
 BLOCK = 256  # weights that are added up before one of them is drawn
 GROUP = 64  # logits of which the largest is looked at before the others
@@ -53,9 +54,19 @@ class Sampler:
         self._random = np.random.default_rng(seed)
         self._length = len(processing.ids) if processing else 0  # tokens of the sequence without drafts
 
-    def __call__(self, logits: np.ndarray) -> int:
-        """The next token for float logits [V]; it is then part of the sequence. Equal logits: greedy and top-k prefer
-        the lowest id. Raises GenerationError: the logits are not finite, so the model is broken."""
+    @property
+    def candidates(self) -> int:
+        """How many of the largest logits it chooses from; 0: it needs all of them."""
+        if self._processing is not None or self.logprobs is not None:
+            return 0
+        return 1 if self.greedy else self.top_k
+
+    def __call__(self, logits: np.ndarray | Candidates) -> int:
+        """The next token for float logits [V], or for as many `candidates`; it is then part of the sequence. Equal
+        logits: greedy and top-k prefer the lowest id. Raises GenerationError: the logits are not finite, so the model
+        is broken."""
+        if isinstance(logits, Candidates):
+            return int(logits.tokens[self._choose(logits.logits)])
         if self._processing is None:
             token = self._choose(logits)
         else:
@@ -67,9 +78,11 @@ class Sampler:
             self.logprobs.append(_logprobs(logits, token, self._top_logprobs))
         return token
 
-    def draft(self, logits: np.ndarray) -> int:
+    def draft(self, logits: np.ndarray | Candidates) -> int:
         """The most likely token of an early exit's logits [V], after the same processing. It is part of the sequence
         for further drafts, until the next token is chosen."""
+        if isinstance(logits, Candidates):
+            return int(logits.tokens[_most_likely(logits.logits)])
         if self._processing is None:
             return _most_likely(logits)
         token = _most_likely(self._processed(logits))

@@ -6,7 +6,7 @@ what the CPU tests prove holds on a GPU too.
 """
 
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -66,6 +66,29 @@ class Device(Protocol):
             GenerationError: something queued has failed.
         """
         ...
+
+
+class Block:
+    """Parts at aligned offsets of one buffer, and the same on the host, so that all cross in one copy."""
+
+    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
+        self._starts = [sum(size + -size % ALIGNMENT for size in sizes[:part]) for part in range(len(sizes) + 1)]
+        self._buffer = device.allocate(self._starts[-1])
+        self._device, self._host = device, device.staging(self._starts[-1])
+
+    def address(self, part: int) -> int:
+        return self._buffer.address + self._starts[part]
+
+    def host(self, part: int, dtype: type) -> np.ndarray:
+        return self._host[self._starts[part] : self._starts[part + 1]].view(dtype)
+
+    def upload(self, part: int, size: int) -> None:
+        """All up to the first `size` bytes of a part."""
+        self._device.upload(self._buffer.address, self._host[: self._starts[part] + size])
+
+    def download(self, part: int, size: int) -> None:
+        """All up to the first `size` bytes of a part."""
+        self._device.download(self._host[: self._starts[part] + size], self._buffer.address)
 
 
 class HostDevice:

@@ -4,7 +4,7 @@
 K/V, the hidden states pending before each segment but the first, and the exit states that the head reads. The networks
 read and update them in place (see `compose.segments`), so a run over adjacent slots is a matter of addresses, which
 depend on the segment, the slots and the number of tokens alone. Lengths, thresholds and token ids cross to the device
-in one copy a run, scores and exits to the host in another, and logits in a third.
+in one copy a run, scores and exits to the host in another; `head` brings logits there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +14,11 @@ import numpy as np
 
 from tide_export import names
 from tide_export.bundle.engine_fields import NetworksInfo
-from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
+from tide_export.runtime.segmented.device import ALIGNMENT, Block, Buffer, Device
+from tide_export.runtime.segmented.head import Head, Row
 from tide_export.runtime.segmented.network_spec import Network, NetworkSpec, aliases, kv_buffers
-from tide_export.runtime.segmented.run_plan import Run, padded, runs_over
+from tide_export.runtime.segmented.run_plan import Run, runs_over
+from tide_export.runtime.sequence import Candidates
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 # Parts of a run's small inputs, by the inputs' names ...
@@ -41,29 +43,6 @@ class SlotRun:
     ids: np.ndarray
 
 
-class Block:
-    """Parts at aligned offsets of one buffer, and the same on the host, so that all cross in one copy."""
-
-    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
-        self._starts = [sum(size + -size % ALIGNMENT for size in sizes[:part]) for part in range(len(sizes) + 1)]
-        self._buffer = device.allocate(self._starts[-1])
-        self._device, self._host = device, device.staging(self._starts[-1])
-
-    def address(self, part: int) -> int:
-        return self._buffer.address + self._starts[part]
-
-    def host(self, part: int, dtype: type) -> np.ndarray:
-        return self._host[self._starts[part] : self._starts[part + 1]].view(dtype)
-
-    def upload(self, part: int, size: int) -> None:
-        """All up to the first `size` bytes of a part."""
-        self._device.upload(self._buffer.address, self._host[: self._starts[part] + size])
-
-    def download(self, part: int, size: int) -> None:
-        """All up to the first `size` bytes of a part."""
-        self._device.download(self._host[: self._starts[part] + size], self._buffer.address)
-
-
 @dataclass
 class _RunBuffers:
     """The small inputs and outputs of one run."""
@@ -77,6 +56,7 @@ class SegmentBuffers:
     """The buffers of up to `slots` sequences. Serves one thread at a time.
 
     Attributes:
+        head: of the networks after the segments.
         busy: while a step is made; after one that an exception ended, what is queued and recorded is not known.
     """
 
@@ -92,14 +72,10 @@ class SegmentBuffers:
         enough memory."""
         self.busy, self.slots = False, slots
         self._specs, self._networks, self._device, self._info = specs, networks, device, info
-        self._segments = len(specs) - 1
+        self._segments = len(specs) - len(names.AFTER_SEGMENTS)
         self._written = [0] * slots  # tokens of each slot's buffers that may not be zero
-        head = specs[names.HEAD]
-        self._exits = self._allocate(head.inputs[names.EXIT_STATES].size(1, slots))
-        self._vocabulary = head.outputs[names.LOGITS].dims(1)[-1]
-        self._rows = Block(device, [8 * info.max_logits])
-        self._logits = self._allocate(head.outputs[names.LOGITS].size(info.max_logits))
-        self._logits_host = device.staging(self._logits.size).view(np.float32)
+        self._exits = self._allocate(specs[names.HEAD].inputs[names.EXIT_STATES].size(1, slots))
+        self.head = Head(specs, networks, device, info, self._exits, slots)
         self._indices = Block(device, [8 * info.max_tokens])
         self._indices.host(0, np.int64)[: info.max_tokens] = np.arange(info.max_tokens)
         self._buffers: list[dict[str, Buffer]] = []  # of each segment, by the names of its inputs
@@ -219,29 +195,18 @@ class SegmentBuffers:
         """The router's score in segment k's last run over one slot, once something that ran after it is read."""
         return self._run_buffers[k, 0].verdict.host(SCORES, np.float32)[0]
 
-    def logits(self, rows: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The head on some exit states, each a slot and a row of its buffer: float32 [m, V], if there are no more than
-        a run takes a view of a buffer."""
-        limit, indices = self._info.max_logits, self._rows.host(0, np.int64)
-        if len(rows) > limit:
-            return np.concatenate([self.logits(rows[n : n + limit]).copy() for n in range(0, len(rows), limit)])
-        tokens = padded(len(rows), 0, limit, limit)
-        indices[:tokens] = 0
-        indices[: len(rows)] = [slot * self._info.state_rows + row for slot, row in rows]
-        host = self._logits_host[: tokens * self._vocabulary]
-        addresses = {names.EXIT_STATES: self._exits.address, names.ROWS: self._rows.address(0)}
-        addresses[names.LOGITS] = self._logits.address
-
-        def work() -> None:
-            self._rows.upload(0, 8 * tokens)
-            self._networks[names.HEAD].run(addresses, tokens, self.slots)
-            self._device.download(host, self._logits.address)
-
-        self._device.launch((names.HEAD, tokens), work)
-        self._synchronize()
-        return host.reshape(tokens, self._vocabulary)[: len(rows)]
+    def logits(
+        self, whole: Sequence[Row], few: Sequence[Row], counts: Sequence[int]
+    ) -> tuple[np.ndarray, list[Candidates]]:
+        """See `Head.run`."""
+        found = self.head.run(whole, few, counts)
+        self._nothing_queued()
+        return found
 
     def _synchronize(self) -> None:
         self._device.synchronize()
+        self._nothing_queued()
+
+    def _nothing_queued(self) -> None:
         for buffers in self._run_buffers.values():
             buffers.queued = False

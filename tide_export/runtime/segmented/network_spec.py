@@ -71,9 +71,9 @@ class NetworkSpec:
 
 
 def of_network(name: str, profiles: Sequence[Profile], info: NetworksInfo) -> tuple[Profile, ...]:
-    """The profiles of one network: the head takes fewer tokens than the segments, and as rows of the buffers of any
-    number of sequences."""
-    if name != names.HEAD:
+    """The profiles of one network: the head, and what reads its logits, take fewer tokens than the segments, and as
+    rows of the buffers of any number of sequences."""
+    if name not in names.AFTER_SEGMENTS:
         return tuple(profiles)
     fitting = [profile for profile in profiles if profile.batch_size == 1 and profile.max_tokens <= info.max_logits]
     return tuple(replace(profile, batch_size=info.max_batch_size) for profile in fitting)
@@ -170,6 +170,12 @@ def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:
         layer += size
         networks[names.segment(k)] = NetworkSpec(names.segment(k), inputs, outputs)
     head_in = {names.EXIT_STATES: exits, names.ROWS: Tensor("int64", (TOKENS,))}
-    head_out = {names.LOGITS: Tensor("float32", (TOKENS, manifest.model.vocab_size))}
-    networks[names.HEAD] = NetworkSpec(names.HEAD, head_in, head_out)
+    vocabulary = manifest.model.vocab_size
+    logits = {names.LOGITS: Tensor("float32", (TOKENS, vocabulary))}
+    networks[names.HEAD] = NetworkSpec(names.HEAD, head_in, logits)
+    best = {names.BEST_TOKENS: Tensor("int32", (TOKENS,)), names.BEST_LOGITS: Tensor("float32", (TOKENS,))}
+    networks[names.BEST] = NetworkSpec(names.BEST, logits, best)
+    shape = (TOKENS, min(names.MAX_CANDIDATES, vocabulary))
+    found = {names.CANDIDATE_LOGITS: Tensor("float32", shape), names.CANDIDATE_TOKENS: Tensor("int64", shape)}
+    networks[names.CANDIDATES] = NetworkSpec(names.CANDIDATES, logits, found)
     return networks

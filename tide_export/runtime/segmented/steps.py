@@ -11,13 +11,23 @@ from tide_export import names
 from tide_export.bundle.engine_fields import NetworksInfo
 from tide_export.bundle.manifest import Manifest
 from tide_export.runtime.decoding.depth_rule import active_slots, scheduled_slots
+from tide_export.runtime.segmented.head import Row
 from tide_export.runtime.segmented.memory import SegmentBuffers, SlotRun
-from tide_export.runtime.sequence import NO_SCORES, ExitRule, SequenceState, StepResult, check_step
+from tide_export.runtime.sequence import (
+    NO_LOGITS,
+    NO_SCORES,
+    Candidates,
+    ExitRule,
+    SequenceState,
+    StepResult,
+    check_step,
+)
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 SURE = 1.0  # no score is above it
 
 Ids = Sequence[int] | np.ndarray
+Logits = np.ndarray | list[Candidates]  # of some positions of a sequence
 
 
 class SegmentedSteps:
@@ -59,7 +69,7 @@ class SegmentedSteps:
         none = [0] * len(self._depths)
         held = [sequences[slot].lengths if slot in sequences else none for slot in range(buffers.slots)]
         before = [list(each) for each in zip(*held, strict=True)]  # by segment, of every slot
-        lengths, ids, parts = [list(each) for each in before], dict[int, np.ndarray](), dict[int, list[np.ndarray]]()
+        lengths, ids, parts = [list(each) for each in before], dict[int, np.ndarray](), dict[int, list[Logits]]()
         first = {slot: totals[slot] - keep.get(slot, 1) for slot in everyone}  # position that gets logits
         for slot in everyone:
             parts[slot] = self._first_parts(slot, sequences[slot], np.asarray(new[slot]), first[slot], lengths)
@@ -88,14 +98,14 @@ class SegmentedSteps:
                 exits[slot] = last
                 kept = range(max(first[slot], starts[slot]), totals[slot])
                 rows[slot] = [(slot, names.FINAL_ROW + position - starts[slot]) for position in kept]
-        logits = self._logits(rows, {slot: parts[slot] if exits[slot] == last else [] for slot in everyone}, alone)
+        logits = self._logits(rows, sequences, alone)
         scores = self._scores(len(ran)) if alone else NO_SCORES
         results = {}
         for slot in everyone:
             segments_run = sum(slot in slots for slots in ran)
             sequences[slot].lengths[:segments_run] = [totals[slot]] * segments_run
-            depth = self._depths[exits[slot]]
-            results[slot] = StepResult(logits[slot][-1], logits[slot], depth, segments_run, scores)
+            pieces = [*(parts[slot] if exits[slot] == last else ()), logits[slot]]
+            results[slot] = _result(pieces, self._depths[exits[slot]], segments_run, scores)
         buffers.busy = False
         return results
 
@@ -118,10 +128,10 @@ class SegmentedSteps:
 
     def _first_parts(
         self, slot: int, sequence: SequenceState, ids: np.ndarray, first: int, lengths: list[list[int]]
-    ) -> list[np.ndarray]:
+    ) -> list[Logits]:
         """Runs what is too much for one run through all segments, part by part, but for the last part. Returns the
         logits of the tokens from position `first` on that it ran over."""
-        parts, last, begin = list[np.ndarray](), self._last, sequence.length
+        parts, last, begin = list[Logits](), self._last, sequence.length
         while begin + len(ids) - (start := lengths[last][slot]) > self._max_tokens:
             stop = start + self._max_tokens
             new = ids[lengths[0][slot] - begin : stop - begin]
@@ -131,20 +141,25 @@ class SegmentedSteps:
             sequence.lengths = [begin] * len(sequence.lengths)
             kept = [(slot, names.FINAL_ROW + position - start) for position in range(max(first, start), stop)]
             if kept:
-                parts.append(self.buffers.logits(kept).copy())
+                parts.append(self._logits({slot: kept}, {slot: sequence}, False)[slot])
         return parts
 
     def _logits(
-        self, rows: Mapping[int, list[tuple[int, int]]], parts: Mapping[int, list[np.ndarray]], alone: bool
-    ) -> dict[int, np.ndarray]:
-        """The head on `rows` of each slot, after what `parts` has."""
-        found = self.buffers.logits([row for each in rows.values() for row in each])
-        found, logits, start = found if alone else found.copy(), {}, 0
+        self, rows: Mapping[int, Sequence[Row]], sequences: Mapping[int, SequenceState], alone: bool
+    ) -> dict[int, Logits]:
+        """The head on `rows` of each slot; `alone`: where it gives all logits, in a view of a buffer."""
+        needs = {slot: self.buffers.head.count(sequences[slot].candidates) for slot in rows}
+        whole = [row for slot, each in rows.items() if not needs[slot] for row in each]
+        few = [(row, needs[slot]) for slot, each in rows.items() if needs[slot] for row in each]
+        found, candidates = self.buffers.logits(whole, [row for row, _ in few], [count for _, count in few])
+        found, logits, start, taken = found if alone else found.copy(), dict[int, Logits](), 0, 0
         for slot, each in rows.items():
-            logits[slot] = found[start : start + len(each)]
-            start += len(each)
-            if parts[slot]:
-                logits[slot] = np.concatenate([*parts[slot], logits[slot]])
+            if needs[slot]:
+                logits[slot] = candidates[taken : taken + len(each)]
+                taken += len(each)
+            else:
+                logits[slot] = found[start : start + len(each)]
+                start += len(each)
         return logits
 
     def _scores(self, ran: int) -> np.ndarray:
@@ -153,3 +168,13 @@ class SegmentedSteps:
         for k in range(min(ran, self._last)):
             scores[k] = self.buffers.score(k)
         return scores
+
+
+def _result(pieces: Sequence[Logits], exit_layer: int, segments_run: int, scores: np.ndarray) -> StepResult:
+    """Of consecutive positions; the head gives the same kind of logits for all of them."""
+    found = [candidate for piece in pieces if isinstance(piece, list) for candidate in piece]
+    if found:
+        return StepResult(NO_LOGITS, NO_LOGITS, exit_layer, segments_run, scores, found)
+    arrays = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+    logits = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    return StepResult(logits[-1], logits, exit_layer, segments_run, scores)

@@ -188,9 +188,9 @@ def _check_engine(engine: Any, spec: NetworkSpec, profiles: tuple[Profile, ...],
             f"engine '{path}' has {engine.num_optimization_profiles} optimization profiles, not the {len(profiles)} of "
             "its manifest"
         )
-    entries = (names.EXIT_STATES, names.ROWS) if spec.name == names.HEAD else (names.PAST_LENGTHS, names.TOKEN_INDICES)
+    entries = (names.PAST_LENGTHS, names.TOKEN_INDICES, names.EXIT_STATES, names.ROWS, names.LOGITS)
     for number, profile in enumerate(profiles):
-        for entry in entries:
+        for entry in (entry for entry in entries if entry in spec.inputs):
             largest = list(engine.get_tensor_profile_shape(entry, number)[-1])
             if largest != list(spec.inputs[entry].dims(profile.max_tokens, profile.batch_size)):
                 raise BundleError(
