@@ -49,18 +49,18 @@ def engine_of(
     pieces: Pieces | None = None,
     strategy: str = EXACT,
     batch: bool = False,
-    bf16: bool = False,
+    half: str | None = None,
     kv_cache: str = FLOAT32_KV,
 ) -> Engine:
     """`source` with `routers` as an engine on one thread, through the stages of `pipeline.flow.export`; its networks
-    for the smallest batches too, if `batch`; weights stored in bfloat16, if `bf16`; K/V of the
-    type `kv_cache`."""
+    for the smallest batches too, if `batch`; weights stored in `half`, bf16 or fp16; K/V of the type
+    `kv_cache`."""
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
-    lower = partial(lower_for_onnxruntime, quantized=source.quantized, bf16=bf16, int8_kv=kv_cache == INT8_KV)
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half, int8_kv=kv_cache == INT8_KV)
     graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
     config = TideConfig(kv_cache_strategy=strategy, kv_cache=kv_cache)
-    manifest = make_manifest(source, routers, config, pieces, graph, bound(source), bf16)
+    manifest = make_manifest(source, routers, config, pieces, graph, bound(source), half)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
         if batch:

@@ -13,7 +13,8 @@ OP_MASKED_ATTENTION = "TideMaskedAttention"  # symbolic attention under the mode
 OP_EXPERT_MATMUL = "TideExpertMatMul"  # symbolic: rows [R, K] times the weights of each row's expert
 OP_QUANTIZED_MATMUL = "TideQuantizedMatMul"  # symbolic: states times a quantized matrix, attribute `weights`
 OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized matrix, attribute `weights`
-OP_BF16_MATMUL = "TideBf16MatMul"  # x [.., K] times bfloat16 [N, K]; model-local function and operator of cpp/ops
+# x [.., K] times [N, K], by the type of these weights; model-local functions and operators of cpp/ops.
+OP_HALF_MATMUL = {"bf16": "TideBf16MatMul", "fp16": "TideFp16MatMul"}
 # As MatMulNBits at accuracy level 4, by bits; functions and operators alike.
 OP_INTEGER_MATMUL = {4: "TideInt4MatMul", 8: "TideInt8MatMul"}
 OP_INT8_ATTENTION = "TideInt8Attention"  # GroupQueryAttention on K/V buffers in int8, an operator of cpp/ops

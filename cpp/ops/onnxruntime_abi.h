@@ -21,7 +21,8 @@ using Parallel = void (*)(void* data, std::size_t index);
 constexpr std::uint32_t kVersion = 18;  // of the interface; onnxruntime 1.18 and all later ones have it
 constexpr int kInvalidArgument = 2;     // OrtErrorCode
 // ONNXTensorElementDataType
-constexpr int kFloat = 1, kUInt8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kBool = 9, kBFloat16 = 16;
+constexpr int kFloat = 1, kUInt8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10,
+              kBFloat16 = 16;
 constexpr int kOptional = 1, kVariadic = 2;  // OrtCustomOpInputOutputCharacteristic
 
 // A function of OrtApi by its position.

@@ -4,8 +4,8 @@
 #include <mutex>
 #include <new>
 
-#include "bf16_matmul.h"
 #include "candidate.h"
+#include "half_matmul.h"
 #include "kernel.h"
 #include "quantized_matmul.h"
 
@@ -52,7 +52,7 @@ Status* make_result(Context* context, Tensor& x, std::int64_t n_size, std::int64
 }
 
 struct Product {
-  Bf16Kernel const& kernel;
+  HalfKernel const& kernel;
   SplitRows x;
   std::uint16_t const* weights;  // [N, K]
   std::int64_t n_size, chunk;
@@ -67,31 +67,34 @@ void multiply_chunk(void* data, std::size_t index) {
                           product.n_size);
 }
 
-// y [.., N] = x [.., K] times the transpose of weights, bfloat16 [N, K]; sums are float32.
-Status* compute_bf16(void*, Context* context) {
+// y [.., N] = x [.., K] times the transpose of weights, bfloat16 or float16 [N, K]; sums are float32.
+template <HalfFormat kFormat>
+Status* compute_half(void*, Context* context) {
   Tensor x, weights;
   TIDE_RETURN_IF_FAILED(input_of(context, 0, x));
   TIDE_RETURN_IF_FAILED(input_of(context, 1, weights));
   if (x.rank < 1 || x.rank > kMaxRank || weights.rank != 2 || weights.dims[1] != x.dims[x.rank - 1]) {
-    return api.CreateStatus(abi::kInvalidArgument, "TideBf16MatMul takes x [.., K] and weights [N, K]");
+    return api.CreateStatus(abi::kInvalidArgument,
+                            "TideBf16MatMul and TideFp16MatMul take x [.., K] and weights [N, K]");
   }
-  std::int64_t const n_size = weights.dims[0], k_size = weights.dims[1];
+  std::int64_t const n_size = weights.dims[0], k_size = weights.dims[1], stride = SplitRows::stride(k_size);
   std::int64_t m_size;
   float* result = nullptr;
   TIDE_RETURN_IF_FAILED(make_result(context, x, n_size, m_size, result));
   if (result == nullptr) return nullptr;
 
   Buffer once;
-  std::int64_t const stride = (k_size + 15) / 16 * 16;  // rows begin at cache lines
   float* const split = scratch(m_size * stride, once);
-  if (split == nullptr) return api.CreateStatus(abi::kInvalidArgument, "TideBf16MatMul: not enough memory");
-  Bf16Kernel const& kernel = *bf16_kernel();
+  if (split == nullptr) {
+    return api.CreateStatus(abi::kInvalidArgument, "TideBf16MatMul, TideFp16MatMul: not enough memory");
+  }
+  HalfKernel const& kernel = *half_kernel(kFormat);
   for (std::int64_t m = 0; m < m_size; ++m) {
     kernel.split_row(static_cast<float const*>(x.data) + m * k_size, k_size, split + m * stride);
   }
   std::int64_t const chunk = chunk_of(2 * k_size);
   auto const numbers = static_cast<std::uint16_t const*>(weights.data);
-  Product product{kernel, {split, stride, m_size, k_size}, numbers, n_size, chunk, result};
+  Product product{kernel, {split, m_size, k_size}, numbers, n_size, chunk, result};
   return in_parallel(context, multiply_chunk, n_size, chunk, &product);
 }
 
@@ -170,12 +173,16 @@ Operator matmul_operator() {
   return op;
 }
 
-Operator bf16_operator() {
+template <HalfFormat kFormat>
+Operator half_operator() {
+  constexpr bool kIsBf16 = kFormat == HalfFormat::kBf16;
   Operator op = matmul_operator();
-  op.GetName = [](Operator const*) { return "TideBf16MatMul"; };
-  op.GetInputType = [](Operator const*, std::size_t index) { return index == 0 ? abi::kFloat : abi::kBFloat16; };
+  op.GetName = [](Operator const*) { return kIsBf16 ? "TideBf16MatMul" : "TideFp16MatMul"; };
+  op.GetInputType = [](Operator const*, std::size_t index) {
+    return index == 0 ? abi::kFloat : kIsBf16 ? abi::kBFloat16 : abi::kFloat16;
+  };
   op.GetInputTypeCount = [](Operator const*) -> std::size_t { return 2; };
-  op.KernelComputeV2 = compute_bf16;
+  op.KernelComputeV2 = compute_half<kFormat>;
   return op;
 }
 
@@ -192,8 +199,8 @@ Operator integer_operator() {
 }  // namespace
 
 Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base) {
-  static Operator const operators[] = {bf16_operator(), candidate_operator(false), candidate_operator(true),
-                                       int8_attention_operator()};
+  static Operator const operators[] = {half_operator<HalfFormat::kBf16>(), half_operator<HalfFormat::kFp16>(),
+                                       candidate_operator(false), candidate_operator(true), int8_attention_operator()};
   static Operator const integer_operators[] = {integer_operator<4>(), integer_operator<8>()};
   static std::mutex mutex;
   static abi::Domain* domain = nullptr;  // sessions refer to it as long as they live

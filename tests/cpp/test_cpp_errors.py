@@ -233,7 +233,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         field("kv_cache_strategy", value="guess"),
         "field 'kv_cache_strategy' must be one of exact, propagate",
     ),
-    "weights": (field("weights", value="fp4"), "field 'weights' must be one of fp32, bf16, int8, int4"),
+    "weights": (field("weights", value="fp4"), "field 'weights' must be one of fp32, bf16, fp16, int8, int4"),
     "no graph": (field("files", value={}), r"field 'files' does not list model\.onnx"),
     "outside": (
         rewritten(lambda data: data["files"].update({"../x": data["files"]["model.onnx"]})),

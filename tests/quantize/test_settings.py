@@ -36,7 +36,7 @@ def test_values_out_of_range_are_named(given: dict, says: str) -> None:
     ("arguments", "says"),
     [
         (["--weights", "int8", "--target", "tensorrt"], "'int8' are for target onnxruntime alone: tensorrt takes"),
-        (["--weights", "fp16"], "onnxruntime takes fp32, bf16, int8 or int4"),
+        (["--weights", "fp8"], "onnxruntime takes fp32, bf16, fp16, int8 or int4"),
         (["--weights", "int4", "--quantization", "hqq"], "'hqq' is none of rtn, gptq"),
         (["--weights", "int4", "--block-size", "33"], "block size 33 is none of"),
         (["--block-size", "32"], "--block-size is for weights int8 and int4, not for auto"),

@@ -30,7 +30,7 @@ from tide_export.names import (
 )
 
 SCHEMA = "tide_export.bundle/8"
-WEIGHTS = ("fp32", "bf16", "int8", "int4")  # of the graph
+WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")  # of the graph
 QUANTIZATION_METHODS = ("rtn", "gptq")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 NETWORK_PRECISIONS = ("fp32", "fp16", "bf16")

@@ -136,7 +136,7 @@ def _add_export(commands, config: bool) -> None:
     parser.add_argument(
         "--weights",
         choices=tuple(dict.fromkeys(("auto", *NETWORK_PRECISIONS, *WEIGHTS, *NETWORK_MATRICES))),
-        help="onnxruntime: fp32, bf16, int8 or int4 (auto: bf16 if the checkpoint's weights are, else fp32); "
+        help="onnxruntime: fp32, bf16, fp16, int8 or int4 (auto: bf16 or fp16 if the checkpoint is, else fp32); "
         "tensorrt and tensorrt-rtx: fp32, fp16, bf16, int4 or fp8 (fp32)",
     )
     parser.add_argument("--quantization", metavar="X", help="int8, int4: rtn, round to nearest, or gptq, on text (rtn)")

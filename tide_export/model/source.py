@@ -34,6 +34,7 @@ from tide_export.progress import quiet_transformers
 
 logger = logging.getLogger(__name__)
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HASH_CHUNK = 2**22  # numbers hashed at a time, which bounds the temporary memory
 
 
@@ -65,7 +66,7 @@ class SourceModel:
         normalized_size: width D' of normalized states, which routers and head read; differs from D only where a
             projection follows the norm.
         quantized: the integers whose values the weights now have; None where they are as loaded.
-        exact_in_bf16: whether every weight of two or more dimensions was loaded as a number that bfloat16 has.
+        exact_in: of "bf16" and "fp16" those that have every number of its matrices, as loaded.
         remote_code: whether Python code of the model's own was run to load it or its tokenizer.
     """
 
@@ -76,7 +77,7 @@ class SourceModel:
     normalized_size: int
     quantized: QuantizedWeights | None = None
     remote_code: bool = False
-    exact_in_bf16: bool = False
+    exact_in: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -284,16 +285,16 @@ def wrap_model(model: PreTrainedModel, name: str, remote_code: bool = False) -> 
     with torch.no_grad():
         width = model.config.get_text_config().hidden_size * (structure.streams or 1)
         normalized_size = structure.normalize(torch.zeros(1, 1, width, device=input_device(model))).shape[-1]
-    return SourceModel(model, name, digest, structure, normalized_size, remote_code=remote_code, exact_in_bf16=exact)
+    return SourceModel(model, name, digest, structure, normalized_size, remote_code=remote_code, exact_in=exact)
 
 
-def _read_weights(model: nn.Module, name: str) -> tuple[str, bool]:
+def _read_weights(model: nn.Module, name: str) -> tuple[str, tuple[str, ...]]:
     """Reads every tensor once; raises ModelError for NaN or infinity.
 
     Returns:
-        The hash of their names, shapes and float32 bytes, in name order; whether all matrices are exact in bfloat16.
+        The hash of their names, shapes and float32 bytes, in name order; the types that all matrices are exact in.
     """
-    digest, exact = hashlib.sha256(), True
+    digest, exact = hashlib.sha256(), HALF
     for key, tensor in sorted(model.state_dict().items()):
         if tensor.is_meta:
             tensor = _offloaded(model, name, key)
@@ -302,10 +303,10 @@ def _read_weights(model: nn.Module, name: str) -> tuple[str, bool]:
             if part.is_floating_point() and not bool(torch.isfinite(part).all()):
                 raise ModelError(f"model {name!r}: weight {key} holds NaN or infinity")
             data = part.float() if part.is_floating_point() else part
-            if exact and part.is_floating_point() and tensor.dim() > 1:
-                exact = bool(torch.equal(data.bfloat16().float(), data))
+            if part.is_floating_point() and tensor.dim() > 1:
+                exact = {key: half for key, half in exact.items() if torch.equal(data.to(half).float(), data)}
             digest.update(memoryview(data.cpu().numpy()).cast("B") if data.numel() else b"")
-    return digest.hexdigest(), exact
+    return digest.hexdigest(), tuple(exact)
 
 
 def _offloaded(model: nn.Module, name: str, key: str) -> torch.Tensor:

@@ -84,7 +84,7 @@ def write_networks(
     """Writes the segment networks, if `request` has a target that takes them; returns the manifest with them."""
     if request.flavour is None:
         return manifest
-    weights, length = request.network_weights(source.exact_in_bf16), present(manifest.model.context_length)
+    weights, length = request.network_weights(source.exact_in), present(manifest.model.context_length)
     networks = networks_for_tensorrt(pieces, routers.arrays(), routers.lens_arrays(), length, weights, source.quantized)
     networks.save(folder)
     info = networks.info(manifest, request.max_batch_size)
@@ -159,12 +159,12 @@ def make_manifest(
     pieces: Pieces,
     graph: ir.Model,
     length: int,
-    bf16: bool = False,
+    half: str | None = None,
 ) -> Manifest:
     """Returns the manifest of a bundle with the graph that was composed of `pieces`, without its files.
 
     Args:
-        bf16: whether the graph was lowered with weights in bfloat16.
+        half: as given to `lower_for_onnxruntime`.
     """
     shares = pieces.kv_layers != tuple(range(source.num_layers))
     return Manifest(
@@ -187,7 +187,7 @@ def make_manifest(
         kv_cache_strategy=config.kv_cache_strategy,
         compaction_threshold=config.compaction_threshold,
         kv_cache=None if config.kv_cache == FLOAT32_KV else config.kv_cache,
-        weights=_weights(source, bf16),
+        weights=_weights(source, half),
         targets=("onnxruntime",),
         opset=OPSET,
         inputs=tuple(_tensor_info(value) for value in graph.graph.inputs),
@@ -207,11 +207,11 @@ def _quantization(source: SourceModel) -> Quantization | None:
     return None if source.quantized is None else source.quantized.settings
 
 
-def _weights(source: SourceModel, bf16: bool) -> str:
+def _weights(source: SourceModel, half: str | None) -> str:
     settings = _quantization(source)
     if settings is not None:
         return f"int{settings.bits}"
-    return "bf16" if bf16 else "fp32"
+    return half or "fp32"
 
 
 def _tensor_info(value: ir.Value) -> TensorInfo:

@@ -76,7 +76,7 @@ def _write_graphs(request: ExportRequest, folder: Path) -> tuple[Manifest, list[
     with stage("composing the graph"), explained(source.model, "be composed into a graph that skips layers"):
         composing = compose_propagating if request.propagates else compose
         graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
-    manifest = make_manifest(source, routers, request.config, pieces, graph, length, request.graph_weights == "bf16")
+    manifest = make_manifest(source, routers, request.config, pieces, graph, length, request.half)
     references: list[References] = []
     if request.validate:
         with stage("running the model for the references the graph must give"), rounded_kv(source, manifest):
@@ -94,5 +94,5 @@ def _trace_and_cut(source: SourceModel, request: ExportRequest, checkpoints: tup
     with stage("cutting the graph"), explained(source.model, "be cut at its checkpoints"):
         pieces = cut(traced, length)
     if request.flavour is not None:
-        check_pieces(pieces, request.network_weights(source.exact_in_bf16))
+        check_pieces(pieces, request.network_weights(source.exact_in))
     return pieces

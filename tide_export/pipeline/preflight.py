@@ -113,7 +113,7 @@ def warn_if_nothing_exits(checkpoints: tuple[int, ...], min_layers: int) -> None
 def _check_space(source: SourceModel, request: ExportRequest, folder: Path) -> None:
     """Compares the free space with the weights of the decoder layers alone, which every bundle holds."""
     settings = request.quantization_settings
-    bits = BITS.get(request.graph_weights, 32) if settings is None else settings.bits
+    bits = (16 if request.half else 32) if settings is None else settings.bits
     if request.flavour is not None:
         bits += BITS.get(request.weights, 32)
     parameters = {id(parameter): parameter for layer in source.structure.layers for parameter in layer.parameters()}

@@ -22,6 +22,7 @@ from tide_export.bundle.profiles import BATCH_SIZE, check_batch_size
 from tide_export.config import TideConfig
 from tide_export.engines.build import check_matrices, require_builder
 from tide_export.errors import ConfigError
+from tide_export.names import OP_HALF_MATMUL
 from tide_export.quantize.settings import CALIBRATED, QUANTIZED, quantization_settings
 from tide_export.runtime.onnxruntime.operators import require_operators
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
@@ -43,10 +44,10 @@ class ExportRequest:
             compaction_threshold.
         targets: "onnxruntime", which every bundle is for, and one of "tensorrt" and "tensorrt-rtx", for which it also
             gets segment networks and engines.
-        weights: for ONNX Runtime alone "fp32", "bf16", "int8" or "int4", of the graph's matrices; for TensorRT "fp32",
-            "fp16" or "bf16", of the segment networks, the graph being fp32; or "int4" or "fp8", of the layers' matrices
-            in networks and graph (which stores those of fp8 in float32). "auto" is bf16 for ONNX Runtime alone where
-            that loses nothing and its operators are installed, else fp32.
+        weights: for ONNX Runtime alone "fp32", "bf16", "fp16", "int8" or "int4", of the graph's matrices; for TensorRT
+            "fp32", "fp16" or "bf16", of the segment networks, the graph being fp32; or "int4" or "fp8", of the layers'
+            matrices in networks and graph (which stores those of fp8 in float32). "auto" is, for ONNX Runtime alone,
+            bf16 or fp16 where that loses nothing and its operators are installed; else fp32.
         quantization, block_size, accuracy_level, symmetric: of int8 and int4 (see `quantize.settings`).
         engines: build the engines; without, the bundle has the networks alone and `engines.rebuild` adds engines.
         plugins: the library of plugins to build engines for "tensorrt" with, or "none"; None: an installed one, if any.
@@ -132,9 +133,9 @@ class ExportRequest:
         )
 
     @property
-    def graph_weights(self) -> str:
-        """How the weights of the graph are stored."""
-        return self.weights if self.flavour is None else "fp32"
+    def half(self) -> str | None:
+        """The type of the graph's matrices where it has 16 bits: bf16 or fp16."""
+        return self.weights if self.flavour is None and self.weights in OP_HALF_MATMUL else None
 
     @property
     def reads_text_for_weights(self) -> bool:
@@ -142,13 +143,13 @@ class ExportRequest:
         settings = self.quantization_settings
         return self.weights == FP8 or (settings is not None and settings.method in CALIBRATED)
 
-    def network_weights(self, exact_in_bf16: bool) -> str:
+    def network_weights(self, exact_in: tuple[str, ...]) -> str:
         """The precision of segment networks.
 
         Args:
-            exact_in_bf16: whether the model's weights are bfloat16 numbers.
+            exact_in: the types that have all numbers of the model (see `SourceModel`).
         """
-        return self.weights if self.weights in NETWORK_PRECISIONS else "bf16" if exact_in_bf16 else "fp16"
+        return self.weights if self.weights in NETWORK_PRECISIONS else (*exact_in, "fp16")[0]
 
     @property
     def max_batch_size(self) -> int:
@@ -184,7 +185,7 @@ class ExportRequest:
         if self.flavour is None and self.weights not in (AUTO, *WEIGHTS):
             raise ConfigError(
                 f"weights {self.weights!r} are for targets tensorrt and tensorrt-rtx: onnxruntime takes fp32, bf16, "
-                "int8 or int4"
+                "fp16, int8 or int4"
             )
 
 

@@ -5,23 +5,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 
 from tide_export.bundle.manifest import BLOCK_SIZES, INT8_KV, NETWORK_MATRICES, Quantization
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import ConfigError, UnsupportedModelError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.lower.tensorrt.half_precision import TYPES
 from tide_export.model.source import SourceModel
 from tide_export.pipeline.request import AUTO, ExportRequest
-from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.flow import quantize_model
 from tide_export.quantize.fp8 import quantize_to_fp8
+from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.rounding import round_for_tensorrt
 from tide_export.runtime.onnxruntime.operators import LIBRARY
 from tide_export.runtime.tensorrt.flavours import Flavour
+from tide_export.trace.rewriting import HALF
 
 logger = logging.getLogger("tide_export")
 
@@ -29,35 +28,38 @@ QUANTIZATION_SEQUENCES = 64  # read by a calibrated quantization
 
 
 def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest:
-    """Replaces `weights` "auto" by bf16, where that loses nothing and is installed, or fp32."""
+    """Replaces `weights` "auto" by bf16 or fp16, where that loses nothing and is installed, or fp32."""
     if request.weights != AUTO:
         return request
-    return replace(request, weights="bf16" if source.exact_in_bf16 and LIBRARY.is_file() else "fp32")
+    return replace(request, weights=source.exact_in[0] if source.exact_in and LIBRARY.is_file() else "fp32")
 
 
 def explain_weights(source: SourceModel, request: ExportRequest) -> None:
-    """Says why `request`, of which `choose_weights` made another, gets bfloat16, or does not though it could."""
-    if request.weights != AUTO or not source.exact_in_bf16:
+    """Says why `request`, of which `choose_weights` made another, gets 16 bits, or does not though it could."""
+    if request.weights != AUTO or not source.exact_in:
         return
+    half = HALF[source.exact_in[0]].numpy()
     if LIBRARY.is_file():
-        logger.info("the model's weights are bfloat16 numbers and are stored as such (--weights fp32 for float32)")
+        logger.info("the model's weights are %s numbers and are stored as such (--weights fp32 for float32)", half)
     else:
         logger.warning(
-            "the model's weights are bfloat16 numbers, but are stored in float32, because the operators for bfloat16 "
-            "are not installed (there was no C++ compiler): install g++, then tide_export again"
+            "the model's weights are %s numbers, but are stored in float32, because the operators for %s are not "
+            "installed (there was no C++ compiler): install g++, then tide_export again",
+            half,
+            half,
         )
 
 
 def prepare_weights(source: SourceModel, request: ExportRequest) -> None:
     """Changes the model's weights to the numbers that the bundle's graph will hold."""
-    if request.graph_weights == "bf16" and not source.exact_in_bf16:
-        round_to_bf16(source)
+    if request.half is not None and request.half not in source.exact_in:
+        round_to_half(source, request.half)
     settings = request.quantization_settings
     if request.flavour is None:
         if settings is not None:
             quantize_model(source, settings, quantization_text(source, request))
     elif request.weights in NETWORK_MATRICES:
-        half = np.dtype(TYPES[request.network_weights(source.exact_in_bf16)][1])
+        half = HALF[request.network_weights(source.exact_in)].numpy()
         _check_matrices(source, request.weights, request.flavour, settings)
         text = quantization_text(source, request)
         if settings is None:
@@ -71,7 +73,7 @@ def lowering(source: SourceModel, request: ExportRequest) -> Callable[[ir.Model]
     return partial(
         lower_for_onnxruntime,
         quantized=source.quantized,
-        bf16=request.graph_weights == "bf16",
+        half=request.half,
         int8_kv=request.config.kv_cache == INT8_KV,
     )
 

@@ -15,6 +15,7 @@ T = TypeVar("T")
 Dim = int | ir.SymbolicDim
 OutputType = tuple[ir.DataType | None, Iterable[Any] | None]  # dtype and shape, None where unknown
 
+HALF = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 BOOL, FLOAT, INT32, INT64 = ir.DataType.BOOL, ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64
 SWAP_HEADS = [0, 2, 1, 3]  # [B, H, S, Dh] <-> [B, S, H, Dh]
 

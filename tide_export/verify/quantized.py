@@ -16,18 +16,18 @@ from tide_export.bundle.engine_fields import FP8
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
-from tide_export.lower.tensorrt.half_precision import TYPES
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.names import GRAPH_FILE, OP_INTEGER_MATMUL, WEIGHTS_FILE, WEIGHTS_METADATA
-from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.fp8 import round_to_fp8
+from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.settings import INT8_MATMULS
 from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.bindings import import_onnxruntime, load_session
 from tide_export.runtime.onnxruntime.session import open_session
+from tide_export.trace.rewriting import HALF
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
 FLOAT32_MATMULS = 1  # an accuracy level
@@ -42,11 +42,11 @@ def restore(source: SourceModel, bundle: Bundle) -> float | None:
     Raises:
         BundleError: the graph's quantized matrices are not those of this model.
     """
-    if bundle.manifest.weights == "bf16":
-        return None if source.exact_in_bf16 else round_to_bf16(source)
+    if (weights := bundle.manifest.weights) in HALF:
+        return None if weights in source.exact_in else round_to_half(source, weights)
     networks = bundle.manifest.networks
     if networks is not None and networks.matrices == FP8:
-        return round_to_fp8(source, np.dtype(TYPES[networks.weights][1]))
+        return round_to_fp8(source, HALF[networks.weights].numpy())
     if bundle.manifest.quantization is None:
         return None
     rows = {matrix.name: matrix for matrix in find_matrices(source).all()}

@@ -11,7 +11,7 @@ once, as the goals are set (PyTorch's wait some 20 microseconds either way).
 MODEL is exported twice, with routers (seeded random ones: speed does not depend on what they have learned) and without
 any branch. ONNX Runtime GenAI's graph joins where `onnxruntime-genai` is installed (extra `bench`), eager PyTorch
 unless `--no-eager` (for models of which memory holds three copies and not four); with `--weights int4` both graphs are
-quantized alike; with `--weights bf16` GenAI's is float32, and ours in float32 joins. Goals are those of the
+quantized alike; with `--weights bf16` or `fp16` GenAI's is float32, and ours in float32 joins. Goals are those of the
 project; a missed one, or one that could not be measured, makes the exit code 1 with
 `--check`. Other peers: tools/benchmarks/peers.py; contexts and prompts: tools/benchmarks/context_length.py.
 """
@@ -132,7 +132,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     )
     graphs = Graphs(recipe, folder)
     genai = genai_installed() and arguments.weights != "int8"
-    float32 = [FLOAT32] if arguments.weights == "bf16" else []
+    float32 = [FLOAT32] if recipe.half else []
     graphs.make([BRANCHED, PLAIN, *float32, *([GENAI] if genai else [])])
     if not arguments.eager:
         graphs.forget_source()
@@ -195,7 +195,7 @@ def render(result: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_recipe_options(parser)
-    parser.add_argument("--weights", choices=["fp32", "bf16", "int8", "int4"], default="fp32")
+    parser.add_argument("--weights", choices=["fp32", "bf16", "fp16", "int8", "int4"], default="fp32")
     parser.add_argument("--block-size", type=int, help="of int8 and int4")
     parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
     parser.add_argument(

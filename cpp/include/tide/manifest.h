@@ -113,7 +113,7 @@ struct Manifest {
   double compaction_threshold = 1;        // batches: a smaller share of the sequences than this goes deep alone
   std::string kv_cache_strategy;          // K/V of skipped layers: "exact" or "propagate"
   std::string kv_cache = "float32";       // type of the K/V buffers: "float32" or "int8"
-  std::string weights;                    // precision of the graph's weights: "fp32", "int8", "int4"
+  std::string weights;                    // precision of the graph's weights: "fp32", "bf16", "fp16", "int8", "int4"
   std::optional<Drafting> drafting;
   std::optional<AutoMode> auto_mode;  // none: not measured, and mode "auto" is full depth
   std::optional<NetworksInfo> networks;

@@ -286,8 +286,8 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   require(!manifest.int8_kv() || (!manifest.propagates() && !manifest.networks), "kv_cache",
           "int8 is for exact K/V and target onnxruntime alone");
   require(is_share(manifest.compaction_threshold), "compaction_threshold", "must lie in [0, 1]");
-  require(std::set<std::string>{"fp32", "bf16", "int8", "int4"}.count(manifest.weights) == 1, "weights",
-          "must be one of fp32, bf16, int8, int4");
+  require(std::set<std::string>{"fp32", "bf16", "fp16", "int8", "int4"}.count(manifest.weights) == 1, "weights",
+          "must be one of fp32, bf16, fp16, int8, int4");
   auto const is_target = [](std::string const& target) {
     return target == "onnxruntime" || target == "tensorrt" || target == "tensorrt-rtx";
   };

@@ -45,6 +45,7 @@ static_assert(sizeof(OrtCustomOp) >= sizeof(abi::Operator));
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT} == abi::kFloat);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL} == abi::kBool && int{INPUT_OUTPUT_VARIADIC} == abi::kVariadic);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8} == abi::kUInt8);
+static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16} == abi::kFloat16);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16} == abi::kBFloat16);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8} == abi::kInt8);
 static_assert(int{ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32} == abi::kInt32);

@@ -10,10 +10,10 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
-from tide_export.lower.onnxruntime.bf16_weights import Bf16WeightsPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
+from tide_export.lower.onnxruntime.half_weights import HalfWeightsPass
 from tide_export.lower.onnxruntime.int8_attention import Int8AttentionPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass, quantized_names
@@ -26,13 +26,13 @@ logger = logging.getLogger("tide_export")
 
 
 def lower_for_onnxruntime(
-    model: ir.Model, quantized: QuantizedWeights | None = None, bf16: bool = False, int8_kv: bool = False
+    model: ir.Model, quantized: QuantizedWeights | None = None, half: str | None = None, int8_kv: bool = False
 ) -> ir.Model:
     """Rewrites `model` (from `compose`) in place and returns it, ready to be saved.
 
     Args:
         quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
-        bf16: store every matrix in bfloat16 that loses nothing by it.
+        half: "bf16" or "fp16": store every matrix in it that loses nothing by it.
         int8_kv: keep keys and values in int8.
 
     Raises:
@@ -48,7 +48,7 @@ def lower_for_onnxruntime(
         common_passes.RemoveUnusedNodesPass(),  # or unused Reshape nodes would count as readers
         PackedProjectionsPass(),
         QuantizedMatMulsPass(blocks, settings),
-        *([Bf16WeightsPass()] if bf16 else []),
+        *([HalfWeightsPass(half)] if half else []),
         SkipNormsPass(),
         *([Int8AttentionPass()] if int8_kv else []),
     )

@@ -7,7 +7,6 @@ rounded as PyTorch's half precision rounds them; a number beyond float16's large
 
 from collections.abc import Callable, Iterator
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -16,12 +15,7 @@ from tide_export.compose.exit_op import SCORE, stays_float32
 from tide_export.errors import GraphError
 from tide_export.lower.tensorrt.scatter_attention import BIAS, SINKS
 from tide_export.names import DOMAIN, LOGITS, OP_EXIT
-from tide_export.trace.rewriting import FLOAT, new_node, present
-
-TYPES: dict[str, tuple[ir.DataType, type]] = {
-    "fp16": (ir.DataType.FLOAT16, np.float16),
-    "bf16": (ir.DataType.BFLOAT16, ml_dtypes.bfloat16),
-}
+from tide_export.trace.rewriting import FLOAT, HALF, new_node, present
 
 
 class HalfPrecisionPass(ir.passes.InPlacePass):
@@ -30,7 +24,7 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
     def __init__(self, weights: str):
         """`weights`: "fp16" or "bf16"."""
         super().__init__()
-        self.dtype, self.numpy = TYPES[weights]
+        self.dtype = HALF[weights]
         self.converted: dict[str, ir.LazyTensor] = {}
 
     def requires(self, model: ir.Model) -> None:
@@ -51,7 +45,9 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
             if node.op_type in ("Constant", "ConstantOfShape") and constant is not None:
                 tensor = constant.as_tensor()
                 if tensor.dtype == FLOAT:
-                    node.attributes["value"] = ir.AttrTensor("value", ir.tensor(tensor.numpy().astype(self.numpy)))
+                    node.attributes["value"] = ir.AttrTensor(
+                        "value", ir.tensor(tensor.numpy().astype(self.dtype.numpy()))
+                    )
         self._widen_logits(graph)
         return ir.passes.PassResult(model, modified=True)
 
@@ -81,9 +77,9 @@ class HalfPrecisionPass(ir.passes.InPlacePass):
     def _rounded(self, name: str, tensor: ir.TensorProtocol) -> Callable[[], ir.TensorProtocol]:
         def compute() -> ir.TensorProtocol:
             array = tensor.numpy()
-            _check_range(name, array, self.numpy)
+            _check_range(name, array, self.dtype.numpy())
             with np.errstate(over="ignore"):
-                return ir.tensor(array.astype(self.numpy), name=name, dtype=self.dtype)
+                return ir.tensor(array.astype(self.dtype.numpy()), name=name, dtype=self.dtype)
 
         return compute
 
@@ -105,16 +101,16 @@ def check_weights(piece: ir.Graph, weights: str) -> None:
     for name, value in piece.initializers.items():
         added_to_scores = [is_attention(use.node) and use.idx > 2 for use in value.uses()]
         if value.dtype == FLOAT and value.const_value is not None and not (added_to_scores and all(added_to_scores)):
-            _check_range(name, value.const_value.numpy(), TYPES[weights][1])
+            _check_range(name, value.const_value.numpy(), HALF[weights].numpy())
 
 
-def _check_range(name: str, array: np.ndarray, half: type) -> None:
+def _check_range(name: str, array: np.ndarray, half: np.dtype) -> None:
     ends = np.array([array.min(initial=0), array.max(initial=0)])
     if not np.isfinite(ends).all():
         return _check_range(name, array[np.isfinite(array)], half)
     with np.errstate(over="ignore"):
         if not np.isfinite(ends.astype(half).astype(np.float32)).all():
-            raise GraphError(f"weight {name} holds a number too large for {half.__name__}: use bf16 or fp32")
+            raise GraphError(f"weight {name} holds a number too large for {half}: use bf16 or fp32")
     return None
 
 

@@ -1,9 +1,9 @@
-"""Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16 and integers, checkpoints, and
-attention to K/V in int8.
+"""Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16, float16 and integers,
+checkpoints, and attention to K/V in int8.
 
 Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them a bundle runs too, unless
-its K/V are int8: the other operators are also functions in the graph. Weights in bfloat16 are then widened to float32
-as ONNX Runtime loads them, integers are multiplied by MatMulNBits, and checkpoints compute scores that no threshold
+its K/V are int8: the other operators are also functions in the graph. Weights in 16 bits are then widened to float32 as
+ONNX Runtime loads them, integers are multiplied by MatMulNBits, and checkpoints compute scores that no threshold
 needs.
 """
 
@@ -21,13 +21,13 @@ logger = logging.getLogger("tide_export")
 LIBRARY = Path(__file__).with_name("libtide_ops.so")
 
 
+WIDENED = "the weights are widened to float32 at loading, which takes three times the memory and twice the time a token"
+OTHERS = "ONNX Runtime's own matmuls take more time"
 SLOWER = {  # by the weights of a bundle: what they are called, and what happens without their operators
-    "bf16": (
-        "bfloat16",
-        "the weights are widened to float32 at loading, which takes three times the memory and twice the time a token",
-    ),
-    "int8": ("8 bits", "ONNX Runtime's own matmuls take more time"),
-    "int4": ("4 bits", "ONNX Runtime's own matmuls take more time"),
+    "bf16": ("bfloat16", WIDENED),
+    "fp16": ("float16", WIDENED),
+    "int8": ("8 bits", OTHERS),
+    "int4": ("4 bits", OTHERS),
 }
 
 

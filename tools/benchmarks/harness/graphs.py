@@ -28,9 +28,10 @@ from tide_export.compose.step_graph import compose
 from tide_export.config import TideConfig
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.model.source import SourceModel, load_model
+from tide_export.names import OP_HALF_MATMUL
 from tide_export.pipeline.contents import context_length, make_manifest, save_graph
-from tide_export.quantize.bf16 import round_to_bf16
 from tide_export.quantize.flow import quantize_model
+from tide_export.quantize.half import round_to_half
 from tide_export.quantize.settings import quantization_settings
 from tide_export.routers.router import Router
 from tide_export.routers.router_set import RouterSet
@@ -56,6 +57,10 @@ class Recipe:
     @property
     def quantization(self) -> Quantization | None:
         return quantization_settings(self.weights, block_size=self.block_size, accuracy_level=self.accuracy_level)
+
+    @property
+    def half(self) -> str | None:
+        return self.weights if self.weights in OP_HALF_MATMUL else None
 
 
 def add_recipe_options(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +122,8 @@ class Graphs:
         settings = self.recipe.quantization
         if settings is not None:
             quantize_model(source, settings)
-        if self.recipe.weights == "bf16":
-            round_to_bf16(source)
+        if self.recipe.half:
+            round_to_half(source, self.recipe.half)
         return source
 
     def forget_source(self) -> None:
@@ -151,8 +156,7 @@ class Graphs:
             shortlist = config.router_shortlist if self.recipe.shortlist is None else self.recipe.shortlist
             points = config.resolve_checkpoints(self.source.num_layers)
             routers = random_routers(self.source, points, config.router_bottleneck_dim, shortlist)
-        bf16 = self.recipe.weights == "bf16" and name != FLOAT32
-        export_graph(self.source, routers, self.folder / name, bf16)
+        export_graph(self.source, routers, self.folder / name, None if name == FLOAT32 else self.recipe.half)
 
 
 def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: int, shortlist: int) -> RouterSet:
@@ -162,12 +166,12 @@ def random_routers(source: SourceModel, checkpoints: Sequence[int], bottleneck: 
     return RouterSet({c: Router(source.normalized_size, bottleneck, read).requires_grad_(False) for c in checkpoints})
 
 
-def export_graph(source: SourceModel, routers: RouterSet, folder: Path, bf16: bool = False) -> None:
+def export_graph(source: SourceModel, routers: RouterSet, folder: Path, half: str | None = None) -> None:
     """Exports without calibration or tokenizer; no routers means no branch."""
     length = context_length(source, None)
     pieces = cut(trace(source, routers.checkpoints), length)
-    graph = lower_for_onnxruntime(compose(pieces, routers.arrays()), source.quantized, bf16)
-    manifest = make_manifest(source, routers, TideConfig(), pieces, graph, length, bf16)
+    graph = lower_for_onnxruntime(compose(pieces, routers.arrays()), source.quantized, half)
+    manifest = make_manifest(source, routers, TideConfig(), pieces, graph, length, half)
     with writing_bundle(folder) as temporary:
         save_graph(graph, temporary, manifest)
         write_manifest(temporary, manifest)

@@ -1,5 +1,5 @@
-"""Weights in bfloat16 and integers, and K/V in int8, in the C++ runtime, which has the operators in itself: to the bit
-as in Python."""
+"""Weights in bfloat16, float16 and integers, and K/V in int8, in the C++ runtime, which has the operators in itself: to
+the bit as in Python."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +12,9 @@ from tiny_configs import CHECKPOINTS
 from tiny_engines import engine_of
 
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV, Quantization
-from tide_export.quantize.bf16 import round_to_bf16
+from tide_export.names import OP_HALF_MATMUL
 from tide_export.quantize.flow import quantize_model
+from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
 
@@ -22,18 +23,19 @@ IDS = [(i * 37) % 500 + 3 for i in range(40)]
 
 @pytest.mark.parametrize(
     ("weights", "kv_cache"),
-    [("bf16", FLOAT32_KV), ("int4", FLOAT32_KV), ("bf16", INT8_KV), ("int4", INT8_KV), ("int8", INT8_KV)],
+    [("bf16", FLOAT32_KV), ("int4", FLOAT32_KV), ("fp16", INT8_KV), ("int4", INT8_KV), ("int8", INT8_KV)],
 )
 def test_tokens_and_scores(
     weights: str, kv_cache: str, operator_library: Path, open_cpp: Callable[..., CppEngine], tmp_path: Path
 ) -> None:
     source = build("llama")
-    if weights == "bf16":
-        round_to_bf16(source)
+    half = weights if weights in OP_HALF_MATMUL else None
+    if half is not None:
+        round_to_half(source, half)
     else:
         quantize_model(source, Quantization("rtn", int(weights[-1]), 32, symmetric=True, accuracy_level=4))
     routers = random_routers(source, CHECKPOINTS, IDS)
-    python = engine_of(source, routers, tmp_path / "bundle", batch=True, bf16=weights == "bf16", kv_cache=kv_cache)
+    python = engine_of(source, routers, tmp_path / "bundle", batch=True, half=half, kv_cache=kv_cache)
     assert python.manifest.weights == weights
     cpp = open_cpp(tmp_path / "bundle")
     for call in ({"mode": "full"}, {"mode": "exit", "threshold": 0.5, "max_pending": 2}, {"mode": "lossless"}):

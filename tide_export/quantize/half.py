@@ -1,4 +1,4 @@
-"""Rounds a loaded model's matrices to bfloat16 numbers, which a bundle then stores without loss."""
+"""Rounds a loaded model's matrices to bfloat16 or float16 numbers, which a bundle then stores without loss."""
 
 import logging
 
@@ -6,33 +6,39 @@ import numpy as np
 import torch
 
 from tide_export.errors import ConfigError
-from tide_export.model.source import SourceModel
+from tide_export.model.source import HALF, SourceModel
 from tide_export.quantize.matrices import find_matrices
 
 logger = logging.getLogger("tide_export")
 
 
-def round_to_bf16(source: SourceModel) -> float:
+def round_to_half(source: SourceModel, weights: str) -> float:
     """Rounds the matrices of `source` in place; `weights_sha256` keeps the original hash.
+
+    Args:
+        weights: "bf16" or "fp16".
 
     Returns:
         The relative error: the root of the squared differences over the squared weights.
 
     Raises:
-        ConfigError: some of the model's weights are not in memory.
+        ConfigError: some of the model's weights are not in memory, or one is too large.
     """
+    half, name = HALF[weights], str(HALF[weights]).removeprefix("torch.")
     if any(parameter.is_meta for parameter in source.model.parameters()):
         raise ConfigError(
-            f"weights bf16: those of {source.name} are not bfloat16 numbers, and are rounded only where all are in "
+            f"weights {weights}: those of {source.name} are not {name} numbers, and are rounded only where all are in "
             "memory: omit --device-map, or give --weights fp32"
         )
     squared_error = squared = 0.0
     for matrix in find_matrices(source).all():
         before = matrix.read()
-        after = torch.from_numpy(before).bfloat16().float().numpy()
+        after = torch.from_numpy(before).to(half).float().numpy()
+        if not np.isfinite(after).all():
+            raise ConfigError(f"weight {matrix.name} holds a number too large for {name}: use bf16 or fp32")
         squared_error += float(np.square(after - before, dtype=np.float64).sum())
         squared += float(np.square(before, dtype=np.float64).sum())
         matrix.write(after)
     error = (squared_error / squared) ** 0.5 if squared else 0.0
-    logger.info("rounded the weights to bfloat16, which changed them by %.2g %%", 100 * error)
+    logger.info("rounded the weights to %s, which changed them by %.2g %%", name, 100 * error)
     return error

@@ -1,5 +1,5 @@
-"""Weights stored in bfloat16: the kernels for every instruction set, the graphs against the oracle, with the operators
-and without them."""
+"""Weights stored in bfloat16 and float16: the kernels for every instruction set, the graphs against the oracle, with
+the operators and without them."""
 
 import ctypes
 import json
@@ -19,45 +19,56 @@ from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError, ProviderError
-from tide_export.lower.onnxruntime.bf16_weights import bf16_matmul_function
+from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.model.source import load_model
-from tide_export.names import DOMAIN, OP_BF16_MATMUL
-from tide_export.pipeline import flow, weights
-from tide_export.quantize.bf16 import round_to_bf16
+from tide_export.names import DOMAIN, OP_HALF_MATMUL
+from tide_export.pipeline import flow
+from tide_export.pipeline import weights as stage
+from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load
 from tide_export.runtime.onnxruntime import operators
 from tide_export.runtime.onnxruntime.operators import load_operators, register_operators
+from tide_export.trace.rewriting import HALF
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full
 from tide_export.verify.quantized import restore
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 16
-FAMILIES = ("llama (3.1)", "gpt2", "qwen3_moe")  # a tied head, biases and Conv1D, experts
+# A tied head, biases and Conv1D, experts.
+MODELS = (("llama (3.1)", "bf16"), ("gpt2", "bf16"), ("qwen3_moe", "bf16"), ("llama (3.1)", "fp16"), ("gpt2", "fp16"))
+INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
 
 
-def bf16(array: np.ndarray) -> np.ndarray:
-    """The upper halves of float32 numbers."""
-    return np.ascontiguousarray((array.view(np.uint32) >> 16).astype(np.uint16))
+def stored(array: np.ndarray, weights: str) -> np.ndarray:
+    """float32 numbers, without their lower bits, as the 16 of that type."""
+    return np.ascontiguousarray(array.astype(HALF[weights].numpy()))
 
 
-@pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])
+def product(library: Path, instruction_set: str, x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """By the kernel of that instruction set; skips the test where this CPU has none."""
+    y = np.full((len(x), len(numbers)), np.nan, np.float32)
+    sizes = (ctypes.c_int64(size) for size in (*y.shape, x.shape[1]))
+    arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, numbers))
+    formats = [HALF[weights].numpy() for weights in OP_HALF_MATMUL]
+    kernel = load_operators(library).tide_ops_half_matmul
+    if kernel(instruction_set.encode(), formats.index(numbers.dtype), *arrays, *sizes, ctypes.c_void_p(y.ctypes.data)):
+        pytest.skip(f"this CPU has no {instruction_set}")
+    return y
+
+
+@pytest.mark.parametrize("weights", OP_HALF_MATMUL)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize(("n_size", "k_size"), [(1, 1), (7, 31), (5, 64), (9, 200), (64, 576)])
-def test_a_kernel(operator_library: Path, instruction_set: str, n_size: int, k_size: int) -> None:
-    library = load_operators(operator_library)
+def test_a_kernel(operator_library: Path, instruction_set: str, n_size: int, k_size: int, weights: str) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((19, k_size), dtype=np.float32)
-    weights = bf16(rng.standard_normal((n_size, k_size), dtype=np.float32))
-    exact = x.astype(np.float64) @ (weights.astype(np.uint32) << 16).view(np.float32).T.astype(np.float64)
+    numbers = stored(rng.standard_normal((n_size, k_size), dtype=np.float32), weights)
+    exact = x.astype(np.float64) @ numbers.T.astype(np.float64)
     rows: dict[int, np.ndarray] = {}
     for m_size in (*range(1, 15), 19):
-        y, split = np.full((m_size, n_size), np.nan, np.float32), np.empty((m_size, k_size), np.float32)
-        sizes = (ctypes.c_int64(size) for size in (m_size, n_size, k_size))
-        arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, weights))
-        results = (ctypes.c_void_p(array.ctypes.data) for array in (split, y))
-        if library.tide_ops_bf16_matmul(instruction_set.encode(), *arrays, *sizes, *results):
-            pytest.skip(f"this CPU has no {instruction_set}")
+        y = product(operator_library, instruction_set, x[:m_size], numbers)
         np.testing.assert_allclose(y, exact[:m_size], rtol=1e-5, atol=1e-6 * k_size)
         rows[m_size] = y
     for m_size, y in rows.items():  # not even rounding depends on how many rows there are
@@ -65,56 +76,75 @@ def test_a_kernel(operator_library: Path, instruction_set: str, n_size: int, k_s
         np.testing.assert_array_equal(y, rows[19][:m_size])
 
 
-def operator_model(columns: int = 64) -> bytes:
+@pytest.mark.parametrize("weights", OP_HALF_MATMUL)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_every_number_is_widened_exactly(operator_library: Path, instruction_set: str, weights: str) -> None:
+    numbers = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(HALF[weights].numpy())
+    with np.errstate(invalid="ignore"):
+        values = numbers.astype(np.float32)
+    one = np.ones((1, 1), np.float32)  # infinities and NaN too
+    np.testing.assert_array_equal(
+        product(operator_library, instruction_set, one, numbers.reshape(-1, 1)), values[np.newaxis]
+    )
+    finite = numbers[np.isfinite(values)].reshape(-1, 64)
+    picked = product(operator_library, instruction_set, np.eye(64, dtype=np.float32), finite)
+    np.testing.assert_array_equal(picked, finite.T.astype(np.float32))
+
+
+def operator_model(weights_type: str, columns: int = 64) -> bytes:
     """x [m, 2, K] times weights [48, 64]."""
     values = np.random.default_rng(1).standard_normal((48, 64), dtype=np.float32)
-    weights = ir.tensor(torch.from_numpy(values).bfloat16(), name="weights")
+    weights = ir.tensor(values.astype(HALF[weights_type].numpy()), dtype=HALF[weights_type], name="weights")
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["m", 2, columns]))
     stored = ir.Value(name="weights", type=ir.TensorType(weights.dtype), shape=weights.shape, const_value=weights)
-    node = ir.node(OP_BF16_MATMUL, [x, stored], domain=DOMAIN)
+    node = ir.node(OP_HALF_MATMUL[weights_type], [x, stored], domain=DOMAIN)
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     imports = {"": 23, DOMAIN: 1}
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[stored], opset_imports=imports, name="product")
-    model = ir.Model(graph, ir_version=11, functions=[bf16_matmul_function(23)])
+    model = ir.Model(graph, ir_version=11, functions=[half_matmul_function(weights_type, 23)])
     return ir.to_proto(model).SerializeToString()
 
 
+@pytest.mark.parametrize("weights", OP_HALF_MATMUL)
 @pytest.mark.parametrize("rows", [0, 1, 9, 1200])
-def test_the_operator_is_the_function(operator_library: Path, rows: int, tmp_path: Path) -> None:
+def test_the_operator_is_the_function(operator_library: Path, rows: int, weights: str, tmp_path: Path) -> None:
     options = ort.SessionOptions()
-    register_operators(options, "bf16")
+    register_operators(options, weights)
     options.enable_profiling = True
     options.profile_file_prefix = str(tmp_path / "profile")
-    session, plain = ort.InferenceSession(operator_model(), options), ort.InferenceSession(operator_model())
+    proto = operator_model(weights)
+    session, plain = ort.InferenceSession(proto, options), ort.InferenceSession(proto)
     x = np.random.default_rng(2).standard_normal((rows, 2, 64), dtype=np.float32)
     (y,), (expected,) = session.run(None, {"x": x}), plain.run(None, {"x": x})
     assert y.shape == (rows, 2, 48)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     events = json.loads(Path(session.end_profiling()).read_text())
-    assert OP_BF16_MATMUL in {event.get("args", {}).get("op_name") for event in events}
+    assert OP_HALF_MATMUL[weights] in {event.get("args", {}).get("op_name") for event in events}
 
 
 def test_the_operator_refuses_another_width(operator_library: Path) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     register_operators(options, "bf16")
-    session = ort.InferenceSession(operator_model(32), options)
-    with pytest.raises(Exception, match=r"takes x \[\.\., K\] and weights"):
+    session = ort.InferenceSession(operator_model("bf16", 32), options)
+    with pytest.raises(Exception, match=r"take x \[\.\., K\] and weights"):
         session.run(None, {"x": np.zeros((1, 2, 32), np.float32)})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_graph_equals_the_model(family: str, operator_library: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize(("family", "weights"), MODELS)
+def test_a_graph_equals_the_model(
+    family: str, weights: str, operator_library: Path, tmp_path: Path, monkeypatch, caplog
+) -> None:
     source = build(family)
-    assert 0 < round_to_bf16(source) < 0.01
-    assert round_to_bf16(source) == 0
+    assert 0 < round_to_half(source, weights) < 0.01
+    assert round_to_half(source, weights) == 0
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
     pieces = pieces_of(source, CHECKPOINTS)
-    engine = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, bf16=True)
-    assert engine.manifest.weights == "bf16"
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, half=weights)
+    assert engine.manifest.weights == weights
     graph = ir.load(tmp_path / "bundle" / names.GRAPH_FILE)
     nodes = list(graph.graph.all_nodes())
-    assert sum(node.op_type == OP_BF16_MATMUL for node in nodes) > 4 * LAYERS
+    assert sum(node.op_type == OP_HALF_MATMUL[weights] for node in nodes) > 4 * LAYERS
     wide = [v for v in graph.graph.initializers.values() if v.dtype == ir.DataType.FLOAT and v.const_value.size > 4096]
     assert [value.name for value in wide] == (["model.transformer.wpe.weight"] if family == "gpt2" else [])
 
@@ -141,7 +171,7 @@ def test_a_graph_equals_the_model(family: str, operator_library: Path, tmp_path:
     with caplog.at_level(logging.WARNING, "tide_export"):
         widened = load(tmp_path / "bundle", threads=1)
         load(tmp_path / "bundle", threads=1)
-    assert caplog.text.count("operators for weights in bfloat16 are not installed") == 1
+    assert caplog.text.count(f"operators for weights in {HALF[weights].numpy()} are not installed") == 1
     assert widened.generate(PROMPTS[2], max_new_tokens=NEW_TOKENS, mode="full", stop_token_ids=[]).tokens == expected
 
 
@@ -158,37 +188,48 @@ def test_a_library_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch, ope
         register_operators(ort.SessionOptions(), "bf16")
 
 
-def test_export_and_validate(tmp_path: Path, operator_library: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(("weights", "changed"), [("bf16", "bfloat16, which changed them by 0.1"), ("fp16", "float16")])
+def test_export_and_validate(
+    weights: str, changed: str, tmp_path: Path, operator_library: Path, capsys: pytest.CaptureFixture
+) -> None:
     source = build("llama")
     source.model.save_pretrained(tmp_path / "model")
     random_routers(source, CHECKPOINTS, PROMPTS[2]).save(tmp_path / "routers.safetensors")
-    arguments = ["--routers", str(tmp_path / "routers.safetensors"), "--weights", "bf16"]
+    arguments = ["--routers", str(tmp_path / "routers.safetensors"), "--weights", weights]
     assert main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "bundle"), *arguments]) == 0
-    assert "rounded the weights to bfloat16, which changed them by 0.1" in capsys.readouterr().err
+    assert f"rounded the weights to {changed}" in capsys.readouterr().err
     bundle = open_bundle(tmp_path / "bundle")
-    assert bundle.manifest.weights == "bf16"
+    assert bundle.manifest.weights == weights
     assert bundle.manifest.quantization is None
     loaded = load_model(str(tmp_path / "model"))
-    assert not loaded.exact_in_bf16
+    assert not loaded.exact_in
     assert 0 < restore(loaded, bundle) < 0.01
     loaded.model.save_pretrained(tmp_path / "exact")
     exact = load_model(str(tmp_path / "exact"))
-    assert exact.exact_in_bf16
+    assert exact.exact_in == (weights,)
     assert restore(exact, bundle) is None
 
 
-def test_weights_by_default(operator_library: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+def test_a_number_too_large_is_refused() -> None:
     source = build("llama")
-    round_to_bf16(source)
-    source.model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    source.structure.layers[1].mlp.up_proj.weight[3, 5] = 1e5
+    with pytest.raises(ConfigError, match=r"weight \S*up_proj.weight holds a number too large for float16: use bf16"):
+        round_to_half(source, "fp16")
+
+
+@pytest.mark.parametrize("weights", OP_HALF_MATMUL)
+def test_weights_by_default(weights: str, operator_library: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    source, name = build("llama"), HALF[weights].numpy().name
+    round_to_half(source, weights)
+    source.model.to(getattr(torch, name)).save_pretrained(tmp_path / "model")
     model, routers = str(tmp_path / "model"), tmp_path / "routers.safetensors"
     random_routers(load_model(model), CHECKPOINTS, PROMPTS[2]).save(routers)
     with caplog.at_level(logging.INFO, "tide_export"):
         bundle = open_bundle(flow.export(model, tmp_path / "bundle", routers=routers))  # compared with the model there
-    assert bundle.manifest.weights == "bf16"
-    assert "are bfloat16 numbers and are stored as such" in caplog.text
+    assert bundle.manifest.weights == weights
+    assert f"are {name} numbers and are stored as such" in caplog.text
     nodes = ir.load(bundle.file(names.GRAPH_FILE).path).graph.all_nodes()
-    assert any(node.op_type == OP_BF16_MATMUL for node in nodes)
+    assert any(node.op_type == OP_HALF_MATMUL[weights] for node in nodes)
 
     chosen = []
 
@@ -201,10 +242,10 @@ def test_weights_by_default(operator_library: Path, tmp_path: Path, monkeypatch,
     for options in ({}, {"weights": "fp32"}):
         with pytest.raises(ConfigError, match="enough"):
             flow.export(model, tmp_path / "other", routers=routers, **options)
-    monkeypatch.setattr(weights, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(stage, "LIBRARY", tmp_path / "none.so")
     with pytest.raises(ConfigError, match="enough"):
         flow.export(model, tmp_path / "other", routers=routers)
-    assert chosen == ["bf16", "fp32", "fp32"]
+    assert chosen == [weights, "fp32", "fp32"]
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "stored in float32, because the operators for bfloat16 are not installed" in warnings[0]
+    assert f"stored in float32, because the operators for {name} are not installed" in warnings[0]

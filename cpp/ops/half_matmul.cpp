@@ -1,0 +1,34 @@
+#include "half_matmul.h"
+
+#if defined(__x86_64__)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of GCC 12's own header
+#endif
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "targets.h"
+
+namespace tide_ops {
+namespace {
+
+struct Kernel {
+  HalfKernel formats[2];
+};
+
+constexpr std::int64_t kLine = 32;     // weights in a line of the cache
+constexpr std::int64_t kAhead = 2048;  // weights from those that are multiplied by to those that are prefetched
+
+#define TIDE_KERNEL "half_matmul.inc"
+#include "each_target.inc"
+
+}  // namespace
+
+HalfKernel const* half_kernel(HalfFormat format, char const* name) {
+  Kernel const* const kernel = kernel_of(name);
+  return kernel == nullptr ? nullptr : &kernel->formats[static_cast<int>(format)];
+}
+
+}  // namespace tide_ops

@@ -1,0 +1,123 @@
+"""Stores weights in bfloat16 or float16 that lose nothing by it, and multiplies by them with an operator of `cpp/ops`.
+
+Every matrix that a MatMul or Gemm multiplies by, or a Gather reads rows of, and whose numbers are all of that type,
+is stored once, as [N, K]: rows of K weights, one row an output. So a head tied to the embedding shares its table.
+Sums are float32. The operators, `tide::TideBf16MatMul` and `TideFp16MatMul`, are also model-local functions of standard
+operators, which ONNX Runtime inlines where the library is not registered: it then widens the weights as it loads them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from tide_export.names import DOMAIN, OP_HALF_MATMUL
+from tide_export.trace.rewriting import (
+    FLOAT,
+    HALF,
+    derived_weight,
+    is_weight,
+    nodes_of,
+    op_before,
+    present,
+    replace_value,
+    static_dim,
+)
+from tide_export.trace.tracer import OPSET
+
+MIN_SIZE = 16  # rows and columns, as of matrices that are quantized
+
+
+class HalfWeightsPass(ir.passes.InPlacePass):
+    def __init__(self, weights: str, opset: int = OPSET):
+        """`weights`: "bf16" or "fp16"; `opset`: of the model."""
+        super().__init__()
+        self.weights, self.dtype = weights, HALF[weights]
+        self.opset = opset
+        self._exact: dict[ir.Value, bool] = {}
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        before = len(self._exact)
+        for node in nodes_of(model.graph, "MatMul"):
+            if self._is_exact(node.inputs[1]):
+                weights = self._stored(model.graph, node.inputs[1], transposed=True)
+                replace_value(node.outputs[0], self._product(node, weights))
+        for node in nodes_of(model.graph, "Gemm"):
+            if _is_product(node) and self._is_exact(node.inputs[1]):
+                transposed = not node.attributes.get_int("transB", 0)
+                result = self._product(node, self._stored(model.graph, node.inputs[1], transposed))
+                bias = node.inputs[2] if len(node.inputs) > 2 else None
+                if bias is not None:
+                    result = op_before(node, "Add", [result, bias], dtype=FLOAT, shape=result.shape)
+                replace_value(node.outputs[0], result)
+        for node in nodes_of(model.graph, "Gather"):
+            if node.attributes.get_int("axis", 0) == 0 and self._is_exact(node.inputs[0]):
+                rows, output = self._stored(model.graph, node.inputs[0], transposed=False), node.outputs[0]
+                inputs = [rows, node.inputs[1]]
+                gathered = op_before(node, "Gather", inputs, dtype=self.dtype, shape=output.shape)
+                widened = op_before(node, "Cast", [gathered], {"to": FLOAT.value}, dtype=FLOAT, shape=output.shape)
+                replace_value(output, widened)
+        if nodes_of(model.graph, OP_HALF_MATMUL[self.weights], DOMAIN):
+            function = half_matmul_function(self.weights, self.opset)
+            model.functions[function.identifier()] = function
+        return ir.passes.PassResult(model, modified=len(self._exact) > before)
+
+    def _is_exact(self, weight: ir.Value | None) -> bool:
+        """Whether `weight` is a stored float32 matrix of a size that matters, all of numbers that the type has."""
+        if weight is None or not is_weight(weight, 2) or weight.dtype != FLOAT:
+            return False
+        if min(static_dim(weight, 0), static_dim(weight, 1)) < MIN_SIZE:
+            return False
+        if weight not in self._exact:
+            values = present(weight.const_value).numpy()
+            with np.errstate(over="ignore"):
+                narrowed = values.astype(self.dtype.numpy())
+            self._exact[weight] = np.array_equal(narrowed.astype(np.float32), values)
+        return self._exact[weight]
+
+    def _product(self, node: ir.Node, weights: ir.Value) -> ir.Value:
+        """`weights`: [N, K]."""
+        inputs, shape = [node.inputs[0], weights], node.outputs[0].shape
+        return op_before(node, OP_HALF_MATMUL[self.weights], inputs, domain=DOMAIN, dtype=FLOAT, shape=shape)
+
+    def _stored(self, graph: ir.Graph, weight: ir.Value | None, transposed: bool) -> ir.Value:
+        """The weight [N, K] in 16 bits; `transposed`: it is now [K, N]."""
+        weight = present(weight)
+        rows, columns = static_dim(weight, 0), static_dim(weight, 1)
+        name = str(weight.name)
+        if transposed:  # `lower.transposed_weights` names a transposed weight so
+            name, rows, columns = name.removesuffix(".T") if name.endswith(".T") else f"{name}.T", columns, rows
+        narrowed = _narrowed(weight, self.dtype, transposed)
+        return derived_weight(graph, f"{name}.{self.weights}", (rows, columns), self.dtype, narrowed)
+
+
+def half_matmul_function(weights_type: str, opset: int) -> ir.Function:
+    """The operator for that type, (x [.., K], weights [N, K]) -> y [.., N], in standard operators."""
+    name = OP_HALF_MATMUL[weights_type]
+    x, weights = ir.Value(name="x"), ir.Value(name="weights")
+    tape = ir.tape.Tape()
+    widened = tape.op("Cast", [weights], {"to": FLOAT.value})
+    y = tape.op("MatMul", [x, tape.op("Transpose", [widened], {"perm": [1, 0]})])
+    nodes = list(tape.nodes)
+    for node in nodes:
+        node.name = node.op_type
+        node.outputs[0].name = f"{node.op_type}_out"
+    y.name = "y"
+    body = ir.Graph([x, weights], [y], nodes=nodes, opset_imports={"": opset}, name=name)
+    return ir.Function(DOMAIN, name, graph=body, attributes=[])
+
+
+def _is_product(gemm: ir.Node) -> bool:
+    attributes = gemm.attributes
+    scaled = attributes.get_float("alpha", 1.0) != 1.0 or attributes.get_float("beta", 1.0) != 1.0
+    return not scaled and not attributes.get_int("transA", 0)
+
+
+def _narrowed(weight: ir.Value, dtype: ir.DataType, transposed: bool) -> Callable[[], np.ndarray]:
+    tensor = present(weight.const_value)
+
+    def compute() -> np.ndarray:
+        values = tensor.numpy().astype(dtype.numpy())
+        return np.ascontiguousarray(values.T if transposed else values)
+
+    return compute
