@@ -31,11 +31,12 @@ def commands(document: Path) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def script_folder(folder: Path) -> dict[str, str]:
-    """An environment in which `tide-export` is this checkout's, run by this interpreter."""
+def script_folder(folder: Path, export_options: str = "") -> dict[str, str]:
+    """An environment in which `tide-export` is this checkout's, run by this interpreter; `export` with more options."""
     script = folder / "bin" / "tide-export"
     script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tide_export.cli.main "$@"\n')
+    more = f'test "$1" = export && set -- "$@" {export_options}'
+    script.write_text(f'#!/bin/sh\n{more}\nexec "{sys.executable}" -m tide_export.cli.main "$@"\n')
     script.chmod(0o755)
     path = f"{script.parent}:{os.environ['PATH']}"
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}

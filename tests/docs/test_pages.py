@@ -44,7 +44,7 @@ LESS_TEXT = [
 LESS = {
     "adapt": ["--tokens", "256", "--length", "32", "--held-out-tokens", "64"],
     "calibrate": LESS_TEXT,
-    "export": LESS_TEXT,
+    "export": [*LESS_TEXT, "--no-report"],  # calibrate writes one
     "export --routers": [],
     "validate": ["--prompts", "4", "--new-tokens", "8", "--longest-prompt", "32"],
     "validate --quality": ["--prompts", "4", "--new-tokens", "8", "--longest-prompt", "32", "--quality", "64"],
@@ -64,7 +64,7 @@ def less(options: argparse.Namespace) -> list[str]:
     """Options that make this command quick."""
     kind = options.command
     if kind == "tune":
-        kind = f"tune {options.mode}"
+        kind = f"tune {options.mode or 'exit'}"
     elif kind == "export" and options.routers:
         kind = "export --routers"
     elif kind == "validate" and options.quality:

@@ -5,6 +5,7 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import torch
 from families import FAMILIES, REFUSED, build
@@ -21,7 +22,6 @@ from tide_export.errors import (
     TraceError,
     UnsupportedModelError,
 )
-from tide_export.model.source import load_model
 from tide_export.pipeline import flow, preflight
 from tide_export.pipeline.calibrate import calibrate
 from tide_export.pipeline.flow import export
@@ -108,20 +108,23 @@ def test_a_failure_of_the_graph_builder(tmp_path: Path, demo_model: Path, text: 
     says(error)
 
 
-def test_what_tensorrt_does_not_take(tmp_path: Path, demo_model: Path, text: str, monkeypatch) -> None:
+def test_what_tensorrt_does_not_take(tmp_path: Path, demo_model: Path, text: str, traces, monkeypatch) -> None:
+    def with_a_large_weight(*arguments, **options):
+        traced = traces(*arguments, **options)
+        weights = traced.model.graph.initializers
+        weight = next(value for name, value in weights.items() if name.endswith("layers.2.input_layernorm.weight"))
+        numbers = weight.const_value.numpy().copy()
+        numbers[1] = 1e6
+        weight.const_value = ir.tensor(numbers, name=weight.name)
+        return traced
+
     config = TideConfig(checkpoints=(3, 6, 9), calibration_dataset=text)
-
-    def load(*_, **__):
-        source = load_model(demo_model)
-        with torch.no_grad():
-            source.model.model.layers[2].mlp.up_proj.weight[1, 1] = 1e6
-        return source
-
-    monkeypatch.setattr(flow, "load_model", load)
     options = {"config": config, "targets": ("tensorrt",), "engines": False}
+    monkeypatch.setattr(flow, "trace", with_a_large_weight)
     with pytest.raises(GraphError, match="a number too large for float16: use bf16 or fp32") as error:
         export(str(demo_model), tmp_path / "out", weights="fp16", **options)
     says(error)
+    monkeypatch.setattr(flow, "trace", traces)
     monkeypatch.setattr("tide_export.lower.tensorrt.lower.NOT_TAKEN", frozenset(["Sigmoid"]))
     with pytest.raises(UnsupportedModelError, match="computes with Sigmoid") as error:
         export(str(demo_model), tmp_path / "out", **options)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = int(os.environ.get("TIDE_LOAD_SECONDS", "30"))
+SECONDS = int(os.environ.get("TIDE_LOAD_SECONDS", "12"))
 MODES = ("full", "exit", "lossless")
 
 

@@ -64,7 +64,7 @@ def test_holds_on_the_demo_bundle(demo_bundle: Path):
 def test_max_pending_changes_nothing_but_the_layers_run(demo_bundle: Path):
     by_limit = {}
     for limit in (0, 1, 16):
-        report = validate(demo_bundle, MODEL, TEXT, thresholds=[0.5], max_pending=limit, **SMALL)
+        report = validate(demo_bundle, MODEL, TEXT, thresholds=[0.5], max_pending=limit, **SMALL | {"prompts": 3})
         assert report.holds, report.render()
         by_limit[limit] = report.checks[1]
     assert by_limit[0].exits == by_limit[1].exits == by_limit[16].exits
@@ -85,7 +85,8 @@ def test_does_not_hold_when_a_weight_was_altered(copy: Path, capsys):
     assert "DOES NOT HOLD" in report.render()
     assert report.checks[0].differences[0] in report.render()
 
-    code = main(["validate", str(copy), "--model", MODEL, "--dataset", TEXT, "--prompts", "2", "--json", "-q"])
+    few = ["--prompts", "2", "--longest-prompt", "40", "--new-tokens", "8"]
+    code = main(["validate", str(copy), "--model", MODEL, "--dataset", TEXT, *few, "--json", "-q"])
     answer = json.loads(capsys.readouterr().out)
     assert code == 1
     assert answer["holds"] is False
