@@ -31,18 +31,20 @@ class Tolerance(NamedTuple):
 
     undecided_gap: float  # between two logits, or a score and a threshold: closer, and the reference was undecided
     relative_error: float  # of a logit, as a share of the largest; a lost parameter causes more
+    undecided_share: float = 0.0  # of the largest logit: two that are closer than this are undecided too
 
 
 # By the precision of an engine's weights and states. In float32 sums in another order differ by about 1e-6.
 # K/V in int8 are rounded by runtime and reference alike, but where such a difference crosses the middle between two
-# integers. Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block; those
-# in FP8 keep 4 bits of each.
+# integers. Matmuls of integers ("int8 matmuls") round their inputs to 8 bits, block by block: logits of
+# SmolLM2-135M, which are up to 35 at full depth and 97 where tokens exit, are off by up to 5 %. Rounding the reference
+# alike does not help: the first number that falls to another integer makes others do so. Those in FP8 keep 4 bits.
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-3),
     "fp16": Tolerance(0.05, 0.02),
     "bf16": Tolerance(0.4, 0.1),
     "int8 K/V": Tolerance(0.02, 0.01),
-    "int8 matmuls": Tolerance(0.25, 0.2),
+    "int8 matmuls": Tolerance(0.25, 0.2, 0.03),
     "fp8": Tolerance(0.8, 0.2),
 }
 UNDECIDED_GAP = TOLERANCES["fp32"].undecided_gap
@@ -151,17 +153,21 @@ class Check:
             # The shallower of the two is where one decided to exit and the other to go on.
             margin = expected.margins.get(min(layers, expected.exit_layers[i]))
             gap = float("inf") if margin is None else float(margin[i])
-            self._count(gap, f"new token {i + 1} exited after layer {layers} instead of {expected.exit_layers[i]}")
+            undecided = self.tolerance.undecided_gap
+            what = f"new token {i + 1} exited after layer {layers} instead of {expected.exit_layers[i]}"
+            self._count(gap, undecided, what)
             return False
         best = int(expected.logits[i].argmax())
         if token != best:
             gap = float(expected.logits[i, best] - expected.logits[i, token])
-            self._count(gap, f"new token {i + 1} is {token} instead of {best}")
+            share = self.tolerance.undecided_share * float(np.abs(expected.logits[i]).max())
+            undecided = max(self.tolerance.undecided_gap, share)
+            self._count(gap, undecided, f"new token {i + 1} is {token} instead of {best}")
         return True
 
-    def _count(self, gap: float, difference: str) -> None:
-        """Counts a difference where the reference was `gap` away from being undecided."""
-        if gap < self.tolerance.undecided_gap:
+    def _count(self, gap: float, undecided: float, difference: str) -> None:
+        """Counts a difference where the reference decided by `gap`, and is undecided below `undecided`."""
+        if gap < undecided:
             self.within_tolerance += 1
             return
         self.wrong += 1

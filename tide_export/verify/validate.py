@@ -109,7 +109,11 @@ class ValidationReport:
         tolerated = sum(check.within_tolerance for check in self.checks)
         verdict = "HOLDS: every token equals its reference" if self.holds else "DOES NOT HOLD"
         gap = max(check.tolerance.undecided_gap for check in self.checks)
-        note = f" ({tolerated} within tolerance: reference undecided by less than {gap:g})" if tolerated else ""
+        share = max(check.tolerance.undecided_share for check in self.checks)
+        or_share = f", or {100 * share:g} % of the largest logit" if share else ""
+        note = (
+            f" ({tolerated} within tolerance: reference undecided by less than {gap:g}{or_share})" if tolerated else ""
+        )
         return "\n".join([*lines, sentence(self.auto), verdict + note])
 
     def _draft_lines(self) -> list[str]:
