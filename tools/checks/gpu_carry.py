@@ -1,11 +1,12 @@
 """Packs what a lent machine with a GPU lacks, for `gpu_session.py --carried`: bundles of a model and compiled kernels.
 
     python tools/checks/gpu_carry.py MODEL -o FOLDER [--routers FILE] [--architectures 80,86,89,90,120]
-                                     [--tide FOLDER] [--limit MIB]
+                                     [--tide FOLDER] [--limit MIB] [--resume]
 
 FOLDER/bundles gets a bundle each in float32, float16 and bfloat16, without what a session does not read, and
 FOLDER/libtide_kernels.so the kernels for these GPUs, compiled with nvcc. Without `--routers` routers are calibrated
-briefly. Exit code 1 where FOLDER is larger than the limit (48 MiB).
+briefly. The bundles are not compared with the model here: the session does that. `--resume` goes on where a run before
+was cut off. Exit code 1 where FOLDER is larger than the limit (48 MiB).
 """
 
 import argparse
@@ -13,21 +14,22 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
-from gpu_steps import PYTHON, ROOT, WEIGHTS
+from gpu_session import KERNELS
+from gpu_steps import ROOT, WEIGHTS
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 
-EXPORT = ["--target", "tensorrt", "--no-engines", "--overwrite", "-q"]
-CALIBRATE = ["--checkpoints", "3,6,9", "--min-layers", "3", "--calibration-samples", "200", "--dataset"]
-TEXT = "calibration/text/python-stdlib.jsonl"
+TEXT = ROOT / "calibration" / "text" / "python-stdlib.jsonl"
+BRIEFLY = {"checkpoints": (3, 6, 9), "min_layers": 3, "calibration_samples": 64, "calibration_dataset": str(TEXT)}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
@@ -37,36 +39,46 @@ def main() -> int:
     )
     parser.add_argument("--tide", type=Path, help="TIDE's sources, for its kernels' times")
     parser.add_argument("--limit", type=float, default=48, metavar="MIB", help="of the folder (48)")
-    options = parser.parse_args()
-    folder = options.output.resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "bundles").mkdir(parents=True)
+    parser.add_argument("--resume", action="store_true", help="keep what a run before has finished")
+    options = parser.parse_args(arguments)
+    folder, begun = options.output.resolve(), time.perf_counter()
+    if not options.resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    (folder / "bundles").mkdir(parents=True, exist_ok=True)
     routers = options.routers and options.routers.resolve()
     for weights in WEIGHTS:
         bundle = folder / "bundles" / weights
-        how = ["--routers", str(routers)] if routers else [*CALIBRATE, TEXT]
-        run(
-            PYTHON,
-            "-m",
-            "tide_export.cli.main",
-            "export",
-            options.model,
-            "-o",
-            str(bundle),
-            "--weights",
-            weights,
-            *how,
-            *EXPORT,
-        )
-        routers = routers or bundle / "routers.safetensors"
+        if not (bundle / names.MANIFEST_FILE).is_file():
+            export_bundle(options.model, bundle, weights, routers)
+        routers = routers or bundle / names.ROUTERS_FILE
         strip(bundle)
-    if options.architectures:
+        print(f"{bundle} after {time.perf_counter() - begun:.0f} s", flush=True)
+    if options.architectures and not (folder / KERNELS).is_file():
         compile_kernels(folder, options.architectures)
+        print(f"{folder / KERNELS} after {time.perf_counter() - begun:.0f} s", flush=True)
     if options.tide:
-        shutil.copytree(options.tide, folder / "tide")
+        shutil.copytree(options.tide, folder / "tide", dirs_exist_ok=True)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
     print(f"{folder}: {size:.1f} MiB of at most {options.limit:g}")
     return int(size > options.limit)
+
+
+def export_bundle(model: str, bundle: Path, weights: str, routers: Path | None) -> None:
+    """Writes segment networks in one precision beside the graph."""
+    from tide_export import TideConfig, export
+
+    export(
+        model,
+        bundle,
+        routers=routers,
+        config=TideConfig.model_validate(BRIEFLY),
+        targets=("tensorrt",),
+        weights=weights,
+        engines=False,
+        validate=False,
+        report=False,
+        overwrite=True,
+    )
 
 
 def run(*command: str) -> None:
@@ -88,7 +100,7 @@ def compile_kernels(folder: Path, architectures: str) -> None:
     build = folder / "build"
     run("cmake", "--preset", "plugins", "-B", str(build), f"-DCUDA_ARCHITECTURES={architectures}", "-DTENSORRT_ROOT=")
     run("cmake", "--build", str(build), "--target", "tide_kernels", "--parallel", "1")
-    shutil.copyfile(build / "plugins" / "libtide_kernels.so", folder / "libtide_kernels.so")
+    shutil.move(build / "plugins" / KERNELS, folder / KERNELS)  # at once: it is whole or not there
     shutil.rmtree(build)
 
 

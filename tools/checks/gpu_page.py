@@ -7,7 +7,7 @@ from typing import Any
 
 HEAD = """# On a GPU
 
-Written by `tools/checks/gpu_session.py` ([how](../guide/tensorrt.md#on-a-machine-with-a-gpu)), which runs everything
+Written by `tools/checks/gpu_session.py` ([how](../guide/gpu-session.md)), which runs everything
 that only a GPU can show; figures are copied as its steps recorded them."""
 NOTHING = """**Nothing has run on a GPU yet.** What follows is a rehearsal on a machine without one: each step that
 needs a GPU says why it was skipped."""
