@@ -294,17 +294,50 @@ def test_without_a_gpu_every_step_on_one_is_skipped(
     )
 
 
-def test_a_bundle_is_packed_without_what_a_session_does_not_read(
-    session: ModuleType, tmp_path: Path, tiny_llama
-) -> None:
+@pytest.fixture(scope="module")
+def carry(session: ModuleType) -> ModuleType:
     sys.path.insert(0, str(ROOT / "tools" / "checks"))
     try:
-        from gpu_carry import strip
+        import gpu_carry
     finally:
         sys.path.remove(str(ROOT / "tools" / "checks"))
+    return gpu_carry
+
+
+def test_packing_goes_on_where_it_was_cut_off_and_says_what_is_too_large(
+    carry: ModuleType, session: ModuleType, tmp_path: Path, tiny_llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported = []
+
+    def export(model: str, bundle: Path, weights: str, routers: Path | None) -> None:
+        exported.append((weights, routers and routers.parent.name))
+        if exported == [("fp32", None), ("fp16", "fp32")]:
+            raise KeyboardInterrupt
+        shutil.copytree(tiny_llama.exact, bundle)
+
+    def kernels(folder: Path, architectures: str) -> None:
+        exported.append(("kernels", architectures))
+        (folder / session.KERNELS).touch()
+
+    monkeypatch.setattr(carry, "export_bundle", export)
+    monkeypatch.setattr(carry, "compile_kernels", kernels)
+    folder = tmp_path / "carried"
+    arguments = ["MODEL", "-o", str(folder), "--architectures", "90"]
+    with pytest.raises(KeyboardInterrupt):
+        carry.main(arguments)
+    assert carry.main([*arguments, "--resume"]) == 0
+    rest = [("fp16", "fp32"), ("bf16", "fp32"), ("kernels", "90")]
+    assert exported == [("fp32", None), ("fp16", "fp32"), *rest]
+    assert carry.main([*arguments, "--resume", "--limit", "0.001"]) == 1
+    assert len(exported) == 5
+    given = session.brought(session.parsed(["-o", "x", "--carried", str(folder)]))
+    assert (next(iter(given.bundles)), given.kernels) == ("fp32", folder / session.KERNELS)
+
+
+def test_a_bundle_is_packed_without_what_a_session_does_not_read(carry: ModuleType, tmp_path: Path, tiny_llama) -> None:
     for name in ("fp32", "bf16"):
         shutil.copytree(tiny_llama.exact, tmp_path / name)
-        strip(tmp_path / name)
+        carry.strip(tmp_path / name)
         files = set(open_bundle(tmp_path / name).manifest.files)
         assert "segments/head.onnx" in files
         assert not any(file.startswith("batch/") for file in files)

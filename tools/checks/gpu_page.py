@@ -10,7 +10,7 @@ HEAD = """# On a GPU
 Written by `tools/checks/gpu_session.py` ([how](../guide/gpu-session.md)), which runs everything
 that only a GPU can show; figures are copied as its steps recorded them."""
 NOTHING = """**Nothing has run on a GPU yet.** What follows is a rehearsal on a machine without one: each step that
-needs a GPU says why it was skipped."""
+needs a GPU says why it was skipped. Times on the CPU, which others used too, show no more than that the steps run."""
 
 
 def page(machine: Mapping[str, str], results: Sequence[Mapping[str, Any]], folder: Path) -> str:
