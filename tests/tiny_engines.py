@@ -2,7 +2,7 @@
 
 import fcntl
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.onnxruntime.session import open_session
-from tide_export.trace.tracer import trace
+from tide_export.trace.tracer import TracedModel, trace
 
 
 def bound(source: SourceModel) -> int:
@@ -37,9 +37,15 @@ def bound(source: SourceModel) -> int:
     return context_length(source, None if source.context_length else CONTEXT)
 
 
-def pieces_of(source: SourceModel, checkpoints: tuple[int, ...], every_layer: bool = False) -> Pieces:
-    """`source` traced and cut: what takes the time, and does not depend on routers."""
-    return cut(trace(source, checkpoints, bound(source), every_layer), bound(source))
+def pieces_of(
+    source: SourceModel,
+    checkpoints: tuple[int, ...],
+    every_layer: bool = False,
+    traces: Callable[..., TracedModel] = trace,
+) -> Pieces:
+    """`source` traced and cut: what takes the time, and does not depend on routers. `traces`: the fixture, where other
+    tests trace the same model."""
+    return cut(traces(source, checkpoints, bound(source), every_layer), bound(source))
 
 
 def engine_of(

@@ -11,7 +11,8 @@ from c_interface import CEngine
 from cpp_engine import CppEngine, facts
 from cpp_scheduler import CppHandle, CppScheduler
 from test_cpp_memory import failures
-from tiny_engines import engine_of
+from tiny_configs import CHECKPOINTS
+from tiny_engines import engine_of, pieces_of
 
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.runtime.engine import Engine
@@ -63,10 +64,13 @@ def conversations(
 
 
 @pytest.fixture(scope="module")
-def int8(tiny_llama, operator_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int8(tiny_llama, operator_library: Path, traces, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama with K/V in int8."""
-    folder = tmp_path_factory.mktemp("int8") / "bundle"
-    engine_of(tiny_llama.source, tiny_llama.routers, folder, batch=True, kv_cache=INT8_KV)
+    folder, pieces = (
+        tmp_path_factory.mktemp("int8") / "bundle",
+        pieces_of(tiny_llama.source, CHECKPOINTS, traces=traces),
+    )
+    engine_of(tiny_llama.source, tiny_llama.routers, folder, pieces, batch=True, kv_cache=INT8_KV)
     return folder
 
 

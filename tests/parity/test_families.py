@@ -39,9 +39,9 @@ MORE_FORMS = {
 
 
 @pytest.mark.parametrize("family", EXPORTED)
-def test_full_is_hugging_face_and_exit_is_the_oracle(family: str, tmp_path: Path) -> None:
+def test_full_is_hugging_face_and_exit_is_the_oracle(family: str, traces, tmp_path: Path) -> None:
     source = build(family)
-    pieces = pieces_of(source, CHECKPOINTS)
+    pieces = pieces_of(source, CHECKPOINTS, traces=traces)
     for number, form in enumerate((LENS_AND_SHORTLIST, *MORE_FORMS.get(family, ()))):
         routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, **form)
         if form is LENS_AT_ONE:

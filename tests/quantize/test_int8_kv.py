@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import build
 from tiny_configs import CHECKPOINTS, LAYERS
-from tiny_engines import engine_of
+from tiny_engines import engine_of, pieces_of
 
 from tide_export import names
 from tide_export.bundle.manifest import INT8_KV, SCALE_BYTES, Manifest, Quantization
@@ -22,6 +22,7 @@ from tide_export.cli.main import main
 from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, ProviderError, UnsupportedModelError
 from tide_export.names import DOMAIN, OP_INT8_ATTENTION
+from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
@@ -31,6 +32,7 @@ from tide_export.runtime.onnxruntime import operators
 from tide_export.runtime.onnxruntime.operators import load_operators, register_operators
 from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS
 from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.int8_kv import round_to_int8, rounded_kv
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full, check_lossless
@@ -213,13 +215,14 @@ def test_the_reference_rounds_as_the_operator_does() -> None:
 # Rotation inside, windows and shared K/V; further families were run by hand.
 @pytest.mark.parametrize(("family", "bits"), [("llama", 32), ("gemma3n (text)", 32), ("llama", 4), ("llama", 8)])
 def test_a_graph_equals_the_model_on_rounded_keys(
-    family: str, bits: int, operator_library: Path, tmp_path: Path
+    family: str, bits: int, operator_library: Path, traces, tmp_path: Path
 ) -> None:
     source = build(family)
     if bits < 32:
         quantize_model(source, Quantization("rtn", bits, 32, symmetric=True, accuracy_level=4))
+    pieces = pieces_of(source, CHECKPOINTS, traces=trace if bits < 32 else traces)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
-    deployed = engine_of(source, routers, tmp_path / "bundle", batch=True, kv_cache=INT8_KV)
+    deployed = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, kv_cache=INT8_KV)
     assert deployed.manifest.weights == ("fp32" if bits == 32 else f"int{bits}")
     bundle = deployed.bundle
     engine = deployed if bits == 32 else Engine(bundle, BranchedBackend(bundle, float32_session(bundle, 1)))
@@ -245,8 +248,9 @@ def test_a_graph_equals_the_model_on_rounded_keys(
 
 
 def test_export_validate_and_inspect(
-    demo_model: Path, demo_bundle: Path, tmp_path: Path, operator_library: Path, capsys: pytest.CaptureFixture
+    demo_model: Path, demo_bundle: Path, tmp_path: Path, operator_library: Path, traces, monkeypatch, capsys
 ) -> None:
+    monkeypatch.setattr(flow, "trace", traces)
     model, bundle = str(demo_model), str(tmp_path / "bundle")
     options = ["--routers", str(demo_bundle / "routers.safetensors"), "--kv-cache", "int8", "--epsilon", "0", "-q"]
     assert main(["export", model, "-o", bundle, *options]) == 0
@@ -280,11 +284,11 @@ def test_what_cannot_hold_int8_is_refused(operator_library: Path, options: dict,
 
 
 @pytest.fixture(scope="module")
-def bundle(operator_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(operator_library: Path, traces, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with K/V in int8."""
     source, folder = build("llama"), tmp_path_factory.mktemp("int8") / "bundle"
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16)
-    engine_of(source, routers, folder, batch=True, kv_cache=INT8_KV)
+    engine_of(source, routers, folder, pieces_of(source, CHECKPOINTS, traces=traces), batch=True, kv_cache=INT8_KV)
     return folder
 
 
