@@ -1,4 +1,4 @@
-"""Not a test: what `test_processes` and `test_store` start in processes of their own, to share work or to be killed.
+"""Not a test: what `test_distributed` and `test_state_store` start in other processes, to share work or be killed.
 
     python collecting.py OUT [FOLDER [DIE_AT [RANK]]]
 

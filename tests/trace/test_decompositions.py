@@ -1,4 +1,4 @@
-"""Graphs that need no decomposition skip torch's, with the same result."""
+"""Graphs that need no decomposition skip torch's, and nodes without a promotion are not run, with the same result."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,11 +9,13 @@ import pytest
 import torch
 from families import build
 from onnx.reference import ReferenceEvaluator
+from torch.fx import Interpreter
 from torch.onnx._internal.exporter import _fx_passes
 
 from tide_export.trace import tracer
 from tide_export.trace.exporter.decompositions import minimal_decompositions
 from tide_export.trace.exporter.exact_constants import exact_constants
+from tide_export.trace.exporter.type_promotion import known_results
 
 
 def decompositions(monkeypatch: pytest.MonkeyPatch) -> list:
@@ -46,7 +48,8 @@ def test_the_graph_is_the_one_torch_would_make(monkeypatch: pytest.MonkeyPatch) 
     calls = decompositions(monkeypatch)
     minimal = tracer.trace(build("gpt2"), (1,)).model
     assert not calls, "nothing of it needs decomposing"
-    monkeypatch.setattr(tracer, "minimal_decompositions", nullcontext)
+    for shortcut in ("minimal_decompositions", "known_results"):
+        monkeypatch.setattr(tracer, shortcut, nullcontext)
     assert structure(minimal) == structure(tracer.trace(build("gpt2"), (1,)).model)
     assert len(calls) == 1
 
@@ -66,6 +69,11 @@ def differences(states: torch.Tensor) -> torch.Tensor:
 
 def transposed_and_joined(states: torch.Tensor) -> torch.Tensor:
     return torch.where((states.T > 2) & (states.T < 9), states.T, 0.5)
+
+
+def promoted(states: torch.Tensor) -> torch.Tensor:
+    whole = torch.arange(3) / 2 + states.sum().to(torch.int32)
+    return torch.where(states > 5, states * whole, whole.to(torch.float64)) - 1
 
 
 def written_in_place(states: torch.Tensor) -> torch.Tensor:
@@ -118,7 +126,7 @@ def without_promotion(states: torch.Tensor) -> torch.Tensor:
     return doubled
 
 
-TRANSLATED = (cast_and_reshaped, flattened, differences, transposed_and_joined, written_in_place)
+TRANSLATED = (cast_and_reshaped, flattened, differences, transposed_and_joined, promoted, written_in_place)
 DECOMPOSED = (
     written_through_a_view,
     seen_through_a_view,
@@ -145,6 +153,20 @@ def test_a_norm_by_a_power_is_recognised() -> None:
     np.testing.assert_allclose(program(states)[0], Norm()(states).detach(), rtol=1e-6)
 
 
+def test_only_what_is_promoted_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, real = [], Interpreter.run_node
+    monkeypatch.setattr(Interpreter, "run_node", lambda self, node: run.append(node) or real(self, node))
+
+    class Model(torch.nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return torch.relu(states).transpose(0, 1) + torch.arange(4)
+
+    with minimal_decompositions(), known_results():
+        torch.onnx.export(Model().eval(), (torch.ones(4, 3),), dynamo=True, opset_version=23)
+    names = [node.target.name() for node in run if node.op == "call_function"]
+    assert set(names) == {"prims::convert_element_type", "aten::add.Tensor"}
+
+
 @pytest.mark.parametrize(("function", "decomposed"), [*((f, 0) for f in TRANSLATED), *((f, 1) for f in DECOMPOSED)])
 def test_what_is_decomposed(function: Callable, decomposed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = decompositions(monkeypatch)
@@ -158,7 +180,7 @@ def test_what_is_decomposed(function: Callable, decomposed: int, monkeypatch: py
         dynamic = {0: torch.export.Dim.DYNAMIC}
         return torch.onnx.export(Model().eval(), (states,), dynamo=True, opset_version=23, dynamic_shapes=(dynamic,))
 
-    with minimal_decompositions():
+    with minimal_decompositions(), known_results():
         program = exported()
     assert len(calls) == decomposed
     if function not in (flattened, differences):  # whose sizes are read off other tensors

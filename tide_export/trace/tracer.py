@@ -33,6 +33,7 @@ from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
 from tide_export.trace.exporter.decompositions import minimal_decompositions
 from tide_export.trace.exporter.exact_constants import exact_constants
+from tide_export.trace.exporter.type_promotion import known_results
 from tide_export.trace.offloaded_weights import placeholder_weights, read_when_written
 from tide_export.trace.passthrough_cache import passthrough_cache
 from tide_export.trace.quantized_linear import symbolic_quantized
@@ -150,7 +151,7 @@ def _export(source: SourceModel, cached: bool) -> ir.Model:
     positions = torch.arange(3, device=device).expand(2, 3).contiguous()
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
-        with _quiet_exporter(), minimal_decompositions(), exact_constants():
+        with _quiet_exporter(), minimal_decompositions(), exact_constants(), known_results():
             program = torch.onnx.export(
                 _TracedForward(source, cached).eval(),
                 (ids, positions),
