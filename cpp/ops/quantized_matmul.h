@@ -14,6 +14,16 @@ struct alignas(64) RoundedInputs {
   float scales[16];        // of the inputs of a lane
 };
 
+// 512 inputs of a row in place of four such groups, for integers of 4 bits in blocks of 32 or more. Lane 4j + i adds
+// up the products of 32 inputs from 128i + 32j on: 8 of each pair of parts. So sums are scaled a quarter as often.
+constexpr std::int64_t kWide = 512;
+struct alignas(64) WideInputs {
+  std::int8_t first[4][64], second[4][64];
+  std::int32_t start[16];
+  float scales[16];
+};
+static_assert(sizeof(WideInputs) <= 4 * sizeof(RoundedInputs));
+
 struct IntegerWeights {
   std::uint8_t const* integers;  // [N, blocks, block_size * bits / 8]
   float const* scales;           // [N, blocks]
@@ -21,6 +31,7 @@ struct IntegerWeights {
 
   std::int64_t row_bytes() const { return blocks * block_size * bits / 8; }
   std::int64_t groups() const { return (blocks * block_size + 127) / 128; }  // RoundedInputs of a row
+  std::int64_t wide_groups() const { return bits == 4 && block_size >= 32 ? blocks * block_size / kWide : 0; }
 };
 
 // Whether this CPU has the instructions: AVX-512 VNNI.
