@@ -8,13 +8,13 @@ from bundles import make_manifest
 
 from tide_export.bundle.engine_fields import BuiltEngine, EnginesInfo, NetworksInfo, PluginsInfo, Profile
 from tide_export.bundle.manifest import Drafting, FileInfo, Quantization
-from tide_export.names import GRAPH_FILE, HEAD, engine_file, network_file, segment
+from tide_export.names import AFTER_SEGMENTS, GRAPH_FILE, engine_file, network_file, segment
 
 
 def manifests() -> list[dict[str, Any]]:
     """One of each kind: plain, quantized, with networks and engines."""
     plain = make_manifest()
-    parts = [*(segment(k) for k in range(len(plain.segment_sizes))), HEAD]
+    parts = [*(segment(k) for k in range(len(plain.segment_sizes))), *AFTER_SEGMENTS]
     networks = NetworksInfo("fp16", 64, 320, 32, 8, 16, 2, 8, "int4")
     profiles = (Profile("decode", 1, 1, 1, 1), Profile("batch-decode", 1, 1, 1, 2))
     plugins, built = PluginsInfo("0.1.0", "cd" * 32, ("segment_00",)), dict.fromkeys(parts, BuiltEngine(9, 8, 7, 2, 1))

@@ -66,16 +66,15 @@ def build(network: dict[str, Any], job: dict[str, Any], emit: Emit) -> dict[str,
     if job["plugins"] is not None:
         register(trt, job["plugins"])  # before parsing: the parser uses the plugins that are registered then
     described: dict[str, Any] = {}
-    reads_nan = network["reads_nan"]
 
     def prepare(network: Any) -> None:
         allow_decomposition(trt, network)
         described.update(describe(trt, network))
 
-    def exact(builder: Any, network: Any, config: Any) -> None:
+    def exact(builder: Any, parsed: Any, config: Any) -> None:
         # Float32 networks are for equal tokens: TensorFloat-32 would round every matmul.
         config.clear_flag(trt.BuilderFlag.TF32)
-        if reads_nan:  # which it is to find, not to assume away
+        if network["reads_nan"]:  # which it is to find, not to assume away
             config.set_flag(trt.BuilderFlag.STRICT_NANS)
         if mod.config.USE_TENSORRT_RTX:  # an engine that allocates memory in a run cannot be recorded in a CUDA graph
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
