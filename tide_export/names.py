@@ -18,7 +18,6 @@ OP_HALF_MATMUL = {"bf16": "TideBf16MatMul", "fp16": "TideFp16MatMul"}
 # As MatMulNBits at accuracy level 4, by bits; functions and operators alike.
 OP_INTEGER_MATMUL = {4: "TideInt4MatMul", 8: "TideInt8MatMul"}
 OP_INT8_ATTENTION = "TideInt8Attention"  # GroupQueryAttention on K/V buffers in int8, an operator of cpp/ops
-OP_ROUTE = "TideRoute"  # router MLP + threshold, a model-local function
 # Last token's (lens +) norm + router; model-local functions and operators of cpp/ops.
 OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 OP_EXIT = "TideExit"  # lens + norm + router + exit scatter; model-local function and TensorRT plugin
@@ -93,15 +92,16 @@ MAX_CANDIDATES = 128  # c, or V if that is less
 
 # The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of all sequences, one sequence
 # after another, in R slots at most; m tokens get scores. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D],
-# LAST_TOKENS [m] (indices into the N) and the K/V buffers `slot(past(..), r)` of each slot; they give
-# NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [1, m, D'], ROUTER_SCORE [m, 1, 1] and `slot(present(..), r)`. The head takes
-# EXIT_STATES and gives LOGITS [1, m, V]. All float32. Where K/V are propagated, each segment after the first has one
-# more network if it has K/V of its own, `skipped(k)`, from the HIDDEN_STATES [1, m, D] of m tokens that exited before
-# it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
+# LAST_TOKENS [m] (indices into the N), all but the last one SLOT_THRESHOLDS, and the K/V buffers `slot(past(..), r)` of
+# each slot; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [m, D'], ROUTER_SCORE [m, 1] and `slot(present(..), r)`.
+# The head takes EXIT_STATES [1, m, D'] and gives LOGITS [1, m, V]. All float32. Where K/V are propagated, each segment
+# after the first has one more network if it has K/V of its own, `skipped(k)`, from the HIDDEN_STATES [1, m, D] of m
+# tokens that exited before it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
 HIDDEN_STATES = "hidden_states"  # input: float32 [1, N, D], of segments after the first
 NEW_HIDDEN_STATES = "new_hidden_states"  # output: float32 [1, N, D], of all but the last segment
 POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's position in its sequence
 SLOT_TOKENS = "slot_tokens"  # input: int64 [R], how many of the N are each slot's; 0: the slot is not changed
+SLOT_THRESHOLDS = "slot_thresholds"  # input: float32 [m, 1]; above 1: neither score nor exit state of it will be read
 SLOT_LENGTHS = "slot_lengths"  # input: int32 [R], tokens in each slot's K/V cache after the run; 1 if not changed
 BATCH_SIZES = (8, 16, 32)  # R; a set of networks each. Of 4 slots it saved 3 % over 8; of 16, 10 % and more over 32
 

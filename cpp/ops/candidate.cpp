@@ -14,35 +14,58 @@ namespace tide_ops {
 namespace {
 
 constexpr std::int64_t kChunkBytes = 32 << 10;  // of weights, read by one thread at a time
-constexpr std::size_t kRequired = 4;            // inputs, after which there are any number
+constexpr std::size_t kRequired = 5;            // inputs, after which there are any number
 
-// y [N] += x [K] weights [K, N]
-using AddRows = void (*)(float const* x, float const* weights, std::int64_t k_size, std::int64_t n_size, float* y);
+// Of `rows` vectors, the first values of each: x [rows, stride] at K of them, y [rows, N] += x weights [K, N].
+struct Rows {
+  float const* x;
+  float* y;
+  std::int64_t stride, rows;
+};
+using AddRows = void (*)(Rows const& rows, float const* weights, std::int64_t k_size, std::int64_t n_size);
 
-__attribute__((always_inline)) inline void add_rows(float const* x, float const* __restrict weights,
-                                                    std::int64_t k_size, std::int64_t n_size, float* __restrict y) {
+// COUNT rows, by the same sums however many they are.
+template <std::int64_t COUNT>
+__attribute__((always_inline)) inline void add_some(float const* x, std::int64_t stride,
+                                                    float const* __restrict weights, std::int64_t k_size,
+                                                    std::int64_t n_size, float* __restrict y) {
   std::int64_t k = 0;
   for (; k + 4 <= k_size; k += 4) {
     float const* const row = weights + k * n_size;
     for (std::int64_t n = 0; n < n_size; ++n) {
-      y[n] += x[k] * row[n] + x[k + 1] * row[n + n_size] + x[k + 2] * row[n + 2 * n_size] +
-              x[k + 3] * row[n + 3 * n_size];
+      for (std::int64_t i = 0; i < COUNT; ++i) {
+        float const* const of = x + i * stride + k;
+        y[i * n_size + n] +=
+            of[0] * row[n] + of[1] * row[n + n_size] + of[2] * row[n + 2 * n_size] + of[3] * row[n + 3 * n_size];
+      }
     }
   }
   for (; k < k_size; ++k) {
-    for (std::int64_t n = 0; n < n_size; ++n) y[n] += x[k] * weights[k * n_size + n];
+    for (std::int64_t n = 0; n < n_size; ++n) {
+      for (std::int64_t i = 0; i < COUNT; ++i) y[i * n_size + n] += x[i * stride + k] * weights[k * n_size + n];
+    }
   }
 }
 
+__attribute__((always_inline)) inline void add_rows(Rows const& rows, float const* weights, std::int64_t k_size,
+                                                    std::int64_t n_size) {
+  std::int64_t row = 0;
+  for (; row + 2 <= rows.rows; row += 2) {
+    add_some<2>(rows.x + row * rows.stride, rows.stride, weights, k_size, n_size, rows.y + row * n_size);
+  }
+  if (row == rows.rows) return;
+  add_some<1>(rows.x + row * rows.stride, rows.stride, weights, k_size, n_size, rows.y + row * n_size);
+}
+
 #if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) void add_rows_avx2(float const* x, float const* weights, std::int64_t k_size,
-                                                       std::int64_t n_size, float* y) {
-  add_rows(x, weights, k_size, n_size, y);
+__attribute__((target("avx2,fma"))) void add_rows_avx2(Rows const& rows, float const* weights, std::int64_t k_size,
+                                                       std::int64_t n_size) {
+  add_rows(rows, weights, k_size, n_size);
 }
 #endif
 
-void add_rows_baseline(float const* x, float const* weights, std::int64_t k_size, std::int64_t n_size, float* y) {
-  add_rows(x, weights, k_size, n_size, y);
+void add_rows_baseline(Rows const& rows, float const* weights, std::int64_t k_size, std::int64_t n_size) {
+  add_rows(rows, weights, k_size, n_size);
 }
 
 AddRows best_add_rows() {
@@ -60,10 +83,12 @@ struct Matrix {
   std::int64_t chunks() const { return (k_size + chunk() - 1) / chunk(); }
 };
 
-// Several vectors times a matrix each, in parallel over chunks of rows. What is added up in which order does not depend
-// on the number of threads.
+// Vectors [rows, K] times a matrix each, in parallel over chunks of the matrices' rows, each read once. What is added up in
+// which order depends neither on the number of threads nor on the other vectors.
 class Products {
  public:
+  explicit Products(std::size_t rows) : rows_(rows) {}
+
   void add(float const* x, Matrix const& matrix) {
     products_.push_back({x, matrix, total_, 0});
     total_ += matrix.chunks();
@@ -73,7 +98,7 @@ class Products {
     std::size_t size = 0;
     for (Product& product : products_) {
       product.sums = size;
-      size += static_cast<std::size_t>(product.matrix.chunks() * product.matrix.n_size);
+      size += rows_ * static_cast<std::size_t>(product.matrix.chunks() * product.matrix.n_size);
     }
     sums_.assign(size, 0.0f);
     if (total_ == 1) {
@@ -83,13 +108,14 @@ class Products {
     return api.KernelContext_ParallelFor(context, chunk, static_cast<std::size_t>(total_), 0, this);
   }
 
-  // The result of product number `index`, [N].
+  // The result of product number `index`, [rows, N].
   float* result(std::size_t index) {
     Product const& product = products_[index];
-    std::int64_t const n_size = product.matrix.n_size;
+    std::size_t const size = rows_ * static_cast<std::size_t>(product.matrix.n_size);
     float* const first = sums_.data() + product.sums;
-    for (std::int64_t c = 1; c < product.matrix.chunks(); ++c) {
-      for (std::int64_t n = 0; n < n_size; ++n) first[n] += first[c * n_size + n];
+    for (float const* sums = first + size; sums < first + size * static_cast<std::size_t>(product.matrix.chunks());
+         sums += size) {
+      for (std::size_t n = 0; n < size; ++n) first[n] += sums[n];
     }
     return first;
   }
@@ -99,7 +125,7 @@ class Products {
     float const* x;
     Matrix matrix;
     std::int64_t first_chunk;
-    std::size_t sums;  // where its chunks' sums begin, [chunks, N]
+    std::size_t sums;  // where its chunks' sums begin, [chunks, rows, N]
   };
 
   static void chunk(void* data, std::size_t index) {
@@ -111,13 +137,15 @@ class Products {
       ++number;
     }
     Product const& product = all.products_[number];
-    std::int64_t const c = static_cast<std::int64_t>(index) - product.first_chunk, n_size = product.matrix.n_size;
-    std::int64_t const start = c * product.matrix.chunk();
-    std::int64_t const rows = std::min(product.matrix.chunk(), product.matrix.k_size - start);
-    float* const sums = all.sums_.data() + product.sums + static_cast<std::size_t>(c * n_size);
-    add_rows_here(product.x + start, product.matrix.data + start * n_size, rows, n_size, sums);
+    Matrix const& matrix = product.matrix;
+    std::int64_t const c = static_cast<std::int64_t>(index) - product.first_chunk, start = c * matrix.chunk();
+    std::int64_t const k_size = std::min(matrix.chunk(), matrix.k_size - start);
+    float* const sums = all.sums_.data() + product.sums + static_cast<std::size_t>(c * matrix.n_size) * all.rows_;
+    Rows const rows{product.x + start, sums, matrix.k_size, static_cast<std::int64_t>(all.rows_)};
+    add_rows_here(rows, matrix.data + start * matrix.n_size, k_size, matrix.n_size);
   }
 
+  std::size_t const rows_;
   std::vector<Product> products_;
   std::vector<float> sums_;
   std::int64_t total_ = 0;  // chunks
@@ -157,14 +185,16 @@ void normalize(Kernel const& kernel, float const* scale, float const* shift, std
   }
 }
 
-// The inputs of a run after the states and the threshold.
+// The inputs of a run after the states, the last tokens and the thresholds.
 struct Inputs {
   Matrix down, shortlist, lens_down, lens_up;
   float const *up, *bias, *confidence, *lens_bias, *scale, *shift;
 };
 
 Status* refused() {
-  return api.CreateStatus(abi::kInvalidArgument, "TideCandidate takes states [1, n, D] and weights that fit them");
+  return api.CreateStatus(abi::kInvalidArgument,
+                          "TideCandidate takes states [1, n, D], last tokens among the n, a threshold for each, and "
+                          "weights that fit");
 }
 
 // Reads the inputs in their order and checks their sizes.
@@ -228,77 +258,123 @@ Status* read(Kernel const& kernel, Reader& reader, std::int64_t width, Inputs& i
   return nullptr;
 }
 
-// state: what the head reads of the token whose state is `last`, [width] both.
-Status* exit_state(Kernel const& kernel, Context* context, Inputs const& in, float const* last, std::int64_t width,
-                   float* state) {
-  std::copy_n(last, width, state);
+// In `states` [rows, width] those of tokens; replaced by what the head reads of them.
+Status* make_exit_states(Kernel const& kernel, Context* context, Inputs const& in, std::int64_t width,
+                         std::vector<float>& states) {
+  std::size_t const rows = states.size() / static_cast<std::size_t>(width);
   if (kernel.lens) {
-    Products low, change;
-    low.add(last, in.lens_down);
+    Products low(rows), change(rows);
+    low.add(states.data(), in.lens_down);
     TIDE_RETURN_IF_FAILED(low.run(context));
     change.add(low.result(0), in.lens_up);
     TIDE_RETURN_IF_FAILED(change.run(context));
-    float const* const sum = change.result(0);
-    for (std::int64_t d = 0; d < width; ++d) state[d] += sum[d] + in.lens_bias[d];
+    float const* sum = change.result(0);
+    for (std::size_t row = 0; row < rows; ++row, sum += width) {
+      float* const state = states.data() + row * static_cast<std::size_t>(width);
+      for (std::int64_t d = 0; d < width; ++d) state[d] += sum[d] + in.lens_bias[d];
+    }
   }
-  if (kernel.norm != Norm::kNone) normalize(kernel, in.scale, in.shift, width, state);
+  if (kernel.norm == Norm::kNone) return nullptr;
+  for (std::size_t row = 0; row < rows; ++row) {
+    normalize(kernel, in.scale, in.shift, width, states.data() + row * static_cast<std::size_t>(width));
+  }
   return nullptr;
 }
 
-Status* score_of(Kernel const& kernel, Context* context, Inputs const& in, float const* state, float& score) {
-  Products products;
-  products.add(state, in.down);
-  if (kernel.shortlist) products.add(state, in.shortlist);
+// The router's scores of what the head reads, one for each of `scores`.
+Status* make_scores(Kernel const& kernel, Context* context, Inputs const& in, std::vector<float> const& states,
+                    std::vector<float>& scores) {
+  Products products(scores.size());
+  products.add(states.data(), in.down);
+  if (kernel.shortlist) products.add(states.data(), in.shortlist);
   TIDE_RETURN_IF_FAILED(products.run(context));
-  float* const hidden = products.result(0);
-  float summary[2] = {0, 0};
-  if (kernel.shortlist) top_two(products.result(1), in.shortlist.n_size, summary);
-  float sum = *in.bias;
-  for (std::int64_t r = 0; r < in.down.n_size; ++r) {
-    float value = hidden[r];
-    if (kernel.shortlist) value += summary[0] * in.confidence[r] + summary[1] * in.confidence[in.down.n_size + r];
-    sum += value * sigmoid(value) * in.up[r];
+  float const* hidden = products.result(0);
+  float const* logits = kernel.shortlist ? products.result(1) : nullptr;
+  for (float& score : scores) {
+    float summary[2] = {0, 0};
+    if (kernel.shortlist) {
+      top_two(logits, in.shortlist.n_size, summary);
+      logits += in.shortlist.n_size;
+    }
+    float sum = *in.bias;
+    for (std::int64_t r = 0; r < in.down.n_size; ++r) {
+      float value = hidden[r];
+      if (kernel.shortlist) value += summary[0] * in.confidence[r] + summary[1] * in.confidence[in.down.n_size + r];
+      sum += value * sigmoid(value) * in.up[r];
+    }
+    hidden += in.down.n_size;
+    score = sigmoid(sum);
   }
-  score = sigmoid(sum);
   return nullptr;
 }
 
-Status* output(Context* context, std::size_t index, std::int64_t const (&dims)[2], void*& data) {
+template <typename T>
+Status* output(Context* context, std::size_t index, std::int64_t const (&dims)[2], T*& data) {
   Value* value;
   TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, index, dims, 2, &value));
-  return api.GetTensorMutableData(value, &data);
+  return api.GetTensorMutableData(value, reinterpret_cast<void**>(&data));
+}
+
+// The outputs, a row for each last token.
+struct Outputs {
+  float *candidates, *scores;
+  bool* exits;
+};
+
+// Computes the rows `scored` of `last`, the tokens' indices, and of the outputs.
+Status* compute_rows(Kernel const& kernel, Context* context, Inputs const& in, Tensor const& states,
+                     std::int64_t const* last, float const* thresholds, std::vector<std::size_t> const& scored,
+                     Outputs const& out) {
+  std::int64_t const width = states.dims[2];
+  auto const size = static_cast<std::size_t>(width);
+  std::vector<float> rows(scored.size() * size), scores(scored.size());
+  for (std::size_t i = 0; i < scored.size(); ++i) {
+    std::int64_t const token = last[scored[i]] + (last[scored[i]] < 0 ? states.dims[1] : 0);
+    if (token < 0 || token >= states.dims[1]) return refused();
+    std::copy_n(static_cast<float const*>(states.data) + token * width, width, rows.data() + i * size);
+  }
+  TIDE_RETURN_IF_FAILED(make_exit_states(kernel, context, in, width, rows));
+  TIDE_RETURN_IF_FAILED(make_scores(kernel, context, in, rows, scores));
+  for (std::size_t i = 0; i < scored.size(); ++i) {
+    std::size_t const row = scored[i];
+    std::copy_n(rows.data() + i * size, width, out.candidates + row * size);
+    out.scores[row] = scores[i];
+    out.exits[row] = scores[i] > thresholds[row];
+  }
+  return nullptr;
 }
 
 Status* compute(void* state, Context* context) {
   Kernel const& kernel = *static_cast<Kernel const*>(state);
   Reader reader(context);
-  Tensor states;
-  float const* threshold = nullptr;
+  Tensor states, last;
+  float const* thresholds = nullptr;
   TIDE_RETURN_IF_FAILED(reader.next(states));
-  TIDE_RETURN_IF_FAILED(reader.vector(1, threshold));
-  if (states.rank != 3 || states.dims[0] != 1 || states.dims[1] < 1) return refused();
-  std::int64_t const width = states.dims[2];
-  void *candidate, *score, *exits;
-  TIDE_RETURN_IF_FAILED(output(context, 0, {1, width}, candidate));
-  TIDE_RETURN_IF_FAILED(output(context, 1, {1, 1}, score));
-  TIDE_RETURN_IF_FAILED(output(context, 2, {1, 1}, exits));
-  float value = std::numeric_limits<float>::quiet_NaN();
-  if (*threshold > 1) {  // no score is: neither it nor the candidate will be read, nor is any weight
-    std::fill_n(static_cast<float*>(candidate), width, 0.0f);
-  } else {
-    Inputs in;
-    float const* const last = static_cast<float const*>(states.data) + (states.dims[1] - 1) * width;
-    TIDE_RETURN_IF_FAILED(read(kernel, reader, width, in));
-    try {
-      TIDE_RETURN_IF_FAILED(exit_state(kernel, context, in, last, width, static_cast<float*>(candidate)));
-      TIDE_RETURN_IF_FAILED(score_of(kernel, context, in, static_cast<float const*>(candidate), value));
-    } catch (std::bad_alloc const&) {
-      return api.CreateStatus(abi::kInvalidArgument, "TideCandidate: not enough memory");
+  TIDE_RETURN_IF_FAILED(reader.next(last));
+  if (states.rank != 3 || states.dims[0] != 1 || last.rank != 1) return refused();
+  std::int64_t const rows = last.dims[0], width = states.dims[2];
+  TIDE_RETURN_IF_FAILED(reader.vector(rows, thresholds));
+  Outputs out;
+  TIDE_RETURN_IF_FAILED(output(context, 0, {rows, width}, out.candidates));
+  TIDE_RETURN_IF_FAILED(output(context, 1, {rows, 1}, out.scores));
+  TIDE_RETURN_IF_FAILED(output(context, 2, {rows, 1}, out.exits));
+  // Of a token that cannot exit neither score nor candidate will be read.
+  std::fill_n(out.candidates, rows * width, 0.0f);
+  std::fill_n(out.scores, rows, std::numeric_limits<float>::quiet_NaN());
+  std::fill_n(out.exits, rows, false);
+  try {
+    std::vector<std::size_t> scored;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      if (!(thresholds[row] > 1)) scored.push_back(static_cast<std::size_t>(row));
     }
+    if (scored.empty()) return nullptr;  // and no weight is read
+    Inputs in;
+    TIDE_RETURN_IF_FAILED(read(kernel, reader, width, in));
+    auto const* const tokens = static_cast<std::int64_t const*>(last.data);
+    return compute_rows(kernel, context, in, states, tokens, thresholds, scored, out);
+  } catch (std::bad_alloc const&) {
+    return api.CreateStatus(abi::kInvalidArgument, "TideCandidate: not enough memory");
   }
-  *static_cast<float*>(score) = value;
-  *static_cast<bool*>(exits) = value > *threshold;
-  return nullptr;
 }
 
 Status* create(Operator const*, void const*, void const* info, void** kernel) {
@@ -323,7 +399,7 @@ Status* create(Operator const*, void const*, void const* info, void** kernel) {
 Operator candidate_operator(bool lens) {
   Operator op = cpu_operator();
   op.GetName = lens ? [](Operator const*) { return "TideLensCandidate"; } : [](Operator const*) { return "TideCandidate"; };
-  op.GetInputType = [](Operator const*, std::size_t) { return abi::kFloat; };
+  op.GetInputType = [](Operator const*, std::size_t index) { return index == 1 ? abi::kInt64 : abi::kFloat; };
   op.GetInputTypeCount = [](Operator const*) { return kRequired + 1; };
   op.GetInputCharacteristic = [](Operator const*, std::size_t index) { return index < kRequired ? 0 : abi::kVariadic; };
   op.GetOutputType = [](Operator const*, std::size_t index) { return index < 2 ? abi::kFloat : abi::kBool; };

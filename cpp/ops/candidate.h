@@ -1,5 +1,5 @@
-// TideCandidate and TideLensCandidate: what the head reads of a segment's last token should it exit there, and the router's score of it
-// (tide_export/compose/candidate_op.py defines both).
+// TideCandidate and TideLensCandidate: what the head reads of sequences' last tokens should they exit after a segment,
+// and the router's scores of them (tide_export/compose/candidate_op.py defines both).
 #pragma once
 
 #include "onnxruntime_abi.h"

@@ -55,6 +55,7 @@ constexpr char const* kNewHiddenStates = "new_hidden_states";  // float32 [1, N,
 constexpr char const* kPositionIds = "position_ids";  // int64 [1, N], each token's position in its sequence
 constexpr char const* kSlotTokens = "slot_tokens";    // int64 [R], tokens of each slot among the N; 0: not run
 constexpr char const* kSlotLengths = "slot_lengths";  // int32 [R], tokens in its K/V after the run; 1 if not run
+constexpr char const* kSlotThresholds = "slot_thresholds";  // float32 [m, 1], above 1: no score of it is read
 
 std::string slot(std::string const& name, std::size_t number);  // a K/V buffer of one slot
 std::string new_kv(std::size_t layer, char const* kind);        // of m skipping tokens, float32 [1, heads, m, head_dim]

@@ -103,13 +103,13 @@ def test_checkpoints_with_and_without_a_lens_are_two_functions(demo_source, piec
     model = compose(pieces, random_arrays(demo_source.normalized_size), {6: lenses[6]})
     called = [node.op_type for node in model.graph.all_nodes() if node.domain == "tide" and "Candidate" in node.op_type]
     assert called == ["TideCandidate", "TideLensCandidate", "TideCandidate"]
-    assert [len(function.inputs) for function in model.functions.values()] == [6, 9]
+    assert [len(function.inputs) for function in model.functions.values()] == [7, 10]
 
 
 def test_our_operator_names_collide_with_no_onnx_operator() -> None:
     # TensorRT dispatches on the bare op type, whatever its domain.
     known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
-    ours = {names.OP_ROUTE, names.OP_ATTENTION, names.OP_CHECKPOINT, names.OP_CANDIDATE, names.OP_LENS_CANDIDATE}
+    ours = {names.OP_ATTENTION, names.OP_CHECKPOINT, names.OP_CANDIDATE, names.OP_LENS_CANDIDATE}
     assert not known & ours
 
 

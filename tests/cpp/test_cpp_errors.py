@@ -208,7 +208,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no schema": (field("schema", value=...), "has no field 'schema'"),
     "other schema": (
         field("schema", value="tide_export.bundle/99"),
-        "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/8'",
+        "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/9'",
     ),
     "missing field": (field("max_pending", value=...), "field 'max_pending' is missing"),
     "missing inner field": (field("model", "vocab_size", value=...), r"field 'model\.vocab_size' is missing"),

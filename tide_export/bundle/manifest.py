@@ -29,7 +29,7 @@ from tide_export.names import (
     segment,
 )
 
-SCHEMA = "tide_export.bundle/8"
+SCHEMA = "tide_export.bundle/9"
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")  # of the graph
 QUANTIZATION_METHODS = ("rtn", "gptq")
 BLOCK_SIZES = (16, 32, 64, 128, 256)

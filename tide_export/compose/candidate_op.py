@@ -1,7 +1,9 @@
-"""Defines a checkpoint of the step graph as a `tide::TideCandidate` function: last token, lens, final norm, router.
+"""Defines a checkpoint as a `tide::TideCandidate` function: last tokens, lens, final norm, router.
 
-The library in `cpp/ops` has an operator of that name, which computes nothing where no score could exit or skip. Where
-it is not registered, ONNX Runtime inlines the function, which computes the score in any case.
+The step graph calls it for its one sequence, the networks of a batch for all of theirs.
+
+The library in `cpp/ops` has an operator of that name, which computes nothing for a token that could neither exit
+nor skip. Where it is not registered, ONNX Runtime inlines the function, which computes all scores in any case.
 """
 
 import onnx_ir as ir
@@ -12,16 +14,17 @@ from tide_export.compose.exit_op import add_exit_state, add_score_of, function_o
 def candidate_function(call: ir.Node, opset: int) -> ir.Function:
     """The function that `call` calls.
 
-    TideCandidate(states [1, n, D'], threshold [1], down [D', R], up [R, 1], bias [1], ...) -> candidate [1, D'], score
-    [1, 1], exits bool [1, 1]: of the last token, the state that the head would read, its score, and whether that is
-    above the threshold (never for NaN). The inputs that follow and the attributes are those of `exit_function`. The
-    operator does not compute a score that is compared with a threshold above 1: it is NaN, and the candidate zero.
+    TideCandidate(states [1, n, D'], last_tokens [m], thresholds [m, 1], down [D', R], up [R, 1], bias [1], ...) ->
+    candidate [m, D'], score [m, 1], exits bool [m, 1]: of each of the `last_tokens` (indices into the n; -1 is the
+    last), the state that the head would read, its score, and whether that is above its threshold (never for NaN). The
+    inputs that follow and the attributes are those of `exit_function`. The operator does not compute a score that is
+    compared with a threshold above 1: it is NaN, and the candidate zero.
     """
-    inputs = input_values(call, ["states", "threshold"])
+    inputs = input_values(call, ["states", "last_tokens", "thresholds"])
     tape = ir.tape.Tape()
-    last = tape.op("Constant", [], {"value_int": -1})
-    state = tape.op("Gather", [inputs["states"], last], {"axis": 1})
+    rows = tape.op("Squeeze", [inputs["states"], tape.op("Constant", [], {"value_ints": [0]})])
+    state = tape.op("Gather", [rows, inputs["last_tokens"]], {"axis": 0})
     state = add_exit_state(tape, call, state, inputs)
     score = add_score_of(tape, state, inputs)
-    exits = tape.op("Greater", [score, inputs["threshold"]])
+    exits = tape.op("Greater", [score, inputs["thresholds"]])
     return function_of(call, tape, inputs, {"candidate": state, "score": score, "exits": exits}, opset)

@@ -12,25 +12,8 @@ from tide_export import names
 from tide_export.compose.builder import Block
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exit_op import NORMS, exit_attributes
-from tide_export.compose.router_op import route_attributes
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, dims, present
-
-
-def route(
-    block: Block, layers: int, router: RouterArrays, state: ir.Value, threshold: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    """The router of the checkpoint after `layers` on exit states [B, 1, D'] or [B, D']: its score, and whether that is
-    above `threshold` [1], both [B, 1, 1] or [B, 1]."""
-    shape = [*dims(state)[:-1], 1]
-    score, exits = block.ops(
-        names.OP_ROUTE,
-        [state, threshold, *_router_weights(block, layers, router)],
-        route_attributes(),
-        domain=names.DOMAIN,
-        types=[(FLOAT, shape), (BOOL, shape)],
-    )
-    return score, exits
 
 
 def exit_states(block: Block, pieces: Pieces, layers: int, lens: LensArrays | None, states: ir.Value) -> ir.Value:
@@ -55,27 +38,39 @@ def candidate_and_route(
     router: RouterArrays,
     lens: LensArrays | None,
     states: ir.Value,
-    threshold: ir.Value,
+    last: ir.Value,
+    thresholds: ir.Value,
 ) -> list[ir.Value]:
-    """The checkpoint after `layers` as one `TideCandidate`: of the last token of states [1, n, W], what the head reads
-    [1, D'], the score and whether that is above `threshold` [1], both [1, 1] (see `candidate_op`).
+    """The checkpoint after `layers` as one `TideCandidate`: of the tokens `last` [m] of states [1, n, W], what the head
+    reads [m, D'], the score and whether that is above `thresholds` [m, 1], both [m, 1] (see `candidate_op`).
 
-    A final norm that `TideCandidate` has no form for comes before it, at the last token alone.
+    A final norm that `TideCandidate` has no form for comes before it, at these tokens alone.
     """
+    (count,) = dims(last)
     if pieces.norm_alone:
         states = _hidden_states(block, pieces, states)
     else:
-        index = block.weights.integers("last", [-1])
-        states = block.op("Gather", [states, index], {"axis": 1}, dtype=FLOAT, shape=[1, 1, dims(states)[-1]])
+        states = block.op("Gather", [states, last], {"axis": 1}, dtype=FLOAT, shape=[1, count, dims(states)[-1]])
         states = exit_states(block, pieces, layers, lens, states)
+        last = _all_tokens(block, last)
     weights, attributes = _weights_and_attributes(block, pieces, layers, router, lens)
     return block.ops(
         names.OP_LENS_CANDIDATE if attributes["lens"] else names.OP_CANDIDATE,
-        [states, threshold, *weights],
+        [states, last, thresholds, *weights],
         attributes,
         domain=names.DOMAIN,
-        types=[(FLOAT, [1, pieces.normalized_size]), (FLOAT, [1, 1]), (BOOL, [1, 1])],
+        types=[(FLOAT, [count, pieces.normalized_size]), (FLOAT, [count, 1]), (BOOL, [count, 1])],
     )
+
+
+def _all_tokens(block: Block, last: ir.Value) -> ir.Value:
+    """0, 1, .. [m], for `last` [m]."""
+    (count,) = shape = dims(last)
+    if count == 1:
+        return block.weights.integers("first_token", [0])
+    stop = block.op("Size", [last], dtype=INT64, shape=[])
+    zero, one = block.weights.integers("zero", 0), block.weights.integers("one", 1)
+    return block.op("Range", [zero, stop, one], dtype=INT64, shape=shape)
 
 
 def exit_and_scatter(

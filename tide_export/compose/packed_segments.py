@@ -14,18 +14,17 @@ attention, as the step graph does, would read them whole for each sequence and l
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from tide_export import names
 from tide_export.compose.builder import Block, Weights
+from tide_export.compose.candidate_op import candidate_function
 from tide_export.compose.cut import Pieces
-from tide_export.compose.exits import exit_states, route
+from tide_export.compose.exits import candidate_and_route, exit_states
 from tide_export.compose.kv_cache import attend_from_cache, past_buffers
-from tide_export.compose.router_op import route_function
 from tide_export.compose.step_graph import LensWeights, RouterWeights, check_routers
-from tide_export.thresholds.resolve import NEVER_EXIT
-from tide_export.trace.rewriting import FLOAT, INT32, INT64, dims, typed_value
+from tide_export.trace.rewriting import FLOAT, INT32, INT64, dims, present, typed_value
+from tide_export.trace.tracer import OPSET
 
 TOKENS, CANDIDATES = "tokens", "candidates"  # N, all tokens of a run; m, those that may exit
 
@@ -66,7 +65,9 @@ class _PackedComposer:
         self.positions = typed_value(names.POSITION_IDS, INT64, [1, TOKENS])
         self.last = typed_value(names.LAST_TOKENS, INT64, [CANDIDATES])
         self.total = typed_value(names.TOTAL_LENGTH, INT32, [])
-        self.inputs = [self.positions, self.last, self.total]
+        self.thresholds = typed_value(names.SLOT_THRESHOLDS, FLOAT, [CANDIDATES, 1])
+        self.inputs = [self.positions, self.last, self.thresholds, self.total]
+        self.checkpoints: list[ir.Node] = []
         self.outputs: dict[str, ir.Value] = {}
         self.past = past_buffers(sorted(set(pieces.kv_layers)), pieces.kv_shapes, 1, "capacity")
 
@@ -76,9 +77,9 @@ class _PackedComposer:
         if self.pieces.keys_values:
             parts += [self._skipped(k) for k in range(1, count) if self.pieces.kv_written(k)]
         parts.append(self._head())
-        functions = [route_function(next(iter(self.routers.values())))] if count > 1 else []
+        functions = {call.op_type: candidate_function(call, OPSET) for call in self.checkpoints}
         inputs = [*self.inputs, *self.past.values()]
-        return self.block.model("tide_batch_step", inputs, self.outputs, functions), parts
+        return self.block.model("tide_batch_step", inputs, self.outputs, list(functions.values())), parts
 
     def _segment(self, k: int) -> Part:
         block, pieces = self.block, self.pieces
@@ -92,39 +93,46 @@ class _PackedComposer:
         start = len(block.nodes)
         (y,) = block.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
         presents = attend_from_cache(block.nodes[start:], self.past, [self.total])
-        states = self._exit_states(layers, y)
-        values = {names.EXIT_STATES: states}
-        if k + 1 < len(pieces.segments):
-            values |= {names.NEW_HIDDEN_STATES: y, names.ROUTER_SCORE: self._score(layers, states)}
         shared = [names.POSITION_IDS, names.LAST_TOKENS, names.TOTAL_LENGTH]
+        if k + 1 < len(pieces.segments):
+            states, score = self._checkpoint(layers, y)
+            values = {names.EXIT_STATES: states, names.NEW_HIDDEN_STATES: y, names.ROUTER_SCORE: score}
+            shared.append(names.SLOT_THRESHOLDS)
+        else:
+            values = {names.EXIT_STATES: self._final_states(y)}
         shared += [names.past(layer, kind) for layer in pieces.kv_read(k) for kind in ("key", "value")]
         inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: str(entry.name)} | {i: i for i in shared}
         outputs = {output: f"{name}/{output}" for output in values} | {output: output for output in presents}
         self.outputs |= {f"{name}/{output}": value for output, value in values.items()} | presents
         return Part(name, inputs, outputs)
 
-    def _exit_states(self, layers: int, y: ir.Value) -> ir.Value:
-        """What the head reads of the sequences' last tokens should they exit after `layers`, [1, m, D'].
+    def _checkpoint(self, layers: int, y: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Of the sequences' last tokens, what the head reads should they exit after `layers`, [m, D'], and the scores
+        [m, 1], which the runtime compares with each sequence's threshold."""
+        router, lens = self.routers[layers], self.lenses.get(layers)
+        states, score, exits = candidate_and_route(
+            self.block, self.pieces, layers, router, lens, y, self.last, self.thresholds
+        )
+        self.checkpoints.append(present(exits.producer()))
+        return states, score
+
+    def _final_states(self, y: ir.Value) -> ir.Value:
+        """What the head reads of the sequences' last tokens after the last segment, [m, D'].
 
         As in `step_graph`, a final norm that is one operator is applied to all of y, where it fuses with the residual
         addition.
         """
-        lens = self.lenses.get(layers)
-        if lens is None and self.pieces.norm_alone:
-            return self._last_tokens(exit_states(self.block, self.pieces, layers, None, y))
-        return exit_states(self.block, self.pieces, layers, lens, self._last_tokens(y))
+        layers = self.pieces.boundaries[-1]
+        if self.pieces.norm_alone:
+            states = self._last_tokens(exit_states(self.block, self.pieces, layers, None, y))
+        else:
+            states = exit_states(self.block, self.pieces, layers, None, self._last_tokens(y))
+        shape, axis = dims(states)[1:], self.block.weights.integers("axis_0", [0])
+        return self.block.op("Squeeze", [states, axis], dtype=FLOAT, shape=shape)
 
     def _last_tokens(self, states: ir.Value) -> ir.Value:
         shape = [1, CANDIDATES, dims(states)[-1]]
         return self.block.op("Gather", [states, self.last], {"axis": 1}, dtype=FLOAT, shape=shape)
-
-    def _score(self, layers: int, states: ir.Value) -> ir.Value:
-        """[m, 1, 1]; the runtime compares it with each sequence's threshold."""
-        off = self.block.weights.float32("no_threshold", np.array([NEVER_EXIT]))
-        shape = [CANDIDATES, 1, self.pieces.normalized_size]
-        by_token = self.block.op("Transpose", [states], {"perm": [1, 0, 2]}, dtype=FLOAT, shape=shape)
-        score, _ = route(self.block, layers, self.routers[layers], by_token, off)
-        return score
 
     def _skipped(self, k: int) -> Part:
         """States [1, m, D] of tokens that exited before segment k, and their positions -> its layers' keys and

@@ -274,7 +274,8 @@ class Composer:
         and whether to skip the next segment, both [1, 1]."""
         layers = self.bounds[k + 1]
         router, lens = self.routers[layers], self.lenses.get(layers)
-        values = candidate_and_route(block, self.pieces, layers, router, lens, y, self.skip_thresholds[k + 1])
+        last, threshold = self.weights.integers("last", [-1]), self.skip_thresholds[k + 1]
+        values = candidate_and_route(block, self.pieces, layers, router, lens, y, last, threshold)
         self.checkpoints.append(present(values[0].producer()))
         return values
 

@@ -5,7 +5,6 @@
 #include "generation_error.h"
 #include "names.h"
 #include "tide/errors.h"
-#include "tide/state.h"
 
 namespace tide {
 namespace {
@@ -81,10 +80,13 @@ std::vector<StepResult> PackedBatch::run_step(std::vector<SlotRequest> const& re
     bool const enough = static_cast<double>(active.size()) >= compaction_threshold_ * static_cast<double>(all.size());
     Steps const scheduled = enough && (k == 0 || previous.size() == all.size()) ? everyone : active;
     float* const input = k == 0 ? nullptr : gather(k, scheduled, scheduled.size() == previous.size());
+    bool const deepest = k + 1 == segments_.size();
     std::vector<std::int64_t> logits;
-    for (SlotStep const* const one : scheduled) {
-      bool const several = k + 1 == segments_.size() && one->request->verifies;
-      logits.push_back(several ? std::min(one->request->request.logits_to_keep, one->count) : 1);
+    for (SlotStep* const one : scheduled) {
+      StepRequest const& request = one->request->request;
+      bool const may_exit = !deepest && !one->exit && !request.full;
+      one->threshold = static_cast<float>(may_exit ? one->sequence->rule.thresholds[k] : kNeverExit);
+      logits.push_back(deepest && one->request->verifies ? std::min(request.logits_to_keep, one->count) : 1);
     }
     run(k, scheduled, logits, input);
     note_exits(k, scheduled, logits);
@@ -140,7 +142,7 @@ void PackedBatch::run(std::size_t k, Steps const& scheduled, std::vector<std::in
   std::int64_t start = 0;
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
     SlotStep& one = *scheduled[i];
-    parts.push_back({one.request->slot, one.count, one.total, logits[i]});
+    parts.push_back({one.request->slot, one.count, one.total, logits[i], one.threshold});
     one.start = static_cast<std::size_t>(start);
     one.segments_run = k + 1;
     start += one.count;
@@ -157,9 +159,8 @@ void PackedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<
   for (std::size_t i = 0; i < scheduled.size(); ++i) {
     SlotStep& one = *scheduled[i];
     float const* const end = states + static_cast<std::size_t>(logits[i]) * sessions_->exit_size;
-    bool const may_exit = deepest || segment.scores[i] > one.sequence->rule.thresholds[k];
-    bool const exits = may_exit && (deepest || !one.request->request.full);
-    if (exits && (!one.exit || (deepest && one.request->verifies))) {
+    bool const exits = deepest ? !one.exit || one.request->verifies : segment.scores[i] > one.threshold;
+    if (exits) {
       one.exit = k;
       one.exit_states.assign(states, end);
     }

@@ -9,6 +9,7 @@
 #include "decoding/decoder.h"
 #include "packed/segment.h"
 #include "packed/sequence.h"
+#include "tide/state.h"
 
 namespace tide {
 
@@ -53,6 +54,7 @@ class PackedBatch {
     std::int64_t count;                    // its tokens in the last segment's run over it
     std::size_t start = 0;                 // index of the first of these in that run
     std::size_t segments_run = 0;          // segments 0 .. segments_run - 1 ran over it
+    float threshold = static_cast<float>(kNeverExit);  // of the segment that runs next, for the last token's score
     std::optional<std::size_t> exit{};     // the segment after which it exits
     std::vector<float> exit_states{};      // [m, D'], the head's input
     std::vector<float> pending_states{};   // [n, D], pending after the step before the first segment that did not run

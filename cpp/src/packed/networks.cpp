@@ -31,12 +31,13 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t sl
                     {names::kLastTokens, true, "int64", {kTokens}},
                     {names::kSlotTokens, true, "int64", {count}},
                     {names::kSlotLengths, true, "int32", {count}},
-                    {names::kExitStates, false, "float32", {1, kTokens, exit_size}}}};
+                    {names::kExitStates, false, "float32", {kTokens, exit_size}}}};
   if (k == 0) spec.tensors.push_back({names::kInputIds, true, "int64", {1, kTokens}});
   if (k > 0) spec.tensors.push_back({names::kHiddenStates, true, "float32", states});
   if (k < manifest.checkpoints.size()) {
     spec.tensors.push_back({names::kNewHiddenStates, false, "float32", states});
-    spec.tensors.push_back({names::kRouterScore, false, "float32", {kTokens, 1, 1}});
+    spec.tensors.push_back({names::kSlotThresholds, true, "float32", {kTokens, 1}});
+    spec.tensors.push_back({names::kRouterScore, false, "float32", {kTokens, 1}});
   }
   Layers const layers = layers_of(manifest, k);
   std::vector<std::size_t> const read = manifest.model.kv_read(layers.first, layers.count);

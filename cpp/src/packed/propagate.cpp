@@ -15,16 +15,19 @@ std::vector<StepResult> PropagatingBatch::run_step(std::vector<SlotRequest> cons
   for (std::size_t k = 0; k < segments_.size(); ++k) {
     if (!exited.empty() && sessions_->skipped.count(k) == 1) skip(k, exited);
     if (active.empty()) continue;
+    bool const last = k + 1 == segments_.size();
+    for (SlotStep* const one : active) {
+      bool const may_exit = !last && one->count == 1 && one->total > 1;
+      one->threshold = static_cast<float>(may_exit ? one->sequence->rule.thresholds[k] : kNeverExit);
+    }
     run(k, active, std::vector<std::int64_t>(active.size(), 1), input);
     SegmentRun& segment = *segments_[k];
-    bool const last = k + 1 == segments_.size();
     Steps still_active;
     std::vector<float> next_input;
     for (std::size_t i = 0; i < active.size(); ++i) {
       SlotStep& one = *active[i];
-      bool const decoding = one.count == 1 && one.total > 1;
       float const* const states = last ? nullptr : new_states(k, one);
-      if (!last && !(decoding && segment.scores[i] > one.sequence->rule.thresholds[k])) {
+      if (!last && !(segment.scores[i] > one.threshold)) {
         still_active.push_back(&one);
         next_input.insert(next_input.end(), states, states + floats(one.count));
         continue;

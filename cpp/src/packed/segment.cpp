@@ -7,6 +7,15 @@
 #include "tide/errors.h"
 
 namespace tide {
+namespace {
+
+std::size_t size_of(std::vector<std::int64_t> const& shape) {
+  std::size_t size = 1;
+  for (std::int64_t const dim : shape) size *= static_cast<std::size_t>(dim);
+  return size;
+}
+
+}  // namespace
 
 SegmentRun::SegmentRun(BatchSessions& sessions, Manifest const& manifest, std::size_t k, PackedSequence& padding)
     : session_(sessions.segments[k]),
@@ -58,8 +67,10 @@ std::int64_t SegmentRun::prepare(std::vector<Part> const& parts) {
   std::fill(slot_lengths_.begin(), slot_lengths_.end(), 1);
   auto position = positions_.begin();
   auto last = last_tokens_.begin();
+  auto threshold = thresholds_.begin();
   std::int64_t end = 0;
   for (Part const& part : parts) {
+    if (!last_) *threshold++ = part.threshold;
     slot_tokens_[part.slot] = part.count;
     slot_lengths_[part.slot] = static_cast<std::int32_t>(part.total);
     end += part.count;
@@ -73,10 +84,11 @@ void SegmentRun::allocate(std::int64_t tokens, std::int64_t logits) {
   tokens_ = logits_ = -1;  // in case of an exception
   bind_input(names::kLastTokens, last_tokens_, {logits});
   bind_input(names::kPositionIds, positions_, {1, tokens});
-  bind_output(names::kExitStates, exit_states, {1, logits, exit_size_});
+  bind_output(names::kExitStates, exit_states, {logits, exit_size_});
   if (!last_) {
     bind_output(names::kNewHiddenStates, hidden, {1, tokens, hidden_size_});
-    bind_output(names::kRouterScore, scores, {logits, 1, 1});
+    bind_input(names::kSlotThresholds, thresholds_, {logits, 1});
+    bind_output(names::kRouterScore, scores, {logits, 1});
   }
   tokens_ = tokens;
   logits_ = logits;
@@ -93,14 +105,12 @@ void SegmentRun::run_on(char const* input, Ort::Value const& value) {
 
 template <typename T>
 void SegmentRun::bind_input(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape) {
-  values.resize(static_cast<std::size_t>(shape.back()));
+  values.resize(size_of(shape));
   binding_.BindInput(name, view(memory_, values.data(), shape));
 }
 
 void SegmentRun::bind_output(char const* name, std::vector<float>& values, std::vector<std::int64_t> const& shape) {
-  std::size_t size = 1;
-  for (std::int64_t const dim : shape) size *= static_cast<std::size_t>(dim);
-  values.resize(size);
+  values.resize(size_of(shape));
   binding_.BindOutput(name, view(memory_, values.data(), shape));
 }
 

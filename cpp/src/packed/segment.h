@@ -18,6 +18,7 @@ struct Part {
   std::int64_t count;   // its tokens in this run
   std::int64_t total;   // its tokens in the K/V cache after the run
   std::int64_t logits;  // number of its last positions whose exit states are returned, 1 .. count
+  float threshold;      // for its score, which is of one position; not read by the last segment
 };
 
 class SegmentRun {
@@ -33,7 +34,7 @@ class SegmentRun {
   void run(std::vector<Part> const& parts, std::int64_t* ids);
   void run(std::vector<Part> const& parts, float* states);
 
-  // The last run's outputs.
+  // The last run's outputs. Where a threshold is above 1 the exit state is not computed, and the score NaN.
   std::vector<float> exit_states;  // [sum of logits, D'], the head's input for tokens that exit after this segment
   std::vector<float> scores;       // [sum of logits], the router's; empty for the last segment
   std::vector<float> hidden;       // [N, D], the new hidden states; empty for the last segment
@@ -58,6 +59,7 @@ class SegmentRun {
   Ort::IoBinding binding_;
   std::int64_t tokens_ = -1, logits_ = -1;  // that the buffers are bound for
   std::vector<std::int64_t> last_tokens_, positions_, slot_tokens_;
+  std::vector<float> thresholds_;
   std::vector<std::int32_t> slot_lengths_;
 };
 

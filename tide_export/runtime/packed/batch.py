@@ -1,6 +1,6 @@
 """The step over several sequences: after every segment, `depth_rule` selects which of them run the next one."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -15,6 +15,7 @@ from tide_export.runtime.packed.networks import BatchSessions, layers_of
 from tide_export.runtime.packed.segment import SegmentRun
 from tide_export.runtime.packed.sequence import LoneSequence, PackedSequence
 from tide_export.runtime.sequence import NO_LIMIT, ExitRule, StepResult
+from tide_export.thresholds.resolve import NEVER_EXIT
 
 StartAlone = Callable[[Sequence[float], int, KvBuffers], LoneSequence]  # thresholds, max_pending, the K/V buffers
 
@@ -143,16 +144,16 @@ class PackedBatch:
             if deepest:
                 positions = [min(keep.get(slot, 1), n) for slot, n in zip(scheduled, counts, strict=True)]
             entry = self._entry(k, running, counts, whole=scheduled == previous)
-            segment.run(scheduled, counts, [one.total for one in running], positions, entry)
-            flags = [True] * len(running) if deepest else self._flags(k, scheduled)
-            excluded = exited - keep.keys() if deepest else exited.union(full)
-            states, stop = segment.states[0], 0
+            thresholds = [] if deepest else self._thresholds(k, scheduled, exited.union(full))
+            segment.run(scheduled, counts, [one.total for one in running], positions, entry, thresholds)
+            flags = [slot not in exited or slot in keep for slot in scheduled] if deepest else segment.exits(thresholds)
+            stop = 0
             for slot, one, count, flag in zip(scheduled, running, positions, flags, strict=True):
                 stop += count
                 one.segments_run += 1
-                if flag and slot not in excluded:
+                if flag:
                     exited.add(slot)
-                    one.exit_segment, one.exit_states = k, states[stop - count : stop].copy()
+                    one.exit_segment, one.exit_states = k, segment.states[stop - count : stop].copy()
             if not deepest:
                 _advance(running, counts, segment.hidden[0], k + 1)
             previous = scheduled
@@ -170,10 +171,9 @@ class PackedBatch:
             self._alone[slot] = start(rule.thresholds, rule.max_pending, sequence.kv)
         return sequence.step_alone(self._alone[slot], ids, keep, full)
 
-    def _flags(self, k: int, slots: Sequence[int]) -> list[bool]:
-        """Whether the last token of each slot may exit after segment k, which has just run over them."""
-        scores = self._segments[k].scores.tolist()
-        return [score > self._rules[slot].thresholds[k] for slot, score in zip(slots, scores, strict=True)]
+    def _thresholds(self, k: int, slots: Sequence[int], never: Container[int]) -> list[float]:
+        """For each slot's score after segment k; those in `never` do not exit."""
+        return [NEVER_EXIT if slot in never else self._rules[slot].thresholds[k] for slot in slots]
 
     def _begin(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> dict[int, SlotStep]:
         """Makes room for the new tokens; the steps of their sequences by slot, ascending."""

@@ -125,9 +125,10 @@ def _segment_spec(manifest: Manifest, k: int, slots: int, exit_size: int) -> Net
     inputs = {names.INPUT_IDS: ids} if k == 0 else {names.HIDDEN_STATES: states}
     inputs |= {names.POSITION_IDS: ids, names.LAST_TOKENS: Tensor("int64", (TOKENS,))}
     inputs |= {names.SLOT_TOKENS: Tensor("int64", (slots,)), names.SLOT_LENGTHS: Tensor("int32", (slots,))}
-    outputs = {names.EXIT_STATES: Tensor("float32", (1, TOKENS, exit_size))}
+    outputs = {names.EXIT_STATES: Tensor("float32", (TOKENS, exit_size))}
     if k < len(manifest.checkpoints):
-        outputs |= {names.NEW_HIDDEN_STATES: states, names.ROUTER_SCORE: Tensor("float32", (TOKENS, 1, 1))}
+        inputs[names.SLOT_THRESHOLDS] = Tensor("float32", (TOKENS, 1))
+        outputs |= {names.NEW_HIDDEN_STATES: states, names.ROUTER_SCORE: Tensor("float32", (TOKENS, 1))}
     for layer, kind, cache in _caches(manifest, k):
         inputs |= {names.slot(names.past(layer, kind), slot): cache for slot in range(slots)}
         if layer in kv_written(manifest, k):

@@ -37,24 +37,24 @@ class PropagatingBatch(PackedBatch):
         steps = self._begin(new)
         running, counts = list(steps), [len(one.states) for one in steps.values()]
         entry = self._entry(0, list(steps.values()), counts, whole=True)
-        decoding = {slot for slot, one in steps.items() if len(one.states) == 1 < one.total}
+        reading = {slot for slot, one in steps.items() if len(one.states) > 1 or one.total == 1}
         frozen: dict[int, np.ndarray] = {}  # the hidden state [D] of each that exited
         for k, segment in enumerate(self._segments):
             if frozen and k in self._skipped:
                 self._skip(k, frozen, [steps[slot].total - 1 for slot in frozen])
             if not running:
                 continue
-            segment.run(running, counts, [steps[slot].total for slot in running], [1] * len(running), entry)
-            if k + 1 == len(self._segments):
-                exits = np.ones(len(running), bool)
-            else:
-                exits = np.array(self._flags(k, running)) & [slot in decoding for slot in running]
+            deepest = k + 1 == len(self._segments)
+            thresholds = [] if deepest else self._thresholds(k, running, reading)
+            totals = [steps[slot].total for slot in running]
+            segment.run(running, counts, totals, [1] * len(running), entry, thresholds)
+            exits = np.array([True] * len(running) if deepest else segment.exits(thresholds))
             for index, slot in enumerate(running):
                 steps[slot].segments_run += 1
                 if exits[index]:
                     steps[slot].exit_segment = k
-                    steps[slot].exit_states = segment.states[0, index : index + 1].copy()
-            if k + 1 == len(self._segments):
+                    steps[slot].exit_states = segment.states[index : index + 1].copy()
+            if deepest:
                 break
             entry = segment.hidden
             if exits.any():

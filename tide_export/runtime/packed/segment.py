@@ -17,8 +17,9 @@ from tide_export.runtime.packed.sequence import PackedSequence
 
 class SegmentRun:
     """Attributes:
-    states: float32 [1, m, D'], exit states of the requested positions of the last run: the head's input.
-    scores: float32 [m], the router's of them; not of the last segment.
+    states: float32 [m, D'], exit states of the requested positions of the last run: the head's input.
+    scores: float32 [m], the router's of them; not of the last segment. Where the threshold is above 1 a state is not
+        computed, and a score NaN.
     hidden: float32 [1, N, D], the new hidden states; not of the last segment.
 
     The arrays change with the next run.
@@ -68,6 +69,7 @@ class SegmentRun:
         totals: Sequence[int],
         positions: Sequence[int],
         entry: np.ndarray,
+        thresholds: Sequence[float] = (),
     ) -> None:
         """Runs the sequences in `slots`, ascending.
 
@@ -76,6 +78,7 @@ class SegmentRun:
             totals: tokens each will then have in the K/V cache.
             positions: of each, for how many of the last positions exit states are requested.
             entry: of all of them, concatenated: token ids int64 [1, N] or hidden states float32 [1, N, D].
+            thresholds: for the score of each, whose last position alone is requested then; none for the last segment.
 
         Raises:
             GenerationError: ONNX Runtime failed.
@@ -88,6 +91,8 @@ class SegmentRun:
         arrays[names.LAST_TOKENS][:] = _last_indices(ends, positions)
         # Each token's position in its sequence: it counts up to the sequence's last one.
         arrays[names.POSITION_IDS][0] = np.arange(shape[0]) + np.repeat(np.asarray(totals) - ends, counts)
+        if not self._last:
+            arrays[names.SLOT_THRESHOLDS][:, 0] = thresholds
         self._slot_tokens[:] = 0
         self._slot_lengths[:] = 1
         self._slot_tokens[slots] = counts
@@ -97,6 +102,10 @@ class SegmentRun:
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise GenerationError(f"ONNX Runtime failed in {names.segment(self._k)}: {first_line(error)}") from error
 
+    def exits(self, thresholds: Sequence[float]) -> list[bool]:
+        """Whether each score of the last run is above its threshold."""
+        return [score > threshold for score, threshold in zip(self.scores.tolist(), thresholds, strict=True)]
+
     def _bind_entry(self, name: str, array: np.ndarray) -> None:
         if self._binding.arrays.get(name) is not array:
             self._binding.input(name, array)
@@ -105,11 +114,12 @@ class SegmentRun:
         binding = self._binding
         binding.input(names.LAST_TOKENS, np.zeros(positions, np.int64))
         binding.input(names.POSITION_IDS, np.zeros((1, tokens), np.int64))
-        self.states = binding.output(names.EXIT_STATES, np.zeros((1, positions, self._exit_size), np.float32))
+        self.states = binding.output(names.EXIT_STATES, np.zeros((positions, self._exit_size), np.float32))
         if not self._last:
             hidden = np.zeros((1, tokens, self._hidden_size), np.float32)
             self.hidden = binding.output(names.NEW_HIDDEN_STATES, hidden)
-            scores = binding.output(names.ROUTER_SCORE, np.zeros((positions, 1, 1), np.float32))
+            binding.input(names.SLOT_THRESHOLDS, np.zeros((positions, 1), np.float32))
+            scores = binding.output(names.ROUTER_SCORE, np.zeros((positions, 1), np.float32))
             self.scores = scores.reshape(positions)
         self._shape = (tokens, positions)
 
