@@ -42,7 +42,8 @@ int main(int count, char** arguments) {
     std::vector<std::int64_t> const prompt = options.prompts.empty() ? std::vector<std::int64_t>{} : options.prompts[0];
     std::string const answer = options.prompts.size() > 1 ? generate_batch(engine, options)
                                                           : fields(engine.generate(prompt, options.config));
-    std::cout << "{\"mode\": \"" << name_of(engine.resolved(options.config).mode) << "\", " << answer << "}"
+    auto const sequences = static_cast<std::int64_t>(options.prompts.size());
+    std::cout << "{\"mode\": \"" << name_of(engine.resolved(options.config, sequences).mode) << "\", " << answer << "}"
               << std::endl;
     return 0;
   } catch (std::exception const& error) {  // tide::TideError, or std::bad_alloc

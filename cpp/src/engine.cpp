@@ -61,13 +61,15 @@ Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& opti
 
 Manifest const& Engine::manifest() const { return backend_->manifest(); }
 
-std::optional<AutoMode> Engine::auto_mode() const {
+std::optional<AutoMode> Engine::auto_mode(std::int64_t sequences) const {
   auto const& measured = manifest().auto_mode;
-  return measured && measured->provider == backend_->provider() ? measured : std::nullopt;
+  bool const holds = measured && measured->provider == backend_->provider() &&
+                     measured->is_of(std::min(sequences, max_batch_size()));
+  return holds ? measured : std::nullopt;
 }
 
-GenerationConfig Engine::resolved(GenerationConfig const& config) const {
-  return without_auto(backend_->bundle(), config, auto_mode(), true);
+GenerationConfig Engine::resolved(GenerationConfig const& config, std::int64_t sequences) const {
+  return without_auto(backend_->bundle(), config, auto_mode(sequences), true);
 }
 
 std::int64_t Engine::max_batch_size() const {
@@ -109,7 +111,8 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     check_prompt(manifest(), prompts[i], "prompt " + std::to_string(i + 1));
   }
-  auto const request = std::make_shared<Request>(backend_->bundle(), resolved(config), prompts.size());
+  auto const request = std::make_shared<Request>(
+      backend_->bundle(), resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
   SchedulerLimits limits;
   limits.slots = static_cast<std::int64_t>(prompts.size());
   limits.prompt_tokens = kListPromptTokens;
@@ -137,7 +140,7 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits) const {
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
   whole_number("prefix_cache_bytes", limits.prefix_cache_bytes, 0);
   std::unique_ptr<PackedBatch> batch = batch_of(*backend_, limits.slots, manifest().compaction_threshold);
-  return Scheduler(*this, std::make_shared<StepLoop>(backend_, std::move(batch), limits));
+  return Scheduler(*this, limits.slots, std::make_shared<StepLoop>(backend_, std::move(batch), limits));
 }
 
 Tokenizer Engine::tokenizer(std::optional<std::filesystem::path> const& library) const {

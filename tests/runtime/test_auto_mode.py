@@ -15,8 +15,10 @@ from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.request import resolve
+from tide_export.runtime.scheduling.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 PROMPT = [5, 1, 7]
@@ -44,14 +46,44 @@ def test_it_is_what_was_measured(tiny_bundle: Path, tiny: TinyModel) -> None:
 
 
 def test_a_list_gets_the_tokens_of_each_prompt_alone(tiny_llama: TinyLlama) -> None:
-    for auto in (EXIT, FULL, LOSSLESS):
+    for auto in (replace(EXIT, slots=3), replace(EXIT, slots=8), FULL):
         engine = with_auto(tiny_llama.exact, auto)
         alone = [engine.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
         batched = engine.generate(PROMPTS, max_new_tokens=20)
         assert [one.tokens for one in batched] == [one.tokens for one in alone]
-        left = sum(one.stats.total_exited for one in batched)
-        assert (left > 0) == (auto.mode == "exit") or auto.mode == "lossless"
-        assert [one.stats.drafted > 0 for one in batched] == [auto.mode == "lossless"] * len(PROMPTS)
+        assert (sum(one.stats.total_exited for one in batched) > 0) == (auto.mode == "exit")
+
+
+def test_more_at_once_than_it_was_measured_to_pay_for_are_full_depth(tiny_llama: TinyLlama) -> None:
+    for auto in (EXIT, replace(EXIT, slots=2), LOSSLESS):
+        engine = with_auto(tiny_llama.exact, auto)
+        full = [engine.generate(prompt, max_new_tokens=20, mode="full") for prompt in PROMPTS]
+        for done in (engine.generate(PROMPTS, max_new_tokens=20), generated_by(engine, PROMPTS, slots=3)):
+            assert [one.tokens for one in done] == [one.tokens for one in full]
+            assert [one.stats.total_exited + one.stats.drafted for one in done] == [0] * len(PROMPTS)
+        assert engine.resolved(GenerationConfig(), slots=3) == replace(GenerationConfig(), mode="full")
+        assert (engine.auto_of(1), engine.auto_of(3)) == (auto, None)
+
+
+def test_a_scheduler_decides_by_its_slots_and_not_by_how_many_are_taken(tiny_llama: TinyLlama) -> None:
+    engine = with_auto(tiny_llama.exact, replace(EXIT, slots=2))
+    alone = engine.generate(PROMPT, max_new_tokens=20)
+    assert alone.stats.total_exited > 0
+    for slots, exits in ((1, True), (2, True), (3, False), (8, False)):
+        (done,) = generated_by(engine, [PROMPT], slots)
+        assert (done.tokens == alone.tokens, done.stats.total_exited > 0) == (exits, exits)
+        two = generated_by(engine, PROMPTS[:2], slots)
+        assert two[0].tokens == done.tokens
+
+
+def generated_by(engine: Engine, prompts: list[list[int]], slots: int) -> list[Generation]:
+    scheduler = engine.scheduler(SchedulerLimits(slots=slots))
+    return [handle.result() for handle in [scheduler.submit(prompt, max_new_tokens=20) for prompt in prompts]]
+
+
+def test_more_slots_than_the_networks_have_are_as_many_as_they_have(tiny_llama: TinyLlama) -> None:
+    engine = with_auto(tiny_llama.exact, replace(EXIT, slots=32))
+    assert engine.auto_of(40) == engine.auto
 
 
 def test_what_was_not_measured_here_is_full_depth(tiny_bundle: Path, tiny: TinyModel) -> None:
@@ -101,9 +133,23 @@ def test_drafting_of_the_bundle_is_used(tiny_bundle: Path) -> None:
         (
             EXIT,
             "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
-            "threads)",
+            "threads); full depth for several sequences at once: not measured (tide-export tune --slots does)",
         ),
-        (LOSSLESS, "mode auto is lossless, 1.50x as fast as full depth, with its tokens (a processor, 2 threads)"),
+        (
+            replace(EXIT, evidence={"slots": {"4": 0.934, "8": 0.98}}),
+            "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
+            "threads); full depth for several sequences at once: exits run at 0.93x with 4 and 0.98x with 8",
+        ),
+        (
+            replace(EXIT, slots=4, evidence={"slots": {"4": 1.1, "8": 0.98}}),
+            "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
+            "threads); the same for up to 4 sequences at once: 1.10x with 4 and 0.98x with 8",
+        ),
+        (
+            LOSSLESS,
+            "mode auto is lossless, 1.50x as fast as full depth, with its tokens (a processor, 2 threads); full depth "
+            "for several sequences at once: not measured",
+        ),
         (
             replace(FULL, lossless_speedup=1.0),
             "mode auto is full depth: exits that change at most 2 % of the tokens run at 0.97x its speed and lossless "
@@ -124,6 +170,9 @@ def test_it_is_stored_in_the_manifest(tmp_path: Path) -> None:
     stored = replace_manifest(engine.bundle, replace(engine.manifest, auto=EXIT))
     assert load(tmp_path / "b").auto == stored.manifest.auto == EXIT
     assert '"auto"' not in replace(engine.manifest, auto=None).to_json()
+    assert '"slots"' not in stored.manifest.to_json()
+    stored = replace_manifest(stored, replace(engine.manifest, auto=replace(EXIT, slots=8)))
+    assert load(tmp_path / "b").auto == stored.manifest.auto == replace(EXIT, slots=8)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +184,8 @@ def test_it_is_stored_in_the_manifest(tmp_path: Path) -> None:
         ("epsilon", 1.0, r"field 'auto.epsilon' must lie in \[0, 1\)"),
         ("exit_speedup", None, "field 'auto.exit_speedup' is missing for mode exit"),
         ("provider", 3, "field 'auto.provider' must be a string"),
+        ("slots", 1, "field 'auto.slots' must be 2 or more"),
+        ("slots", 2.5, "field 'auto.slots' must be a whole number"),
     ],
 )
 def test_a_manifest_with_another_record_is_refused(tiny_bundle: Path, field: str, value: Any, rule: str) -> None:
@@ -142,3 +193,11 @@ def test_a_manifest_with_another_record_is_refused(tiny_bundle: Path, field: str
     text = replace(bundle.manifest, auto=replace(EXIT, **{field: value})).to_json()
     with pytest.raises(BundleError, match=rule):
         Manifest.from_json(text, MANIFEST_FILE)
+
+
+def test_slots_are_for_mode_exit_alone(tiny_bundle: Path) -> None:
+    bundle: Bundle = load(tiny_bundle).bundle
+    for auto in (FULL, LOSSLESS):
+        text = replace(bundle.manifest, auto=replace(auto, slots=4)).to_json()
+        with pytest.raises(BundleError, match=r"field 'auto\.slots' is for mode exit"):
+            Manifest.from_json(text, MANIFEST_FILE)

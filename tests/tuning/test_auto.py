@@ -144,3 +144,34 @@ def test_tune_of_one_mode_keeps_what_is_known_of_the_other(engine: Engine, speed
     )
     nothing = with_exits(drafting, (1.0,) * 3, 0.01, 2)
     assert (nothing.mode, nothing.exit_speedup, nothing.lossless_speedup) == ("lossless", None, 1.4)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ({4: 1.1, 8: 1.02, 16: 0.99}, 8),
+        ({4: 1.019, 8: 1.2}, None),
+        ({8: 1.3, 2: 1.1, 4: 0.9}, 2),
+        ({32: 1.02}, 32),
+    ],
+)
+def test_several_exit_where_they_pay_for_all_fewer(
+    engine: Engine, speed: list[Any], monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], expected: int | None
+) -> None:
+    asked = []
+
+    def stand_in(_: Engine, modes: list[GenerationConfig], prompts: Any, slots: int) -> float:
+        asked.append([(mode.mode, mode.threshold) for mode in modes])
+        return speeds[slots]
+
+    monkeypatch.setattr(auto, "slot_speedup", stand_in)
+    record = with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2, tuple(speeds))
+    assert (record.mode, record.slots) == ("exit", expected)
+    assert record.evidence["slots"] == {str(count): speeds[count] for count in sorted(speeds)}
+    assert asked == [[("full", None), ("exit", (0.5, 0.6, 0.7))]] * len(speeds)
+    tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=record)), engine.backend)
+    assert with_exits(tuned, (0.5, 0.6, 0.7), 0.05, 2).slots is None, "of other thresholds"
+    assert with_lossless(tuned, 1.2, 2).slots == expected
+    assert with_lossless(tuned, 1.5, 2).slots is None, "they were measured in mode exit"
+    speed[0], asked[:] = 1.0, []
+    assert (with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2, (4,)).slots, asked) == (None, []), "it does not pay for one"

@@ -18,10 +18,15 @@ class AutoMode:
     lossless_speedup: float | None
     machine: str  # processor and number of threads
     evidence: dict[str, Any]  # what was measured on which text
+    slots: int | None = None  # mode exit: sequences at once for which it was faster too; None, not written: one
+
+    def of(self, slots: int) -> "AutoMode | None":
+        """What mode `auto` is for so many sequences at once; None: full depth, as nothing else was measured to pay."""
+        return self if slots <= (self.slots or 1) else None
 
 
 def sentence(auto: AutoMode | None) -> str:
-    """Says what mode `auto` does, and why; `auto` as `Engine.auto`."""
+    """Says what mode `auto` does, for one sequence and for several at once, and why; `auto` as `Engine.auto`."""
     if auto is None:
         return "mode auto is full depth: what exits gain on this provider was not measured (tide-export tune does)"
     share = f"{100 * auto.epsilon:g} % of the tokens"
@@ -40,4 +45,17 @@ def sentence(auto: AutoMode | None) -> str:
             )
             if speedup is not None
         )
-    return f"mode auto is {reason} ({auto.machine})"
+    several = "" if auto.mode == "full" else f"; {_of_several(auto)}"
+    return f"mode auto is {reason} ({auto.machine}){several}"
+
+
+def _of_several(auto: AutoMode) -> str:
+    known = auto.evidence.get("slots")
+    pairs = known.items() if isinstance(known, dict) and auto.mode == "exit" else ()
+    speeds = " and ".join(f"{speed:.2f}x with {slots}" for slots, speed in pairs if isinstance(speed, float))
+    if auto.slots is not None:
+        return f"the same for up to {auto.slots} sequences at once{f': {speeds}' if speeds else ''}"
+    reason = f"exits run at {speeds}" if speeds else "not measured"
+    if auto.mode == "exit" and not speeds:
+        reason += " (tide-export tune --slots does)"
+    return f"full depth for several sequences at once: {reason}"

@@ -46,7 +46,7 @@ MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
     *("quantization", "remote_code", "auto", "kv_cache"),
-    *("model.kv_layers", "networks.matrices", "engines.built"),
+    *("model.kv_layers", "networks.matrices", "engines.built", "auto.slots"),
 )
 
 
@@ -267,6 +267,8 @@ def _check(manifest: Manifest, source: str) -> None:
         for name in ("exit", "lossless"):
             measured = auto.mode != name or getattr(auto, f"{name}_speedup") is not None
             require(measured, f"auto.{name}_speedup", f"is missing for mode {name}")
+        require(auto.slots is None or auto.slots >= 2, "auto.slots", "must be 2 or more")
+        require(auto.slots is None or auto.mode == "exit", "auto.slots", "is for mode exit")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
     require(

@@ -34,6 +34,13 @@ def yes_or_no(text: str) -> bool:
     return text == "yes"
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 4,8") from None
+
+
 def _layers(text: str) -> str | tuple[int, ...]:
     if text == "auto":
         return text

@@ -93,7 +93,7 @@ def run_generate(options: Namespace) -> int:
     config = GenerationConfig(**given(options, GenerationConfig) | read, detokenize=True)
     engine = load(**given(options, load))
     encoded = _encoded(engine, options, prompts)
-    mode = engine.resolved(config).mode
+    mode = engine.resolved(config, len(prompts)).mode
     if config.mode == "auto" and options.threshold is None and options.min_layers is None and not options.quiet:
         print(sentence(engine.auto), file=sys.stderr)
     if len(prompts) > 1:

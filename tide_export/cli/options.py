@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from tide_export.bundle.manifest import FLAVOURS, NETWORK_MATRICES, NETWORK_PRECISIONS, TARGETS, WEIGHTS
 from tide_export.cli.adapt import add_adapt_options
-from tide_export.cli.fields import field_option, yes_or_no
+from tide_export.cli.fields import field_option, whole_numbers, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
 from tide_export.cli.serve import add_serve_options
 from tide_export.cli.triton import add_triton_options
@@ -258,6 +258,12 @@ def _add_tune(commands) -> None:
         "--temperature", type=float, metavar="X", help="of sampling them, 0 for greedy; only lossless (.8)"
     )
     parser.add_argument("--min-layers", type=int, metavar="N", help="checkpoints with fewer never exit (the bundle's)")
+    parser.add_argument(
+        "--slots",
+        type=whole_numbers,
+        metavar="N,N",
+        help="sequences at once, 2 or more, for which it is measured too whether exits pay; only exit (none)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draw of prompts (0)")
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--dry-run", action="store_true", help="leave the bundle as it is")

@@ -87,13 +87,19 @@ class Engine:
 
     @property
     def auto(self) -> AutoMode | None:
-        """What mode `auto` is on this provider; None: it was not measured, so that it is full depth."""
+        """What mode `auto` is on this provider, for one sequence; None: not measured, so that it is full depth."""
         auto = self.manifest.auto
         return auto if auto is not None and auto.provider == self.backend.provider else None
 
-    def resolved(self, config: GenerationConfig) -> GenerationConfig:
-        """`config` with the mode and thresholds that mode `auto` stands for, where it has that mode."""
-        return without_auto(self.bundle, config, self.auto)
+    def auto_of(self, slots: int) -> AutoMode | None:
+        """What mode `auto` is for so many sequences at once: the prompts of a list, or the slots of a scheduler,
+        however many are taken. None: full depth, as nothing else was measured to pay."""
+        return None if self.auto is None else self.auto.of(min(slots, self.max_batch_size))
+
+    def resolved(self, config: GenerationConfig, slots: int = 1) -> GenerationConfig:
+        """`config` with the mode and thresholds that mode `auto` stands for, where it has that mode; `slots` as in
+        `auto_of`."""
+        return without_auto(self.bundle, config, self.auto_of(slots))
 
     @property
     def tokenizer(self) -> BundleTokenizer:
@@ -184,7 +190,7 @@ class Engine:
     def _generate_batch(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
         manifest = self.manifest
         checked = [check_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
-        share = resolve(self.bundle, config, batched=True, auto=self.auto).compaction_threshold
+        share = resolve(self.bundle, config, batched=True, auto=self.auto_of(len(checked))).compaction_threshold
         if not checked:
             return []
         configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds(config, len(checked))]

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import ceil
@@ -25,6 +25,7 @@ from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.thresholds.resolve import MAX_THRESHOLD
+from tide_export.tuning.slots import slot_speedup
 
 logger = logging.getLogger("tide_export")
 
@@ -85,11 +86,17 @@ def measure_auto(bundle: Path, manifest: Manifest, epsilon: float) -> AutoMode |
     return auto
 
 
-def with_exits(engine: Engine, thresholds: Sequence[float], epsilon: float, threads: int | None) -> AutoMode:
-    """Measures thresholds that `tune` certified for `epsilon`; what was measured of lossless mode is kept."""
+def with_exits(
+    engine: Engine, thresholds: Sequence[float], epsilon: float, threads: int | None, slots: Sequence[int] = ()
+) -> AutoMode:
+    """Measures thresholds that `tune` certified for `epsilon`; what was measured of lossless mode is kept.
+
+    Args:
+        slots: sequences at once that they are measured for, too, where they pay for one.
+    """
     known = engine.auto or _unmeasured(engine.manifest, epsilon, threads)
     pays = any(value < MAX_THRESHOLD for value in thresholds)
-    return chosen(
+    auto = chosen(
         replace(
             known,
             thresholds=tuple(thresholds),
@@ -99,8 +106,31 @@ def with_exits(engine: Engine, thresholds: Sequence[float], epsilon: float, thre
             evidence=_evidence(
                 "tune", {} if pays else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"}
             ),
+            slots=None,
         )
     )
+    if auto.mode != "exit" or not slots:
+        return auto
+    modes, prompts = _modes(thresholds), _prompts(engine)
+    new_tokens = max(MIN_NEW_TOKENS, min(NEW_TOKENS, _room(engine.manifest, prompts)))
+    modes = [replace(mode, max_new_tokens=new_tokens) for mode in modes]
+    speedups = {count: slot_speedup(engine, modes, prompts, count) for count in slots}
+    return _for_several(auto, speedups)
+
+
+def _for_several(auto: AutoMode, speedups: Mapping[int, float]) -> AutoMode:
+    """`auto`, which is mode exit, for as many sequences at once as it is faster for, as it is for all fewer that were
+    measured."""
+    losing = [count for count, speedup in speedups.items() if speedup < PAYS]
+    paying = [count for count in speedups if count < min(losing, default=count + 1)]
+    evidence = auto.evidence | {"slots": {str(count): speedups[count] for count in sorted(speedups)}}
+    return replace(auto, slots=max(paying, default=None), evidence=evidence)
+
+
+def _modes(thresholds: Sequence[float]) -> list[GenerationConfig]:
+    """Full depth and exits, as they are measured."""
+    full = GenerationConfig(mode="full", temperature=TEMPERATURE, stop_token_ids=())
+    return [full, replace(full, mode="exit", threshold=tuple(thresholds), min_layers=0)]
 
 
 def with_lossless(engine: Engine, speedup: float | None, threads: int | None) -> AutoMode:
@@ -113,7 +143,8 @@ def chosen(auto: AutoMode) -> AutoMode:
     """`auto` with the fastest mode of what was measured; full depth unless another is faster by more than 2 %."""
     speeds = {"lossless": auto.lossless_speedup or 0.0, "exit": auto.exit_speedup or 0.0}
     best = max(speeds, key=lambda mode: speeds[mode])
-    return replace(auto, mode=best if speeds[best] >= PAYS else "full")
+    mode = best if speeds[best] >= PAYS else "full"
+    return replace(auto, mode=mode, slots=auto.slots if mode == "exit" else None)
 
 
 def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
@@ -122,9 +153,7 @@ def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:
     The modes take turns token by token. Other programs delay single steps, so the median of the steps that ran equally
     many layers stands for each of them.
     """
-    full = GenerationConfig(mode="full", temperature=TEMPERATURE, stop_token_ids=())
-    modes = (full, replace(full, mode="exit", threshold=tuple(thresholds), min_layers=0))
-    prompts = _prompts(engine)
+    modes, prompts = _modes(thresholds), _prompts(engine)
     started = time.perf_counter()
     _decode(engine, modes, prompts[0], MIN_NEW_TOKENS, seed=0)  # allocates memory, and tells how long a token takes
     seconds = time.perf_counter() - started

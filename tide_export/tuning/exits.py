@@ -44,7 +44,7 @@ def tune_exits(engine: Engine, request: ExitRequest, prompts: Prompts) -> ExitRe
         )
     thresholds = tuple(certified.get(layers, MAX_THRESHOLD) for layers in manifest.checkpoints)
     with stage("measuring what exits gain here"):
-        auto = with_exits(engine, thresholds, request.epsilon, request.threads)
+        auto = with_exits(engine, thresholds, request.epsilon, request.threads, request.slots)
     return ExitReport(
         bundle=str(engine.bundle.path),
         request=request,

@@ -6,6 +6,7 @@ from math import inf
 from typing import Any, ClassVar
 
 from tide_export.errors import ConfigError
+from tide_export.runtime.packed.networks import MAX_BATCH_SIZE
 from tide_export.values import real_number, whole_number
 
 MINIMUM = {
@@ -63,6 +64,8 @@ class ExitRequest(TuneRequest):
         trust_remote_code: run Python code of `model`, if it has any of its own.
         positions: scored per prompt.
         min_layers: checkpoints with fewer layers never exit; stored too. None: the bundle's.
+        slots: sequences at once, 2 or more, for which it is measured as well whether exits are faster than full depth:
+            mode `auto` is full depth for more than the most that they pay for.
     """
 
     mode = "exit"
@@ -75,11 +78,14 @@ class ExitRequest(TuneRequest):
     model: str | None = None
     trust_remote_code: bool = False
     min_layers: int | None = None
+    slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
             if not 0 < real_number(name, getattr(self, name), ConfigError) < 1:
                 raise ConfigError(f"{name} must lie between 0 and 1, not {getattr(self, name)!r}")
+        for count in self.slots:
+            whole_number("slots", count, 2, MAX_BATCH_SIZE, error=ConfigError)
         super().__post_init__()
 
     @property

@@ -159,12 +159,13 @@ class Engine {
 
   Manifest const& manifest() const;
 
-  // What mode "auto" is on this provider; none: it was not measured, so that it is full depth.
-  std::optional<AutoMode> auto_mode() const;
+  // What mode "auto" is on this provider for so many sequences at once: the prompts of a list, or the slots of a
+  // scheduler, however many are taken. None: nothing else was measured to pay, so that it is full depth.
+  std::optional<AutoMode> auto_mode(std::int64_t sequences = 1) const;
 
-  // `config` with the mode and thresholds that mode `automatic` stands for, where it has that mode. Throws
-  // GenerationError: prompt_lookup is set for it.
-  GenerationConfig resolved(GenerationConfig const& config) const;
+  // `config` with the mode and thresholds that mode `automatic` stands for, where it has that mode; `sequences` as in
+  // `auto_mode`. Throws GenerationError: prompt_lookup is set for it.
+  GenerationConfig resolved(GenerationConfig const& config, std::int64_t sequences = 1) const;
 
   // Generates the tokens that follow a prompt of token ids. Throws GenerationError: the prompt is empty, holds an id
   // outside the vocabulary or is longer than the model's context; an option is out of range; or a step failed.

@@ -93,9 +93,10 @@ class Scheduler {
 
  private:
   friend class Engine;
-  Scheduler(Engine engine, std::shared_ptr<StepLoop> loop);
+  Scheduler(Engine engine, std::int64_t slots, std::shared_ptr<StepLoop> loop);
 
   Engine engine_;
+  std::int64_t slots_;
   std::shared_ptr<StepLoop> loop_;
 };
 

@@ -27,7 +27,7 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "tuning",     "drafting",     "networks",
                                           "engines",    "quantization", "remote_code",
                                           "kv_cache",   "auto",         "files"};
-std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "kv_layers"};  // or missing
+std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "kv_layers", "slots"};  // or missing
 
 ModelInfo model_of(Field const& field) {
   field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
@@ -68,7 +68,8 @@ std::optional<AutoMode> auto_mode_of(Field const& field) {
   if (!field.has("auto") || field["auto"].is_null()) return std::nullopt;
   Field const record = field["auto"];
   record.object(
-      {"mode", "thresholds", "epsilon", "provider", "exit_speedup", "lossless_speedup", "machine", "evidence"});
+      {"mode", "thresholds", "epsilon", "provider", "exit_speedup", "lossless_speedup", "machine", "evidence", "slots"},
+      kOmitted);
   AutoMode measured;
   measured.mode = record["mode"].text();
   measured.thresholds = record["thresholds"].reals();
@@ -78,6 +79,7 @@ std::optional<AutoMode> auto_mode_of(Field const& field) {
   if (!record["lossless_speedup"].is_null()) measured.lossless_speedup = record["lossless_speedup"].real();
   measured.machine = record["machine"].text();
   record["evidence"].entries();
+  if (record.has("slots") && !record["slots"].is_null()) measured.slots = record["slots"].whole();
   return measured;
 }
 
@@ -277,6 +279,8 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
     require(measured.mode != "exit" || measured.exit_speedup, "auto.exit_speedup", "is missing for mode exit");
     require(measured.mode != "lossless" || measured.lossless_speedup, "auto.lossless_speedup",
             "is missing for mode lossless");
+    require(measured.slots.value_or(2) >= 2, "auto.slots", "must be 2 or more");
+    require(!measured.slots || measured.mode == "exit", "auto.slots", "is for mode exit");
   }
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");

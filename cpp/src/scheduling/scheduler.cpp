@@ -6,13 +6,14 @@
 
 namespace tide {
 
-Scheduler::Scheduler(Engine engine, std::shared_ptr<StepLoop> loop)
-    : engine_(std::move(engine)), loop_(std::move(loop)) {}
+Scheduler::Scheduler(Engine engine, std::int64_t slots, std::shared_ptr<StepLoop> loop)
+    : engine_(std::move(engine)), slots_(slots), loop_(std::move(loop)) {}
 
 Scheduler::Scheduler(Scheduler&&) noexcept = default;
 
 Scheduler& Scheduler::operator=(Scheduler&& other) noexcept {
   std::swap(engine_, other.engine_);
+  std::swap(slots_, other.slots_);
   std::swap(loop_, other.loop_);
   return *this;
 }
@@ -26,7 +27,7 @@ RequestHandle Scheduler::submit(std::vector<std::int64_t> const& prompt, Generat
   Bundle const& bundle = engine_.backend_->bundle();
   check_prompt(bundle.manifest, prompt, "the prompt");
   auto const request =
-      std::make_shared<Request>(bundle, without_auto(bundle, config, engine_.auto_mode(), false), std::nullopt);
+      std::make_shared<Request>(bundle, without_auto(bundle, config, engine_.auto_mode(slots_), false), std::nullopt);
   std::optional<double> deadline;
   if (timeout) deadline = seconds_now() + real_number("timeout", *timeout);
   auto const job = std::make_shared<Job>(bundle.manifest, prompt, request, 0, deadline, nullptr);

@@ -18,7 +18,7 @@ from typing import Unpack
 
 import numpy as np
 
-from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import PROPAGATE
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError, QueueFullError, first_line
@@ -85,14 +85,17 @@ class Scheduler:
         limits: SchedulerLimits,
         audit: AuditConfig | None = None,
     ) -> None:
-        """`batch`: an empty one of the bundle, which nothing else uses; `auto`: what mode `auto` is.
+        """`batch`: an empty one of the bundle, which nothing else uses; `auto`: as `Engine.auto`.
 
         Raises:
             GenerationError: the batch can have no prefix cache, or not of this size; the bundle no audit.
         """
         self.limits = limits
         self.audit: Audit | None = None if audit is None else open_audit(bundle, audit)
-        self._bundle, self._auto, self._batch = bundle, auto, batch
+        self._bundle, self._batch = bundle, batch
+        # By its slots, however many are taken: tokens must not depend on the load.
+        self._auto = None if auto is None else auto.of(min(limits.slots, batch.free_slots))
+        self._auto_sentence = sentence(auto)
         self._propagates = bundle.manifest.kv_cache_strategy == PROPAGATE
         self._prefixes = open_prefix_cache(bundle.manifest, batch, limits.prefix_cache_bytes)
         self._waiting = deque[tuple[Job, RequestHandle]]()
@@ -184,7 +187,8 @@ class Scheduler:
             return True
 
     def start(self) -> "Scheduler":
-        """Lets a thread do the steps until `close`."""
+        """Lets a thread do the steps until `close`; logs what mode `auto` is."""
+        logger.info("%d slots; %s", self.limits.slots, self._auto_sentence)
         self._thread = threading.Thread(target=self._work, name="tide-scheduler", daemon=True)
         self._thread.start()
         return self
