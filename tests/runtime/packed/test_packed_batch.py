@@ -37,7 +37,7 @@ def test_a_threshold_that_float32_rounds_to_the_score_lets_nothing_exit(engine: 
     never = [NEVER_EXIT] * len(engine.manifest.checkpoints)
     sessions = engine.backend.batch_networks.sessions(2)
     batch = PackedBatch(sessions, engine.manifest, 1.0)
-    batch.step({batch.join(never, NO_LIMIT): np.array(IDS, np.int32)})
+    batch.step({batch.join([1.0, *never[1:]], NO_LIMIT): np.array(IDS, np.int32)})
     score = batch._segments[0].scores[0]
     for threshold, segments_run in [
         (np.nextafter(np.float64(score), 0), len(never) + 1),
