@@ -181,7 +181,7 @@ class Manifest:
         written = asdict(self)
         for path in OMITTED:
             *parents, name = path.split(".")
-            owner = written[parents[0]] if parents else written
+            owner = written.get(parents[0]) if parents else written
             if owner is not None and owner[name] is None:
                 del owner[name]
         return json.dumps({"schema": SCHEMA, **written}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
