@@ -166,7 +166,7 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> Non
 
 @pytest.mark.parametrize(("form", "parameters"), [("composed", 7), ("full_form", 12)])
 def test_every_checkpoint_has_the_function_s_inputs(request, form: str, parameters: int) -> None:
-    """States, last tokens, thresholds, router of three, the norm's scale; a shortlist and confidence; a lens's three."""
+    """States, last tokens, thresholds, router, the norm's scale; a shortlist and confidence; a lens's three."""
     model = request.getfixturevalue(form)
     (function,) = model.functions.values()
     assert len(function.inputs) == parameters
