@@ -79,7 +79,7 @@ struct Matrix {
   std::int64_t chunks() const { return (k_size + chunk() - 1) / chunk(); }
 };
 
-// Vectors [rows, K] times a matrix each, in parallel over chunks of the matrices' rows, each read once. What is added up
+// Vectors [rows, K] times a matrix each, in parallel over chunks of a matrix's rows, each read once. What is added up
 // in which order depends neither on the number of threads nor on the other vectors.
 class Products {
  public:

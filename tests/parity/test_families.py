@@ -86,8 +86,8 @@ def test_a_further_family_is_equal_too(family: str, tmp_path: Path) -> None:
     assert exits.holds, exits.differences
 
 
-# Windows and softcaps, shared K/V, learned and counted positions, ALiBi, sinks, experts: what a batch could mix up. And a
-# final norm that is not one operator.
+# Windows and softcaps, shared K/V, learned and counted positions, ALiBi, sinks, experts: what a batch could mix up. And
+# a final norm that is not one operator.
 BATCHED = ("gemma2", "gemma4 (text)", "gpt2", "mpt", "gpt_oss", "mixtral", "llama4 (text)", "opt (350m)")
 
 
