@@ -47,7 +47,7 @@ def test_make_installs_torch_first_and_exactly_as_pinned(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_demo_runs_from_end_to_end(tmp_path: Path):
-    """What `make demo` runs after installing, with this interpreter's `tide-export`; on a seventh of the text."""
+    """What `make demo` runs after installing, with this interpreter's `tide-export`; on less text."""
     command = ["sh", str(ROOT / "demo" / "run.sh"), str(tmp_path / "bundle")]
     env = script_folder(tmp_path, "--calibration-samples 100 --lens-tokens 20000")
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
