@@ -24,7 +24,7 @@ WAITING = TideConfig(kv_cache_strategy="propagate", max_pending=4)
         ({"weights": "int2"}, "weights 'int2' are not in this release"),
         ({"targets": ("tensorrt", "tensorrt-rtx")}, "the engines of one flavour"),
         ({"targets": ("tensorrt",), "weights": "int8"}, "'int8' are for target onnxruntime alone"),
-        ({"weights": "fp16"}, "'fp16' are for targets tensorrt and tensorrt-rtx"),
+        ({"weights": "fp8"}, "'fp8' are for targets tensorrt and tensorrt-rtx"),
         ({"targets": ("tensorrt",), "config": PROPAGATE}, "propagate is for target onnxruntime, not tensorrt"),
         ({"config": WAITING}, "max_pending is for kv_cache_strategy exact"),
         ({"plugins": "x.so"}, "--plugins is for building engines"),

@@ -17,6 +17,7 @@ from tide_export.runtime.onnxruntime.segments import open_segments
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.memory import SegmentBuffers
+from tide_export.runtime.sequence import Candidates
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import BatchCheck, check_batch
 from tide_export.verify.parity import Check, Generated, Tolerance
@@ -82,8 +83,9 @@ def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences are given each other's logits."""
     graph, networks = PackedBatch._logits, SegmentBuffers.logits
 
-    def rolled(buffers: SegmentBuffers, rows: list[tuple[int, int]]) -> np.ndarray:
-        return np.roll(networks(buffers, rows), 1, axis=0)
+    def rolled(buffers: SegmentBuffers, *rows) -> tuple[np.ndarray, list[Candidates]]:
+        whole, few = networks(buffers, *rows)
+        return np.roll(whole, 1, axis=0), few[-1:] + few[:-1]
 
     monkeypatch.setattr(PackedBatch, "_logits", lambda batch, states: np.roll(graph(batch, states), 1, axis=0))
     monkeypatch.setattr(SegmentBuffers, "logits", rolled)
