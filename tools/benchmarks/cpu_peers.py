@@ -4,11 +4,12 @@
     [--python llama.cpp=PYTHON] --dataset FILE.jsonl [--contexts 128,1024,4096] [--batches 1,8] [--plot FILE.png]
 
 Each case is a runtime (tide, llama.cpp, genai, openvino) with one file in its own format, in a process of its own, by
-the interpreter that `--python` names for the runtime. `llama.cpp:FILE.gguf:no-flash` is without flash attention. A round gives every case, in a new random order, the same
-prompts of FILE, cut to the context's length, and asks for `--tokens` more of each, greedily. Before that, every case
-loads its file anew. What is compared: prompt tokens and decoded tokens a second, seconds to load, memory after the
-first context, and the perplexity of text, read a token at a time. MODEL's tokenizer makes the tokens for all. A case
-that cannot be started is omitted, and the table has the reason. Only ratios within one run mean anything.
+the interpreter that `--python` names for the runtime. `llama.cpp:FILE.gguf:no-flash` is without flash attention. A
+round gives every case, in a new random order, the same prompts of FILE, cut to the context's length, and asks for
+`--tokens` more of each, greedily. Before that, every case loads its file anew. What is compared: prompt tokens and
+decoded tokens a second, seconds to load, memory after the first context, and the perplexity of text, read a token at
+a time. MODEL's tokenizer makes the tokens for all. A case that cannot be started is omitted, and the table has the
+reason. Only ratios within one run mean anything.
 """
 
 import argparse
