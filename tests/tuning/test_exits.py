@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import tide_export
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
-from tide_export.errors import TuneError
+from tide_export.errors import ConfigError, TuneError
 from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.pareto import Point
@@ -281,6 +282,8 @@ def test_unseen_documents_among_seen_ones_are_used_alone(bundle: Path, capsys, t
         (["--positions", "100000"], "the model's context holds"),
         (["--min-layers", "-1"], "min_layers must be a whole number, 0 or more"),
         (["--min-layers", "10"], "min_layers is 10 but the last checkpoint comes after layer 9"),
+        (["--slots", "1"], "slots must be a whole number from 2 to 32, not 1"),
+        (["--slots", "4,64"], "slots must be a whole number from 2 to 32, not 64"),
         (["--threads", "0"], "threads"),
         (["--model", "./no-such-model"], "no-such-model"),
         ({"dataset": "./none.txt"}, "no such file"),
@@ -306,6 +309,13 @@ def test_a_bundle_without_checkpoints_has_nothing_to_tune(bundle: Path, monkeypa
     monkeypatch.setattr("tide_export.tuning.tune.load", lambda *arguments, **options: engine)
     with pytest.raises(TuneError, match="no checkpoints"):
         tune_bundle(bundle, str(TEXT), epsilon=0.1, delta=0.1)
+
+
+def test_more_slots_than_the_bundle_decodes_are_told_before_anything_is_measured(bundle: Path, never_run, monkeypatch):
+    engine = Engine(open_bundle(bundle), backend=SimpleNamespace(max_batch_size=1))
+    monkeypatch.setattr("tide_export.tuning.tune.load", lambda *arguments, **options: engine)
+    with pytest.raises(ConfigError, match=r"slots 8: bundle .* decodes at most 1 at once"):
+        tune_bundle(bundle, str(TEXT), epsilon=0.1, delta=0.1, slots=(4, 8))
 
 
 @pytest.mark.parametrize("failure", [OSError(5, "the disk died"), KeyboardInterrupt()])

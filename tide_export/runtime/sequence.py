@@ -19,7 +19,8 @@ NO_LOGITS = np.zeros((0, 0), np.float32)
 
 
 class Candidates(NamedTuple):
-    """The tokens with the largest logits of one position, and all that have a logit equal to one of theirs."""
+    """The most likely token of one position, of equal ones the lowest id; or those with the largest logits, and all
+    that have a logit equal to one of theirs."""
 
     tokens: np.ndarray  # int64 [c], ascending
     logits: np.ndarray  # float32 [c]
@@ -42,9 +43,9 @@ class StepResult(NamedTuple):
         return self.candidates[-1] if self.candidates else self.logits
 
     @property
-    def choices(self) -> Sequence[np.ndarray | Candidates]:
+    def choices(self) -> np.ndarray | Sequence[Candidates]:
         """What tokens are chosen from after each of the last m positions."""
-        return self.candidates or self.position_logits  # type: ignore[return-value]
+        return self.candidates or self.position_logits
 
 
 class ExitRule(NamedTuple):

@@ -12,7 +12,7 @@ from tide_export.bundle.opened import Bundle
 from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, ConfigError, TuneError
 from tide_export.progress import stage
-from tide_export.runtime.engine import load
+from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.tuning.exits import tune_exits
 from tide_export.tuning.lossless import tune_lossless
@@ -48,7 +48,7 @@ def tune(
     """
     request = make_request(mode, {"dataset": dataset, **options})
     engine = load(bundle, provider="cpu", threads=request.threads)
-    _check_bundle(engine.bundle, request)
+    _check_bundle(engine, request)
     with stage("reading prompts"):
         prompts = draw_prompts(
             dataset,
@@ -69,9 +69,9 @@ def tune(
     return report
 
 
-def _check_bundle(bundle: Bundle, request: ExitRequest | LosslessRequest) -> None:
+def _check_bundle(engine: Engine, request: ExitRequest | LosslessRequest) -> None:
     """Raises where the bundle cannot be tuned as requested."""
-    manifest, context = bundle.manifest, bundle.manifest.model.context_length
+    bundle, manifest, context = engine.bundle, engine.manifest, engine.manifest.model.context_length
     if manifest.kv_cache_strategy == PROPAGATE:
         raise TuneError(
             f"bundle {bundle.path} has kv_cache_strategy propagate: tokens depend on earlier exits, so no mode can be "
@@ -79,6 +79,10 @@ def _check_bundle(bundle: Bundle, request: ExitRequest | LosslessRequest) -> Non
         )
     if isinstance(request, ExitRequest):
         _check_exits(bundle, request)
+        if max(request.slots, default=0) > engine.max_batch_size:
+            raise ConfigError(
+                f"slots {max(request.slots)}: bundle {bundle.path} decodes at most {engine.max_batch_size} at once"
+            )
         length, counted = request.drawn_length, "positions"
     else:
         length, counted = request.prompt_length + request.new_tokens, "new_tokens"

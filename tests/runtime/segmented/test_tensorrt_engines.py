@@ -83,6 +83,7 @@ class FoundEngine:
 
     def __init__(self, library: "Library", spec: NetworkSpec, profiles: tuple[Profile, ...], network: Any) -> None:
         self.library, self.spec, self.profiles, self.network = library, spec, profiles, network
+        self.described = {**spec.inputs, **spec.outputs}
         self.tensors = [*((name, "INPUT") for name in spec.inputs), *((name, "OUTPUT") for name in spec.outputs)]
         self.num_io_tensors, self.num_optimization_profiles = len(self.tensors), len(profiles)
         self.device_memory_size_v2 = 100_000 + 1000 * len(spec.inputs)
@@ -95,11 +96,10 @@ class FoundEngine:
         return SimpleNamespace(name=dict(self.tensors)[name])
 
     def get_tensor_dtype(self, name: str) -> Any:
-        return SimpleNamespace(name=DTYPES[(self.spec.inputs | self.spec.outputs)[name].dtype])  # type: ignore[operator]
+        return SimpleNamespace(name=DTYPES[self.described[name].dtype])
 
     def get_tensor_shape(self, name: str) -> list[int]:
-        shape = (self.spec.inputs | self.spec.outputs)[name].shape  # type: ignore[operator]
-        return [-1 if isinstance(dim, str) else dim for dim in shape]
+        return [-1 if isinstance(dim, str) else dim for dim in self.described[name].shape]
 
     def get_aliased_input_tensor(self, name: str) -> None:
         return None

@@ -171,7 +171,7 @@ class LosslessDecoder(Decoder):
             tokens.append(match.token)
         return ngram
 
-    def _verify(self, drafts: list[Draft], logits: Sequence[np.ndarray | Candidates]) -> tuple[int, int]:
+    def _verify(self, drafts: list[Draft], logits: np.ndarray | Sequence[Candidates]) -> tuple[int, int]:
         """How many drafts are accepted and the full model's token after them, from its logits at each and after."""
         for number, draft in enumerate(drafts):
             token = self._sampler(logits[number])
