@@ -19,6 +19,11 @@ SANITIZE = os.environ.get("TIDE_CPP_SANITIZE", "")  # by hand: address,undefined
 # One unit reads the headers once; -Og compiles a third faster than -O1.
 FLAGS = ("-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={'-g' if SANITIZE else '-Og'}")
 FLAGS += ("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0")
+# By flavour: the variable that names a folder with its include/, how its version is defined there, and its library.
+HEADERS = {
+    "tensorrt": ("TENSORRT_ROOT", "ENTERPRISE", "libnvinfer"),
+    "tensorrt-rtx": ("TENSORRT_RTX_ROOT", "RTX", "libtensorrt_rtx"),
+}
 
 
 def need(condition: bool, reason: str) -> None:
@@ -82,25 +87,25 @@ class CppBuild:
             if not self.driver.is_file():
                 self._make(folder)
 
-    def with_tensorrt(self) -> "TensorrtBuild":
-        """A build with the headers in TENSORRT_ROOT."""
-        root = os.environ.get("TENSORRT_ROOT")
-        if not root or not (Path(root) / "include" / "NvInfer.h").is_file():
-            pytest.skip("TENSORRT_ROOT has no TensorRT headers")
-        text = (Path(root) / "include" / "NvInferVersion.h").read_text()
-        version = re.findall(r"#define TRT_(?:MAJOR|MINOR|PATCH|BUILD)_ENTERPRISE (\d+)", text)
+    def with_tensorrt(self, flavour: str = "tensorrt") -> "TensorrtBuild":
+        """A build with the headers of a flavour."""
+        variable, suffix, library = HEADERS[flavour]
+        root = Path(os.environ.get(variable) or "missing")
+        defines = root / "include" / "NvInferVersion.h"
+        version = re.findall(rf"#define TRT_[A-Z]+_{suffix} (\d+)", defines.read_text() if defines.is_file() else "")
         if len(version) != 4:
-            pytest.skip("TENSORRT_ROOT has headers of TensorRT for RTX, which there is no stand-in for")
-        folder = self._folder / "tensorrt"
+            pytest.skip(f"{variable} has no headers of {flavour}")
+        folder = self._folder / flavour
         build, driver, prefix = folder / "build", folder / "driver", folder / "prefix"
-        with (self._folder / "tensorrt.lock").open("w") as lock:
+        with (self._folder / f"{flavour}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (driver / "tide_driver").is_file():
                 self._build(self._folder, build, f"-DTENSORRT_ROOT={root}", "-DTIDE_WITH_TENSORRT=ON")
                 run(["cmake", "--install", str(build), "--prefix", str(prefix)])
-                (folder / "tensorrt_stubs.h").write_text(stubs(Path(root) / "include"))
+                (folder / "tensorrt_stubs.h").write_text(stubs(root / "include"))
                 options = [headers(self._folder / "headers")[0], f"-DTENSORRT_HEADERS={root}/include"]
-                self._build_driver(driver, prefix, *options, f"-DSTUBS={folder}", f"-DTENSORRT_MAJOR={version[0]}")
+                named = f"-DTENSORRT_LIBRARY={library}.so.{version[0]}"
+                self._build_driver(driver, prefix, *options, f"-DSTUBS={folder}", named)
         program = build / self.program.relative_to(self._folder / "build")
         return TensorrtBuild(program, driver / "tide_driver", driver, ".".join(version))
 

@@ -97,7 +97,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   if (std::getenv("FAKE_CUDA_DRIVER") != nullptr) return cudaErrorInsufficientDriver;
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess || device >= count) return cudaErrorInvalidDevice;
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? 8 : 9;
+  char const* const capability = std::getenv("FAKE_CUDA_CAPABILITY");  // of one digit each
+  *value = (capability != nullptr ? capability : "8.9")[attribute == cudaDevAttrComputeCapabilityMajor ? 0 : 2] - '0';
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  std::strcpy(properties->name, "Fake GPU (8.9)");
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }

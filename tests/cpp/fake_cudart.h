@@ -3,9 +3,10 @@
 // Queued work is executed only when its stream is synchronized, so that reading or overwriting staging memory too early
 // fails a test. Work queued during a capture is recorded and executed, with the same addresses, at every launch of the
 // graph. Memory is NaN until it is written; copies are checked against the allocations. The GPU has compute capability
-// 8.9; FAKE_CUDA_DRIVER in the environment removes it and is the driver's version, FAKE_CUDA_DEVICES is the number of
-// GPUs, FAKE_CUDA_GPU the only one that may be used. A thread that has set none can do nothing, and a stream is waited for in threads that have set its GPU. The
-// Python counterpart is tests/runtime/segmented/fake_cudart.py.
+// 8.9, or FAKE_CUDA_CAPABILITY in the environment; FAKE_CUDA_DRIVER removes it and is the driver's version,
+// FAKE_CUDA_DEVICES is the number of GPUs, FAKE_CUDA_GPU the only one that may be used. A thread that has set none can do
+// nothing, and a stream is waited for in threads that have set its GPU. The Python counterpart is
+// tests/runtime/segmented/fake_cudart.py.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,13 +1,17 @@
-// The functions of TensorRT that `tensorrt/trt_networks.cpp` calls, on ONNX Runtime's CPU and the stand-in for the CUDA
-// runtime: a library that is opened as libnvinfer. Its engines are text files: the network, its profiles' sizes, and a
-// defect to simulate. It refuses what TensorRT refuses: shapes beyond the profile, a run before everything is set, a
-// recording of a shape that has not run.
+// The functions of TensorRT, or of TensorRT for RTX, that `tensorrt/trt_networks.cpp` calls, on ONNX Runtime's CPU and the
+// stand-in for the CUDA runtime: a library that is opened as libnvinfer or libtensorrt_rtx, by the headers it is built
+// with. Its engines are text files: the network, its profiles' sizes, and a defect to simulate. It refuses what TensorRT
+// refuses: shapes beyond the profile, a run before everything is set, a recording of a shape that has not run. That of
+// TensorRT for RTX keeps kernels in a cache, a line each; its engines' headers are "an engine", "a slow engine" or "an
+// invalid engine" with the diagnostics, and FAKE_TRT_RECORDS_NOT in the environment refuses recordings.
 #include <cuda_runtime_api.h>
 #include <onnxruntime_cxx_api.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <set>
 #include <sstream>
 #include <string>
@@ -31,8 +35,59 @@ struct Plan {
   std::vector<std::pair<std::int64_t, std::int64_t>> profiles;  // maximum tokens and sequences
 };
 
+#ifdef TRT_MAJOR_RTX
+struct Text final : IHostMemory, apiv::VHostMemory {
+  explicit Text(std::string new_text) : text(std::move(new_text)) { mImpl = this; }
+  void* data() const noexcept override { return const_cast<char*>(text.data()); }
+  std::size_t size() const noexcept override { return text.size(); }
+  DataType type() const noexcept override { return DataType::kINT8; }
+  std::string text;
+};
+
+struct FakeCache final : IRuntimeCache, StubVRuntimeCache {
+  FakeCache() { mImpl = this; }
+  IHostMemory* serialize() const noexcept override {
+    std::lock_guard<std::mutex> const lock(mutex);
+    std::string text = version();
+    for (std::string const& kernel : kernels) text += kernel + "\n";
+    return new Text(text);
+  }
+  bool deserialize(void const* blob, std::size_t size) noexcept override {
+    std::istringstream text(std::string(static_cast<char const*>(blob), size));
+    std::string line;
+    if (!std::getline(text, line) || line + "\n" != version()) return false;
+    while (std::getline(text, line)) kernels.insert(line);
+    return true;
+  }
+  static std::string version() { return std::to_string(NV_TENSORRT_MAJOR) + " " + std::to_string(NV_TENSORRT_MINOR) + "\n"; }
+
+  mutable std::mutex mutex;
+  std::set<std::string> kernels;
+};
+#endif
+
 struct FakeConfig final : IRuntimeConfig, StubVRuntimeConfig {
   FakeConfig() { mImpl = this; }
+#ifdef TRT_MAJOR_RTX
+  IRuntimeCache* createRuntimeCache() const noexcept override { return new FakeCache; }
+  bool setRuntimeCache(IRuntimeCache const& new_cache) noexcept override {
+    cache = const_cast<FakeCache*>(static_cast<FakeCache const*>(&new_cache));
+    return true;
+  }
+  bool setCudaGraphStrategy(CudaGraphStrategy new_strategy) noexcept override {
+    records_itself = new_strategy != CudaGraphStrategy::kDISABLED;
+    return true;
+  }
+  void setDynamicShapesKernelSpecializationStrategy(
+      DynamicShapesKernelSpecializationStrategy new_strategy) noexcept override {
+    eager = new_strategy == DynamicShapesKernelSpecializationStrategy::kEAGER;
+  }
+  bool complete() const { return cache != nullptr && eager && !records_itself; }
+  FakeCache* cache = nullptr;
+  bool records_itself = true, eager = false;
+#else
+  bool complete() const { return true; }
+#endif
   void setExecutionContextAllocationStrategy(ExecutionContextAllocationStrategy new_strategy) noexcept override {
     strategy = new_strategy;
   }
@@ -43,7 +98,7 @@ class FakeEngine;
 
 class FakeContext final : public IExecutionContext, StubVExecutionContext {
  public:
-  explicit FakeContext(FakeEngine& engine) : engine_(engine) { mImpl = this; }
+  FakeContext(FakeEngine& engine, FakeConfig& config) : engine_(engine), config_(config) { mImpl = this; }
 
   void setDeviceMemoryV2(void* memory, std::int64_t size) noexcept override {
     has_memory_ = memory != nullptr && size >= kWorkingMemory;
@@ -58,9 +113,15 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
     return true;
   }
   bool enqueueV3(cudaStream_t stream) noexcept override;
+#ifdef TRT_MAJOR_RTX
+  bool isStreamCapturable(cudaStream_t) const noexcept override {
+    return std::getenv("FAKE_TRT_RECORDS_NOT") == nullptr;
+  }
+#endif
 
  private:
   FakeEngine& engine_;
+  FakeConfig& config_;
   bool has_memory_ = false;
   std::int32_t profile_ = -1;
   std::int64_t tokens_ = 0, last_ = 0;
@@ -126,8 +187,9 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
   std::int64_t getDeviceMemorySizeV2() const noexcept override { return kWorkingMemory; }
   IRuntimeConfig* createRuntimeConfig() noexcept override { return new FakeConfig; }
   IExecutionContext* createExecutionContextWithRuntimeConfig(IRuntimeConfig* config) noexcept override {
-    auto const strategy = static_cast<FakeConfig*>(config)->strategy;
-    return strategy == ExecutionContextAllocationStrategy::kUSER_MANAGED ? new FakeContext(*this) : nullptr;
+    auto& chosen = *static_cast<FakeConfig*>(config);
+    bool const complete = chosen.strategy == ExecutionContextAllocationStrategy::kUSER_MANAGED && chosen.complete();
+    return complete ? new FakeContext(*this, chosen) : nullptr;
   }
 
   std::vector<std::int64_t> sizes(char const* name, std::int64_t tokens, std::int64_t rows) const {
@@ -139,6 +201,7 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
     return profile >= 0 && tokens <= plan_.profiles[static_cast<std::size_t>(profile)].first;
   }
   std::vector<std::string> const& names() const { return names_; }
+  std::string const& network() const { return plan_.network; }
 
   void run(std::map<std::string, void*> const& addresses, std::int64_t tokens) {
     Ort::MemoryInfo const place = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
@@ -193,6 +256,14 @@ bool FakeContext::setInputShape(char const* name, Dims const& dims) noexcept {
 bool FakeContext::enqueueV3(cudaStream_t stream) noexcept {
   if (!has_memory_ || addresses_.size() != engine_.names().size()) return false;
   if (fake_cuda_is_capturing(stream) && last_ != tokens_) return false;
+#ifdef TRT_MAJOR_RTX
+  if (fake_cuda_is_capturing(stream) && !isStreamCapturable(stream)) return false;
+  std::lock_guard<std::mutex> const lock(config_.cache->mutex);
+  std::string const name = engine_.network().substr(engine_.network().rfind('/') + 1);
+  config_.cache->kernels.insert(name + " " + std::to_string(profile_));
+#else
+  static_cast<void>(config_);
+#endif
   last_ = tokens_;
   fake_cuda_enqueue(stream, [engine = &engine_, addresses = addresses_, tokens = tokens_] {
     engine->run(addresses, tokens);
@@ -212,13 +283,29 @@ class FakeRuntime final : public IRuntime, StubVRuntime {
     std::getline(text, plan.network);
     std::getline(text, plan.defect);
     for (std::int64_t tokens, rows; text >> tokens >> rows;) plan.profiles.push_back({tokens, rows});
-    if (magic != "an engine") {
+    if (magic != "an engine" && magic != "a slow engine") {
       log_.log(ILogger::Severity::kINFO, "reading");
       log_.log(ILogger::Severity::kERROR, "magic tag\ndoes not match");
       return nullptr;
     }
     return new FakeEngine(env_, plan);
   }
+#ifdef TRT_MAJOR_RTX
+  std::int64_t getEngineHeaderSize() const noexcept override { return 64; }
+  EngineValidity getEngineValidity(void const* blob, std::int64_t size,
+                                   std::uint64_t* diagnostics) const noexcept override {
+    std::istringstream text(std::string(static_cast<char const*>(blob), static_cast<std::size_t>(size)));
+    std::string line;
+    std::getline(text, line);
+    *diagnostics = 0;
+    if (line == "an engine") return EngineValidity::kVALID;
+    if (line == "a slow engine") return EngineValidity::kSUBOPTIMAL;
+    log_.log(ILogger::Severity::kERROR, "the last word");
+    bool const known = line.rfind("an invalid engine ", 0) == 0;
+    *diagnostics = known ? std::stoull(line.substr(18)) : std::uint64_t{32};
+    return EngineValidity::kINVALID;
+  }
+#endif
 
  private:
   ILogger& log_;

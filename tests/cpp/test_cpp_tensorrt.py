@@ -13,22 +13,15 @@ import numpy as np
 import pytest
 from cpp_builds import CppBuild, TensorrtBuild
 from cpp_engine import CppEngine, facts
+from engine_files import PROFILES, changed, write_engines
 
 from tide_export import names
-from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo, Profile
-from tide_export.bundle.manifest import Manifest
+from tide_export.bundle.engine_fields import EnginesInfo, PluginsInfo
 from tide_export.bundle.opened import open_bundle
-from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError, ProviderError, TideError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.segmented.network_spec import of_network, specs
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.version import __version__
-
-PROFILES = (
-    *(Profile("decode", 1, 1, 2, 1), Profile("catch-up", 1, 16, 32, 1), Profile("prefill", 1, 512, 1024, 1)),
-    *(Profile("batch-decode", 1, 1, 1, 8), Profile("batch-catch-up", 1, 16, 32, 8)),
-)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +38,6 @@ def bundle(tensorrt: TensorrtBuild, demo_bundle: Path, tmp_path_factory: pytest.
     engines = EnginesInfo("tensorrt", tensorrt.version, ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
     write_engines(bundle, replace(manifest, engines=engines))
     return bundle
-
-
-def write_engines(bundle: Path, manifest: Manifest, wrong: str = "", profiles: tuple[Profile, ...] = PROFILES) -> None:
-    assert manifest.networks is not None
-    (bundle / names.ENGINES_FOLDER).mkdir(exist_ok=True)
-    for name in specs(manifest, manifest.networks):
-        takes = [f"{p.max_tokens} {p.batch_size}" for p in of_network(name, profiles, manifest.networks)]
-        lines = ["an engine", str(bundle / names.network_file(name)), wrong if name == "segment_01" else "", *takes]
-        (bundle / names.engine_file(name)).write_text("\n".join(lines) + "\n")
-    write_manifest(bundle, manifest)
 
 
 @pytest.fixture
@@ -158,12 +141,6 @@ def test_an_engine_that_lists_no_aliases_is_taken(opens, copied: Path) -> None:
     opened = opens(copied)
     opened.start([0.5] * 3).step([1, 2, 3])
     opened.close()
-
-
-def changed(bundle: Path, **changes: Any) -> None:
-    manifest = open_bundle(bundle, verify=False).manifest
-    assert manifest.engines is not None
-    write_manifest(bundle, replace(manifest, engines=replace(manifest.engines, **changes)))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 #include "bundle/verification.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "bundle/sha256.h"
+#include "bundle/user_cache.h"
 
 namespace tide {
 namespace {
@@ -22,16 +22,8 @@ constexpr std::size_t kKept = 1000;       // notes; a file whose note is gone is
 
 // The empty file that says that `file` was verified; none where there is no home.
 fs::path note_of(BundleFile const& file, FileInfo const& expected) {
-  char const* const cache = std::getenv("XDG_CACHE_HOME");
-  char const* const home = std::getenv("HOME");
-  fs::path folder;
-  if (cache != nullptr && *cache != '\0') {
-    folder = cache;
-  } else if (home != nullptr && *home != '\0') {
-    folder = fs::path(home) / ".cache";
-  } else {
-    return {};
-  }
+  fs::path const folder = user_cache();
+  if (folder.empty()) return {};
   std::string const text = file.identity() + " " + expected.sha256;
   std::size_t at = 0;
   std::string const name = sha256([&](char* to, std::size_t size) {
@@ -40,7 +32,7 @@ fs::path note_of(BundleFile const& file, FileInfo const& expected) {
     at += count;
     return count;
   });
-  return folder / "tide_export" / "verified" / name;
+  return folder / "verified" / name;
 }
 
 // Removes all but the newest notes.

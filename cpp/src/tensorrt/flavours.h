@@ -5,6 +5,7 @@
 #include <NvInferRuntime.h>
 #include <NvInferVersion.h>
 
+#include <functional>
 #include <string>
 
 namespace tide {
@@ -17,16 +18,21 @@ constexpr char const* kFlavour = "tensorrt";
 inline std::string library_file() { return "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR); }
 #endif
 
+// Checks an engine's header before the engine is loaded, where the flavour can.
+//
+// data: the engine. path: for messages. last_error: returns the last one that the library logged. log: receives a
+// sentence if the engine would run, but slower than one built here.
+//
+// Throws ProviderError: it cannot run on this machine, and why. BundleError: it is no engine, or its header is damaged.
+void check_header(nvinfer1::IRuntime const& runtime, std::string const& data, std::string const& path,
+                  std::function<std::string()> const& last_error, std::function<void(std::string const&)> const& log);
+
 // Configures an execution context: the caller provides its working memory and records its CUDA graphs. By default
 // TensorRT for RTX records graphs itself, and specializes kernels while unspecialized ones run, which a recording would
 // keep; here it specializes them first.
-inline void configure(nvinfer1::IRuntimeConfig& config) {
-  config.setExecutionContextAllocationStrategy(nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED);
-#ifdef TRT_MAJOR_RTX
-  config.setCudaGraphStrategy(nvinfer1::CudaGraphStrategy::kDISABLED);
-  config.setDynamicShapesKernelSpecializationStrategy(
-      nvinfer1::DynamicShapesKernelSpecializationStrategy::kEAGER);
-#endif
-}
+void configure(nvinfer1::IRuntimeConfig& config);
+
+// Whether the next run of a context, whose shapes and addresses are set, may be recorded in a CUDA graph.
+bool capturable(nvinfer1::IExecutionContext const& context, cudaStream_t stream);
 
 }  // namespace tide

@@ -15,6 +15,7 @@
 #include "segmented/cuda.h"
 #include "tensorrt/engines.h"
 #include "tensorrt/flavours.h"
+#include "tensorrt/kernel_cache.h"
 #include "tensorrt/plugins.h"
 #include "segmented/backend.h"
 #include "formatting.h"
@@ -197,8 +198,8 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
 // One engine with its execution contexts on one device.
 class TrtNetwork final : public Network {
  public:
-  TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory)
-      : engine_(engine), device_(device), memory_(std::move(memory)) {}
+  TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory, KernelCache const& kernels)
+      : engine_(engine), device_(device), memory_(std::move(memory)), kernels_(kernels) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
     nvinfer1::IExecutionContext& execution = context(pick_profile(engine_.profiles, tokens));
@@ -209,6 +210,9 @@ class TrtNetwork final : public Network {
         require(execution.setInputShape(name, dims_of(tensors[i].dims(tokens))), "the shape of ", name);
       }
       require(execution.setTensorAddress(name, addresses[i]), "the address of ", name);
+    }
+    if (!device_.recording() && !capturable(execution, device_.stream())) {
+      device_.end_recording(kTitle + " cannot record runs of " + engine_.spec.name);
     }
     require(execution.enqueueV3(device_.stream()), "a run over ", std::to_string(tokens) + " tokens");
   }
@@ -228,6 +232,7 @@ class TrtNetwork final : public Network {
     created.config.reset(engine_.engine->createRuntimeConfig());
     require(created.config != nullptr, "a runtime configuration", "");
     configure(*created.config);
+    kernels_.attach(*created.config);
     created.context.reset(engine_.engine->createExecutionContext(created.config.get()));
     require(created.context != nullptr, "an execution context", "");
     created.context->setDeviceMemoryV2(memory_.address, static_cast<std::int64_t>(memory_.size));
@@ -245,6 +250,7 @@ class TrtNetwork final : public Network {
   LoadedEngine const& engine_;
   CudaDevice& device_;
   Buffer memory_;
+  KernelCache const& kernels_;
   std::map<std::size_t, Context> contexts_;
 };
 
@@ -254,13 +260,15 @@ struct Engines {
   int gpu = 0;
   std::unique_ptr<nvinfer1::IRuntime> runtime;
   std::vector<LoadedEngine> engines;  // in the order of `network_specs`
-  std::size_t memory = kAlignment;    // bytes of working memory, the largest engine's
+  std::unique_ptr<KernelCache> kernels;
+  std::size_t memory = kAlignment;  // bytes of working memory, the largest engine's
 
-  void load(NetworkSpec const& spec, Bundle const& bundle) {
+  void load(NetworkSpec const& spec, Bundle const& bundle, std::function<void(std::string const&)> const& warn) {
     BundleFile const& file = bundle.file(engine_file(spec.name));
     std::filesystem::path const& path = file.path();
     std::string const data = file.read();
     LoadedEngine loaded{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
+    check_header(*runtime, data, path.string(), [this] { return log.last(); }, warn);
     loaded.engine.reset(runtime->deserializeCudaEngine(data.data(), data.size()));
     if (loaded.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.last());
     check_engine(loaded, path.string());
@@ -273,7 +281,7 @@ struct Engines {
     Buffer const working = device->allocate(memory);
     DeviceNetworks opened;
     for (LoadedEngine const& engine : engines) {
-      opened.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working));
+      opened.networks.push_back(std::make_unique<TrtNetwork>(engine, *device, working, *kernels));
     }
     opened.device = std::move(device);
     return opened;
@@ -303,7 +311,8 @@ std::shared_ptr<Backend> open_engines(Bundle bundle, std::string const& flavour,
   loaded->runtime.reset(library.runtime(loaded->log));
   if (loaded->runtime == nullptr) throw ProviderError(kTitle + " cannot be started: " + loaded->log.last());
   std::vector<NetworkSpec> specs = network_specs(bundle.manifest);
-  for (NetworkSpec const& spec : specs) loaded->load(spec, bundle);
+  for (NetworkSpec const& spec : specs) loaded->load(spec, bundle, log);
+  loaded->kernels = std::make_unique<KernelCache>(*loaded->engines.front().engine, version, gpu, log);
   return std::make_shared<SegmentBackend>(std::move(bundle), flavour, std::move(specs),
                                           [loaded] { return loaded->open_device(); });
 }

@@ -1,0 +1,111 @@
+#include "tensorrt/kernel_cache.h"
+
+#include <NvInferVersion.h>
+
+#ifdef TRT_MAJOR_RTX
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <cctype>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+
+#include "bundle/user_cache.h"
+#include "formatting.h"
+#include "tensorrt/flavours.h"
+
+namespace tide {
+namespace {
+
+namespace fs = std::filesystem;
+
+// The GPU's name as part of a file's name, such as `NVIDIA-H100-PCIe`; "none" where there is none.
+std::string device_name(int gpu) {
+  cudaDeviceProp properties{};
+  if (cudaGetDeviceProperties(&properties, gpu) != cudaSuccess) return "none";
+  std::string name;
+  for (char const* at = properties.name; *at != '\0'; ++at) {
+    bool const kept = std::isalnum(static_cast<unsigned char>(*at)) != 0 || *at == '.';
+    if (kept) name += *at;
+    if (!kept && !name.empty() && name.back() != '-') name += '-';
+  }
+  if (!name.empty() && name.back() == '-') name.pop_back();
+  return name;
+}
+
+}  // namespace
+
+struct KernelCache::Kernels {
+  fs::path path;       // of the file; empty: there is no home
+  std::string stored;  // what is in it; empty: nothing of use
+  std::unique_ptr<nvinfer1::IRuntimeCache> cache;
+
+  void read(std::function<void(std::string const&)> const& log) {
+    std::ifstream file(path, std::ios::binary);
+    stored.assign(std::istreambuf_iterator<char>(file), {});
+    if (stored.empty() || cache->deserialize(stored.data(), stored.size())) return;
+    log("the kernels in " + quoted(path) +
+        " are damaged, or of another GPU, driver or version: they are compiled again");
+    stored.clear();
+  }
+
+  // Replaces the file, if there is anything new; a cache that cannot be saved is not worth an error.
+  void save() const {
+    std::unique_ptr<nvinfer1::IHostMemory> const data(cache->serialize());
+    if (path.empty() || data == nullptr) return;
+    std::string const kernels(static_cast<char const*>(data->data()), data->size());
+    std::error_code ignored;
+    fs::create_directories(path.parent_path(), ignored);
+    std::string part = path.string() + "XXXXXX";
+    int const descriptor = kernels == stored ? -1 : mkstemp(part.data());
+    if (descriptor < 0) return;
+    close(descriptor);
+    std::ofstream file(part, std::ios::binary);
+    file << kernels;
+    file.close();
+    if (!file || std::rename(part.c_str(), path.c_str()) != 0) fs::remove(part, ignored);
+  }
+};
+
+KernelCache::KernelCache(nvinfer1::ICudaEngine& engine, std::string const& version, int gpu,
+                         std::function<void(std::string const&)> const& log) {
+  std::unique_ptr<nvinfer1::IRuntimeConfig> const config(engine.createRuntimeConfig());
+  if (config == nullptr) return;
+  std::unique_ptr<nvinfer1::IRuntimeCache> cache(config->createRuntimeCache());
+  if (cache == nullptr) return;
+  fs::path const folder = user_cache();
+  std::string const file = std::string(kFlavour) + "-" + version + "-" + device_name(gpu) + ".kernels";
+  kernels_.reset(new Kernels{folder.empty() ? fs::path() : folder / file, "", std::move(cache)});
+  kernels_->read(log);
+}
+
+KernelCache::~KernelCache() {
+  try {
+    if (kernels_ != nullptr) kernels_->save();
+  } catch (...) {  // no memory: they are compiled again
+  }
+}
+
+void KernelCache::attach(nvinfer1::IRuntimeConfig& config) const {
+  if (kernels_ != nullptr) config.setRuntimeCache(*kernels_->cache);
+}
+
+}  // namespace tide
+
+#else
+
+namespace tide {
+
+struct KernelCache::Kernels {};
+
+KernelCache::KernelCache(nvinfer1::ICudaEngine&, std::string const&, int,
+                         std::function<void(std::string const&)> const&) {}
+KernelCache::~KernelCache() = default;
+void KernelCache::attach(nvinfer1::IRuntimeConfig&) const {}
+
+}  // namespace tide
+
+#endif

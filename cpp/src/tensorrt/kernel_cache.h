@@ -1,0 +1,35 @@
+// Keeps the kernels that TensorRT for RTX compiles where engines are loaded, for all contexts and the next process, in the
+// file that the Python package uses (tide_export/runtime/tensorrt/kernel_cache.py). TensorRT for RTX accepts a file only
+// of its own version and of this GPU and driver. TensorRT compiles none there: nothing is kept.
+#pragma once
+
+#include <NvInferRuntime.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace tide {
+
+class KernelCache {
+ public:
+  // Reads what earlier processes have compiled.
+  //
+  // engine: any that uses the cache; the GPU must be in use already. version: of the library. gpu: its number. log:
+  // receives a sentence if the file is of no use here.
+  KernelCache(nvinfer1::ICudaEngine& engine, std::string const& version, int gpu,
+              std::function<void(std::string const&)> const& log);
+  KernelCache(KernelCache const&) = delete;
+  KernelCache& operator=(KernelCache const&) = delete;
+  // Saves the kernels, if there are new ones; the contexts that compile them must be gone.
+  ~KernelCache();
+
+  // Makes a configuration of execution contexts use the cache.
+  void attach(nvinfer1::IRuntimeConfig& config) const;
+
+ private:
+  struct Kernels;
+  std::unique_ptr<Kernels> kernels_;  // none: not of this flavour
+};
+
+}  // namespace tide
