@@ -70,9 +70,13 @@ def test_a_scaled_head_is_not_taken_for_a_product(demo, monkeypatch):
     assert PartialHead(demo)._rows is None
 
 
-def test_bfloat16_only_where_the_device_has_it(monkeypatch):
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False)
-    assert fast_dtype(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert fast_dtype(torch.device("cpu")) is torch.bfloat16
+@pytest.mark.parametrize(("seconds", "dtype"), [(0.5, torch.bfloat16), (0.9, None), (2.0, None)])
+def test_bfloat16_only_where_its_products_are_faster(monkeypatch, seconds, dtype):
+    fast_dtype.cache_clear()
+    monkeypatch.setattr(lens_loss, "product_seconds", lambda kind: seconds if kind is torch.bfloat16 else 1.0)
+    assert fast_dtype(torch.device("cpu")) is dtype
+    fast_dtype.cache_clear()
+
+
+def test_a_product_takes_time():
+    assert 0 < lens_loss.product_seconds(torch.float32) < 1

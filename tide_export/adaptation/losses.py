@@ -62,8 +62,9 @@ def accumulate_gradients(
 ) -> dict[int, torch.Tensor]:
     """Adds the gradient of the batch's loss to the parameters of `source`.
 
-    Logits exist for a block of tokens at a time: their gradient is accumulated on the states, and the layers' backward
-    pass follows once.
+    Logits exist for a block of tokens and one depth at a time. The gradient of a cross entropy by its logits, the
+    softmax less the target, is written down instead of recorded, which takes half of the passes over [n, V]; it is
+    accumulated on the states, and the layers' backward pass follows once.
 
     Args:
         states: layers -> raw states [B, S, D] with their graph, of every exit in `weights` and of full depth.
@@ -79,21 +80,25 @@ def accumulate_gradients(
     teacher, teacher_states = original[0], original[1].flatten(0, 1)[positions]
     leaves = {layers: state.detach().flatten(0, 1)[positions].requires_grad_() for layers, state in states.items()}
     sums = {layers: torch.zeros((), device=labels.device) for layers in states}
+    kept, learned = config.full_weight * (1 - config.label_share), config.full_weight * config.label_share
     for rows in blocks(source, len(positions)):
         with torch.no_grad():
-            expected = _log_probabilities(teacher, teacher_states[rows])
-        full = _log_probabilities(source, leaves[source.num_layers][rows])
-        divergence = (expected.exp() * (expected - full)).sum()
-        next_token = torch.nn.functional.nll_loss(full, labels[rows], ignore_index=-100, reduction="sum")
-        kept = config.full_weight * (1 - config.label_share) * divergence
-        loss = kept + config.full_weight * config.label_share * next_token
-        sums[source.num_layers] += divergence.detach()
-        target = full.detach().exp()
+            original_log = _logits(teacher, teacher_states[rows]).log_softmax(-1)
+        logits = _logits(source, leaves[source.num_layers][rows])
+        log = logits.detach().log_softmax(-1)
+        expected, target = original_log.exp(), log.exp()
+        sums[source.num_layers] += torch.linalg.vecdot(expected, original_log.sub_(log)).sum()
+        labelled = labels[rows] != -100
+        gradient = target * (kept + learned * labelled)[:, None]
+        gradient.sub_(expected, alpha=kept)
+        gradient[labelled, labels[rows][labelled]] -= learned
+        logits.backward(gradient.div_(tokens))
+        del logits, log, gradient, expected
         for layers, weight in weights.items():
-            early = -(target * _log_probabilities(source, leaves[layers][rows])).sum()
-            sums[layers] += early.detach()
-            loss = loss + weight * early
-        (loss / tokens).backward()
+            logits = _logits(source, leaves[layers][rows])
+            log = logits.detach().log_softmax(-1)
+            sums[layers] -= torch.linalg.vecdot(target, log).sum()
+            logits.backward(log.exp_().sub_(target).mul_(weight / tokens))
     gradients = []
     for layers, state in states.items():
         gradient = torch.zeros_like(state).flatten(0, 1)
@@ -103,6 +108,6 @@ def accumulate_gradients(
     return sums
 
 
-def _log_probabilities(source: SourceModel, raw: torch.Tensor) -> torch.Tensor:
-    """Computes float32 log-probabilities [n, V] of raw states [n, D]."""
-    return source.head(source.normalize(raw)[None])[0].float().log_softmax(-1)
+def _logits(source: SourceModel, raw: torch.Tensor) -> torch.Tensor:
+    """Computes float32 logits [n, V] of raw states [n, D]."""
+    return source.head(source.normalize(raw)[None])[0].float()
