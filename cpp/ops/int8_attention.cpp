@@ -2,6 +2,13 @@
 
 #include <cmath>
 
+#if defined(__x86_64__)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of GCC 12's own header
+#endif
+#include <immintrin.h>
+#endif
+
 #include "targets.h"
 
 namespace tide_ops {
@@ -9,6 +16,7 @@ namespace {
 
 using Kernel = Int8AttentionKernel;
 constexpr std::int64_t kBlock = 64;                     // keys widened at a time
+constexpr std::int64_t kAhead = 2048;                    // bytes from keys that are read to those that are prefetched
 constexpr float kLowest = -1e30f, kHidden = -2 * 1e30f;  // of all scores; of a key that a query does not attend to
 
 #define TIDE_KERNEL "int8_attention.inc"

@@ -68,7 +68,7 @@ class Int8Attention(ctypes.Structure):
 
 
 @pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 8), (9, 3, 64), (7, 1, 40)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 8), (9, 3, 64), (2, 2, 32), (7, 1, 40)])
 def test_a_kernel(operator_library: Path, instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> None:
     library = load_operators(operator_library)
     rng, total, width = np.random.default_rng(0), 530, -(-head_dim // 16) * 16
