@@ -72,13 +72,14 @@ def test_the_program_says_which_mode_it_took(tmp_path: Path, cpp: CppBuild) -> N
     assert mode("--ids", "5,1", "--mode", "lossless") == "lossless"
 
 
-@pytest.mark.parametrize("slots", [None, 2, 8])
+@pytest.mark.parametrize(("mode", "slots"), [("exit", None), ("exit", 2), ("exit", 8), ("lossless", 2)])
 def test_both_languages_take_the_same_mode_for_several(
-    tmp_path: Path, tiny_llama: TinyLlama, cpp: CppBuild, slots: int | None
+    tmp_path: Path, tiny_llama: TinyLlama, cpp: CppBuild, mode: str, slots: int | None
 ) -> None:
     folder = Path(shutil.copytree(tiny_llama.exact, tmp_path / "b"))
     opened = load(folder, threads=1)
-    auto = replace(EXIT, thresholds=(0.5,) * len(opened.manifest.checkpoints), slots=slots)
+    auto = replace(EXIT, mode=mode, lossless_speedup=1.5, slots=slots)
+    auto = replace(auto, thresholds=(0.5,) * len(opened.manifest.checkpoints))
     replace_manifest(opened.bundle, replace(opened.manifest, auto=auto))
     engine = load(folder, threads=1)
     for count in (1, 2, 3):
@@ -87,7 +88,7 @@ def test_both_languages_take_the_same_mode_for_several(
         done = subprocess.run([cpp.program, folder, *ids, "--max-new-tokens", "16"], capture_output=True, check=True)
         answer = json.loads(done.stdout)
         expected = [one.tokens for one in engine.generate(prompts, max_new_tokens=16)]
-        assert answer["mode"] == ("exit" if count <= (slots or 1) else "full")
+        assert answer["mode"] == (mode if count <= (slots or 1) else "full")
         assert ([answer["tokens"]] if count == 1 else [one["tokens"] for one in answer["sequences"]]) == expected
 
 

@@ -1,12 +1,20 @@
-"""What /metrics counts: requests, tokens, the prefix cache and the audit."""
+"""What /metrics counts: requests and their modes, tokens, the prefix cache and the audit."""
 
+import logging
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from running_server import GREEDY, PROMPT, Running, text_of
 
+from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.store import replace_manifest
 from tide_export.runtime.engine import Engine
+
+EXIT = AutoMode("exit", (0.3, 0.3, 0.3), 0.02, "cpu", 1.25, 1.2, "a processor, 2 threads", {})
 
 
 def value_of(server: Running, name: str) -> float:
@@ -38,7 +46,7 @@ def test_metrics_count(server: Running) -> None:
     names += [
         'tide_tokens_total{layer="12"}',
         "tide_first_token_seconds_count",
-        'tide_generations_total{reason="length"}',
+        'tide_generations_total{mode="full",reason="length"}',
     ]
     before = [value_of(server, name) for name in names]
     done = server.openai.completions.create(prompt=PROMPT, **GREEDY)
@@ -62,5 +70,36 @@ def test_the_audit_is_in_the_metrics(chat_bundle: Path, engine: Engine) -> None:
         assert raises == 0
         lower, upper = (value_of(running, f"tide_audit_disagreement_{side}_bound") for side in ("lower", "upper"))
         assert 0 <= lower <= different / 24 < upper <= 1
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize(
+    ("auto", "mode"),
+    [
+        (EXIT, "full"),
+        (replace(EXIT, slots=2), "full"),
+        (replace(EXIT, slots=4), "exit"),
+        (replace(EXIT, mode="lossless", slots=4), "lossless"),
+    ],
+)
+def test_mode_auto_is_what_was_measured_for_so_many_slots(
+    chat_bundle: Path, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, auto: AutoMode, mode: str
+) -> None:
+    folder = Path(shutil.copytree(chat_bundle, tmp_path / "demo"))
+    replace_manifest(replace(engine.bundle, path=folder), replace(engine.manifest, auto=auto))
+    ids = engine.tokenizer.encode(PROMPT)
+    full, exits = (
+        text_of(engine, ids, max_new_tokens=24, **options)
+        for options in ({"mode": "full"}, {"mode": "exit", "threshold": list(auto.thresholds), "min_layers": 0})
+    )
+    assert full != exits
+    with caplog.at_level(logging.INFO, "tide_export.scheduling"):
+        running = Running(folder, slots=3)
+    try:
+        done = running.openai.completions.create(prompt=PROMPT, model="demo", temperature=0, max_tokens=24)
+        assert done.choices[0].text == (exits if mode == "exit" else full)
+        assert value_of(running, f'tide_generations_total{{mode="{mode}",reason="length"}}') == 1
+        assert f"3 slots, mode {mode} by default: mode auto is {auto.mode}, " in caplog.text
     finally:
         running.stop()

@@ -14,7 +14,9 @@ from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.tuning import auto
 from tide_export.tuning.auto import exit_speedup, measure_auto, with_exits, with_lossless
+from tide_export.tuning.request import LosslessRequest
 
+DRAFTS = LosslessRequest(dataset="text", threads=2, new_tokens=40, temperature=0.3)
 POINT = {"epsilon": 0.02, "thresholds": [0.7, 0.8, 1.0], "changed": 0.01, "layers": 9.0, "saved": 0.2, "tokens": 5000}
 
 
@@ -136,11 +138,12 @@ def test_tune_of_one_mode_keeps_what_is_known_of_the_other(engine: Engine, speed
     assert (exits.mode, exits.epsilon, exits.thresholds) == ("exit", 0.05, (0.5, 0.6, 0.7))
     tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=exits)), engine.backend)
     for speedup, mode in ((1.5, "lossless"), (1.2, "exit"), (None, "exit")):
-        both = with_lossless(tuned, speedup, 2)
+        both = with_lossless(tuned, speedup, DRAFTS, [])
         assert (both.mode, both.lossless_speedup, both.exit_speedup) == (mode, speedup, 1.3)
         assert both.thresholds == exits.thresholds
     drafting = Engine(
-        replace(engine.bundle, manifest=replace(engine.manifest, auto=with_lossless(engine, 1.4, 2))), engine.backend
+        replace(engine.bundle, manifest=replace(engine.manifest, auto=with_lossless(engine, 1.4, DRAFTS, []))),
+        engine.backend,
     )
     nothing = with_exits(drafting, (1.0,) * 3, 0.01, 2)
     assert (nothing.mode, nothing.exit_speedup, nothing.lossless_speedup) == ("lossless", None, 1.4)
@@ -171,7 +174,32 @@ def test_several_exit_where_they_pay_for_all_fewer(
     assert asked == [[("full", None), ("exit", (0.5, 0.6, 0.7))]] * len(speeds)
     tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=record)), engine.backend)
     assert with_exits(tuned, (0.5, 0.6, 0.7), 0.05, 2).slots is None, "of other thresholds"
-    assert with_lossless(tuned, 1.2, 2).slots == expected
-    assert with_lossless(tuned, 1.5, 2).slots is None, "they were measured in mode exit"
+    kept = with_lossless(tuned, 1.2, DRAFTS, [])
+    assert (kept.slots, kept.evidence) == (expected, record.evidence)
+    drafting = with_lossless(tuned, 1.5, DRAFTS, [])
+    assert (drafting.slots, "slots" in drafting.evidence) == (None, False), "they were measured in mode exit"
     speed[0], asked[:] = 1.0, []
     assert (with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2, (4,)).slots, asked) == (None, []), "it does not pay for one"
+
+
+def test_several_draft_where_they_pay_for_all_fewer(
+    engine: Engine, speed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, speeds = [], {2: 1.4, 4: 1.02, 8: 0.97}
+
+    def stand_in(_: Engine, modes: list[GenerationConfig], prompts: Any, slots: int) -> float:
+        asked.append(([mode.mode for mode in modes], {mode.max_new_tokens for mode in modes}, prompts))
+        assert {mode.temperature for mode in modes} == {0.3}
+        return speeds[slots]
+
+    monkeypatch.setattr(auto, "slot_speedup", stand_in)
+    request = replace(DRAFTS, slots=(8, 2, 4))
+    record = with_lossless(engine, 1.5, request, [[5], [7]])
+    assert (record.mode, record.slots, record.evidence["slots"]) == ("lossless", 4, {"2": 1.4, "4": 1.02, "8": 0.97})
+    assert asked == [(["full", "lossless"], {40}, [[5], [7]])] * 3
+    tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=record)), engine.backend)
+    kept = with_exits(tuned, (0.5, 0.6, 0.7), 0.05, 2, (4,))
+    assert (kept.mode, kept.slots, kept.evidence["slots"]) == ("lossless", 4, record.evidence["slots"])
+    asked.clear()
+    assert (with_lossless(tuned, None, request, [[5]]).slots, asked) == (None, []), "it does not pay for one"
+    assert (with_lossless(tuned, 1.5, DRAFTS, [[5]]).slots, asked) == (None, []), "of other drafts"

@@ -10,7 +10,7 @@ import tide_export
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import TuneError
-from tide_export.tuning import lossless
+from tide_export.tuning import auto, lossless
 from tide_export.tuning.replay import Setting, StepCosts
 from tide_export.tuning.request import LosslessRequest
 
@@ -31,8 +31,9 @@ def bundle(demo_bundle: Path, tmp_path: Path) -> Path:
 
 def test_what_pays_is_stored_and_used(capsys, bundle: Path, monkeypatch) -> None:
     monkeypatch.setattr(lossless, "step_costs", lambda engine, ids: CHEAP)
-    monkeypatch.setattr(lossless, "MIN_SPEEDUP", 0.0)  # times are noise here; what they decide is tested below
-    assert main(["tune", str(bundle), *QUICK, "--json"]) == 0
+    for module, limit in ((lossless, "MIN_SPEEDUP"), (auto, "PAYS")):
+        monkeypatch.setattr(module, limit, 0.0)  # times are noise here; what they decide is tested below
+    assert main(["tune", str(bundle), *QUICK, "--slots", "2", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     drafting = open_bundle(bundle).manifest.drafting
     assert drafting is not None
@@ -47,6 +48,9 @@ def test_what_pays_is_stored_and_used(capsys, bundle: Path, monkeypatch) -> None
     out = engine.generate(ids, max_new_tokens=40, mode="lossless", stop_token_ids=[])
     assert out.tokens == engine.generate(ids, max_new_tokens=40, mode="full", stop_token_ids=[]).tokens
     assert out.stats.drafted
+    assert (engine.auto.mode, engine.auto.slots, list(engine.auto.evidence["slots"])) == ("lossless", 2, ["2"])
+    (auto_mode,) = engine.generate([ids], max_new_tokens=40, stop_token_ids=[])
+    assert (auto_mode.tokens, auto_mode.stats.drafted > 0) == (out.tokens, True)
     # Quality is not touched: exit mode's thresholds are what they were.
     assert engine.manifest.thresholds == open_bundle(bundle).manifest.thresholds
 
@@ -78,6 +82,7 @@ def test_expected_but_not_measured_does_not_pay(capsys, bundle: Path, monkeypatc
 
 def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypatch) -> None:
     engine = tide_export.load(demo_bundle, threads=1)
+    drafting = engine.drafting_as(Setting((0.5,) * 3, 4, 0, 2.0).drafting(CHEAP, {}))
     decode = lossless._decode
     monkeypatch.setattr(
         lossless,
@@ -86,7 +91,7 @@ def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypa
     )
     request = LosslessRequest(dataset="", prompts=2, new_tokens=8, temperature=0)
     with pytest.raises(TuneError, match=r"another token than full depth at position \d after prompt 0"):
-        lossless._compare(engine, [[50, 60, 70]], request, Setting((0.5,) * 3, 4, 0, 2.0), CHEAP)
+        lossless._compare(engine, drafting, [[50, 60, 70]], request)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class AutoMode:
     lossless_speedup: float | None
     machine: str  # processor and number of threads
     evidence: dict[str, Any]  # what was measured on which text
-    slots: int | None = None  # mode exit: sequences at once for which it was faster too; None, not written: one
+    slots: int | None = None  # sequences at once for which `mode` was faster too; None, not written: one
 
     def of(self, slots: int) -> "AutoMode | None":
         """What mode `auto` is for so many sequences at once; None: full depth, as nothing else was measured to pay."""
@@ -51,11 +51,9 @@ def sentence(auto: AutoMode | None) -> str:
 
 def _of_several(auto: AutoMode) -> str:
     known = auto.evidence.get("slots")
-    pairs = known.items() if isinstance(known, dict) and auto.mode == "exit" else ()
+    pairs = known.items() if isinstance(known, dict) else ()
     speeds = " and ".join(f"{speed:.2f}x with {slots}" for slots, speed in pairs if isinstance(speed, float))
     if auto.slots is not None:
         return f"the same for up to {auto.slots} sequences at once{f': {speeds}' if speeds else ''}"
-    reason = f"exits run at {speeds}" if speeds else "not measured"
-    if auto.mode == "exit" and not speeds:
-        reason += " (tide-export tune --slots does)"
+    reason = f"there it runs at {speeds}" if speeds else "not measured (tide-export tune --slots does)"
     return f"full depth for several sequences at once: {reason}"

@@ -268,7 +268,7 @@ def _check(manifest: Manifest, source: str) -> None:
             measured = auto.mode != name or getattr(auto, f"{name}_speedup") is not None
             require(measured, f"auto.{name}_speedup", f"is missing for mode {name}")
         require(auto.slots is None or auto.slots >= 2, "auto.slots", "must be 2 or more")
-        require(auto.slots is None or auto.mode == "exit", "auto.slots", "is for mode exit")
+        require(auto.slots is None or auto.mode != "full", "auto.slots", "is for modes exit and lossless")
     require(manifest.min_layers >= 0, "min_layers", "must be 0 or more")
     require(manifest.max_pending >= 0, "max_pending", "must be 0 or more")
     require(

@@ -262,7 +262,7 @@ def _add_tune(commands) -> None:
         "--slots",
         type=whole_numbers,
         metavar="N,N",
-        help="sequences at once, 2 or more, for which it is measured too whether exits pay; only exit (none)",
+        help="sequences at once, 2 or more, for which it is measured too whether the mode pays (none)",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of the draw of prompts (0)")
     parser.add_argument("--threads", type=int, metavar="N")

@@ -22,7 +22,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self._registry}
         self.requests = Counter("tide_requests", "Requests, by path and HTTP status.", ["path", "status"], **own)
-        self._ended = Counter("tide_generations", "Generations that ended, by reason.", ["reason"], **own)
+        ends = "Generations that ended, by the mode they were decoded in and reason."
+        self._ended = Counter("tide_generations", ends, ["mode", "reason"], **own)
         self._prompt = Counter("tide_prompt_tokens", "Tokens of prompts.", **own)
         self._cached = Counter("tide_cached_prompt_tokens", "Tokens of prompts from the prefix cache.", **own)
         self._hits = Counter("tide_prefix_cache_hits", "Requests that began with what was cached.", **own)
@@ -44,7 +45,7 @@ class Metrics:
     def ended(self, reason: str, handle: RequestHandle) -> None:
         """Counts a generation that has ended."""
         stats, cached = handle.stats, handle.cached_tokens
-        self._ended.labels(reason).inc()
+        self._ended.labels(handle.mode, reason).inc()
         self._prompt.inc(stats.prompt_tokens)
         self._cached.inc(cached)
         self._hits.inc(cached > 0)

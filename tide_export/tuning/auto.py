@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import ceil
@@ -25,6 +25,7 @@ from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.thresholds.resolve import MAX_THRESHOLD
+from tide_export.tuning.request import LosslessRequest
 from tide_export.tuning.slots import slot_speedup
 
 logger = logging.getLogger("tide_export")
@@ -94,36 +95,72 @@ def with_exits(
     Args:
         slots: sequences at once that they are measured for, too, where they pay for one.
     """
-    known = engine.auto or _unmeasured(engine.manifest, epsilon, threads)
     pays = any(value < MAX_THRESHOLD for value in thresholds)
-    auto = chosen(
-        replace(
-            known,
-            thresholds=tuple(thresholds),
-            epsilon=epsilon,
-            exit_speedup=exit_speedup(engine, thresholds) if pays else None,
-            machine=_machine(threads),
-            evidence=_evidence(
-                "tune", {} if pays else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"}
-            ),
-            slots=None,
-        )
+    auto = _measured_anew(
+        engine.auto or _unmeasured(engine.manifest, epsilon, threads),
+        "exit",
+        thresholds=tuple(thresholds),
+        epsilon=epsilon,
+        exit_speedup=exit_speedup(engine, thresholds) if pays else None,
+        machine=_machine(threads),
+        evidence=_evidence("tune", {} if pays else {"reason": f"no exits are certified for an epsilon of {epsilon:g}"}),
     )
     if auto.mode != "exit" or not slots:
         return auto
     modes, prompts = _modes(thresholds), _prompts(engine)
     new_tokens = max(MIN_NEW_TOKENS, min(NEW_TOKENS, _room(engine.manifest, prompts)))
-    modes = [replace(mode, max_new_tokens=new_tokens) for mode in modes]
-    speedups = {count: slot_speedup(engine, modes, prompts, count) for count in slots}
-    return _for_several(auto, speedups)
+    return _for_several(engine, auto, [replace(mode, max_new_tokens=new_tokens) for mode in modes], prompts, slots)
 
 
-def _for_several(auto: AutoMode, speedups: Mapping[int, float]) -> AutoMode:
-    """`auto`, which is mode exit, for as many sequences at once as it is faster for, as it is for all fewer that were
-    measured."""
+def with_lossless(
+    engine: Engine, speedup: float | None, request: LosslessRequest, prompts: Sequence[list[int]]
+) -> AutoMode:
+    """Adds what `tune --mode lossless` measured of one sequence (None: drafting is off), and measures it for several;
+    what was measured of exits is kept.
+
+    Args:
+        engine: which drafts as was measured.
+        request: says for how many sequences at once, if lossless mode is the fastest for one.
+        prompts: to measure them with.
+    """
+    auto = _measured_anew(
+        engine.auto or _unmeasured(engine.manifest, 0.0, request.threads),
+        "lossless",
+        lossless_speedup=speedup,
+        machine=_machine(request.threads),
+    )
+    if auto.mode != "lossless" or not request.slots:
+        return auto
+    full = GenerationConfig(
+        mode="full", max_new_tokens=request.new_tokens, temperature=request.temperature, stop_token_ids=()
+    )
+    return _for_several(engine, auto, [full, replace(full, mode="lossless")], prompts, request.slots)
+
+
+def _measured_anew(known: AutoMode, mode: str, **measured: Any) -> AutoMode:
+    """`known` with what was measured of `mode`. For several sequences it holds what is known of the other mode alone,
+    while it is that."""
+    auto = chosen(replace(known, slots=None, **measured))
+    evidence = {name: value for name, value in auto.evidence.items() if name != "slots"}
+    if auto.mode == known.mode != mode:
+        several = {name: value for name, value in known.evidence.items() if name == "slots"}
+        return replace(auto, slots=known.slots, evidence=evidence | several)
+    return replace(auto, evidence=evidence)
+
+
+def _for_several(
+    engine: Engine,
+    auto: AutoMode,
+    modes: Sequence[GenerationConfig],
+    prompts: Sequence[list[int]],
+    slots: Sequence[int],
+) -> AutoMode:
+    """`auto` for as many sequences at once as the second of `modes`, which it is for one, is faster than the first for,
+    as it is for all fewer that are measured."""
+    speedups = {count: slot_speedup(engine, modes, prompts, count) for count in sorted(slots)}
     losing = [count for count, speedup in speedups.items() if speedup < PAYS]
     paying = [count for count in speedups if count < min(losing, default=count + 1)]
-    evidence = auto.evidence | {"slots": {str(count): speedups[count] for count in sorted(speedups)}}
+    evidence = auto.evidence | {"slots": {str(count): speedup for count, speedup in speedups.items()}}
     return replace(auto, slots=max(paying, default=None), evidence=evidence)
 
 
@@ -133,18 +170,11 @@ def _modes(thresholds: Sequence[float]) -> list[GenerationConfig]:
     return [full, replace(full, mode="exit", threshold=tuple(thresholds), min_layers=0)]
 
 
-def with_lossless(engine: Engine, speedup: float | None, threads: int | None) -> AutoMode:
-    """Adds what `tune --mode lossless` measured (None: drafting is off); what was measured of exits is kept."""
-    known = engine.auto or _unmeasured(engine.manifest, 0.0, threads)
-    return chosen(replace(known, lossless_speedup=speedup, machine=_machine(threads)))
-
-
 def chosen(auto: AutoMode) -> AutoMode:
     """`auto` with the fastest mode of what was measured; full depth unless another is faster by more than 2 %."""
     speeds = {"lossless": auto.lossless_speedup or 0.0, "exit": auto.exit_speedup or 0.0}
     best = max(speeds, key=lambda mode: speeds[mode])
-    mode = best if speeds[best] >= PAYS else "full"
-    return replace(auto, mode=mode, slots=auto.slots if mode == "exit" else None)
+    return replace(auto, mode=best if speeds[best] >= PAYS else "full")
 
 
 def exit_speedup(engine: Engine, thresholds: Sequence[float]) -> float:

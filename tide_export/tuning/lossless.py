@@ -20,7 +20,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.tuning.auto import with_lossless
 from tide_export.tuning.measure import measure_prompts
 from tide_export.tuning.prompts import Prompts
-from tide_export.tuning.replay import Setting, StepCosts, best_setting, replay, step_costs
+from tide_export.tuning.replay import best_setting, replay, step_costs
 from tide_export.tuning.report import Comparison, LosslessReport
 from tide_export.tuning.request import LosslessRequest
 
@@ -45,14 +45,16 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
     with stage("choosing a setting"):
         setting = best_setting(recorded, costs, prompts.path)
         expected = replay(recorded, costs, prompts.path, setting)
-    measured = Comparison(1.0, 0, 0, 0)
+    measured, tuned = Comparison(1.0, 0, 0, 0), engine.drafting_as(setting.drafting(costs, {}))
     if setting.speedup > 1.0:
-        measured = _compare(engine, prompts.calibration, request, setting, costs)
+        measured = _compare(engine, tuned, prompts.calibration, request)
     pays = measured.speedup >= MIN_SPEEDUP
     if not pays:
         logger.warning(
             "drafting does not pay here: %.2fx measured; lossless mode stays at full depth", measured.speedup
         )
+    with stage("measuring several at once"):
+        auto = with_lossless(tuned, measured.speedup if pays else None, request, prompts.calibration)
     return LosslessReport(
         bundle=str(engine.bundle.path),
         request=request,
@@ -63,7 +65,7 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
         expected=expected,
         measured=measured,
         pays=pays,
-        auto=with_lossless(engine, measured.speedup if pays else None, request.threads),
+        auto=auto,
     )
 
 
@@ -78,12 +80,9 @@ def _decode(engine: Engine, prompt: Sequence[int], request: LosslessRequest, mod
     )
 
 
-def _compare(
-    engine: Engine, prompts: Sequence[Sequence[int]], request: LosslessRequest, setting: Setting, costs: StepCosts
-) -> Comparison:
+def _compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], request: LosslessRequest) -> Comparison:
     """Times full and lossless mode on the same prompts, interleaved. Raises TuneError: the two modes gave different
     greedy tokens. Sampled ones are equal up to rounding, which decides a draw among thousands of unlikely tokens."""
-    tuned = engine.drafting_as(setting.drafting(costs, {}))
     ratios, drafted, accepted, lookup_drafted = [], 0, 0, 0
     with stage("comparing with full depth", total=len(prompts)) as advance:
         for number, prompt in enumerate(prompts):

@@ -29,6 +29,8 @@ class TuneRequest:
         prompts: drawn at most; a third of the documents is for choosing, the others are for testing the choice.
         prompts_per_document: at most. With 1 the prompts are as independent as the documents are.
         prompt_length: tokens before the first position that is scored or generated.
+        slots: sequences at once, 2 or more, for which it is measured as well whether the mode is faster than full
+            depth: mode `auto` is full depth for more than the most that it pays for.
         threads: of ONNX Runtime, as at work; None: one per physical core.
         seed: of the draw of prompts.
         dry_run: leave the bundle as it is.
@@ -42,6 +44,7 @@ class TuneRequest:
     prompts: int
     prompts_per_document: int
     prompt_length: int
+    slots: tuple[int, ...] = ()
     threads: int | None = None
     seed: int = 0
     dry_run: bool = False
@@ -51,6 +54,8 @@ class TuneRequest:
             value = getattr(self, name, None)
             if value is not None:
                 whole_number(name, value, minimum, error=ConfigError)
+        for count in self.slots:
+            whole_number("slots", count, 2, MAX_BATCH_SIZE, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +69,6 @@ class ExitRequest(TuneRequest):
         trust_remote_code: run Python code of `model`, if it has any of its own.
         positions: scored per prompt.
         min_layers: checkpoints with fewer layers never exit; stored too. None: the bundle's.
-        slots: sequences at once, 2 or more, for which it is measured as well whether exits are faster than full depth:
-            mode `auto` is full depth for more than the most that they pay for.
     """
 
     mode = "exit"
@@ -78,14 +81,11 @@ class ExitRequest(TuneRequest):
     model: str | None = None
     trust_remote_code: bool = False
     min_layers: int | None = None
-    slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):
             if not 0 < real_number(name, getattr(self, name), ConfigError) < 1:
                 raise ConfigError(f"{name} must lie between 0 and 1, not {getattr(self, name)!r}")
-        for count in self.slots:
-            whole_number("slots", count, 2, MAX_BATCH_SIZE, error=ConfigError)
         super().__post_init__()
 
     @property

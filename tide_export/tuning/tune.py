@@ -79,13 +79,13 @@ def _check_bundle(engine: Engine, request: ExitRequest | LosslessRequest) -> Non
         )
     if isinstance(request, ExitRequest):
         _check_exits(bundle, request)
-        if max(request.slots, default=0) > engine.max_batch_size:
-            raise ConfigError(
-                f"slots {max(request.slots)}: bundle {bundle.path} decodes at most {engine.max_batch_size} at once"
-            )
         length, counted = request.drawn_length, "positions"
     else:
         length, counted = request.prompt_length + request.new_tokens, "new_tokens"
+    if max(request.slots, default=0) > engine.max_batch_size:
+        raise ConfigError(
+            f"slots {max(request.slots)}: bundle {bundle.path} decodes at most {engine.max_batch_size} at once"
+        )
     if context is not None and length > context:
         raise ConfigError(f"prompt_length and {counted} make {length} tokens but the model's context holds {context}")
     if not request.dry_run and not os.access(bundle.path, os.W_OK):

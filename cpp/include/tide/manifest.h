@@ -102,7 +102,7 @@ struct AutoMode {
   std::string provider;            // that it was measured on; on any other, mode "auto" is full depth
   std::optional<double> exit_speedup, lossless_speedup;  // decoding speed over full depth's; none: not measured
   std::string machine;             // processor and number of threads
-  std::optional<std::int64_t> slots;  // mode exit: sequences at once for which it was faster too; none: one
+  std::optional<std::int64_t> slots;  // sequences at once for which it was faster too; none: one
 
   // Whether this holds for so many sequences at once; if not, mode "auto" is full depth.
   bool is_of(std::int64_t sequences) const { return sequences <= slots.value_or(1); }

@@ -280,7 +280,7 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
     require(measured.mode != "lossless" || measured.lossless_speedup, "auto.lossless_speedup",
             "is missing for mode lossless");
     require(measured.slots.value_or(2) >= 2, "auto.slots", "must be 2 or more");
-    require(!measured.slots || measured.mode == "exit", "auto.slots", "is for mode exit");
+    require(!measured.slots || measured.mode != "full", "auto.slots", "is for modes exit and lossless");
   }
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");

@@ -38,6 +38,11 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         self.error: GenerationError | None = None
 
     @property
+    def mode(self) -> str:
+        """That it is decoded in; where none was named what mode `auto` is for the scheduler's slots."""
+        return self._job.request.config.mode
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """None until it has ended."""
         return self._job.progress.finish_reason

@@ -95,7 +95,7 @@ class Scheduler:
         self._bundle, self._batch = bundle, batch
         # By its slots, however many are taken: tokens must not depend on the load.
         self._auto = None if auto is None else auto.of(min(limits.slots, batch.free_slots))
-        self._auto_sentence = sentence(auto)
+        self._auto_sentence = f"{'full' if self._auto is None else self._auto.mode} by default: {sentence(auto)}"
         self._propagates = bundle.manifest.kv_cache_strategy == PROPAGATE
         self._prefixes = open_prefix_cache(bundle.manifest, batch, limits.prefix_cache_bytes)
         self._waiting = deque[tuple[Job, RequestHandle]]()
@@ -188,7 +188,7 @@ class Scheduler:
 
     def start(self) -> "Scheduler":
         """Lets a thread do the steps until `close`; logs what mode `auto` is."""
-        logger.info("%d slots; %s", self.limits.slots, self._auto_sentence)
+        logger.info("%d slots, mode %s", self.limits.slots, self._auto_sentence)
         self._thread = threading.Thread(target=self._work, name="tide-scheduler", daemon=True)
         self._thread.start()
         return self
