@@ -17,7 +17,7 @@ from tide_export.adaptation.losses import Batch, accumulate_gradients, exit_weig
 from tide_export.adaptation.training import learning_rate
 from tide_export.calibration.distributed import Processes
 from tide_export.config import TideConfig
-from tide_export.errors import AdaptError, ConfigError
+from tide_export.errors import AdaptError, ConfigError, TideError
 from tide_export.model.source import wrap_model
 from tide_export.pipeline.flow import export
 from tide_export.runtime.engine import load
@@ -103,6 +103,38 @@ def test_the_output_is_a_plain_model(trained, model: Path) -> None:
     }
     assert [entry.name for entry in output.parent.iterdir()] == ["model"]  # the state to resume from is gone
     assert "agrees after 2 layers" in report.render()
+
+
+def test_measured_on_text_of_its_own(model: Path, text: str, tmp_path: Path) -> None:
+    rows = [json.dumps({"text": "def f(x):\n    return x\n" * 40})] * 2
+    (tmp_path / "other.jsonl").write_text("\n".join(rows))
+    settings = config(text, tokens=2 * 4 * 32, held_out=str(tmp_path / "other.jsonl"), held_out_tokens=64)
+    report = adapt(str(model), tmp_path / "out", settings)
+    assert report is not None
+    assert report.before.tokens == 64
+    assert report.settings["held_out_text"] != report.settings["text"]
+
+
+@pytest.mark.parametrize("fast", [torch.bfloat16, None])
+def test_automatic_precision_stays_what_it_was(
+    fast, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, step = list[bool](), training.Trainer._step
+
+    def interrupted(trainer):
+        used.append(trainer.bf16)
+        if len(used) == 2:
+            raise KeyboardInterrupt
+        return step(trainer)
+
+    monkeypatch.setattr(training.Trainer, "_step", interrupted)
+    monkeypatch.setattr(training, "fast_dtype", lambda device: fast)
+    settings = config(text, tokens=4 * 4 * 32, precision="auto")
+    with pytest.raises(KeyboardInterrupt):
+        adapt(str(model), tmp_path / "out", settings)
+    monkeypatch.setattr(training, "fast_dtype", lambda device: None if fast else torch.bfloat16)
+    assert adapt(str(model), tmp_path / "out", settings) is not None
+    assert used == [fast is torch.bfloat16] * 5
 
 
 def test_the_output_exports(trained, text: str, tmp_path: Path) -> None:
@@ -296,8 +328,17 @@ class TestRefusals:
 
     def test_text_too_short(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "short.jsonl").write_text('{"text": "import os"}\n')
-        with pytest.raises(AdaptError, match=r"short.jsonl' is too short: it gives 1 sequences of 1 documents"):
+        with pytest.raises(AdaptError, match=r"short.jsonl' is too short: it gives 1 sequences to train on"):
             adapt(str(model), tmp_path / "out", config(str(tmp_path / "short.jsonl")))
+
+    def test_nothing_to_measure_on(self, model: Path, text: str, tmp_path: Path) -> None:
+        (tmp_path / "blank.jsonl").write_text('{"text": "a"}\n')
+        with pytest.raises(AdaptError, match=r"blank.jsonl' is too short: it gives .* and 0 of other documents to"):
+            adapt(str(model), tmp_path / "out", config(text, held_out=str(tmp_path / "blank.jsonl")))
+
+    def test_missing_text_to_measure_on(self, text: str, tmp_path: Path) -> None:
+        with pytest.raises(TideError, match=r"missing\.jsonl"):
+            adapt("/nowhere", tmp_path / "out", config(text, held_out=str(tmp_path / "missing.jsonl")))
 
     def test_loss_not_finite(self, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The state before is kept, and a smaller learning rate goes on from it."""

@@ -49,7 +49,10 @@ class AdaptConfig(Settings):
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto", description="of matmuls; auto is bf16 where the device computes it fast"
     )
-    held_out_tokens: int = Field(8192, ge=16, description="tokens of other documents to measure on, about")
+    held_out: str | None = Field(
+        None, min_length=1, description="text to measure on, a SPEC; otherwise some documents of the dataset"
+    )
+    held_out_tokens: int = Field(8192, ge=16, description="tokens to measure on, about")
     save_minutes: float = Field(5.0, ge=0.0, description="time between two savings of the state to resume from")
     seed: int = Field(0, ge=0, description="of the order of the text and of layer dropout")
 

@@ -74,6 +74,7 @@ def adapt(
     if processes.main:
         check_output(target, Checkpoint(folder, {}))
     documents = Documents(config.dataset)
+    others = None if config.held_out is None else Documents(config.held_out)
     dtype = _stored_dtype(model, trust_remote_code)
     device = f"cuda:{processes.rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     with stage("loading the model"):
@@ -81,10 +82,11 @@ def adapt(
     exits = config.exits(source.num_layers)
     tokenizer = load_tokenizer(model, trust_remote_code)
     with stage("reading text"):
-        texts, held_out = _read(documents, source, tokenizer, config)
+        texts, held_out = _read(documents, others, source, tokenizer, config)
     steps = -(-config.tokens // max(1, round(config.batch * float(np.mean([len(text.ids) for text in texts])))))
     settings = config.model_dump(mode="json", exclude=CHANGEABLE) | {"exits": list(exits), "steps": steps}
     settings |= {"model": source.weights_sha256, "text": documents.sha256}
+    settings |= {} if others is None else {"held_out_text": others.sha256}
     checkpoint = Checkpoint(folder, settings)
     saved = checkpoint.load()
     measured = [
@@ -135,16 +137,43 @@ def _stored_dtype(model: str, trust_remote_code: bool) -> torch.dtype:
 
 
 def _read(
-    documents: Documents, source: SourceModel, tokenizer: PreTrainedTokenizerBase, config: AdaptConfig
+    documents: Documents,
+    others: Documents | None,
+    source: SourceModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: AdaptConfig,
 ) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Reads the text to train on, and of other documents the text to measure on.
+    """Reads the text to train on and the text to measure on, which is of `others` or, without, a part of the former's.
 
     Raises:
-        AdaptError: too little text, or a token that the model does not know.
+        AdaptError: too little text.
+        ModelError: a token that the model does not know.
     """
     length = min(config.length, source.context_length or config.length)
-    limit = -(-(config.tokens + config.held_out_tokens) // length) * 5 // 4 + 2
-    sequences = [sequence for sequence in read_sequences(documents, tokenizer, length, limit) if len(sequence.ids) > 1]
+
+    def read(text: Documents, tokens: int) -> list[TokenSequence]:
+        sequences = read_sequences(text, tokenizer, length, -(-tokens // length) * 5 // 4 + 2)
+        return [sequence for sequence in sequences if len(sequence.ids) > 1]
+
+    if others is None:
+        texts, held_out = _split(read(documents, config.tokens + config.held_out_tokens), config)
+    else:
+        texts, held_out = read(documents, config.tokens), read(others, config.held_out_tokens)
+    if not held_out or len(texts) < config.batch:
+        dataset = config.dataset if held_out or others is None else others.spec
+        raise AdaptError(
+            f"dataset {dataset!r} is too short: it gives {len(texts)} sequences to train on (--batch: {config.batch}) "
+            f"and {len(held_out)} of other documents to measure on (1 or more)"
+        )
+    held_out = held_out[: max(1, -(-config.held_out_tokens // length))]
+    largest = max(int(sequence.ids.max()) for sequence in texts + held_out)
+    if largest >= source.vocab_size:
+        raise ModelError(f"the tokenizer gives token {largest}, and the model knows {source.vocab_size}")
+    return texts, held_out
+
+
+def _split(sequences: list[TokenSequence], config: AdaptConfig) -> tuple[list[TokenSequence], list[TokenSequence]]:
+    """Holds out documents of about `held_out_tokens`: at most a fifth of the text and half of the documents."""
     total, order = sum(len(one.ids) for one in sequences), np.random.default_rng(config.seed)
     held, wanted = set[int](), min(config.held_out_tokens, total // 5)
     taken = 0
@@ -154,17 +183,7 @@ def _read(
             held.add(number)
             taken += sum(len(one.ids) for one in sequences if one.document == number)
     texts = [sequence for sequence in sequences if sequence.document not in held]
-    held_out = [sequence for sequence in sequences if sequence.document in held]
-    if not held_out or len(texts) < config.batch:
-        raise AdaptError(
-            f"dataset {config.dataset!r} is too short: it gives {len(sequences)} sequences of {len(numbers)} documents "
-            f"and training needs {config.batch} (--batch) and another document"
-        )
-    held_out = held_out[: max(1, -(-config.held_out_tokens // length))]
-    largest = max(int(sequence.ids.max()) for sequence in sequences)
-    if largest >= source.vocab_size:
-        raise ModelError(f"the tokenizer gives token {largest}, and the model knows {source.vocab_size}")
-    return texts, held_out
+    return texts, [sequence for sequence in sequences if sequence.document in held]
 
 
 def _measure_before(source: SourceModel, batches: Sequence[Batch], saved: dict[str, Any] | None) -> Quality:

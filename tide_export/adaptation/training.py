@@ -8,8 +8,8 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -45,6 +45,7 @@ class Trainer:
         exits: checkpoints that learn to exit.
         steps: in all.
         lora: the matrices that are trained; None where every weight is.
+        bf16: whether matmuls are bfloat16. With precision `auto` the same to the end, also after an interruption.
     """
 
     source: SourceModel
@@ -64,6 +65,9 @@ class Trainer:
         self.parameters = [weight for weight in self.source.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, betas=BETAS, weight_decay=0.0)
         self.processes = Processes.current()
+        self.bf16 = self.config.precision == "bf16"
+        if self.config.precision == "auto":
+            self.bf16 = self.processes.gather(fast_dtype(self.source.device) is torch.bfloat16)[0]
         self.step = 0
         self._order = lru_cache(2)(
             lambda epoch: np.random.default_rng([self.config.seed, epoch]).permutation(len(self.texts)).tolist()
@@ -76,11 +80,14 @@ class Trainer:
                 parameter.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+        if self.config.precision == "auto":
+            self.bf16 = state["bf16"]
 
     def state(self) -> dict[str, Any]:
         """What `resume` needs."""
         return {
             "step": self.step,
+            "bf16": self.bf16,
             "parameters": [parameter.detach() for parameter in self.parameters],
             "optimizer": self.optimizer.state_dict(),
         }
@@ -159,7 +166,7 @@ class Trainer:
         source, depth = self.source, self.source.num_layers
         original = nullcontext() if self.lora is None else self.lora.original()
         rates = skip_rates(depth, self.config.layer_dropout)
-        with autocast(source.device, self.config):
+        with torch.autocast(source.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             with torch.no_grad(), original:
                 teacher_states = self.teacher.raw_states(part.ids, [depth])[depth]
             with ExitStack() as hooks:
@@ -202,11 +209,3 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
         return peak * (step + 1) / warm_up
     progress = (step - warm_up) / max(1, steps - warm_up)
     return peak * (FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-@contextmanager
-def autocast(device: torch.device, config: AdaptConfig) -> Iterator[None]:
-    """While open, matmuls are bfloat16 where `config.precision` and the device allow."""
-    enabled = config.precision == "bf16" or (config.precision == "auto" and fast_dtype(device) is not None)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
-        yield
