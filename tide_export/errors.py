@@ -69,6 +69,10 @@ class GenerationError(TideError):
     """A generation request is unusable: empty prompt, prompt beyond the context, option out of range."""
 
 
+class ConstraintError(GenerationError):
+    """What a request asks of its text (a grammar, biases, penalties, a processor) leaves no next token."""
+
+
 class QueueFullError(GenerationError):
     """As many requests wait in a scheduler as it takes: submit again later."""
 

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running_server import GREEDY, PROMPT, Running, free_port, text_of
+from running_server import GREEDY, KEY, PROMPT, Running, free_port, text_of
 
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
@@ -180,7 +181,14 @@ def test_an_end_of_sequence_can_be_ignored(server: Running, engine: Engine) -> N
         (b"[1, 2]", 400, "Input should be"),
         ({"prompt": "a"}, 400, "model: Field required"),
         ({"model": "other", "prompt": "a"}, 404, "there is no model 'other' here, but 'demo'"),
+        (
+            b'{"model": "demo", "prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+            400,
+            "the body is no JSON: Exceeds the limit",
+        ),
         ({"model": "demo", "prompt": ""}, 400, "the prompt is empty"),
+        ({"model": "demo", "prompt": []}, 400, "the prompt is empty"),
+        ({"model": "demo", "prompt": ["a"] * 4, "n": 2}, 400, "ask for 8 choices, and this server takes 7 at a time"),
         ({"model": "demo", "prompt": [99999]}, 400, "outside the vocabulary"),
         ({"model": "demo", "prompt": [1] * 1024}, 400, "the model's context of 1024 leaves no room"),
         ({"model": "demo", "prompt": "a", "top_p": 3}, 400, "top_p: Input should be less than or equal to 1"),
@@ -193,6 +201,7 @@ def test_an_end_of_sequence_can_be_ignored(server: Running, engine: Engine) -> N
         ({"model": "demo", "prompt": "a", "logprobs": 21}, 400, "logprobs: Input should be less"),
         ({"model": "demo", "prompt": "a", "echo": True}, 400, "echo is not supported"),
         ({"model": "demo", "prompt": "a", "guided_regex": "[a"}, 400, "regex cannot be compiled: "),
+        ({"model": "demo", "prompt": "a", "guided_grammar": "start: start"}, 400, "grammar cannot be followed: "),
         ({"model": "demo", "prompt": "a", "guided_json": "{"}, 400, "json_schema must be a JSON object"),
         ({"model": "demo", "prompt": "a", "guided_choice": []}, 400, "guided_choice: List should have at least 1"),
         ({"model": "demo", "prompt": "a", "structured_outputs": {"xml": 1}}, 400, "structured_outputs.xml"),
@@ -261,10 +270,14 @@ def test_many_clients_get_their_own_text(server: Running, engine: Engine) -> Non
     assert [one.choices[0].text for one in found] == expected
 
 
-def test_rates_are_limited_by_client(chat_bundle: Path) -> None:
-    running = Running(chat_bundle, requests_per_minute=2)
+@pytest.mark.parametrize("key", [KEY, None])
+def test_rates_are_limited_by_client(chat_bundle: Path, key: str | None) -> None:
+    running = Running(chat_bundle, requests_per_minute=2, api_key=key)
     try:
-        statuses = [running.http.get("/v1/models").status_code for _ in range(3)]
+        statuses = []
+        for number in range(3):
+            bearer = f"Bearer {key or number}"  # which is no client's name where no key is asked for
+            statuses.append(running.http.get("/v1/models", headers={"Authorization": bearer}).status_code)
         assert statuses == [200, 200, 429]
         answer = running.http.get("/v1/models")
         assert 1 <= int(answer.headers["Retry-After"]) <= 31
@@ -296,12 +309,38 @@ def test_a_server_that_stops_says_so(chat_bundle: Path) -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
     answer = running.http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is stopping")
+    for path in ("/health", "/ready"):
+        answer = running.http.get(path)
+        assert (answer.status_code, answer.json()) == (503, {"status": "failed"})
     running.stop()
 
 
-def test_the_command_serves_and_drains(chat_bundle: Path) -> None:
+def test_what_nobody_foresaw_is_an_error_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(request: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(server.service, "prompts", broken)
+    answer = server.http.post("/v1/completions", json={"model": "demo", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_a_client_that_leaves_in_its_request_is_no_failure(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 99\r\n\r\n"
+    with caplog.at_level("INFO", "tide_export.serving"):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(head.encode() + b'{"model"')
+        while "/v1/completions 499" not in caplog.text:
+            time.sleep(0.01)
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last"), [("30", "data: [DONE]"), ("0", 'data: {"error": {"message": "the server is stopping"')]
+)
+def test_the_command_serves_and_drains(chat_bundle: Path, seconds: str, last: str) -> None:
     port = str(free_port())
     line = ["-m", "tide_export.cli.main", "serve", str(chat_bundle), "--port", port, "--threads", "1", "--json"]
+    line += ["--drain-seconds", seconds]
     process = subprocess.Popen([sys.executable, *line], stderr=subprocess.PIPE, text=True)
     try:
         client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
@@ -312,13 +351,13 @@ def test_the_command_serves_and_drains(chat_bundle: Path) -> None:
             except httpx.ConnectError:
                 assert process.poll() is None
                 time.sleep(0.05)
-        body = {"model": "demo", "prompt": "x", "max_tokens": 200, "temperature": 0, "stream": True}
+        body = {"model": "demo", "prompt": "x", "max_tokens": 400, "temperature": 0, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]", "what runs is answered to its end"
+        assert rest[-1].startswith(last), "what runs is answered to its end, or told that it comes too late"
         assert process.wait(timeout=30) == 0
     finally:
         process.kill()

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from tide_export.bundle.opened import Bundle, BundleFile
-from tide_export.errors import GenerationError, one_line
+from tide_export.errors import ConstraintError, GenerationError, one_line
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.tokenizer import tokenizer_of
 
@@ -67,7 +67,7 @@ class GrammarState:
         """Which tokens may follow, bool [V].
 
         Raises:
-            GenerationError: the grammar became too complex.
+            ConstraintError: the grammar became too complex.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
@@ -102,7 +102,7 @@ class GrammarState:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().split("<state>")[0]
-            raise GenerationError(f"{self._kind} cannot be followed: {' '.join(reason.split())[:200]}")
+            raise ConstraintError(f"{self._kind} cannot be followed: {' '.join(reason.split())[:200]}")
 
 
 def _vocabulary(bundle: Bundle, kind: str) -> Any:

@@ -9,12 +9,15 @@ import contextlib
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tide_export.errors import ConfigError
@@ -26,6 +29,8 @@ from tide_export.serving.protocol import ApiError, ChatRequest, CompletionReques
 from tide_export.serving.service import Service, cancel
 
 R = TypeVar("R")
+GONE = "the client has gone"
+TELLING_SECONDS = 5  # for the last events to reach the clients
 
 
 def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
@@ -43,18 +48,30 @@ def serve(bundle: str, config: ServerConfig, **loading: Any) -> None:
         build_app(service),
         host=config.host,
         port=config.port,
-        timeout_graceful_shutdown=int(config.drain_seconds),
+        timeout_graceful_shutdown=int(config.drain_seconds) + TELLING_SECONDS,
         log_config=None,
         access_log=False,
     )
-    server = _Server(how)
+    server = _Server(how, service)
     server.run()
     if not server.started:  # uvicorn has logged why
         raise ConfigError(f"cannot listen on {config.host} port {config.port}")
 
 
 class _Server(uvicorn.Server):
-    """Ends with exit code 0 after a signal; uvicorn's own would raise the signal again once everything has ended."""
+    """Ends with exit code 0 after a signal, and tells requests that take longer than `drain_seconds`; uvicorn's own
+    raises the signal again once everything has ended, and tears their connections."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Cancels what has not ended after `drain_seconds`: each of these requests is told that the server stops."""
+        loop, cancel_all = asyncio.get_running_loop(), partial(self._service.scheduler.close, drain=False)
+        timer = loop.call_later(self._service.config.drain_seconds, loop.run_in_executor, None, cancel_all)
+        await super().shutdown(sockets)
+        timer.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -88,13 +105,15 @@ def build_app(service: Service) -> FastAPI:
         return answer(ApiError(status, f"there is no {request.method} {request.url.path} here", "not_found_error"))
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> Response:
+        failed = service.scheduler.closed  # by a step that failed; when the server stops nobody can ask any more
+        return JSONResponse({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
     @app.get("/ready")
     async def ready() -> Response:
         full = service.scheduler.waiting >= service.config.waiting
-        return JSONResponse({"status": "queue full" if full else "ready"}, 503 if full else 200)
+        status = "failed" if service.scheduler.closed else "queue full" if full else "ready"
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -122,9 +141,13 @@ B = TypeVar("B", CompletionRequest, ChatRequest)
 async def _read(request: Request, form: type[B]) -> B:
     """The request's body. Raises ApiError: it is no JSON, or not of this form."""
     try:
-        return form.model_validate(json.loads(await request.body()))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        content = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or a number of more than 4300 digits
         raise ApiError(400, f"the body is no JSON: {error}") from None
+    except ClientDisconnect:
+        raise ApiError(499, GONE) from None
+    try:
+        return form.model_validate(content)
     except ValidationError as error:
         raise refusal(error) from None
 
@@ -151,7 +174,7 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, R]) -> R:
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "the client has gone")
+            raise ApiError(499, GONE)
         return task.result()
     finally:
         for one in (task, gone):

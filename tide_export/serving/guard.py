@@ -49,6 +49,11 @@ class Guard:
             await self._app(scope, self._bounded(headers, receive), counted)
         except ApiError as error:
             await answer(error)(scope, receive, counted)
+        except Exception:
+            if status:  # what it answers has begun: the connection ends
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            await answer(ApiError(500, "the server failed: its log says how", "server_error"))(scope, receive, counted)
         finally:
             seconds = time.perf_counter() - started
             known = scope.get("route")
@@ -68,7 +73,8 @@ class Guard:
         limit = self._config.requests_per_minute
         if limit is None:
             return
-        client = headers.get("authorization") or (scope.get("client") or ("",))[0]
+        key = headers["authorization"] if self._config.api_key is not None else None  # else anyone may send any
+        client = key or (scope.get("client") or ("",))[0]
         now = time.monotonic()
         left, at = self._allowance.pop(client, (float(limit), now))
         left = min(limit, left + (now - at) * limit / 60)
@@ -84,7 +90,7 @@ class Guard:
     def _bounded(self, headers: dict[str, str], receive: Receive) -> Receive:
         """`receive`, which refuses a body of more than `body_bytes`."""
         limit, seen = self._config.body_bytes, 0
-        if headers.get("content-length", "0").isdigit() and int(headers.get("content-length", "0")) > limit:
+        if headers.get("content-length", "0").isdecimal() and int(headers.get("content-length", "0")) > limit:
             raise ApiError(413, f"the request has more than {limit} bytes")
 
         async def bounded() -> MutableMapping[str, Any]:

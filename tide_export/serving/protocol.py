@@ -161,7 +161,7 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         several = [prompt for prompt in self.prompt if not isinstance(prompt, int)]
         ids = [token for token in self.prompt if isinstance(token, int)]
-        return [*several, ids] if ids else several
+        return several or [ids]
 
 
 class TextPart(BaseModel):

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tide_export.errors import BundleError, GenerationError, QueueFullError
+from tide_export.errors import BundleError, ConstraintError, GenerationError, QueueFullError
 from tide_export.runtime.chat_template import ChatTemplate
 from tide_export.runtime.decoding.sampling import TokenLogprobs
 from tide_export.runtime.engine import Engine
@@ -80,8 +80,8 @@ class Service:
         """The prompts of a request.
 
         Raises:
-            ApiError: another model, no chat template, or messages that it refuses; a prompt that is empty or leaves no
-                room in the model's context.
+            ApiError: another model, no chat template, or messages that it refuses; more choices than the queue ever
+                takes; a prompt that leaves no room in the model's context.
         """
         if request.model != self.model:
             raise ApiError(404, f"there is no model {request.model!r} here, but {self.model!r}", "not_found_error")
@@ -94,6 +94,9 @@ class Service:
                 asked = request.max_tokens or DEFAULT_COMPLETION_TOKENS
         except GenerationError as error:
             raise ApiError(400, str(error)) from None
+        choices, room = len(encoded) * request.n, self.scheduler.limits.slots + self.config.waiting
+        if choices > room:
+            raise ApiError(400, f"prompt and n ask for {choices} choices, and this server takes {room} at a time")
         return [Prompt(ids, self._room(ids, asked)) for ids in encoded]
 
     def submit(self, request: GenerationRequest, prompt: Prompt) -> list[RequestHandle]:
@@ -139,6 +142,8 @@ class Service:
                 if len(text) > sent:
                     yield piece()
                     sent, new = len(text), []
+        except ConstraintError as error:
+            raise ApiError(400, str(error)) from None
         except GenerationError as error:
             raise ApiError(500, str(error), "server_error") from None
         finally:

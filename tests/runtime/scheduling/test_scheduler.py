@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tide_export.runtime.decoding.generation import Generation
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.providers import open_provider
+from tide_export.runtime.scheduling.handle import RequestHandle
 from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
 
@@ -290,6 +292,23 @@ def test_async_for(graph: Engine, mixed: list[float]) -> None:
 
     with graph.scheduler(SchedulerLimits(slots=SLOTS)) as scheduler:
         assert asyncio.run(all_of(scheduler)) == [one.tokens for one in alone]
+
+
+def test_an_event_loop_that_ends_before_its_request_harms_nobody(graph: Engine) -> None:
+    ended = threading.Event()
+
+    def process(ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        assert len(ids) == 1 or ended.wait(10), "the second token comes after the loop's end"
+        return logits
+
+    async def begin(scheduler: Scheduler) -> tuple[RequestHandle, int]:
+        handle = scheduler.submit([5], max_new_tokens=4, stop_token_ids=[], logits_processor=process)
+        return handle, await anext(handle)
+
+    with graph.scheduler(SchedulerLimits(slots=SLOTS)) as scheduler:
+        handle, first = asyncio.run(begin(scheduler))
+        ended.set()
+        assert [first, *handle] == graph.generate([5], max_new_tokens=4, stop_token_ids=[]).tokens
 
 
 @pytest.mark.parametrize("drain", [True, False])

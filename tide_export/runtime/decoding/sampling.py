@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tide_export.errors import GenerationError
+from tide_export.errors import ConstraintError, GenerationError
 from tide_export.runtime.decoding.processing import LogitsProcessing
 from tide_export.runtime.sequence import Candidates
 
@@ -160,7 +160,7 @@ class Sampler:
             raise GenerationError("the model's logits are not finite")
         changed = self._processing(logits)
         if not isfinite(changed.max()):
-            raise GenerationError("logits_processor, logit_bias and grammar leave no token with a finite logit")
+            raise ConstraintError("logits_processor, logit_bias and grammar leave no token with a finite logit")
         return changed
 
 

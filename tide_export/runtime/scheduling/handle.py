@@ -1,6 +1,7 @@
 """What a caller holds of a request: its tokens as they come, its result, and the means to cancel it."""
 
 import asyncio
+import contextlib
 import queue
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -133,4 +134,5 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         self._queue.put(tokens)
         listener = self._listener
         if listener is not None:
-            listener()
+            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed: nobody waits any more
+                listener()

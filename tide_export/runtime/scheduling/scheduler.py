@@ -198,8 +198,9 @@ class Scheduler:
         with self._changed:
             self._closing, self._cancelling = True, not drain
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
             self._thread = None
         while self.step():
             pass
