@@ -204,6 +204,34 @@ def test_an_operator_tensorrt_does_not_take_is_named_with_its_place(pieces, monk
         check_operators(replace(pieces, segments=(pieces.segments[0], second)))
 
 
+@pytest.mark.parametrize("operator", ["ScatterND", "ScatterElements"])
+def test_scatters_that_reduce_are_refused_as_the_parser_does(pieces, operator: str) -> None:
+    def network(attributes: dict[str, str]) -> ir.Graph:
+        number = ir.DataType.FLOAT
+        values = {"x": number, "i": ir.DataType.INT64, "u": number}
+        shapes = {"x": [4, 8], "i": [2, 1] if operator == "ScatterND" else [2, 8], "u": [2, 8]}
+        inputs = [
+            ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shapes[name]))
+            for name, dtype in values.items()
+        ]
+        node = ir.node(operator, inputs, attributes)
+        node.outputs[0].name = "y"
+        node.outputs[0].type, node.outputs[0].shape = inputs[0].type, inputs[0].shape
+        return ir.Graph(inputs, node.outputs, nodes=[node], opset_imports={"": 24}, name="scatters")
+
+    check_operators(replace(pieces, segments=(pieces.segments[0], network({}))))
+    with pytest.raises(UnsupportedModelError, match=rf"with {operator} that reduces by 'add' \(in its layers 2 to 2\)"):
+        check_operators(replace(pieces, segments=(pieces.segments[0], network({"reduction": "add"}))))
+    trt = pytest.importorskip("tensorrt_rtx", reason="the extra `rtx` is not installed")
+    logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+    for attributes in ({}, {"reduction": "add"}):
+        builder = trt.Builder(logger)
+        parsed = builder.create_network(0)
+        parser = trt.OnnxParser(parsed, logger)
+        model = ir.to_proto(ir.Model(network(attributes), ir_version=10))
+        assert parser.parse(model.SerializeToString()) == (not attributes)
+
+
 def test_sinks_and_a_bias_at_once_are_refused(pieces) -> None:
     copy = pieces.segments[1].clone()
     attention = next(node for node in copy if node.op_type == names.OP_ATTENTION)

@@ -28,7 +28,7 @@ constexpr std::pair<EngineInvalidityDiagnostics, char const*> kRefusals[] = {
 
 }  // namespace
 
-void check_header(nvinfer1::IRuntime const& runtime, std::string const& data, std::string const& path,
+void check_header(nvinfer1::IRuntime const& runtime, Mapping const& data, std::string const& path,
                   std::function<std::string()> const& last_error, std::function<void(std::string const&)> const& log) {
   std::uint64_t bits = 0;
   auto const size = static_cast<std::int64_t>(data.size());
@@ -60,7 +60,7 @@ bool capturable(nvinfer1::IExecutionContext const& context, cudaStream_t stream)
 
 #else
 
-void check_header(nvinfer1::IRuntime const&, std::string const&, std::string const&,
+void check_header(nvinfer1::IRuntime const&, Mapping const&, std::string const&,
                   std::function<std::string()> const&, std::function<void(std::string const&)> const&) {}
 
 void configure(nvinfer1::IRuntimeConfig& config) {

@@ -8,6 +8,8 @@
 #include <functional>
 #include <string>
 
+#include "bundle/store.h"
+
 namespace tide {
 
 #ifdef TRT_MAJOR_RTX
@@ -24,7 +26,7 @@ inline std::string library_file() { return "libnvinfer.so." + std::to_string(NV_
 // sentence if the engine would run, but slower than one built here.
 //
 // Throws ProviderError: it cannot run on this machine, and why. BundleError: it is no engine, or its header is damaged.
-void check_header(nvinfer1::IRuntime const& runtime, std::string const& data, std::string const& path,
+void check_header(nvinfer1::IRuntime const& runtime, Mapping const& data, std::string const& path,
                   std::function<std::string()> const& last_error, std::function<void(std::string const&)> const& log);
 
 // Configures an execution context: the caller provides its working memory and records its CUDA graphs. By default

@@ -266,11 +266,12 @@ struct Engines {
   void load(NetworkSpec const& spec, Bundle const& bundle, std::function<void(std::string const&)> const& warn) {
     BundleFile const& file = bundle.file(engine_file(spec.name));
     std::filesystem::path const& path = file.path();
-    std::string const data = file.read();
+    std::unique_ptr<Mapping> const data = file.map();
     LoadedEngine loaded{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
-    check_header(*runtime, data, path.string(), [this] { return log.last(); }, warn);
-    loaded.engine.reset(runtime->deserializeCudaEngine(data.data(), data.size()));
+    check_header(*runtime, *data, path.string(), [this] { return log.last(); }, warn);
+    loaded.engine.reset(runtime->deserializeCudaEngine(data->data(), data->size()));
     if (loaded.engine == nullptr) throw BundleError("cannot load engine " + quoted(path) + ": " + log.last());
+    file.check_unchanged();
     check_engine(loaded, path.string());
     memory = std::max(memory, static_cast<std::size_t>(loaded.engine->getDeviceMemorySizeV2()));
     engines.push_back(std::move(loaded));

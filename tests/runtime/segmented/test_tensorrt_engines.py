@@ -140,7 +140,7 @@ class Library:
             self.engines[name] = FoundEngine(self, spec, profiles, sessions[name])
 
     def Runtime(self, log: Any) -> Any:
-        return SimpleNamespace(deserialize_cuda_engine=lambda data: self.engines[data.decode()])
+        return SimpleNamespace(deserialize_cuda_engine=lambda data: self.engines[bytes(data).decode()])
 
 
 @pytest.fixture

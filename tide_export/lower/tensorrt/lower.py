@@ -38,6 +38,7 @@ NOT_TAKEN = {
     *("SequenceAt", "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength"),
     *("SequenceMap", "SplitToSequence", "SwiGLU", "Unique"),
 }
+SCATTERS = {"ScatterElements", "ScatterND"}  # taken without a reduction alone
 EXTERNAL_BYTES = 1024  # smaller tensors stay in the .onnx
 ALIGNMENT = 256  # bytes; of every address a network is given (see `runtime.segmented.device`)
 
@@ -186,9 +187,13 @@ def check_operators(pieces: Pieces) -> None:
     parts = {"embedding": pieces.embed, **parts, "final norm": pieces.final_norm, "head": pieces.head}
     for part, graph in parts.items():
         for node in graph.all_nodes():
-            if (node.domain, node.op_type) in symbols or (not node.domain and node.op_type not in NOT_TAKEN):
+            reduction = node.attributes.get_string("reduction", "none") if node.op_type in SCATTERS else "none"
+            taken = not node.domain and node.op_type not in NOT_TAKEN and reduction == "none"
+            if taken or (node.domain, node.op_type) in symbols:
                 continue
             operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+            if reduction != "none":
+                operator += f" that reduces by '{reduction}'"
             raise UnsupportedModelError(
                 f"the model computes with {operator} (in its {part}), which TensorRT does not take: "
                 "use target onnxruntime"

@@ -6,6 +6,7 @@ engine that does not fit are for its developers. Every set of buffers has one ex
 optimization profile; all of them share one block of working memory, because one network runs at a time.
 """
 
+import mmap
 import os
 from collections.abc import Mapping
 from types import ModuleType
@@ -66,7 +67,8 @@ def open_engines(
     loaded = {}
     for name, spec in expected.items():
         file = bundle.file(names.engine_file(name))
-        engine = runtime.load(file.read_bytes(), str(file.path))
+        with file.mapped() as data:
+            engine = runtime.load(data, str(file.path))
         _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
         loaded[name] = engine
 
@@ -155,8 +157,8 @@ class _Runtime:
         self._log = Log()  # the runtime does not keep it alive
         self._runtime = library.Runtime(self._log)
 
-    def load(self, data: bytes, path: str) -> Any:
-        """The engine in `data`.
+    def load(self, data: mmap.mmap | bytes, path: str) -> Any:
+        """The engine in `data`, which it needs no longer.
 
         Raises:
             ProviderError: it cannot run on this machine.

@@ -5,6 +5,7 @@
 
 import importlib
 import logging
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -104,7 +105,7 @@ DAMAGED = "MALFORMED_ENGINE"
 
 
 def check_header(
-    flavour: Flavour, library: ModuleType, runtime: Any, data: bytes, path: str, errors: Sequence[str]
+    flavour: Flavour, library: ModuleType, runtime: Any, data: mmap.mmap | bytes, path: str, errors: Sequence[str]
 ) -> None:
     """Checks an engine's header before it is loaded, where the flavour can.
 
