@@ -6,8 +6,8 @@ WORKDIR /build
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY cpp/ops cpp/ops
 COPY tide_export tide_export
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && pip install --no-cache-dir -c constraints.txt '.[cpu,serve]' && apt-get purge -y --auto-remove g++ && rm -rf /var/lib/apt/lists/* /build/*
-USER nobody
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && pip install --no-cache-dir -c constraints.txt '.[cpu,grammar,serve]' && apt-get purge -y --auto-remove g++ && rm -rf /var/lib/apt/lists/* /build/*
+USER 65534
 WORKDIR /
 EXPOSE 8000
 HEALTHCHECK --start-period=60s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
