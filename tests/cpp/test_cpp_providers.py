@@ -273,3 +273,10 @@ def test_a_plugin_library_that_cannot_be_used(driver, compile_library, made, sen
 def cut(path: Path) -> Path:
     path.write_bytes(path.read_bytes()[:9000])
     return path
+
+
+def test_onnx_runtime_leaves_nothing_to_send(cpp: CppBuild, tiny_bundle: Path, tmp_path: Path) -> None:
+    left = {name: value for name, value in os.environ.items() if name not in ("ORT_DISABLE_TELEMETRY", "CI")}
+    environment = left | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run([cpp.program, tiny_bundle, "--ids", "5,1"], env=environment, check=True, capture_output=True)
+    assert [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name] == []

@@ -1,6 +1,9 @@
 """Opening a session: the provider asked for or a refusal; damaged graphs and those of another manifest are refused."""
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -33,6 +36,14 @@ def test_session_options_reach_onnxruntime(tiny_bundle: Path) -> None:
     options = load(tiny_bundle, threads=2).backend.session.get_session_options()
     assert options.intra_op_num_threads == 2
     assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "20"
+
+
+def test_onnx_runtime_leaves_nothing_to_send(tiny_bundle: Path, tmp_path: Path) -> None:
+    code = "import sys, tide_export; tide_export.load(sys.argv[1], threads=1).generate([1, 2], max_new_tokens=4)"
+    left = {name: value for name, value in os.environ.items() if name not in ("ORT_DISABLE_TELEMETRY", "CI")}
+    environment = left | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", code, str(tiny_bundle)], env=environment, check=True)
+    assert [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name] == []
 
 
 def test_a_graph_that_is_not_onnx_is_one_sentence(tmp_path: Path, tiny: TinyModel) -> None:

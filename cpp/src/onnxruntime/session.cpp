@@ -30,6 +30,9 @@ std::map<std::string, ONNXTensorElementDataType> const kTypes = {
     {"int16", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16},      {"int8", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
     {"uint8", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},      {"bool", ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL}};
 
+// Before any thread runs that might read the environment. tide_export/runtime/onnxruntime/bindings.py explains it.
+[[maybe_unused]] int const kNoTelemetry = ::setenv("ORT_DISABLE_TELEMETRY", "1", 0);
+
 Tensor tensor_of(std::string const& name, bool is_input, Ort::TypeInfo const& type) {
   Tensor tensor{name, is_input, "another type", {}};
   if (type.GetONNXType() != ONNX_TYPE_TENSOR) return tensor;

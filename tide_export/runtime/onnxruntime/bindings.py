@@ -30,6 +30,9 @@ from tide_export.values import whole_number
 SPIN_MICROSECONDS = 20
 MAX_THREADS = 1024  # above the cores of most machines; ONNX Runtime starts all of them
 FLOAT32_MATMULS = "1"  # the accuracy_level of MatMulNBits
+# From 1.29 on official builds write an identifier into the home folder and send events about sessions to Microsoft,
+# unless this is set before the first of them.
+NO_TELEMETRY = ("ORT_DISABLE_TELEMETRY", "1")
 FATAL = 4  # ONNX Runtime's log level: its errors reach the user as exceptions, not a second time on stderr
 
 
@@ -39,6 +42,7 @@ def import_onnxruntime() -> ModuleType:
     Raises:
         ProviderError: it is not installed.
     """
+    os.environ.setdefault(*NO_TELEMETRY)
     try:
         import onnxruntime
     except ImportError as error:
