@@ -6,12 +6,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import families
 import pytest
 import transformers as tf
 
-from tide_export.errors import GraphError, UnsupportedModelError
+from tide_export.config import TideConfig
+from tide_export.errors import CalibrationError, GraphError, UnsupportedModelError
+from tide_export.routers.router_set import RouterSet
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +46,31 @@ def test_a_row_is_calibrated_exported_and_compared(models: ModuleType, tiny: Non
     assert row.exit.startswith("equal (")
     assert int(row.seconds) >= 1
     assert "| a\\|b |" in row.markdown()
+
+
+def test_where_calibration_has_nothing_to_learn_routers_are_random(
+    models: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = []
+
+    def export(model: str, bundle: Path, routers: Path | None = None, **options: Any) -> None:
+        given.append(routers)
+        if routers is None:
+            raise CalibrationError("no checkpoint is left, so there is nothing to learn")
+
+    monkeypatch.setattr(models, "export", export)
+    monkeypatch.setattr(models, "load_model", lambda model: families.build("llama"))
+    config = TideConfig(checkpoints=(1,), router_bottleneck_dim=16)
+    assert models.export_row("model", tmp_path / "bundle", config, None) == ""
+    assert given[0] is None
+    assert RouterSet.load(given[1]).checkpoints == (1,)
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise CalibrationError("the text is too short")
+
+    monkeypatch.setattr(models, "export", fail)
+    with pytest.raises(CalibrationError, match="too short"):
+        models.export_row("model", tmp_path / "bundle", config, None)
 
 
 @pytest.mark.parametrize(
