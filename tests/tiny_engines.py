@@ -10,7 +10,7 @@ from pathlib import Path
 from families import build
 from tiny_configs import CHECKPOINTS, CONTEXT
 
-from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV, PROPAGATE
+from tide_export.bundle.manifest import EXACT, FLOAT32_KV, PROPAGATE
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import Pieces, cut
@@ -63,7 +63,7 @@ def engine_of(
     `kv_cache`."""
     pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
     composing = compose_propagating if strategy == PROPAGATE else compose
-    lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half, int8_kv=kv_cache == INT8_KV)
+    lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half, kv_cache=kv_cache)
     graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
     config = TideConfig(kv_cache_strategy=strategy, kv_cache=kv_cache)
     manifest = make_manifest(source, routers, config, pieces, graph, bound(source), half)

@@ -17,7 +17,8 @@ OP_QUANTIZED_GATHER = "TideQuantizedGather"  # symbolic: rows of a quantized mat
 OP_HALF_MATMUL = {"bf16": "TideBf16MatMul", "fp16": "TideFp16MatMul"}
 # As MatMulNBits at accuracy level 4, by bits; functions and operators alike.
 OP_INTEGER_MATMUL = {4: "TideInt4MatMul", 8: "TideInt8MatMul"}
-OP_INT8_ATTENTION = "TideInt8Attention"  # GroupQueryAttention on K/V buffers in int8, an operator of cpp/ops
+# GroupQueryAttention, by the type of the K/V buffers; operators of cpp/ops, and a function too in float32.
+OP_CACHED_ATTENTION = {"float32": "TideFloatAttention", "int8": "TideInt8Attention"}
 # Last token's (lens +) norm + router; model-local functions and operators of cpp/ops.
 OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 OP_EXIT = "TideExit"  # lens + norm + router + exit scatter; model-local function and TensorRT plugin

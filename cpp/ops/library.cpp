@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "half_matmul.h"
-#include "int8_attention.h"
+#include "attention.h"
 #include "operators.h"
 
 #define TIDE_EXPORTED extern "C" __attribute__((visibility("default")))
@@ -30,19 +30,18 @@ TIDE_EXPORTED int tide_ops_half_matmul(char const* instruction_set, int format, 
 }
 
 // The kernel of an instruction set: stores the last `tokens` rows of keys and values, float32 [kv_heads, total,
-// head_dim], in the buffers, and attends to these. 0, or 1 if this CPU has no such instructions.
-TIDE_EXPORTED int tide_ops_int8_attention(char const* instruction_set, tide_ops::Int8Attention const* attention,
-                                          float const* keys, float const* values, signed char* key_buffer,
-                                          signed char* value_buffer) {
-  tide_ops::Int8AttentionKernel const* const kernel = tide_ops::int8_attention_kernel(instruction_set);
+// head_dim], in the buffers if they are int8, and attends to these. 0, or 1 if this CPU has no such instructions.
+TIDE_EXPORTED int tide_ops_attention(char const* instruction_set, tide_ops::Attention const* attention,
+                                     float const* keys, float const* values, char* key_buffer, char* value_buffer) {
+  tide_ops::AttentionKernel const* const kernel = tide_ops::attention_kernel(instruction_set);
   if (kernel == nullptr) return 1;
-  tide_ops::Int8Attention const& a = *attention;
-  for (std::int64_t head = 0; head < a.kv_heads; ++head) {
+  tide_ops::Attention const& a = *attention;
+  for (std::int64_t head = 0; a.int8 && head < a.kv_heads; ++head) {
     for (std::int64_t token = a.total - a.tokens; token < a.total; ++token) {
       std::int64_t const from = (head * a.total + token) * a.head_dim;
-      std::int64_t const to = (head * a.capacity + token) * (a.head_dim + tide_ops::kScaleBytes);
-      kernel->store(keys + from, a.head_dim, key_buffer + to);
-      kernel->store(values + from, a.head_dim, value_buffer + to);
+      std::int64_t const to = (head * a.capacity + token) * a.row_bytes();
+      kernel->store_int8(keys + from, a.head_dim, key_buffer + to);
+      kernel->store_int8(values + from, a.head_dim, value_buffer + to);
     }
   }
   std::int64_t const rows = a.tokens * (a.heads / a.kv_heads), stride = partial_floats(a, rows);

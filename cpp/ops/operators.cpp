@@ -200,7 +200,8 @@ Operator integer_operator() {
 
 Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base) {
   static Operator const operators[] = {half_operator<HalfFormat::kBf16>(), half_operator<HalfFormat::kFp16>(),
-                                       candidate_operator(false), candidate_operator(true), int8_attention_operator()};
+                                       candidate_operator(false), candidate_operator(true), attention_operator(false),
+                                       attention_operator(true)};
   static Operator const integer_operators[] = {integer_operator<4>(), integer_operator<8>()};
   static std::mutex mutex;
   static abi::Domain* domain = nullptr;  // sessions refer to it as long as they live

@@ -5,8 +5,8 @@
 
 namespace tide_ops {
 
-// Attention with K/V in int8 (int8_attention_op.cpp).
-abi::Operator int8_attention_operator();
+// Attention to K/V in float32, or in int8 (attention_op.cpp).
+abi::Operator attention_operator(bool int8);
 
 // Adds them to the options (OrtSessionOptions) of a session; an OrtStatus, or null if that went well.
 abi::Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base);

@@ -85,12 +85,12 @@ def test_one_if_per_segment_after_the_first(model) -> None:
         skip, run = node.attributes["then_branch"].as_graph(), node.attributes["else_branch"].as_graph()
         assert (skip.name, run.name) == (f"skip_{k}", f"segment_{k}")
         assert {n.op_type for n in skip} == {"Identity"}
-        assert sum(n.op_type == "GroupQueryAttention" for n in run) == 3
+        assert sum(n.op_type == "TideFloatAttention" for n in run) == 3
 
 
 def test_a_checkpoint_is_one_function_that_an_operator_can_replace(model) -> None:
-    (function,) = model.functions.values()
-    assert (function.domain, function.name) == ("tide", "TideCandidate")
+    functions = [(function.domain, function.name) for function in model.functions.values()]
+    assert functions == [("tide", "TideCandidate"), ("tide", "TideFloatAttention")]
     calls = [node for node in model.graph.all_nodes() if node.op_type == "TideCandidate"]
     assert len(calls) == len(CHECKPOINTS)
     for call in calls:
@@ -110,12 +110,13 @@ def test_our_operator_names_collide_with_no_onnx_operator() -> None:
     # TensorRT dispatches on the bare op type, whatever its domain.
     known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
     ours = {names.OP_ATTENTION, names.OP_CHECKPOINT, names.OP_CANDIDATE, names.OP_LENS_CANDIDATE}
+    ours |= set(names.OP_CACHED_ATTENTION.values())
     assert not known & ours
 
 
 def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model) -> None:
     count = collections.Counter(node.op_type for node in model.graph.all_nodes())
-    assert count["GroupQueryAttention"] == 12
+    assert count["TideFloatAttention"] == 12
     assert count["MatMul"] == 12 * 5
     assert count["Transpose"] == count["RotaryEmbedding"] == 0
     assert count["Gemm"] == 1
@@ -123,7 +124,7 @@ def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model
     # norm after the last segment.
     assert count["SkipSimplifiedLayerNormalization"] == 24 - 4 + 1
     for node in model.graph.all_nodes():
-        if node.op_type == "GroupQueryAttention":
+        if node.op_type == "TideFloatAttention":
             assert node.inputs[1] is None
             assert node.attributes["do_rotary"].as_int() == 1
 

@@ -1,8 +1,9 @@
-"""K/V in int8: the kernels for every instruction set, the operator against ONNX Runtime's, graphs against the oracle on
-rounded keys and values, alone and in batches, and the command line."""
+"""The attention operators, and K/V in int8: kernels for every instruction set, the operators against ONNX Runtime's,
+graphs against the oracle on rounded keys and values, alone and in batches, and the command line."""
 
 import ctypes
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
 
 from tide_export import names
-from tide_export.bundle.manifest import INT8_KV, SCALE_BYTES, Manifest, Quantization
+from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV, SCALE_BYTES, Manifest, Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, ProviderError, UnsupportedModelError
-from tide_export.names import DOMAIN, OP_INT8_ATTENTION
+from tide_export.lower.onnxruntime.cached_attention import float_attention_function
+from tide_export.names import DOMAIN, OP_CACHED_ATTENTION
 from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
 from tide_export.quantize.flow import quantize_model
@@ -40,6 +42,7 @@ from tide_export.verify.quantized import float32_session
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 16
+INT8, FLOAT, ONNX_RUNTIMES = OP_CACHED_ATTENTION[INT8_KV], OP_CACHED_ATTENTION[FLOAT32_KV], "GroupQueryAttention"
 
 
 def packed(rows: np.ndarray) -> np.ndarray:
@@ -54,22 +57,26 @@ def unpacked(rows: np.ndarray) -> np.ndarray:
     return rows[..., :-SCALE_BYTES] * np.ascontiguousarray(rows[..., -SCALE_BYTES:]).view(np.float32)
 
 
-class Int8Attention(ctypes.Structure):
-    """As in cpp/ops/int8_attention.h."""
+class Attention(ctypes.Structure):
+    """As in cpp/ops/attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "width", "tokens", "total")),
         *((name, ctypes.c_int64) for name in ("capacity", "window")),
         ("softcap", ctypes.c_float),
+        ("int8", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "bias")),
         *((name, ctypes.c_int64) for name in ("bias_head_stride", "bias_token_stride")),
         *((name, ctypes.c_void_p) for name in ("sinks", "output")),
     ]
 
 
+@pytest.mark.parametrize("int8", [True, False])
 @pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 8), (9, 3, 64), (2, 2, 32), (7, 1, 40)])
-def test_a_kernel(operator_library: Path, instruction_set: str, heads: int, kv_heads: int, head_dim: int) -> None:
+def test_a_kernel(
+    operator_library: Path, instruction_set: str, heads: int, kv_heads: int, head_dim: int, int8: bool
+) -> None:
     library = load_operators(operator_library)
     rng, total, width = np.random.default_rng(0), 530, -(-head_dim // 16) * 16
     queries, keys, values = (
@@ -77,8 +84,9 @@ def test_a_kernel(operator_library: Path, instruction_set: str, heads: int, kv_h
     )
     keys[3] = 0
     by_head = [np.ascontiguousarray(rows.swapaxes(0, 1)) for rows in (keys, values)]
-    stored = [packed(rows) for rows in by_head]
-    widened = [np.repeat(unpacked(rows).astype(np.float64), heads // kv_heads, 0) for rows in stored]
+    stored = [packed(rows) for rows in by_head] if int8 else by_head
+    floats = [unpacked(rows) for rows in stored] if int8 else stored
+    widened = [np.repeat(rows.astype(np.float64), heads // kv_heads, 0) for rows in floats]
     scores = np.einsum("thd,hkd->htk", queries, widened[0])
     scores[:, np.triu(np.ones((total, total), bool), 1)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -88,13 +96,14 @@ def test_a_kernel(operator_library: Path, instruction_set: str, heads: int, kv_h
         # [kv_heads, tokens, group, width]
         rows = np.zeros((kv_heads, tokens, heads // kv_heads, width), np.float32)
         rows[..., :head_dim] = queries[-tokens:].reshape(tokens, kv_heads, -1, head_dim).swapaxes(0, 1)
-        buffers = [np.concatenate([rows[:, :-tokens], 0 * rows[:, -tokens:]], 1) for rows in stored]
+        # Int8 rows of the new tokens are stored by the kernel.
+        buffers = [np.concatenate([rows[:, :-tokens], rows[:, -tokens:] * (not int8)], 1) for rows in stored]
         output = np.full((tokens, heads, head_dim), np.nan, np.float32)
         at = [array.ctypes.data for array in (rows, *buffers, output)]
-        attention = Int8Attention(heads, kv_heads, head_dim, width, tokens, total, total, 0, 0, *at[:3], None, 0, 0)
+        attention = Attention(heads, kv_heads, head_dim, width, tokens, total, total, 0, 0, int8, *at[:3], None, 0, 0)
         attention.output = at[3]
         given = [ctypes.c_void_p(array.ctypes.data) for array in (*by_head, *buffers)]
-        if library.tide_ops_int8_attention(instruction_set.encode(), ctypes.byref(attention), *given):
+        if library.tide_ops_attention(instruction_set.encode(), ctypes.byref(attention), *given):
             pytest.skip(f"this CPU has no {instruction_set}")
         for buffer, expected in zip(buffers, stored, strict=True):
             np.testing.assert_array_equal(buffer, expected)
@@ -104,10 +113,11 @@ def test_a_kernel(operator_library: Path, instruction_set: str, heads: int, kv_h
 
 
 def attention_session(
-    int8: bool, heads: int, kv_heads: int, head_dim: int, inputs: dict, **attributes
+    op_type: str, heads: int, kv_heads: int, head_dim: int, inputs: dict, operators: bool = True, **attributes
 ) -> ort.InferenceSession:
-    """One attention node: TideInt8Attention, or GroupQueryAttention in float32; its inputs by name, "" where absent."""
+    """One attention node, its inputs by name, "" where absent; without `operators` its function runs."""
     order = ["query", "key", "value", "past_key", "past_value", "last", "total", "cos", "sin", "", "bias", "sinks"]
+    int8 = op_type == INT8
     cache = ir.DataType.INT8 if int8 else ir.DataType.FLOAT
     width = head_dim + SCALE_BYTES * int8
 
@@ -119,7 +129,7 @@ def attention_session(
 
     values = {name: value(name, array) for name, array in inputs.items()}
     attributes |= {"num_heads": heads, "kv_num_heads": kv_heads}
-    op_type, domain = (OP_INT8_ATTENTION, DOMAIN) if int8 else ("GroupQueryAttention", "com.microsoft")
+    domain = "com.microsoft" if op_type == ONNX_RUNTIMES else DOMAIN
     node = ir.node(op_type, [values.get(name) for name in order], attributes=attributes, domain=domain, num_outputs=3)
     for output, name in zip(node.outputs, ("output", "present_key", "present_value"), strict=True):
         output.name, output.type = name, ir.TensorType(ir.DataType.FLOAT if name == "output" else cache)
@@ -127,12 +137,14 @@ def attention_session(
     graph = ir.Graph(list(values.values()), node.outputs, nodes=[node], opset_imports=imports, name="attention")
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    register_operators(options)
-    return ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=11)).SerializeToString(), options)
+    if operators:
+        register_operators(options)
+    functions = [float_attention_function()] if op_type == FLOAT else []
+    model = ir.to_proto(ir.Model(graph, ir_version=11, functions=functions))
+    return ort.InferenceSession(model.SerializeToString(), options)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 130])
-@pytest.mark.parametrize(
+attentions = pytest.mark.parametrize(
     ("heads", "head_dim", "rotates", "extras", "attributes"),
     [
         ((6, 2), 32, True, (), {"scale": 0.3}),
@@ -141,15 +153,18 @@ def attention_session(
         ((4, 1), 40, False, ("sinks", "bias"), {"local_window_size": 300}),
     ],
 )
-def test_the_operator_is_onnx_runtimes_on_rounded_keys(
-    operator_library: Path, tokens: int, heads: tuple[int, int], head_dim: int, rotates: bool, extras, attributes
-) -> None:
-    rng, (query_heads, kv_heads), total, capacity = np.random.default_rng(1), heads, 700, 703
+
+
+def attention_inputs(
+    heads: tuple[int, int], tokens: int, total: int, head_dim: int, rotates: bool, extras: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Random inputs of one attention node by their names, K/V in float32."""
+    rng, (query_heads, kv_heads), capacity = np.random.default_rng(1), heads, total + 3
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, dtype=np.float32)
 
-    past = {f"past_{kind}": packed(normal(1, kv_heads, capacity, head_dim)) for kind in ("key", "value")}
+    past = {f"past_{kind}": normal(1, kv_heads, capacity, head_dim) for kind in ("key", "value")}
     inputs = {"query": normal(1, tokens, query_heads * head_dim)}
     inputs |= {kind: normal(1, tokens, kv_heads * head_dim) for kind in ("key", "value")} | past
     inputs |= {"last": np.array([total - 1], np.int32), "total": np.array(total, np.int32)}
@@ -158,8 +173,39 @@ def test_the_operator_is_onnx_runtimes_on_rounded_keys(
     if rotates:
         angles = np.outer(np.arange(capacity), 10000.0 ** (-2 * np.arange(head_dim // 2) / head_dim)).astype(np.float32)
         inputs |= {"cos": np.cos(angles), "sin": np.sin(angles)}
-        attributes = attributes | {"do_rotary": 1}
-    int8 = attention_session(True, *heads, head_dim, inputs, **attributes)
+    return inputs
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+@attentions
+def test_the_operator_for_float32_is_onnx_runtimes_and_so_is_its_function(
+    operator_library: Path, tokens: int, heads: tuple[int, int], head_dim: int, rotates: bool, extras, attributes
+) -> None:
+    inputs = attention_inputs(heads, tokens, 700, head_dim, rotates, extras)
+    attributes = attributes | {"do_rotary": int(rotates)}
+    expected = attention_session(ONNX_RUNTIMES, *heads, head_dim, inputs, **attributes).run(None, inputs)
+    inlined = attention_session(FLOAT, *heads, head_dim, inputs, operators=False, **attributes).run(None, inputs)
+    for ours, theirs in zip(inlined, expected, strict=True):
+        np.testing.assert_array_equal(ours[:, :, :700], theirs[:, :, :700])
+    before = {name: array.copy() for name, array in inputs.items()}
+    computed = attention_session(FLOAT, *heads, head_dim, inputs, **attributes).run(None, inputs)
+    for ours, theirs in zip(computed, expected, strict=True):
+        np.testing.assert_allclose(ours[:, :, :700], theirs[:, :, :700], atol=3e-6)
+    for name, array in before.items():
+        np.testing.assert_array_equal(inputs[name], array)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+@attentions
+def test_the_operator_for_int8_is_onnx_runtimes_on_rounded_keys(
+    operator_library: Path, tokens: int, heads: tuple[int, int], head_dim: int, rotates: bool, extras, attributes
+) -> None:
+    total = 700
+    inputs = attention_inputs(heads, tokens, total, head_dim, rotates, extras)
+    past = {name: packed(inputs[name]) for name in ("past_key", "past_value")}
+    inputs |= past
+    attributes = attributes | {"do_rotary": int(rotates)}
+    int8 = attention_session(INT8, *heads, head_dim, inputs, **attributes)
     before = {name: array.copy() for name, array in past.items()}
     output, key, value = int8.run(None, inputs)  # other memory: the buffers are copied
     for name, present in (("past_key", key), ("past_value", value)):
@@ -168,7 +214,7 @@ def test_the_operator_is_onnx_runtimes_on_rounded_keys(
 
     # The same in float32, in two steps: new keys as they were stored, and a query that attends to them.
     floats = inputs | {"past_key": unpacked(key), "past_value": unpacked(value)}
-    session = attention_session(False, *heads, head_dim, floats, **attributes)
+    session = attention_session(ONNX_RUNTIMES, *heads, head_dim, floats, **attributes)
     rotated = session.run(None, floats)[1][:, :, total - tokens : total]
     np.testing.assert_allclose(unpacked(packed(rotated)), unpacked(key[:, :, total - tokens : total]), atol=1e-5)
     new = unpacked(value[:, :, total - tokens : total]).swapaxes(1, 2).reshape(1, tokens, -1)
@@ -182,7 +228,7 @@ def test_the_operator_is_onnx_runtimes_on_rounded_keys(
 
     joined = {"query": np.concatenate([inputs[name] for name in ("query", "key", "value")], -1)}
     rest = {name: array for name, array in inputs.items() if name not in ("query", "key", "value")}
-    in_one = attention_session(True, *heads, head_dim, joined | rest, **attributes)
+    in_one = attention_session(INT8, *heads, head_dim, joined | rest, **attributes)
     np.testing.assert_array_equal(in_one.run(None, joined | rest)[0], output)
 
 
@@ -201,7 +247,7 @@ def test_the_operator_refuses(operator_library: Path, change: dict, message: str
     shapes = {"past_value": (1, 2, 9, 20)} | shapes
     inputs = {name: np.zeros(shape, np.int8 if "past" in name else np.float32) for name, shape in shapes.items()}
     inputs |= {"last": np.array([4], np.int32), "total": np.array(5, np.int32)}
-    session = attention_session(True, 4, 2, 16, inputs)
+    session = attention_session(INT8, 4, 2, 16, inputs)
     with pytest.raises(Exception, match=message):
         session.run(None, inputs)
 
@@ -227,7 +273,7 @@ def test_a_graph_equals_the_model_on_rounded_keys(
     bundle = deployed.bundle
     engine = deployed if bits == 32 else Engine(bundle, BranchedBackend(bundle, float32_session(bundle, 1)))
     nodes = list(ir.load(tmp_path / "bundle" / names.GRAPH_FILE).graph.all_nodes())
-    assert sum(node.op_type == OP_INT8_ATTENTION for node in nodes) == LAYERS
+    assert sum(node.op_type == OP_CACHED_ATTENTION[INT8_KV] for node in nodes) == LAYERS
     assert all(node.op_type != "GroupQueryAttention" for node in nodes)
     middle, tolerance = dividing_thresholds(source, routers, PROMPTS[2]), TOLERANCES["int8 K/V"]
     exact = check_full(engine, source, PROMPTS[2:], NEW_TOKENS)

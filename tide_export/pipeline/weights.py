@@ -7,7 +7,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from tide_export.bundle.manifest import BLOCK_SIZES, INT8_KV, NETWORK_MATRICES, Quantization
+from tide_export.bundle.manifest import BLOCK_SIZES, NETWORK_MATRICES, Quantization
 from tide_export.data.sequences import load_tokenizer, read_sequences
 from tide_export.errors import ConfigError, UnsupportedModelError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
@@ -74,7 +74,7 @@ def lowering(source: SourceModel, request: ExportRequest) -> Callable[[ir.Model]
         lower_for_onnxruntime,
         quantized=source.quantized,
         half=request.half,
-        int8_kv=request.config.kv_cache == INT8_KV,
+        kv_cache=request.config.kv_cache,
     )
 
 

@@ -1,4 +1,4 @@
-"""Lowers the composed graph for ONNX Runtime: in-place GroupQueryAttention, fused norms, packed projections.
+"""Lowers the composed graph for ONNX Runtime: attention that caches in place, fused norms, packed projections.
 
 Layer for layer the result is the graph that ONNX Runtime GenAI's builder writes by hand for each architecture: skip
 norm, one MatMul for query, key and value, attention that rotates and caches in place, MatMul, skip norm, MLP. Here it
@@ -10,11 +10,12 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
+from tide_export.bundle.manifest import FLOAT32_KV
+from tide_export.lower.onnxruntime.cached_attention import CachedAttentionPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
 from tide_export.lower.onnxruntime.half_weights import HalfWeightsPass
-from tide_export.lower.onnxruntime.int8_attention import Int8AttentionPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass, quantized_names
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
@@ -26,14 +27,14 @@ logger = logging.getLogger("tide_export")
 
 
 def lower_for_onnxruntime(
-    model: ir.Model, quantized: QuantizedWeights | None = None, half: str | None = None, int8_kv: bool = False
+    model: ir.Model, quantized: QuantizedWeights | None = None, half: str | None = None, kv_cache: str = FLOAT32_KV
 ) -> ir.Model:
     """Rewrites `model` (from `compose`) in place and returns it, ready to be saved.
 
     Args:
         quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
         half: "bf16" or "fp16": store every matrix in it that loses nothing by it.
-        int8_kv: keep keys and values in int8.
+        kv_cache: the type of the K/V buffers, "float32" or "int8".
 
     Raises:
         GraphError: an attention or a matmul has no ONNX Runtime kernel.
@@ -50,7 +51,7 @@ def lower_for_onnxruntime(
         QuantizedMatMulsPass(blocks, settings),
         *([HalfWeightsPass(half)] if half else []),
         SkipNormsPass(),
-        *([Int8AttentionPass()] if int8_kv else []),
+        CachedAttentionPass(kv_cache),
     )
     remove_unused(model)
     used = {name for node in model.graph.all_nodes() for name in quantized_names(node)}

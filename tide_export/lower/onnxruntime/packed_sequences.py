@@ -1,4 +1,4 @@
-"""Replaces one sequence's GroupQueryAttention by those of several, whose tokens are concatenated on one axis.
+"""Replaces one sequence's attention by those of several, whose tokens are concatenated on one axis.
 
 For the networks of a batch. The operator takes several sequences with one new token each, or one with several; a step
 over a batch has any number of each. So there is one operator per slot of the batch, on its slice of the packed queries,
@@ -31,7 +31,7 @@ from tide_export.trace.rewriting import (
     typed_value,
 )
 
-PAST, TOTAL, BIAS = 3, 6, 10  # inputs of GroupQueryAttention, and of TideInt8Attention
+PAST, TOTAL, BIAS = 3, 6, 10  # inputs of GroupQueryAttention, and of the operators in its place
 
 
 class PackedSequencesPass(ir.passes.InPlacePass):
@@ -51,8 +51,8 @@ class PackedSequencesPass(ir.passes.InPlacePass):
             raise ir.passes.PreconditionError("sequences are packed after attention is lowered")
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = nodes_of(model.graph, "GroupQueryAttention", "com.microsoft")
-        nodes += nodes_of(model.graph, names.OP_INT8_ATTENTION, names.DOMAIN)
+        attentions = names.OP_CACHED_ATTENTION.values()
+        nodes = [node for name in attentions for node in nodes_of(model.graph, name, names.DOMAIN)]
         if nodes:
             _Slots(model.graph, self.slots).lower(nodes)
         return ir.passes.PassResult(model, modified=bool(nodes))

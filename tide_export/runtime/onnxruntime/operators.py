@@ -1,10 +1,10 @@
 """Registers the operators of `cpp/ops` in ONNX Runtime: matmuls by weights in bfloat16, float16 and integers,
-checkpoints, and attention to K/V in int8.
+checkpoints, and attention to K/V in float32 and int8.
 
 Installing the package compiles them where there is a C++ compiler (`setup.py`). Without them a bundle runs too, unless
 its K/V are int8: the other operators are also functions in the graph. Weights in 16 bits are then widened to float32 as
-ONNX Runtime loads them, integers are multiplied by MatMulNBits, and checkpoints compute scores that no threshold
-needs.
+ONNX Runtime loads them, integers are multiplied by MatMulNBits, checkpoints compute scores that no threshold
+needs, and attention is GroupQueryAttention.
 """
 
 import ctypes

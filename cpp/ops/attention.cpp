@@ -1,4 +1,4 @@
-#include "int8_attention.h"
+#include "attention.h"
 
 #include <cmath>
 
@@ -14,22 +14,22 @@
 namespace tide_ops {
 namespace {
 
-using Kernel = Int8AttentionKernel;
+using Kernel = AttentionKernel;
 constexpr std::int64_t kBlock = 64;                     // keys widened at a time
 constexpr std::int64_t kAhead = 2048;                    // bytes from keys that are read to those that are prefetched
 constexpr float kLowest = -1e30f, kHidden = -2 * 1e30f;  // of all scores; of a key that a query does not attend to
 
-#define TIDE_KERNEL "int8_attention.inc"
+#define TIDE_KERNEL "attention.inc"
 #include "each_target.inc"
 
 }  // namespace
 
-std::int64_t partial_floats(Int8Attention const& attention, std::int64_t rows) { return rows * (attention.width + 2); }
+std::int64_t partial_floats(Attention const& attention, std::int64_t rows) { return rows * (attention.width + 2); }
 
-std::int64_t scratch_floats(Int8Attention const& attention, std::int64_t rows) {
+std::int64_t scratch_floats(Attention const& attention, std::int64_t rows) {
   return (rows + 1) * kChunk + kBlock * attention.width;
 }
 
-Int8AttentionKernel const* int8_attention_kernel(char const* name) { return kernel_of(name); }
+AttentionKernel const* attention_kernel(char const* name) { return kernel_of(name); }
 
 }  // namespace tide_ops

@@ -1,12 +1,13 @@
-// TideInt8Attention: com.microsoft.GroupQueryAttention, with the same inputs and attributes, on K/V buffers in int8,
-// [1, kv_heads, capacity, head_dim + 4] (see int8_attention.h). New keys and values are rounded before anything attends
-// to them, so that a token's output does not depend on how many tokens are computed at once.
+// TideFloatAttention and TideInt8Attention: com.microsoft.GroupQueryAttention, with the same inputs and attributes, on
+// K/V buffers [1, kv_heads, capacity, head_dim], and in int8 [.., head_dim + 4] (see attention.h). New keys and values
+// are stored before anything attends to them, so that a token's output does not depend on how many tokens are computed
+// at once.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 
-#include "int8_attention.h"
+#include "attention.h"
 #include "kernel.h"
 #include "operators.h"
 
@@ -22,6 +23,7 @@ constexpr std::int64_t kBlockTokens = 64;     // computed at a time; their parti
 constexpr std::int64_t kFewFloats = 1 << 15;  // of keys read; below, threads would cost more than they gain
 
 struct Attributes {
+  bool int8 = false;
   float scale = 0, softcap = 0;
   std::int64_t window = -1, interleaved = 0;
 };
@@ -55,8 +57,8 @@ struct Rotation {
 
 // A block of tokens' attention, cut into tasks: a task is one chunk of keys of one head for some of the queries.
 struct Tasks {
-  Int8AttentionKernel const& kernel;
-  Int8Attention const& attention;
+  AttentionKernel const& kernel;
+  Attention const& attention;
   std::int64_t rows;  // of a task, at most
   std::int64_t first_chunk, chunks;
   float* partials;
@@ -75,17 +77,21 @@ struct Tasks {
 void run_task(void* data, std::size_t index) {
   Tasks& tasks = *static_cast<Tasks*>(data);
   static thread_local Buffer kept;
-  auto const task = static_cast<std::int64_t>(index);
-  QueryRows const rows = tasks.queries(task / tasks.chunks);
+  // One chunk of keys for all queries of its head after the other: it stays in a cache.
+  std::int64_t const task = static_cast<std::int64_t>(index), of_chunk = task / tasks.blocks_of_head();
+  std::int64_t const head = of_chunk / tasks.chunks, chunk = of_chunk % tasks.chunks;
+  std::int64_t const block = head * tasks.blocks_of_head() + task % tasks.blocks_of_head();
+  QueryRows const rows = tasks.queries(block);
   try {
-    tasks.kernel.attend(tasks.attention, rows, tasks.first_chunk + task % tasks.chunks,
-                        tasks.partials + task * tasks.stride(), kept.of(scratch_floats(tasks.attention, rows.count)));
+    tasks.kernel.attend(tasks.attention, rows, tasks.first_chunk + chunk,
+                        tasks.partials + (block * tasks.chunks + chunk) * tasks.stride(),
+                        kept.of(scratch_floats(tasks.attention, rows.count)));
   } catch (std::bad_alloc const&) {
     tasks.out_of_memory = true;
   }
 }
 
-Status* attend(Context* context, Int8AttentionKernel const& kernel, Int8Attention const& attention) {
+Status* attend(Context* context, AttentionKernel const& kernel, Attention const& attention) {
   static thread_local Buffer kept;
   std::int64_t const group = attention.heads / attention.kv_heads;
   std::int64_t const oldest = attention.total - attention.tokens + 1 - attention.window;
@@ -110,12 +116,12 @@ Status* attend(Context* context, Int8AttentionKernel const& kernel, Int8Attentio
 Status* invalid(char const* message) { return api.CreateStatus(abi::kInvalidArgument, message); }
 
 // The present buffer: the past one's memory where both are bound to it, else a copy.
-Status* present_of(Context* context, std::size_t output, Tensor const& past, void** data) {
+Status* present_of(Context* context, std::size_t output, Tensor const& past, std::int64_t size, void** data) {
   Value* value;
   TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, output, past.dims, past.rank, &value));
   TIDE_RETURN_IF_FAILED(api.GetTensorMutableData(value, data));
   if (*data != past.data) {
-    std::int64_t bytes = 1;
+    std::int64_t bytes = size;
     for (std::size_t d = 0; d < past.rank; ++d) bytes *= past.dims[d];
     std::memcpy(*data, past.data, static_cast<std::size_t>(bytes));
   }
@@ -124,15 +130,15 @@ Status* present_of(Context* context, std::size_t output, Tensor const& past, voi
 
 // Rotates a token's queries, and its keys and values into the buffers.
 struct Tokens {
-  Int8AttentionKernel const& kernel;
+  AttentionKernel const& kernel;
   Rotation rotation;
   float const *query, *key, *value;       // a token's heads, [.., head_dim]; key null: none are written
   std::int64_t query_stride, key_stride;  // floats from one token to the next
-  signed char *keys, *values;             // the buffers
+  char *keys, *values;                    // the buffers
   float scale;
 
   // `token`: of all new ones; `row`: of the block that `attention` computes.
-  void take(Int8Attention const& attention, std::int64_t token, std::int64_t row, float* queries,
+  void take(Attention const& attention, std::int64_t token, std::int64_t row, float* queries,
             float* rotated) const {
     std::int64_t const head_dim = attention.head_dim, group = attention.heads / attention.kv_heads;
     for (std::int64_t head = 0; head < attention.heads; ++head) {
@@ -143,10 +149,15 @@ struct Tokens {
     std::int64_t const position = attention.total - attention.tokens + row;
     for (std::int64_t head = 0; key != nullptr && head < attention.kv_heads; ++head) {
       std::int64_t const from = token * key_stride + head * head_dim;
-      std::int64_t const to = (head * attention.capacity + position) * (head_dim + kScaleBytes);
+      std::int64_t const to = (head * attention.capacity + position) * attention.row_bytes();
       rotation.apply(key + from, token, head_dim, 1, rotated);
-      kernel.store(rotated, head_dim, keys + to);
-      kernel.store(value + from, head_dim, values + to);
+      if (attention.int8) {
+        kernel.store_int8(rotated, head_dim, keys + to);
+        kernel.store_int8(value + from, head_dim, values + to);
+      } else {
+        std::memcpy(keys + to, rotated, 4 * static_cast<std::size_t>(head_dim));
+        std::memcpy(values + to, value + from, 4 * static_cast<std::size_t>(head_dim));
+      }
     }
   }
 };
@@ -157,15 +168,17 @@ Status* compute_checked(Attributes const& attributes, Context* context) {
   Tensor const &query = inputs[kQuery], &key = inputs[kKey], &past = inputs[kPastKey];
   bool const packed = key.rank == 0;  // keys and values follow each token's queries
   if (query.rank != 3 || (!packed && key.rank != 3) || past.rank != 4 || query.dims[0] != 1 || past.dims[0] != 1) {
-    return invalid("TideInt8Attention takes queries and keys [1, S, ..] and buffers [1, kv_heads, capacity, D + 4]");
+    return invalid("attention takes queries and keys [1, S, ..] and buffers [1, kv_heads, capacity, head_dim (+ 4)]");
   }
-  Int8Attention attention{};
-  std::int64_t const head_dim = past.dims[3] - kScaleBytes, kv_heads = past.dims[1], tokens = query.dims[1];
+  Attention attention{};
+  attention.int8 = attributes.int8;
+  std::int64_t const head_dim = past.dims[3] - (attention.int8 ? kScaleBytes : 0), kv_heads = past.dims[1];
+  std::int64_t const tokens = query.dims[1];
   std::int64_t const kv_size = kv_heads * head_dim;
   attention.heads = head_dim < 1 ? 0 : query.dims[2] / head_dim - (packed ? 2 * kv_heads : 0);
   if (kv_heads < 1 || attention.heads < 1 || attention.heads % kv_heads != 0 || query.dims[2] % head_dim != 0 ||
       (!packed && key.dims[1] > 0 && (key.dims[1] != tokens || key.dims[2] != kv_size))) {
-    return invalid("TideInt8Attention: the heads of queries, keys and buffers do not fit each other");
+    return invalid("attention: the heads of queries, keys and buffers do not fit each other");
   }
   attention.kv_heads = kv_heads;
   attention.head_dim = head_dim;
@@ -175,11 +188,11 @@ Status* compute_checked(Attributes const& attributes, Context* context) {
   attention.softcap = attributes.softcap;
   std::int64_t const total = *static_cast<std::int32_t const*>(inputs[kTotal].data), first = total - tokens;
   if (first < 0 || total > attention.capacity) {
-    return invalid("TideInt8Attention: more tokens than the K/V buffers hold");
+    return invalid("attention: more tokens than the K/V buffers hold");
   }
   bool const rotates = inputs[kCos].data != nullptr;
   if (rotates && (inputs[kCos].rank != 2 || inputs[kCos].dims[0] < total || 2 * inputs[kCos].dims[1] != head_dim)) {
-    return invalid("TideInt8Attention: the tables of the rotation are too small");
+    return invalid("attention: the tables of the rotation are too small");
   }
   Value* output;
   void* result;
@@ -189,11 +202,12 @@ Status* compute_checked(Attributes const& attributes, Context* context) {
   void *keys = past.data, *values = inputs[kPastValue].data;
   bool const writes = packed || key.dims[1] > 0;
   if (writes) {
-    TIDE_RETURN_IF_FAILED(present_of(context, 1, past, &keys));
-    TIDE_RETURN_IF_FAILED(present_of(context, 2, inputs[kPastValue], &values));
+    std::int64_t const size = attention.int8 ? 1 : 4;
+    TIDE_RETURN_IF_FAILED(present_of(context, 1, past, size, &keys));
+    TIDE_RETURN_IF_FAILED(present_of(context, 2, inputs[kPastValue], size, &values));
   }
   std::int64_t const row = first * (head_dim / 2);
-  Int8AttentionKernel const& kernel = *int8_attention_kernel();
+  AttentionKernel const& kernel = *attention_kernel();
   auto const queries_in = static_cast<float const*>(query.data);
   float const* const keys_in = packed ? queries_in + shape[2] : static_cast<float const*>(key.data);
   Tokens const taken{kernel,
@@ -205,8 +219,8 @@ Status* compute_checked(Attributes const& attributes, Context* context) {
                      packed ? keys_in + kv_size : static_cast<float const*>(inputs[kValue].data),
                      query.dims[2],
                      packed ? query.dims[2] : kv_size,
-                     static_cast<signed char*>(keys),
-                     static_cast<signed char*>(values),
+                     static_cast<char*>(keys),
+                     static_cast<char*>(values),
                      attributes.scale != 0 ? attributes.scale : 1 / std::sqrt(static_cast<float>(head_dim))};
   attention.keys = taken.keys;
   attention.values = taken.values;
@@ -232,17 +246,17 @@ Status* compute_attention(void* kernel, Context* context) {
   try {
     return compute_checked(*static_cast<Attributes const*>(kernel), context);
   } catch (std::bad_alloc const&) {
-    return invalid("TideInt8Attention: not enough memory");
+    return invalid("attention: not enough memory");
   }
 }
 
-}  // namespace
-
-Operator int8_attention_operator() {
+template <bool kInt8>
+Operator operator_of() {
+  constexpr int kNumber = kInt8 ? abi::kInt8 : abi::kFloat;
   Operator op = cpu_operator();
-  op.GetName = [](Operator const*) { return "TideInt8Attention"; };
+  op.GetName = [](Operator const*) { return kInt8 ? "TideInt8Attention" : "TideFloatAttention"; };
   op.GetInputType = [](Operator const*, std::size_t index) {
-    if (index == kPastKey || index == kPastValue) return abi::kInt8;
+    if (index == kPastKey || index == kPastValue) return kNumber;
     if (index == kPositionIds) return abi::kInt64;
     return index == kLast || index == kTotal ? abi::kInt32 : abi::kFloat;
   };
@@ -250,12 +264,13 @@ Operator int8_attention_operator() {
   op.GetInputCharacteristic = [](Operator const*, std::size_t index) {
     return index > kTotal || index == kKey || index == kValue ? abi::kOptional : 0;
   };
-  op.GetOutputType = [](Operator const*, std::size_t index) { return index == 0 ? abi::kFloat : abi::kInt8; };
+  op.GetOutputType = [](Operator const*, std::size_t index) { return index == 0 ? abi::kFloat : kNumber; };
   op.GetOutputTypeCount = [](Operator const*) -> std::size_t { return 3; };
   op.GetOutputCharacteristic = [](Operator const*, std::size_t index) { return index > 0 ? abi::kOptional : 0; };
   op.CreateKernelV2 = [](Operator const*, void const*, void const* info, void** kernel) -> Status* {
     auto const attributes = new (std::nothrow) Attributes;
-    if (attributes == nullptr) return invalid("TideInt8Attention: not enough memory");
+    if (attributes == nullptr) return invalid("attention: not enough memory");
+    attributes->int8 = kInt8;
     read_attribute(api.KernelInfoGetAttribute_float, info, "scale", attributes->scale);
     read_attribute(api.KernelInfoGetAttribute_float, info, "softcap", attributes->softcap);
     read_attribute(api.KernelInfoGetAttribute_int64, info, "local_window_size", attributes->window);
@@ -267,5 +282,9 @@ Operator int8_attention_operator() {
   op.KernelComputeV2 = compute_attention;
   return op;
 }
+
+}  // namespace
+
+Operator attention_operator(bool int8) { return int8 ? operator_of<true>() : operator_of<false>(); }
 
 }  // namespace tide_ops
