@@ -7,8 +7,6 @@
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
 #include "generation_error.h"
-#include "packed/networks.h"
-#include "packed/propagate.h"
 #include "request.h"
 #include "scheduling/step_loop.h"
 #include "sequence.h"
@@ -23,17 +21,6 @@ constexpr std::int64_t kListPromptTokens = 2048;
 
 // With fewer a prompt of a bundle that propagates could not be divided.
 constexpr std::int64_t kMinPromptTokens = 4;
-
-// An empty batch of `slots` sequences.
-std::unique_ptr<PackedBatch> batch_of(Backend& backend, std::int64_t slots, double compaction_threshold) {
-  BatchNetworks* const networks = backend.batch_networks();
-  if (networks == nullptr) {
-    throw GenerationError("this runtime decodes one prompt at a time on the engines of bundle '" +
-                          backend.bundle().path.string() + "': give one prompt at a time, or use provider 'cpu'");
-  }
-  return start_batch(networks->sessions(static_cast<std::size_t>(slots)), backend.manifest(), compaction_threshold,
-                     networks->start_lone());
-}
 
 }  // namespace
 
@@ -73,8 +60,7 @@ GenerationConfig Engine::resolved(GenerationConfig const& config, std::int64_t s
 }
 
 std::int64_t Engine::max_batch_size() const {
-  BatchNetworks const* const networks = backend_->batch_networks();
-  return networks == nullptr ? 1 : static_cast<std::int64_t>(networks->max_batch_size());
+  return static_cast<std::int64_t>(backend_->max_batch_size());
 }
 
 Generation Engine::generate(std::vector<std::int64_t> const& prompt, GenerationConfig const& config) const {
@@ -113,10 +99,11 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   }
   auto const request = std::make_shared<Request>(
       backend_->bundle(), resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
+  if (prompts.empty()) return {};
   SchedulerLimits limits;
   limits.slots = static_cast<std::int64_t>(prompts.size());
   limits.prompt_tokens = kListPromptTokens;
-  StepLoop loop(backend_, batch_of(*backend_, limits.slots, request->compaction_threshold), limits);
+  StepLoop loop(backend_, backend_->start_batch(request->compaction_threshold, prompts.size()), limits);
   std::vector<std::shared_ptr<Job>> jobs;
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     std::function<bool(Token const&)> callback;
@@ -139,7 +126,7 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits) const {
   if (limits.waiting) whole_number("waiting", *limits.waiting, 1);
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
   whole_number("prefix_cache_bytes", limits.prefix_cache_bytes, 0);
-  std::unique_ptr<PackedBatch> batch = batch_of(*backend_, limits.slots, manifest().compaction_threshold);
+  auto batch = backend_->start_batch(manifest().compaction_threshold, static_cast<std::size_t>(limits.slots));
   return Scheduler(*this, limits.slots, std::make_shared<StepLoop>(backend_, std::move(batch), limits));
 }
 

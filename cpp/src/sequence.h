@@ -1,13 +1,15 @@
-// The interfaces of a backend, which runs an opened bundle, and of one sequence on it, behind `State`. In the branched
-// graph the graph decides how deep a token goes (branched/sequence.cpp); with a network per segment the sequence does
-// (segmented/sequence.cpp).
+// The interfaces of a backend, which runs an opened bundle, of one sequence on it, behind `State`, and of several, which a
+// scheduler steps; as in tide_export/runtime/sequence.py. In the branched graph the graph decides how deep a token goes
+// (branched/sequence.cpp); with a network per segment the step does (packed/batch.cpp, segmented/steps.cpp).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "bundle/store.h"
+#include "decoding/decoder.h"
 #include "tide/runtime.h"
 
 namespace tide {
@@ -31,7 +33,77 @@ class Sequence {
   std::size_t candidates = 0;  // how many of the largest logits who steps it needs; 0: all
 };
 
-class BatchNetworks;
+// When the tokens of a sequence exit, and how many of them may be pending before a segment must run over it.
+struct ExitRule {
+  std::vector<float> thresholds;  // one per checkpoint, as returned by `resolve_thresholds`
+  std::int64_t max_pending = 0;
+};
+
+// How far each segment has come in one sequence.
+class SequenceState {
+ public:
+  explicit SequenceState(Manifest const& manifest)
+      : lengths(manifest.checkpoints.size() + 1), manifest_(manifest) {}
+  virtual ~SequenceState() = default;
+  SequenceState(SequenceState const&) = delete;
+  SequenceState& operator=(SequenceState const&) = delete;
+
+  std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
+  std::size_t candidates = 0;         // how many of the largest logits who steps it needs; 0: all
+
+  std::int64_t length() const { return lengths[0]; }
+  virtual std::vector<std::int64_t> computed() const { return lengths; }  // tokens that each segment has run over
+
+  // Removes all tokens after the first `length`: what buffers hold beyond is overwritten before it is read. Throws
+  // GenerationError: the sequence is shorter, or its K/V are propagated.
+  virtual void rewind(std::int64_t length);
+
+ protected:
+  Manifest const& manifest_;
+};
+
+// The part of one sequence in a step.
+struct SlotRequest {
+  std::size_t slot;
+  StepRequest const& request;
+  // Whether it gets the logits of full depth if the last segment runs over it, even if the token could have exited. A
+  // sequence that does not verify exits at its own checkpoint, whatever runs.
+  bool verifies;
+};
+
+// May be used by one thread at a time. Must not outlive its backend.
+class Batch {
+ public:
+  virtual ~Batch() = default;
+
+  virtual std::size_t free_slots() const = 0;
+
+  // Adds an empty sequence and returns its slot. The arguments are those of `ExitRule`. Throws GenerationError: not
+  // enough memory, or the device failed; nothing is changed.
+  virtual std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending) = 0;
+
+  virtual void leave(std::size_t slot) noexcept = 0;  // frees the slot of a sequence
+
+  virtual SequenceState& sequence(std::size_t slot) = 0;
+
+  // Runs the new tokens of some sequences, by ascending slots. The results are in the same order, without scores, and
+  // valid until the next step. Throws GenerationError: no ids, more tokens than the model's context or the buffers hold,
+  // not enough memory, or the engine failed; the sequences are then as before the step.
+  virtual std::vector<StepResult> step(std::vector<SlotRequest> const& requests) = 0;
+};
+
+// A batch whose K/V can be copied out of a slot, and into another one.
+class KvBatch : public Batch {
+ public:
+  // Copies the K/V of the tokens of a sequence from `start` to `stop`, which every segment holds.
+  virtual std::vector<char> read_kv(std::size_t slot, std::int64_t start, std::int64_t stop) const = 0;
+
+  // Begins an empty sequence with `length` tokens as if every segment had run over them. blocks: from `read_kv` of
+  // sequences with the same first tokens, `size` tokens each; the last may hold more. Throws GenerationError: not enough
+  // memory; the sequence is then as before.
+  virtual void write_kv(std::size_t slot, std::vector<std::vector<char> const*> const& blocks, std::int64_t size,
+                        std::int64_t length) = 0;
+};
 
 // An opened bundle: what all sequences of an engine share. May be used by several threads at once.
 class Backend {
@@ -49,8 +121,17 @@ class Backend {
   virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                           std::int64_t room) = 0;
 
-  // The networks for batches; nullptr: this backend decodes one sequence at a time.
-  virtual BatchNetworks* batch_networks() { return nullptr; }
+  virtual std::size_t max_batch_size() const = 0;  // sequences that a batch can have; 1: there are no batches
+
+  // Starts an empty batch, which must not outlive the backend.
+  //
+  // compaction_threshold: if a smaller share of the sequences in a step than this needs a segment, only those run it;
+  //     else all with pending tokens run it.
+  // slots: how many it shall have; no more than `max_batch_size` are taken.
+  //
+  // Throws GenerationError: the bundle holds no networks for batches, or not enough memory. BundleError: a network for
+  // batches does not load or does not match the manifest.
+  virtual std::unique_ptr<Batch> start_batch(double compaction_threshold, std::size_t slots) = 0;
 
  private:
   Bundle bundle_;

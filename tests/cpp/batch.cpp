@@ -2,21 +2,26 @@
 
 #include "allocations.h"
 #include "lists.h"
+#include "networks.h"
 #include "options.h"
-#include "packed/propagate.h"
+#include "packed/sequence.h"
 
 std::string BatchDriver::answer(std::string const& command, std::vector<std::string> const& words) {
   if (command == "batch_step") return step(words);
   if (command == "batch_load") {
+    tide::Bundle bundle = tide::open_bundle(words.at(0), true);
     batch_.reset();
-    backend_ = std::make_unique<tide::BranchedBackend>(tide::open_bundle(words.at(0), true), 1);
+    tide::LoadOptions options;
+    options.provider = "cpu";
+    options.threads = 1;
+    if (words.size() == 1) backend_ = tide::open_backend(std::move(bundle), options);
+    if (words.size() > 1) backend_ = backend_on_networks(words.at(1), std::move(bundle), options);
     return "null";
   }
   if (command == "batch_start") {
     double const share = real_numbers(command, words.at(0)).at(0);
-    auto const sessions = backend_->batch_networks()->sessions(
-        static_cast<std::size_t>(whole_numbers(command, words.at(1)).at(0)));
-    batch_ = tide::start_batch(sessions, backend_->manifest(), share, backend_->batch_networks()->start_lone());
+    batch_.reset();  // so that buffers are used again
+    batch_ = backend_->start_batch(share, static_cast<std::size_t>(whole_numbers(command, words.at(1)).at(0)));
     used_.assign(batch_->free_slots(), false);
   } else if (command == "batch_join") {
     std::size_t const slot = batch_->join(real_numbers(command, words.at(0)), whole_numbers(command, words.at(1)).at(0));
@@ -59,10 +64,13 @@ std::string BatchDriver::described() const {
   std::string text;
   for (std::size_t slot = 0; slot < used_.size(); ++slot) {
     if (!used_[slot]) continue;
-    tide::PackedSequence const& sequence = batch_->sequence(slot);
+    tide::SequenceState const& sequence = batch_->sequence(slot);
+    auto const* const packed = dynamic_cast<tide::PackedSequence const*>(&sequence);
     std::vector<std::int64_t> pending;
     for (std::size_t k = 1; k < sequence.lengths.size(); ++k) {
-      pending.push_back(static_cast<std::int64_t>(sequence.pending[k].size()) / backend_->manifest().model.hidden_size);
+      pending.push_back(sequence.lengths[k - 1] - sequence.lengths[k]);
+      if (packed == nullptr) continue;
+      pending.back() = static_cast<std::int64_t>(packed->pending[k].size()) / backend_->manifest().model.hidden_size;
     }
     text += (text.empty() ? "\"" : ", \"") + std::to_string(slot) + "\": {\"lengths\": " + list(sequence.lengths) +
             ", \"computed\": " + list(sequence.computed()) + ", \"pending\": " + list(pending) + "}";

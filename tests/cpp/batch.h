@@ -5,21 +5,20 @@
 #include <string>
 #include <vector>
 
-#include "branched/backend.h"
-#include "packed/batch.h"
+#include "sequence.h"
 
 class BatchDriver {
  public:
-  // batch_load BUNDLE; batch_start THRESHOLDS MAX_PENDING COMPACTION_THRESHOLD SLOTS; batch_join; batch_leave SLOT;
-  // batch_rewind SLOT LENGTH; batch_step, with SLOT KEEP FULL IDS for each sequence (KEEP 0: it does not verify, IDS
-  // "none": no tokens). The answer describes all sequences and the results.
+  // batch_load BUNDLE, with a device its segment networks; batch_start COMPACTION_THRESHOLD SLOTS; batch_join THRESHOLDS
+  // MAX_PENDING; batch_leave SLOT; batch_rewind SLOT LENGTH; batch_step, with SLOT KEEP FULL IDS for each
+  // sequence (KEEP 0: it does not verify, IDS "none": no tokens). The answer describes all sequences and the results.
   std::string answer(std::string const& command, std::vector<std::string> const& words);
 
  private:
   std::string step(std::vector<std::string> const& words);
   std::string described() const;
 
-  std::unique_ptr<tide::BranchedBackend> backend_;
-  std::unique_ptr<tide::PackedBatch> batch_;
+  std::shared_ptr<tide::Backend> backend_;
+  std::unique_ptr<tide::Batch> batch_;
   std::vector<bool> used_;  // by slot
 };

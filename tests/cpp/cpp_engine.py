@@ -190,8 +190,9 @@ class CppBatch:
         self._take(engine.call("batch_start", str(share), str(slots)))
 
     @staticmethod
-    def load(engine: CppEngine, bundle: Path) -> None:
-        engine.call("batch_load", str(bundle))
+    def load(engine: CppEngine, bundle: Path, *networks: str) -> None:
+        """`networks`: as of `CppEngine`."""
+        engine.call("batch_load", str(bundle), *networks)
 
     def join(self, thresholds: Sequence[float], max_pending: int) -> int:
         self.free_slots -= 1

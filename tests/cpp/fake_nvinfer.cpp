@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <onnxruntime_cxx_api.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -30,9 +31,15 @@ struct Description {
   std::vector<std::int64_t> shape;  // -1: tokens, -2: rows
 };
 
+struct Sizes {
+  std::int64_t tokens = 0, rows = 1;
+
+  bool operator==(Sizes const& other) const { return tokens == other.tokens && rows == other.rows; }
+};
+
 struct Plan {
   std::string network, defect;
-  std::vector<std::pair<std::int64_t, std::int64_t>> profiles;  // maximum tokens and sequences
+  std::vector<Sizes> profiles;  // maximum tokens and sequences
 };
 
 #ifdef TRT_MAJOR_RTX
@@ -124,7 +131,7 @@ class FakeContext final : public IExecutionContext, StubVExecutionContext {
   FakeConfig& config_;
   bool has_memory_ = false;
   std::int32_t profile_ = -1;
-  std::int64_t tokens_ = 0, last_ = 0;
+  Sizes sizes_, last_;
   std::map<std::string, void*> addresses_;
 };
 
@@ -181,8 +188,7 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
     return static_cast<std::int32_t>(plan_.profiles.size());
   }
   Dims getProfileShape(char const* name, std::int32_t profile, OptProfileSelector) const noexcept override {
-    auto const [tokens, rows] = plan_.profiles[static_cast<std::size_t>(profile)];
-    return dims_of(sizes(name, tokens, rows));
+    return dims_of(shape(name, plan_.profiles[static_cast<std::size_t>(profile)]));
   }
   std::int64_t getDeviceMemorySizeV2() const noexcept override { return kWorkingMemory; }
   IRuntimeConfig* createRuntimeConfig() noexcept override { return new FakeConfig; }
@@ -192,22 +198,25 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
     return complete ? new FakeContext(*this, chosen) : nullptr;
   }
 
-  std::vector<std::int64_t> sizes(char const* name, std::int64_t tokens, std::int64_t rows) const {
-    std::vector<std::int64_t> shape = tensors_.at(name).shape;
-    for (std::int64_t& size : shape) size = size == -1 ? tokens : size == -2 ? rows : size;
+  std::vector<std::int64_t> const& described(char const* name) const { return tensors_.at(name).shape; }
+  std::vector<std::int64_t> shape(char const* name, Sizes const& sizes) const {
+    std::vector<std::int64_t> shape = described(name);
+    for (std::int64_t& size : shape) size = size == -1 ? sizes.tokens : size == -2 ? sizes.rows : size;
     return shape;
   }
-  bool takes(std::int32_t profile, std::int64_t tokens) const {
-    return profile >= 0 && tokens <= plan_.profiles[static_cast<std::size_t>(profile)].first;
+  bool takes(std::int32_t profile, Sizes const& sizes) const {
+    if (profile < 0) return false;
+    Sizes const& most = plan_.profiles[static_cast<std::size_t>(profile)];
+    return sizes.tokens <= most.tokens && sizes.rows <= most.rows;
   }
   std::vector<std::string> const& names() const { return names_; }
   std::string const& network() const { return plan_.network; }
 
-  void run(std::map<std::string, void*> const& addresses, std::int64_t tokens) {
+  void run(std::map<std::string, void*> const& addresses, Sizes const& sizes) {
     Ort::MemoryInfo const place = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
     Ort::IoBinding binding(session_);
     for (auto const& [name, tensor] : tensors_) {
-      std::vector<std::int64_t> const shape = sizes(name.c_str(), tokens, 1);
+      std::vector<std::int64_t> const shape = this->shape(name.c_str(), sizes);
       static std::map<ONNXTensorElementDataType, std::size_t> const bytes = {
           {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT, 4},
           {ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16, 2},
@@ -244,18 +253,20 @@ class FakeEngine final : public ICudaEngine, StubVCudaEngine {
 
 bool FakeContext::setInputShape(char const* name, Dims const& dims) noexcept {
   std::vector<std::int64_t> const given(dims.d, dims.d + dims.nbDims);
-  std::int64_t tokens = tokens_;
-  for (std::size_t d = 0; d < given.size(); ++d) {
-    if (engine_.sizes(name, -1, 1)[d] == -1) tokens = given[d];
+  std::vector<std::int64_t> const& described = engine_.described(name);
+  Sizes sizes = sizes_;
+  for (std::size_t d = 0; d < std::min(given.size(), described.size()); ++d) {
+    if (described[d] == -1) sizes.tokens = given[d];
+    if (described[d] == -2) sizes.rows = given[d];
   }
-  if (given != engine_.sizes(name, tokens, 1) || !engine_.takes(profile_, tokens)) return false;
-  tokens_ = tokens;
+  if (given != engine_.shape(name, sizes) || !engine_.takes(profile_, sizes)) return false;
+  sizes_ = sizes;
   return true;
 }
 
 bool FakeContext::enqueueV3(cudaStream_t stream) noexcept {
   if (!has_memory_ || addresses_.size() != engine_.names().size()) return false;
-  if (fake_cuda_is_capturing(stream) && last_ != tokens_) return false;
+  if (fake_cuda_is_capturing(stream) && !(last_ == sizes_)) return false;
 #ifdef TRT_MAJOR_RTX
   if (fake_cuda_is_capturing(stream) && !isStreamCapturable(stream)) return false;
   std::lock_guard<std::mutex> const lock(config_.cache->mutex);
@@ -264,9 +275,9 @@ bool FakeContext::enqueueV3(cudaStream_t stream) noexcept {
 #else
   static_cast<void>(config_);
 #endif
-  last_ = tokens_;
-  fake_cuda_enqueue(stream, [engine = &engine_, addresses = addresses_, tokens = tokens_] {
-    engine->run(addresses, tokens);
+  last_ = sizes_;
+  fake_cuda_enqueue(stream, [engine = &engine_, addresses = addresses_, sizes = sizes_] {
+    engine->run(addresses, sizes);
   });
   return true;
 }

@@ -18,18 +18,19 @@ class QueuedNetwork final : public tide::Network {
   QueuedNetwork(std::unique_ptr<tide::Network> network, cudaStream_t stream)
       : network_(std::move(network)), stream_(stream) {}
 
-  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
-    if (fake_cuda_is_capturing(stream_) && last_ != tokens) {
+  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
+    std::pair<std::int64_t, std::int64_t> const shape(tokens, batch_size);
+    if (fake_cuda_is_capturing(stream_) && last_ != shape) {
       throw std::logic_error("TensorRT requires a run between a change of shape and a recording");
     }
-    last_ = tokens;
-    fake_cuda_enqueue(stream_, [this, addresses, tokens] { network_->run(addresses, tokens); });
+    last_ = shape;
+    fake_cuda_enqueue(stream_, [=] { network_->run(addresses, tokens, batch_size); });
   }
 
  private:
   std::unique_ptr<tide::Network> const network_;
   cudaStream_t const stream_;
-  std::int64_t last_ = 0;
+  std::pair<std::int64_t, std::int64_t> last_;
 };
 
 std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, tide::LoadOptions const& options) {
@@ -37,6 +38,7 @@ std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, tide::LoadOption
   int const gpu = static_cast<int>(options.device.value_or(0));
   bundle.manifest.networks->max_tokens = 64;  // so that longer steps and the head run in chunks
   bundle.manifest.networks->max_logits = 2;
+  bundle.manifest.networks->max_slot_tokens = 64 / bundle.manifest.networks->max_batch_size;
   return std::make_shared<tide::SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks, gpu] {
     auto device = std::make_unique<tide::CudaDevice>(gpu);
     tide::DeviceNetworks opened;
@@ -51,13 +53,17 @@ std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, tide::LoadOption
 
 }  // namespace
 
-tide::Engine engine_on_networks(std::string const& device, Options const& options) {
-  tide::Bundle bundle = tide::open_bundle(options.bundle, options.load.verify);
+std::shared_ptr<tide::Backend> backend_on_networks(std::string const& device, tide::Bundle bundle,
+                                                   tide::LoadOptions const& options) {
 #ifdef TIDE_FAKE_GPU
-  if (device == "gpu") return tide::Engine(on_fake_gpu(std::move(bundle), options.load));
+  if (device == "gpu") return on_fake_gpu(std::move(bundle), options);
 #endif
   if (device != "host") throw std::logic_error("this driver has no device '" + device + "'");
-  return tide::Engine(tide::open_networks(std::move(bundle), options.load.threads));
+  return tide::open_networks(std::move(bundle), options.threads);
+}
+
+tide::Engine engine_on_networks(std::string const& device, Options const& options) {
+  return tide::Engine(backend_on_networks(device, tide::open_bundle(options.bundle, options.load.verify), options.load));
 }
 
 std::string limit_gpu_memory(std::int64_t bytes) {

@@ -6,10 +6,15 @@
 #include <vector>
 
 #include "options.h"
+#include "sequence.h"
 
 // An engine on the segment networks on ONNX Runtime's CPU. device: "host", or "gpu" for a stand-in of the CUDA runtime
 // (fake_cudart.h) and short runs.
 tide::Engine engine_on_networks(std::string const& device, Options const& options);
+
+// The same as a backend.
+std::shared_ptr<tide::Backend> backend_on_networks(std::string const& device, tide::Bundle bundle,
+                                                   tide::LoadOptions const& options);
 
 // Limits the stand-in's memory; [graphs recorded, graphs launched] so far.
 std::string limit_gpu_memory(std::int64_t bytes);

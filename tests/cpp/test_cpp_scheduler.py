@@ -38,10 +38,11 @@ class Pair:
 @pytest.fixture(scope="module")
 def pairs(tiny_llama, open_cpp: Callable[..., CppEngine]) -> dict[str, Pair]:
     bundles = {"exact": tiny_llama.exact, "propagating": tiny_llama.propagating}
-    return {kind: Pair(tiny_llama.graph(bundle), open_cpp(bundle)) for kind, bundle in bundles.items()}
+    pairs = {kind: Pair(tiny_llama.graph(bundle), open_cpp(bundle)) for kind, bundle in bundles.items()}
+    return pairs | {"segments": Pair(tiny_llama.networks(), open_cpp(tiny_llama.exact, networks="host"))}
 
 
-@pytest.fixture(params=["exact", "propagating"])
+@pytest.fixture(params=["exact", "propagating", "segments"])
 def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
     return pairs[request.param]
 
@@ -53,9 +54,9 @@ def opened(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Callable[.
     return lambda **limits: pairs["exact"].schedulers(**limits)[number]
 
 
-@pytest.fixture
-def exact(pairs: dict[str, Pair]) -> CppEngine:
-    return pairs["exact"].cpp
+@pytest.fixture(params=["exact", "segments"])
+def exact(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> CppEngine:
+    return pairs[request.param].cpp
 
 
 def requests_of(pair: Pair, number: int, seed: int, sampled: bool) -> list[Request]:
@@ -245,11 +246,6 @@ def test_many_threads_read(pair: Pair, threaded: bool) -> None:
         expected = pair.cpp.generate(prompt, **options).tokens
         assert found == expected[: len(found)]
         assert len(found) == 6 or (number % 3 == 2 and len(found) >= 2)
-
-
-def test_networks_of_one_sequence_are_refused(tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
-    with pytest.raises(GenerationError, match="this runtime decodes one prompt at a time on the engines of bundle"):
-        CppScheduler(open_cpp(tiny_llama.exact, networks="host"), SchedulerLimits())
 
 
 # --- memory that ends ------------------------------------------------------------------------------------------------

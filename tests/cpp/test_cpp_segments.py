@@ -120,9 +120,9 @@ def test_the_whole_context_and_no_token_more(python, segmented, demo_text_ids, m
     assert (state.lengths, state.pending, state.capacity) == (*before, 1024)
 
 
-def test_a_lane_is_used_again_and_by_one_sequence_at_a_time(python, segmented, demo_text_ids, mixed) -> None:
+def test_buffers_are_used_again_and_by_one_sequence_at_a_time(python, segmented, demo_text_ids, mixed) -> None:
     ids, options = demo_text_ids[300:330], {"threshold": mixed, "min_layers": 0, "stop_token_ids": []}
-    segmented.start([0.0] * 3, 1000).step(demo_text_ids[100:160])  # leaves its K/V, and its states waiting, in a lane
+    segmented.start([0.0] * 3, 1000).step(demo_text_ids[100:160])  # leaves its K/V, and its pending states, in buffers
     expected = [facts(python.generate(ids[: len(ids) - omitted], max_new_tokens=16, **options)) for omitted in range(4)]
     for _ in range(2):
         answers = segmented.call("at_once", "4", *segmented.request(ids, 16, **options))
@@ -178,12 +178,6 @@ def test_sampling_draws_what_the_graph_draws(segmented, demo_bundle: Path, open_
             for engine in (graph, segmented)
         )
         assert facts(one) == facts(other)
-
-
-def test_a_list_of_prompts_is_refused(segmented) -> None:
-    assert segmented.max_batch_size == 1
-    with pytest.raises(GenerationError, match="decodes one prompt at a time on the engines of bundle"):
-        segmented.generate_batch([[1, 2], [3]], max_new_tokens=4)
 
 
 def test_too_little_memory_is_one_sentence(demo_bundle: Path, open_cpp: Callable[..., CppEngine]) -> None:

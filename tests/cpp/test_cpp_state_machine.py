@@ -8,9 +8,10 @@ from cpp_engine import CppBatch, CppEngine
 from judge import Judge
 from state_machine import ALWAYS, EXACT, Player, play
 from stepped_engines import Batched, Singles
-from tiny_engines import MAX_TOKENS
+from tiny_engines import MAX_BATCH_SIZE, MAX_TOKENS
 
 CONTEXT = 256
+PENDING_LIMIT = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +23,25 @@ def singles(engine: CppEngine) -> Singles:
     return Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending, 0))
 
 
-def batched(engine: CppEngine) -> Batched:
-    return Batched(lambda share: CppBatch(engine, share, 8))
+def batched(engine: CppEngine, slots: int = 8) -> Batched:
+    return Batched(lambda share: CppBatch(engine, share, slots))
 
 
 def test_sequences(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
     devices = ["host", "gpu"] if cuda_headers() else ["host"]
     engines = {device: singles(open_cpp(tiny_llama.exact, networks=device)) for device in devices}
     engines["graph"] = singles(open_cpp(tiny_llama.exact))
-    pending_limit = (MAX_TOKENS - 1) // 2  # before each of two segments, in a run of the networks with the next token
-    play(Player(judge, engines, CONTEXT, pending_limit=pending_limit), 20, *ALWAYS[:-2], *EXACT[:3])
+    play(Player(judge, engines, CONTEXT, pending_limit=PENDING_LIMIT), 20, *ALWAYS[:-2], *EXACT[:3])
+
+
+@pytest.mark.parametrize("networks", ["host", "gpu"])
+def test_batches_on_segment_networks(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine], networks) -> None:
+    if networks == "gpu" and not cuda_headers():
+        pytest.skip("there are no CUDA headers")
+    engine = open_cpp(tiny_llama.exact)
+    CppBatch.load(engine, tiny_llama.exact, networks)
+    player = Player(judge, {networks: batched(engine, MAX_BATCH_SIZE)}, CONTEXT, batched=True, pending_limit=PENDING_LIMIT)
+    play(player, 25, *ALWAYS[:-2], *EXACT[:3])
 
 
 def test_batches(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:

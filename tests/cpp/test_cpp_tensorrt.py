@@ -84,6 +84,29 @@ def test_engines_give_python_s_tokens(engine: CppEngine, python: Engine, demo_te
     assert facts(cpp) == facts(other)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "full"},
+        {"mode": "exit", "threshold": 0.5, "max_pending": 4},
+        {"mode": "exit", "threshold": 0.6, "compaction_threshold": 0.0},
+        {"mode": "lossless", "threshold": 0.5},
+    ],
+    ids=["full", "exit", "exit, all catch up", "lossless"],
+)
+def test_lists_get_the_tokens_of_each_prompt_alone(engine: CppEngine, python: Engine, demo_text_ids, options) -> None:
+    """More prompts than the engines take at once, in every profile."""
+    prompts = [demo_text_ids[60 * n : 60 * n + length] for n, length in enumerate((1, 40, 100, 2, 33, 5, 64, 9, 3, 1))]
+    assert engine.max_batch_size == 8
+    found = engine.generate_batch(prompts, max_new_tokens=16, stop_token_ids=[], **options)
+    of_one = {name: value for name, value in options.items() if name != "compaction_threshold"}
+    for ids, one in zip(prompts, found, strict=True):
+        alone = python.generate(ids, max_new_tokens=16, stop_token_ids=[], **of_one)
+        assert (one.tokens, one.finish_reason) == (alone.tokens, alone.finish_reason)
+        if options["mode"] != "lossless":  # when drafts are verified depends on the others
+            assert one.stats.exit_layer == alone.stats.exit_layer
+
+
 def test_steps_of_every_profile_are_the_branched_graph_s(engine: CppEngine, python: Engine, demo_text_ids) -> None:
     graph, engines, at = python.start([0.5] * 3, 8), engine.start([0.5] * 3, 8), 0
     for number, size in enumerate([1, 1, 1, 5, 1, 40, 1, 1, 1, 3, 1, 33, 1, 1, 1] * 2):

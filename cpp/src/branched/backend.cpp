@@ -3,6 +3,7 @@
 #include "formatting.h"
 #include "names.h"
 #include "onnxruntime/session.h"
+#include "packed/propagate.h"
 #include "packed/sequence.h"
 #include "tide/errors.h"
 
@@ -73,6 +74,11 @@ BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> thre
   session_ = load_network(env_, bundle(), kGraphFile, threads);
   graph_spec(manifest()).check(tensors_of(session_), graph.string());
   check_metadata(session_, manifest(), quoted(graph));
+}
+
+std::unique_ptr<Batch> BranchedBackend::start_batch(double compaction_threshold, std::size_t slots) {
+  return tide::start_batch(batch_networks_.sessions(slots), manifest(), compaction_threshold,
+                           batch_networks_.start_lone());
 }
 
 }  // namespace tide

@@ -18,7 +18,8 @@ class BranchedBackend final : public Backend {
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                   std::int64_t room) override;
 
-  BatchNetworks* batch_networks() override { return &batch_networks_; }
+  std::size_t max_batch_size() const override { return batch_networks_.max_batch_size(); }
+  std::unique_ptr<Batch> start_batch(double compaction_threshold, std::size_t slots) override;
 
   // Not const, because ONNX Runtime's C++ interface has no const `Run`, which is safe to call from several threads.
   Ort::Session& session() { return session_; }

@@ -13,13 +13,13 @@ class OrtNetwork final : public Network {
  public:
   OrtNetwork(Ort::Session& session, NetworkSpec const& spec) : session_(session), spec_(spec), binding_(session) {}
 
-  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
+  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
     try {
       for (std::size_t i = 0; i < addresses.size(); ++i) {
         Tensor const& tensor = spec_.tensors[i];
-        std::vector<std::int64_t> const dims = tensor.dims(tokens);
-        Ort::Value const value = Ort::Value::CreateTensor(memory_, addresses[i], tensor.size(tokens), dims.data(),
-                                                          dims.size(), element_type(tensor.dtype));
+        std::vector<std::int64_t> const dims = tensor.dims(tokens, batch_size);
+        Ort::Value const value = Ort::Value::CreateTensor(memory_, addresses[i], tensor.size(tokens, batch_size),
+                                                          dims.data(), dims.size(), element_type(tensor.dtype));
         if (tensor.is_input) binding_.BindInput(tensor.name.c_str(), value);
         if (!tensor.is_input) binding_.BindOutput(tensor.name.c_str(), value);
       }

@@ -19,7 +19,7 @@ class OrtNetworks {
 
   std::vector<NetworkSpec> const& specs() const { return specs_; }
 
-  // The networks, with their own bindings, for the buffers of one sequence in host memory; `run` returns when it is
+  // The networks, with their own bindings, for one set of buffers in host memory; `run` returns when it is
   // done. They must not outlive this object.
   std::vector<std::unique_ptr<Network>> bind();
 

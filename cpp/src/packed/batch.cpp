@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "decoding/depth_rule.h"
 #include "generation_error.h"
 #include "names.h"
 #include "tide/errors.h"
@@ -40,11 +41,20 @@ std::size_t PackedBatch::join(std::vector<double> const& thresholds, std::int64_
   return slot;
 }
 
-void PackedBatch::leave(std::size_t slot) {
+void PackedBatch::leave(std::size_t slot) noexcept {
   lone_[slot].reset();  // first: it refers to the sequence's buffers
   sequences_[slot].reset();
   bound_[slot] = kUnbound;
   free_.push_back(slot);
+}
+
+std::vector<char> PackedBatch::read_kv(std::size_t slot, std::int64_t start, std::int64_t stop) const {
+  return sequences_[slot]->kv.read(start, stop);
+}
+
+void PackedBatch::write_kv(std::size_t slot, std::vector<std::vector<char> const*> const& blocks, std::int64_t size,
+                           std::int64_t length) {
+  sequences_[slot]->write_kv(blocks, size, length);
 }
 
 std::vector<StepResult> PackedBatch::step(std::vector<SlotRequest> const& requests) {
@@ -77,8 +87,9 @@ std::vector<StepResult> PackedBatch::run_step(std::vector<SlotRequest> const& re
   for (std::size_t k = 0; k < segments_.size(); ++k) {
     if (k > 0) active = still_active(active, k);
     if (active.empty()) break;
-    bool const enough = static_cast<double>(active.size()) >= compaction_threshold_ * static_cast<double>(all.size());
-    Steps const scheduled = enough && (k == 0 || previous.size() == all.size()) ? everyone : active;
+    bool const all_ran = k == 0 || previous.size() == all.size();
+    Steps const scheduled =
+        all_catch_up(active.size(), all.size(), all_ran, compaction_threshold_) ? everyone : active;
     float* const input = k == 0 ? nullptr : gather(k, scheduled, scheduled.size() == previous.size());
     bool const deepest = k + 1 == segments_.size();
     std::vector<std::int64_t> logits;
@@ -116,7 +127,10 @@ std::vector<PackedBatch::SlotStep> PackedBatch::begin(std::vector<SlotRequest> c
 PackedBatch::Steps PackedBatch::still_active(Steps const& active, std::size_t k) const {
   Steps still;
   for (SlotStep* const one : active) {
-    if (!one->exit || one->total - one->sequence->lengths[k] > one->sequence->rule.max_pending) still.push_back(one);
+    PackedSequence const& sequence = *one->sequence;
+    if (is_active(one->exit.has_value(), one->total - sequence.lengths[k], sequence.rule.max_pending)) {
+      still.push_back(one);
+    }
   }
   return still;
 }

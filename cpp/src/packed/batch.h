@@ -6,42 +6,30 @@
 #include <optional>
 #include <vector>
 
-#include "decoding/decoder.h"
+#include "sequence.h"
 #include "packed/segment.h"
 #include "packed/sequence.h"
 #include "tide/state.h"
 
 namespace tide {
 
-// The part of one sequence in a step.
-struct SlotRequest {
-  std::size_t slot;
-  StepRequest const& request;
-  // Whether it gets the logits of full depth if the last segment runs over it, even if the token could have exited. A
-  // sequence that does not verify exits at its own checkpoint, whatever runs.
-  bool verifies;
-};
-
-// Sequences in `sessions->slots` slots, and the buffers of their steps. May be used by one thread at a time.
-class PackedBatch {
+// Sequences in `sessions->slots` slots, and the buffers of their steps.
+class PackedBatch : public KvBatch {
  public:
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
   //     pending tokens run it.
   // start_lone: how a step of one sequence runs faster than on `sessions`.
   PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold,
               StartLone start_lone);
-  virtual ~PackedBatch() = default;
 
-  std::size_t free_slots() const { return free_.size(); }
-  // Adds an empty sequence and returns its slot. The arguments are those of `ExitRule`.
-  std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending);
-  void leave(std::size_t slot);  // frees the slot and the buffers of its sequence; never fails
-  PackedSequence& sequence(std::size_t slot) { return *sequences_[slot]; }
-
-  // Runs the new tokens of some sequences, by ascending slots. The results are in the same order, without scores, and
-  // valid until the next step. Throws GenerationError: no ids, more tokens than the model's context holds, not enough
-  // memory for their K/V, or ONNX Runtime failed; the sequences are then as before the step.
-  std::vector<StepResult> step(std::vector<SlotRequest> const& requests);
+  std::size_t free_slots() const override { return free_.size(); }
+  std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending) override;
+  void leave(std::size_t slot) noexcept override;
+  PackedSequence& sequence(std::size_t slot) override { return *sequences_[slot]; }
+  std::vector<StepResult> step(std::vector<SlotRequest> const& requests) override;
+  std::vector<char> read_kv(std::size_t slot, std::int64_t start, std::int64_t stop) const override;
+  void write_kv(std::size_t slot, std::vector<std::vector<char> const*> const& blocks, std::int64_t size,
+                std::int64_t length) override;
 
  protected:
   virtual std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests);

@@ -9,12 +9,11 @@
 namespace tide {
 
 PackedSequence::PackedSequence(Manifest const& manifest, ExitRule exit_rule)
-    : rule(std::move(exit_rule)), kv(manifest, kRoom), manifest_(manifest) {
-  std::size_t const segments = manifest.checkpoints.size() + 1;
-  lengths.assign(segments, 0);
-  skipped.assign(segments, 0);
-  pending.resize(segments);
-}
+    : SequenceState(manifest),
+      rule(std::move(exit_rule)),
+      skipped(lengths.size()),
+      pending(lengths.size()),
+      kv(manifest, kRoom) {}
 
 std::vector<std::int64_t> PackedSequence::computed() const {
   std::vector<std::int64_t> tokens = lengths;
@@ -23,14 +22,13 @@ std::vector<std::int64_t> PackedSequence::computed() const {
 }
 
 void PackedSequence::rewind(std::int64_t length) {
-  check_rewind(manifest_, lengths[0], length);
+  std::vector<std::int64_t> const before = lengths;
+  SequenceState::rewind(length);
   auto const width = static_cast<std::size_t>(manifest_.model.hidden_size);
   for (std::size_t k = 1; k < lengths.size(); ++k) {
-    auto const left = static_cast<std::size_t>(std::max<std::int64_t>(length - lengths[k], 0));
+    auto const left = static_cast<std::size_t>(std::max<std::int64_t>(length - before[k], 0));
     pending[k].resize(std::min(pending[k].size(), left * width));
   }
-  // K/V beyond the new length are overwritten before they are read.
-  for (std::int64_t& segment_length : lengths) segment_length = std::min(segment_length, length);
   lone_is_current = false;
 }
 

@@ -5,34 +5,23 @@
 #include <cstdint>
 #include <vector>
 
-#include "decoding/decoder.h"
+#include "sequence.h"
 #include "lone_sequence.h"
 #include "onnxruntime/kv_buffer.h"
 
 namespace tide {
 
-// When the tokens of a sequence exit, and how many of them may be pending before a segment must run over it.
-struct ExitRule {
-  std::vector<float> thresholds;  // one per checkpoint, as returned by `resolve_thresholds`
-  std::int64_t max_pending = 0;
-};
-
-class PackedSequence {
+class PackedSequence final : public SequenceState {
  public:
   explicit PackedSequence(Manifest const& manifest, ExitRule rule = {});
 
   ExitRule const rule;
 
-  std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
-  std::vector<std::int64_t> skipped;  // of these, tokens that skipped the segment: their K/V are propagated
+  std::vector<std::int64_t> skipped;  // tokens of `lengths` that skipped the segment: their K/V are propagated
   std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
 
-  std::int64_t length() const { return lengths[0]; }
-  std::vector<std::int64_t> computed() const;  // tokens that each segment has run over
-
-  // Removes all tokens after the first `length`. Throws GenerationError: the sequence is shorter, or its K/V are
-  // propagated.
-  void rewind(std::int64_t length);
+  std::vector<std::int64_t> computed() const override;
+  void rewind(std::int64_t length) override;
 
   // Makes room for `count` more tokens. Throws GenerationError: no tokens, more than the model's context holds, or not
   // enough memory for them; the buffers are then as before.
@@ -47,9 +36,6 @@ class PackedSequence {
 
   KvBuffers kv;
   bool lone_is_current = false;  // whether the sequence of `step_alone` has come as far as this one
-
- private:
-  Manifest const& manifest_;
 };
 
 }  // namespace tide

@@ -19,8 +19,9 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
       decoder_(make_decoder(manifest, *request_, number)),
       progress_(manifest, prompt, *request_) {}
 
-void Job::begin(PackedSequence& sequence) {
+void Job::begin(SequenceState& sequence) {
   progress_.begin(*decoder_);
+  sequence.candidates = decoder_->candidates;
   sequence_ = &sequence;
 }
 

@@ -10,9 +10,9 @@
 #include <optional>
 #include <vector>
 
+#include "sequence.h"
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
-#include "packed/sequence.h"
 #include "request.h"
 
 namespace tide {
@@ -37,7 +37,7 @@ class Job {
   // --- called by who does the steps -----------------------------------------------------------------------------------
 
   // Takes over an empty sequence, which stays until the job's end.
-  void begin(PackedSequence& sequence);
+  void begin(SequenceState& sequence);
 
   // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
   void skip(std::int64_t count);
@@ -90,7 +90,7 @@ class Job {
   std::function<bool(Token const&)> const on_token_;
 
   std::unique_ptr<Decoder> decoder_;
-  PackedSequence* sequence_ = nullptr;
+  SequenceState* sequence_ = nullptr;
   StepRequest part_;         // of the decoder's request, if it is divided
   std::size_t stepped_ = 0;  // tokens of the decoder's request that steps have run over
   std::size_t count_ = 0;    // tokens of the present step

@@ -19,8 +19,9 @@ std::array<std::int64_t, kSize> tokens(std::vector<std::int64_t> const& ids, std
 
 }  // namespace
 
-PrefixCache::PrefixCache(Manifest const& manifest, std::int64_t max_bytes)
-    : propagates_(manifest.propagates()),
+PrefixCache::PrefixCache(Manifest const& manifest, KvBatch& batch, std::int64_t max_bytes)
+    : batch_(batch),
+      propagates_(manifest.propagates()),
       max_bytes_(max_bytes),
       block_bytes_(kBlockTokens * manifest.kv_token_bytes()) {
   if (max_bytes < block_bytes_) {
@@ -29,7 +30,7 @@ PrefixCache::PrefixCache(Manifest const& manifest, std::int64_t max_bytes)
   }
 }
 
-std::int64_t PrefixCache::begin(PackedSequence& sequence, std::vector<std::int64_t> const& prompt) {
+std::int64_t PrefixCache::begin(std::size_t slot, std::vector<std::int64_t> const& prompt) {
   Path const path = path_of(prompt);
   use(path);
   auto const cached = static_cast<std::int64_t>(path.size()) * kBlockTokens;
@@ -37,13 +38,13 @@ std::int64_t PrefixCache::begin(PackedSequence& sequence, std::vector<std::int64
   if (length <= 0) return 0;
   std::vector<std::vector<char> const*> blocks;
   for (std::int64_t start = 0; start < length; start += kBlockTokens) blocks.push_back(&path[blocks.size()]->kv);
-  sequence.write_kv(blocks, kBlockTokens, length);
+  batch_.write_kv(slot, blocks, kBlockTokens, length);
   return length;
 }
 
-void PrefixCache::keep(PackedSequence const& sequence, std::vector<std::int64_t> text, std::size_t prompt) {
+void PrefixCache::keep(std::size_t slot, std::vector<std::int64_t> text, std::size_t prompt) {
   text.resize(std::min({text.size(), propagates_ ? prompt : text.size(),
-                        static_cast<std::size_t>(sequence.lengths.back())}));
+                        static_cast<std::size_t>(batch_.sequence(slot).lengths.back())}));
   Path path = path_of(text);
   use(path);
   for (std::size_t start = path.size() * kSize; start + kSize <= text.size(); start += kSize) {
@@ -52,7 +53,7 @@ void PrefixCache::keep(PackedSequence const& sequence, std::vector<std::int64_t>
     std::list<Block> added;
     added.push_back({{path.empty() ? kRoot : path.back()->number, tokens(text, start)},
                      ++numbers_,
-                     sequence.kv.read(first, first + kBlockTokens)});
+                     batch_.read_kv(slot, first, first + kBlockTokens)});
     auto const block = added.begin();
     by_key_.emplace(block->key, block);
     blocks_.splice(path.empty() ? blocks_.end() : path.back(), added);  // nothing can fail any more
@@ -85,6 +86,16 @@ bool PrefixCache::make_room(std::size_t kept) {
     bytes_ -= block_bytes_;
   }
   return true;
+}
+
+std::unique_ptr<PrefixCache> open_prefix_cache(Manifest const& manifest, Batch& batch, std::int64_t max_bytes) {
+  if (max_bytes == 0) return nullptr;
+  auto* const kv_batch = dynamic_cast<KvBatch*>(&batch);
+  if (kv_batch == nullptr) {
+    throw GenerationError(
+        "prefix_cache_bytes is for provider 'cpu': the K/V of other providers cannot be copied, so leave it at 0");
+  }
+  return std::make_unique<PrefixCache>(manifest, *kv_batch, max_bytes);
 }
 
 }  // namespace tide

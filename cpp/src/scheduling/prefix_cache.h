@@ -7,10 +7,11 @@
 #include <cstdint>
 #include <list>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
-#include "packed/sequence.h"
+#include "sequence.h"
 
 namespace tide {
 
@@ -20,17 +21,18 @@ class PrefixCache {
  public:
   static constexpr std::int64_t kBlockTokens = 16;
 
-  // Creates an empty cache. Throws GenerationError: not one block has room in `max_bytes`.
-  PrefixCache(Manifest const& manifest, std::int64_t max_bytes);
+  // Creates an empty cache of the sequences of `batch`, which must outlive it. Throws GenerationError: not one block has
+  // room in `max_bytes`.
+  PrefixCache(Manifest const& manifest, KvBatch& batch, std::int64_t max_bytes);
 
-  // Begins an empty sequence with as much of its prompt as is cached, and returns how many tokens these are. The last
-  // token is left to be run: it gives the first logits. Where K/V are propagated, two are: a step over one could exit.
-  // Throws as `PackedSequence::write_kv`.
-  std::int64_t begin(PackedSequence& sequence, std::vector<std::int64_t> const& prompt);
+  // Begins the empty sequence in a slot with as much of its prompt as is cached, and returns how many tokens these are.
+  // The last token is left to be run: it gives the first logits. Where K/V are propagated, two are: a step over one could
+  // exit. Throws as `KvBatch::write_kv`.
+  std::int64_t begin(std::size_t slot, std::vector<std::int64_t> const& prompt);
 
-  // Caches a text, which begins with a prompt of so many tokens, as far as the sequence holds its K/V and there is room.
-  // Where it throws, the blocks before stay cached.
-  void keep(PackedSequence const& sequence, std::vector<std::int64_t> text, std::size_t prompt);
+  // Caches a text, which begins with a prompt of so many tokens, as far as the sequence in a slot holds its K/V and there
+  // is room. Where it throws, the blocks before stay cached.
+  void keep(std::size_t slot, std::vector<std::int64_t> text, std::size_t prompt);
 
   std::int64_t bytes() const { return bytes_; }  // of K/V that it holds; called by any thread
 
@@ -48,6 +50,7 @@ class PrefixCache {
   void use(Path const& path);
   bool make_room(std::size_t kept);
 
+  KvBatch& batch_;
   bool const propagates_;
   std::int64_t const max_bytes_, block_bytes_;
   // Least recently used first, and every block before the one that precedes it in a text.
@@ -56,5 +59,9 @@ class PrefixCache {
   std::int64_t numbers_ = 0;
   std::atomic<std::int64_t> bytes_{0};
 };
+
+// A cache of at most `max_bytes` for a batch; null: of 0. Throws GenerationError: the K/V of the batch cannot be copied, or
+// as `PrefixCache`.
+std::unique_ptr<PrefixCache> open_prefix_cache(Manifest const& manifest, Batch& batch, std::int64_t max_bytes);
 
 }  // namespace tide

@@ -8,13 +8,11 @@
 
 namespace tide {
 
-StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<PackedBatch> batch, SchedulerLimits const& limits)
+StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits)
     : backend_(std::move(backend)),
       batch_(std::move(batch)),
       limits_(limits),
-      prefixes_(limits.prefix_cache_bytes == 0
-                    ? nullptr
-                    : std::make_unique<PrefixCache>(backend_->manifest(), limits.prefix_cache_bytes)),
+      prefixes_(open_prefix_cache(backend_->manifest(), *batch_, limits.prefix_cache_bytes)),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
   order_.reserve(slots_.size());
@@ -190,7 +188,7 @@ void StepLoop::choose_steps() noexcept {
     Job& job = *slots_[slot];
     try {
       if (prefixes_ != nullptr && left > 0 && job.unread()) {
-        job.skip(prefixes_->begin(batch_->sequence(slot), job.prompt()));
+        job.skip(prefixes_->begin(slot, job.prompt()));
       }
       steps_[slot] = job.next_step(left, backend_->manifest().propagates());
     } catch (...) {
@@ -209,7 +207,7 @@ void StepLoop::choose_steps() noexcept {
 void StepLoop::keep(std::size_t slot) noexcept {
   if (prefixes_ == nullptr) return;
   try {
-    prefixes_->keep(batch_->sequence(slot), slots_[slot]->text(), slots_[slot]->prompt().size());
+    prefixes_->keep(slot, slots_[slot]->text(), slots_[slot]->prompt().size());
   } catch (...) {
   }
 }

@@ -11,7 +11,6 @@
 #include <thread>
 #include <vector>
 
-#include "packed/batch.h"
 #include "scheduling/job.h"
 #include "scheduling/prefix_cache.h"
 #include "sequence.h"
@@ -21,8 +20,8 @@ namespace tide {
 
 class StepLoop {
  public:
-  // batch: an empty one of the backend, which nothing else uses. Throws as `PrefixCache`.
-  StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<PackedBatch> batch, SchedulerLimits const& limits);
+  // batch: an empty one of the backend, which nothing else uses. Throws as `open_prefix_cache`.
+  StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits);
 
   // Puts a job into the queue. Throws as `Scheduler::submit` does about the queue and K/V memory.
   void add(std::shared_ptr<Job> job);
@@ -57,7 +56,7 @@ class StepLoop {
   std::optional<FinishReason> ends(Job const& job, double now) const;
 
   std::shared_ptr<Backend> const backend_;
-  std::unique_ptr<PackedBatch> const batch_;
+  std::unique_ptr<Batch> const batch_;
   SchedulerLimits const limits_;
   std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
 

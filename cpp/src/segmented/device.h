@@ -2,11 +2,12 @@
 // implementation; `cuda.h` has the GPU's.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <utility>
+#include <vector>
 
 namespace tide {
 
@@ -25,8 +26,8 @@ struct Buffer {
   }
 };
 
-// Identifies a piece of work: index of the network, number of tokens.
-using WorkKey = std::pair<std::size_t, std::int64_t>;
+// Identifies a piece of work: the network and what else its addresses and sizes depend on.
+using WorkKey = std::array<std::int64_t, 5>;
 
 // One queue of work with its memory. Calls return at once and are executed in order.
 class Device {
@@ -56,6 +57,29 @@ class Device {
 
   // Waits until all queued work is done. Throws GenerationError: queued work has failed.
   virtual void synchronize() = 0;
+};
+
+// Parts at aligned offsets of one buffer, and the same on the host, so that all are copied at once.
+class Block {
+ public:
+  // Throws GenerationError: the device has not enough memory.
+  Block(Device& device, std::vector<std::size_t> const& sizes);
+
+  std::byte* address(std::size_t part) const { return buffer_.address + starts_[part]; }
+
+  template <typename T>
+  T* host(std::size_t part) const {
+    return reinterpret_cast<T*>(host_.address + starts_[part]);
+  }
+
+  // Copy all up to the first `size` bytes of a part.
+  void upload(std::size_t part, std::size_t size) const;
+  void download(std::size_t part, std::size_t size) const;
+
+ private:
+  Device& device_;
+  std::vector<std::size_t> starts_;
+  Buffer buffer_, host_;
 };
 
 // The host. Calls are executed before they return.

@@ -4,82 +4,92 @@
 #include <numeric>
 
 #include "names.h"
+#include "segmented/run_plan.h"
 
 namespace tide {
+namespace {
+
+enum Found : std::size_t { kBestToken, kBestLogit, kTopLogits, kTopTokens };  // the small outputs
+
+}  // namespace
 
 Head::Head(std::vector<NetworkSpec> const& specs, std::vector<std::unique_ptr<Network>> const& networks, Device& device,
-           NetworksInfo const& info, Buffer exits)
+           NetworksInfo const& info, Buffer exits, std::size_t slots)
     : info_(info),
       networks_(networks),
       device_(device),
       head_(specs.size() - names::kAfterSegments),
-      exits_(std::move(exits)) {
+      slots_(slots),
+      found_tensors_{specs[head_ + 1][names::kBestTokens], specs[head_ + 1][names::kBestLogits],
+                     specs[head_ + 2][names::kCandidateLogits], specs[head_ + 2][names::kCandidateTokens]},
+      exits_(std::move(exits)),
+      rows_(device, {static_cast<std::size_t>(info.max_logits) * sizeof(std::int64_t)}) {
   Tensor const& logits = specs[head_][names::kLogits];
-  Tensor const& values = specs[head_ + 2][names::kCandidateLogits];
   vocabulary_ = static_cast<std::size_t>(logits.shape.back());
-  most_ = static_cast<std::size_t>(values.shape.back());
-  rows_ = device.allocate(std::max(kAlignment, static_cast<std::size_t>(info.max_logits) * sizeof(std::int64_t)));
-  rows_host_ = device.staging(rows_.size);
+  most_ = static_cast<std::size_t>(found_tensors_[kTopTokens].shape.back());
   logits_ = device.allocate(std::max(kAlignment, logits.size(info.max_logits)));
   logits_host_ = device.staging(logits_.size);
-  std::size_t const tokens = specs[head_ + 2][names::kCandidateTokens].size(info.max_logits);
-  values_at_ = (tokens + kAlignment - 1) / kAlignment * kAlignment;
-  found_ = device.allocate(values_at_ + std::max(kAlignment, values.size(info.max_logits)));
-  found_host_ = device.staging(found_.size);
+  std::vector<std::size_t> sizes;
+  for (Tensor const& tensor : found_tensors_) sizes.push_back(tensor.size(info.max_logits));
+  found_ = std::make_unique<Block>(device, sizes);
 }
 
 std::size_t Head::count(std::size_t candidates) const {
   return candidates <= 1 || candidates < most_ ? candidates : 0;
 }
 
-void Head::append(std::int64_t first_row, std::int64_t count, std::vector<float>& logits) {
-  for (std::int64_t first = 0; first < count; first += info_.max_logits) {
-    std::int64_t const rows = std::min(count - first, info_.max_logits);
-    run(first_row + first, rows, 0);
-    float const* const found = &logits_host_.at<float>(0);
-    logits.insert(logits.end(), found, found + static_cast<std::size_t>(rows) * vocabulary_);
+void Head::run(std::vector<HeadRow>& rows) {
+  std::stable_partition(rows.begin(), rows.end(), [](HeadRow const& row) { return row.needed == 0; });
+  auto const limit = static_cast<std::size_t>(info_.max_logits);
+  for (std::size_t first = 0; first < rows.size(); first += limit) {
+    run(&rows[first], std::min(limit, rows.size() - first));
   }
 }
 
-void Head::append(std::int64_t first_row, std::int64_t count, std::size_t needed, std::vector<Candidates>& found) {
-  for (std::int64_t first = 0; first < count; first += info_.max_logits) {
-    std::int64_t const rows = std::min(count - first, info_.max_logits);
-    run(first_row + first, rows, needed == 1 ? 1 : 2);
-    for (std::size_t row = 0; row < static_cast<std::size_t>(rows); ++row) found.push_back(candidates(row, needed));
+// Of at most `info_.max_logits` rows, first those that need all logits.
+void Head::run(HeadRow const* rows, std::size_t count) {
+  std::int64_t const tokens = padded(static_cast<std::int64_t>(count), 0, info_.max_logits, info_.max_logits);
+  auto* const indices = rows_.host<std::int64_t>(0);
+  std::fill_n(indices, tokens, 0);
+  std::int64_t whole = 0;
+  bool best = false, top = false;
+  for (std::size_t i = 0; i < count; ++i) {
+    indices[i] = static_cast<std::int64_t>(rows[i].slot) * info_.state_rows + rows[i].row;
+    whole += rows[i].needed == 0;
+    best = best || rows[i].needed == 1;
+    top = top || rows[i].needed > 1;
   }
-}
-
-void Head::run(std::int64_t first_row, std::int64_t rows, std::size_t finder) {
-  std::int64_t const tokens = padded(rows, 0, info_.max_logits, info_.max_logits);
-  auto const count = static_cast<std::size_t>(tokens);
-  auto* const staged = &rows_host_.at<std::int64_t>(0);
-  std::fill_n(staged, tokens, 0);
-  std::iota(staged, staged + rows, first_row);
-  std::byte *const ids = found_.address, *const values = found_.address + values_at_;
-  device_.launch({head_ + finder, tokens}, [&] {
-    device_.upload(rows_.address, rows_host_.address, count * sizeof(std::int64_t));
-    networks_[head_]->run({exits_.address, rows_.address, logits_.address}, tokens);
-    if (finder == 0) device_.download(logits_host_.address, logits_.address, count * vocabulary_ * sizeof(float));
-    if (finder == 1) {
-      networks_[head_ + 1]->run({logits_.address, ids, values}, tokens);
-      device_.download(found_host_.address, ids, count * sizeof(std::int32_t));
-      device_.download(found_host_.address + values_at_, values, count * sizeof(float));
+  std::int64_t const fetched = whole == 0 ? 0 : padded(whole, 0, tokens, tokens);
+  auto const slots = static_cast<std::int64_t>(slots_);
+  device_.launch({static_cast<std::int64_t>(head_), tokens, fetched, best, top}, [&] {
+    rows_.upload(0, static_cast<std::size_t>(tokens) * sizeof(std::int64_t));
+    networks_[head_]->run({exits_.address, rows_.address(0), logits_.address}, tokens, slots);
+    std::byte* const logits = logits_.address;
+    if (best) {
+      networks_[head_ + 1]->run({logits, found_->address(kBestToken), found_->address(kBestLogit)}, tokens, slots);
     }
-    if (finder == 2) {
-      networks_[head_ + 2]->run({logits_.address, values, ids}, tokens);
-      device_.download(found_host_.address, ids, values_at_ + count * most_ * sizeof(float));
+    if (top) {
+      networks_[head_ + 2]->run({logits, found_->address(kTopLogits), found_->address(kTopTokens)}, tokens, slots);
     }
+    std::size_t const size = static_cast<std::size_t>(fetched) * vocabulary_ * sizeof(float);
+    if (fetched > 0) device_.download(logits_host_.address, logits_.address, size);
+    Found const last = top ? kTopTokens : kBestLogit;
+    if (best || top) found_->download(last, found_tensors_[last].size(tokens));
   });
   device_.synchronize();
+  float const* logits = &logits_host_.at<float>(0);
+  for (std::size_t i = 0; i < static_cast<std::size_t>(whole); ++i, logits += vocabulary_) {
+    rows[i].results->logits.insert(rows[i].results->logits.end(), logits, logits + vocabulary_);
+  }
+  for (std::size_t i = static_cast<std::size_t>(whole); i < count; ++i) {
+    rows[i].results->candidates.push_back(candidates(i, rows[i].needed));
+  }
 }
 
-Candidates Head::candidates(std::size_t row, std::size_t needed) {
-  if (needed == 1) {
-    return {{found_host_.at<std::int32_t>(row * sizeof(std::int32_t))},
-            {found_host_.at<float>(values_at_ + row * sizeof(float))}};
-  }
-  float const* const values = &found_host_.at<float>(values_at_ + row * most_ * sizeof(float));
-  auto const* const ids = &found_host_.at<std::int64_t>(row * most_ * sizeof(std::int64_t));
+Candidates Head::candidates(std::size_t index, std::size_t needed) {
+  if (needed == 1) return {{found_->host<std::int32_t>(kBestToken)[index]}, {found_->host<float>(kBestLogit)[index]}};
+  float const* const values = found_->host<float>(kTopLogits) + index * most_;
+  auto const* const ids = found_->host<std::int64_t>(kTopTokens) + index * most_;
   Candidates found;
   if (values[needed - 1] > values[most_ - 1]) {
     auto const kept = static_cast<std::size_t>(
@@ -87,14 +97,14 @@ Candidates Head::candidates(std::size_t row, std::size_t needed) {
     std::vector<std::size_t> order(kept);  // they are in front
     std::iota(order.begin(), order.end(), std::size_t{0});
     std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return ids[a] < ids[b]; });
-    for (std::size_t const index : order) {
-      found.tokens.push_back(ids[index]);
-      found.logits.push_back(values[index]);
+    for (std::size_t const at : order) {
+      found.tokens.push_back(ids[at]);
+      found.logits.push_back(values[at]);
     }
     return found;
   }
   std::size_t const size = vocabulary_ * sizeof(float);
-  device_.download(logits_host_.address, logits_.address + row * size, size);
+  device_.download(logits_host_.address, logits_.address + index * size, size);
   device_.synchronize();
   found.logits.assign(&logits_host_.at<float>(0), &logits_host_.at<float>(0) + vocabulary_);
   found.tokens.resize(vocabulary_);

@@ -1,8 +1,11 @@
-// The head on rows of the exit states, of which no more crosses to the host than tokens are chosen from. All logits stay
-// on the device; the networks kBest and kCandidates find the largest there.
+// Runs the head over rows of the exit states, and brings to the host what tokens are chosen from, no more; as in
+// tide_export/runtime/segmented/head.py.
+//
+// All logits stay on the device. Of positions that need few of them, the networks kBest and kCandidates find these there:
+// of the most likely token 8 bytes cross, of the kMaxCandidates most likely 12 bytes each, and of all V 4 bytes each.
 //
 // Engines may order equal logits as they like. So candidates are used where the least that was found is smaller than the
-// last that counts: then all that equal the latter were found. Else all logits of that row are fetched.
+// last that counts: then all that equal the latter were found. Else all logits of that position are fetched.
 #pragma once
 
 #include <memory>
@@ -14,34 +17,50 @@
 
 namespace tide {
 
+// What the head gives of some positions of a sequence: logits [m, V], or candidates [m].
+struct PositionLogits {
+  std::vector<float> logits;
+  std::vector<Candidates> candidates;
+};
+
+// A row that the head is to run over.
+struct HeadRow {
+  std::size_t slot;
+  std::int64_t row;         // of the slot's exit states
+  std::size_t needed;       // candidates, as `Head::count` returns them
+  PositionLogits* results;  // to which its result is appended
+};
+
 // The networks after the segments, in the buffers of one device.
 class Head {
  public:
-  // exits: the exit states. All but `exits` must outlive it. Throws GenerationError: the device has not enough memory.
+  // exits: the exit states of all `slots`. All but `exits` must outlive it. Throws GenerationError: the device has not
+  // enough memory.
   Head(std::vector<NetworkSpec> const& specs, std::vector<std::unique_ptr<Network>> const& networks, Device& device,
-       NetworksInfo const& info, Buffer exits);
+       NetworksInfo const& info, Buffer exits, std::size_t slots);
 
-  // What is fetched of a row that needs so many candidates: these, or 0 for all logits.
+  // What is fetched for a position that needs so many candidates: these, or 0 for all logits.
   std::size_t count(std::size_t candidates) const;
 
-  // Appends the logits of `count` rows from `first_row` on, V each. Throws GenerationError: the device failed.
-  void append(std::int64_t first_row, std::int64_t count, std::vector<float>& logits);
-
-  // Appends their candidates, `needed` or more each. Throws GenerationError: the device failed.
-  void append(std::int64_t first_row, std::int64_t count, std::size_t needed, std::vector<Candidates>& found);
+  // Appends the results of `rows`, which it reorders; those of a slot are of the same kind and stay in their order.
+  // Throws GenerationError: the device failed.
+  void run(std::vector<HeadRow>& rows);
 
  private:
-  // Runs the head on rows, then the network that many after it on its logits, and brings the last result to the host.
-  void run(std::int64_t first_row, std::int64_t rows, std::size_t finder);
-  Candidates candidates(std::size_t row, std::size_t needed);
+  void run(HeadRow const* rows, std::size_t count);
+  Candidates candidates(std::size_t index, std::size_t needed);
 
   NetworksInfo const& info_;
   std::vector<std::unique_ptr<Network>> const& networks_;
   Device& device_;
   std::size_t const head_;  // its index in `networks_`
+  std::size_t const slots_;
+  std::vector<Tensor> found_tensors_;  // of the small outputs, by part of `found_`
   std::size_t vocabulary_, most_;
-  Buffer exits_, rows_, rows_host_, logits_, logits_host_, found_, found_host_;
-  std::size_t values_at_;  // in `found_`: the logits, before them the tokens
+  Buffer exits_;
+  Block rows_;
+  Buffer logits_, logits_host_;
+  std::unique_ptr<Block> found_;
 };
 
 }  // namespace tide

@@ -64,15 +64,15 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t fi
 
 }  // namespace
 
-std::vector<std::int64_t> Tensor::dims(std::int64_t tokens) const {
+std::vector<std::int64_t> Tensor::dims(std::int64_t tokens, std::int64_t batch_size) const {
   std::vector<std::int64_t> sizes = shape;
-  for (std::int64_t& size : sizes) size = size == kTokens ? tokens : size == kSequences ? 1 : size;
+  for (std::int64_t& size : sizes) size = size == kTokens ? tokens : size == kSequences ? batch_size : size;
   return sizes;
 }
 
-std::size_t Tensor::size(std::int64_t tokens) const {
+std::size_t Tensor::size(std::int64_t tokens, std::int64_t batch_size) const {
   std::size_t bytes = kItemSizes.at(dtype);
-  for (std::int64_t const dim : dims(tokens)) bytes *= static_cast<std::size_t>(dim);
+  for (std::int64_t const dim : dims(tokens, batch_size)) bytes *= static_cast<std::size_t>(dim);
   return bytes;
 }
 
@@ -146,12 +146,6 @@ std::vector<NetworkSpec> network_specs(Manifest const& manifest) {
   return specs;
 }
 
-std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_tokens, std::int64_t capacity) {
-  std::int64_t rounded = 1;
-  while (rounded < count) rounded *= 2;
-  return rounded <= max_tokens && length + rounded <= capacity ? rounded : count;
-}
-
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info) {
   if (spec.index(names::kLogits) == spec.tensors.size()) return engines.profiles;
   std::vector<Profile> fitting;
@@ -163,14 +157,23 @@ std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& eng
   return fitting;
 }
 
-std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens) {
-  std::int64_t largest = 0;
+std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens, std::int64_t batch_size) {
+  std::int64_t max_tokens = 0, max_batch_size = 0;
   for (std::size_t number = 0; number < profiles.size(); ++number) {
-    if (profiles[number].min_tokens <= tokens && tokens <= profiles[number].max_tokens) return number;
-    largest = std::max(largest, profiles[number].max_tokens);
+    Profile const& profile = profiles[number];
+    max_batch_size = std::max(max_batch_size, profile.batch_size);
+    if (batch_size > profile.batch_size) continue;
+    if (profile.min_tokens <= tokens && tokens <= profile.max_tokens) return number;
+    max_tokens = std::max(max_tokens, profile.max_tokens);
   }
-  throw GenerationError("a run over " + std::to_string(tokens) +
-                        " tokens exceeds the engine's profiles, which take " + std::to_string(largest) + " at most");
+  std::string const sequences = std::to_string(batch_size) + " sequences";
+  if (max_tokens == 0) {
+    throw GenerationError("a run over " + sequences + " exceeds the engine's profiles, which take " +
+                          std::to_string(max_batch_size) + " at most");
+  }
+  throw GenerationError("a run over " + std::to_string(tokens) + " tokens" +
+                        (batch_size > 1 ? " of each of " + sequences : "") +
+                        " exceeds the engine's profiles, which take " + std::to_string(max_tokens) + " at most");
 }
 
 }  // namespace tide

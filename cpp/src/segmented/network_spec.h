@@ -11,7 +11,7 @@
 
 namespace tide {
 
-constexpr std::int64_t kTokens = -1, kSequences = -2;  // the dynamic dimensions of a run; sequences are always 1 here
+constexpr std::int64_t kTokens = -1, kSequences = -2;  // the dynamic dimensions of a run
 
 // One tensor of a network: element type by name ("float32", "float16", "bfloat16", "int64", "int32") and shape.
 struct Tensor {
@@ -20,8 +20,9 @@ struct Tensor {
   std::string dtype;
   std::vector<std::int64_t> shape;
 
-  std::vector<std::int64_t> dims(std::int64_t tokens) const;  // shape in a run over this many tokens
-  std::size_t size(std::int64_t tokens = 1) const;            // bytes in such a run
+  // The shape, and the bytes, in a run over so many tokens of so many sequences.
+  std::vector<std::int64_t> dims(std::int64_t tokens, std::int64_t batch_size = 1) const;
+  std::size_t size(std::int64_t tokens = 1, std::int64_t batch_size = 1) const;
 };
 
 // The inputs and outputs of a network.
@@ -45,25 +46,22 @@ struct NetworkSpec {
 // The specifications of a bundle's networks: the segments, shallowest first, then kHead, kBest, kCandidates.
 std::vector<NetworkSpec> network_specs(Manifest const& manifest);
 
-// Pads a run over `count` tokens after `length` in the cache to the next power of two, if that fits the largest
-// optimization profile (`max_tokens`) and the K/V buffers (`capacity` tokens).
-std::int64_t padded(std::int64_t count, std::int64_t length, std::int64_t max_tokens, std::int64_t capacity);
-
 // The profiles of one network: the head, and what reads its logits, take fewer tokens than the segments, and as rows of
 // any number of sequences.
 std::vector<Profile> profiles_of(NetworkSpec const& spec, EnginesInfo const& engines, NetworksInfo const& info);
 
-// The index of the first profile, which is the narrowest, that takes this many tokens of one sequence. Throws
+// The index of the first profile, which is the narrowest, that takes so many tokens of so many sequences. Throws
 // GenerationError: none does.
-std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens);
+std::size_t pick_profile(std::vector<Profile> const& profiles, std::int64_t tokens, std::int64_t batch_size = 1);
 
 // A network that runs on one device.
 class Network {
  public:
   virtual ~Network() = default;
 
-  // Queues a run over `tokens` tokens. addresses: of the specification's tensors, in its order.
-  virtual void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) = 0;
+  // Queues a run over `tokens` tokens of each of `batch_size` sequences. addresses: of the specification's tensors, in
+  // its order.
+  virtual void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) = 0;
 };
 
 }  // namespace tide

@@ -186,9 +186,7 @@ void check_engine(LoadedEngine const& loaded, std::string const& path) {
       if (index == spec.tensors.size() || !spec.tensors[index].is_input) continue;
       std::vector<std::int64_t> const largest = sizes_of(engine->getProfileShape(
           name, static_cast<std::int32_t>(number), nvinfer1::OptProfileSelector::kMAX));
-      std::vector<std::int64_t> expected = spec[name].dims(profiles[number].max_tokens);
-      if (spec[name].shape[0] == kSequences) expected[0] = profiles[number].batch_size;
-      if (largest == expected) continue;
+      if (largest == spec[name].dims(profiles[number].max_tokens, profiles[number].batch_size)) continue;
       throw BundleError("engine '" + path + "' takes " + name + " of [" + joined(largest, ", ") +
                         "] at most in profile " + profiles[number].name + ", unlike its manifest");
     }
@@ -201,13 +199,13 @@ class TrtNetwork final : public Network {
   TrtNetwork(LoadedEngine const& engine, CudaDevice& device, Buffer memory, KernelCache const& kernels)
       : engine_(engine), device_(device), memory_(std::move(memory)), kernels_(kernels) {}
 
-  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens) override {
-    nvinfer1::IExecutionContext& execution = context(pick_profile(engine_.profiles, tokens));
+  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
+    nvinfer1::IExecutionContext& execution = context(pick_profile(engine_.profiles, tokens, batch_size));
     std::vector<Tensor> const& tensors = engine_.spec.tensors;
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       char const* const name = tensors[i].name.c_str();
       if (tensors[i].is_input) {
-        require(execution.setInputShape(name, dims_of(tensors[i].dims(tokens))), "the shape of ", name);
+        require(execution.setInputShape(name, dims_of(tensors[i].dims(tokens, batch_size))), "the shape of ", name);
       }
       require(execution.setTensorAddress(name, addresses[i]), "the address of ", name);
     }

@@ -1,0 +1,204 @@
+#include "segmented/memory.h"
+
+#include <numeric>
+#include <string>
+
+#include "names.h"
+#include "tide/errors.h"
+#include "tide/state.h"
+
+namespace tide {
+namespace {
+
+std::size_t bytes_of(std::int64_t integers) { return static_cast<std::size_t>(integers) * sizeof(std::int64_t); }
+
+}  // namespace
+
+SegmentBuffers::SegmentBuffers(std::vector<NetworkSpec> const& specs, DeviceNetworks device_networks,
+                               NetworksInfo const& info, std::size_t slots)
+    : specs_(specs),
+      info_(info),
+      device_(std::move(device_networks.device)),
+      networks_(std::move(device_networks.networks)),
+      written_(slots),
+      last_run_(slots) {
+  std::size_t const num_segments = specs.size() - names::kAfterSegments;
+  auto const count = static_cast<std::int64_t>(slots);
+  exits_ = device_->allocate(std::max(kAlignment, specs[num_segments][names::kExitStates].size(1, count)));
+  head_ = std::make_unique<Head>(specs, networks_, *device_, info, exits_, slots);
+  indices_ = std::make_unique<Block>(*device_, std::vector<std::size_t>{bytes_of(info.max_tokens)});
+  std::iota(indices_->host<std::int64_t>(0), indices_->host<std::int64_t>(0) + info.max_tokens, 0);
+  for (std::size_t k = 0; k < num_segments; ++k) add_segment(k);
+  indices_->upload(0, bytes_of(info.max_tokens));  // all memory is there
+}
+
+SegmentBuffers::~SegmentBuffers() {
+  try {
+    device_->synchronize();  // queued work uses the memory that is freed now
+  } catch (std::exception const&) {  // it has failed, and nothing is queued
+  }
+}
+
+std::byte* SegmentBuffers::allocate(std::size_t size) {
+  owned_.push_back(device_->allocate(std::max(size, kAlignment)));
+  return owned_.back().address;
+}
+
+// Finds or allocates the memory that segment k reads and writes, of all slots.
+void SegmentBuffers::add_segment(std::size_t k) {
+  NetworkSpec const& spec = specs_[k];
+  auto const slots = static_cast<std::int64_t>(written_.size());
+  Segment segment{&spec, std::vector<Place>(spec.tensors.size()), {}};
+  Place none;  // of a tensor that the segment does not have
+  auto const place = [&](char const* tensor) -> Place& {
+    std::size_t const index = spec.index(tensor);
+    return index < spec.tensors.size() ? segment.places[index] : none;
+  };
+  place(names::kPastLengths).input = kLengths;
+  place(names::kLastTokens).input = kLast;
+  place(names::kPendingLengths).input = kPending;
+  place(names::kThresholds).input = kThreshold;
+  place(names::kInputIds).input = kIds;
+  place(names::kRouterScore).verdict = kScores;
+  place(names::kExitFlag).verdict = kFlags;
+  place(names::kTokenIndices).address = indices_->address(0);
+  place(names::kExitStates).address = exits_.address;
+  if (k > 0) {
+    NetworkSpec const& before = *segments_.back().spec;
+    place(names::kPendingStates).address = segments_.back().places[before.index(names::kNextPendingStates)].address;
+  }
+  for (std::size_t output = 0; output < spec.tensors.size(); ++output) {
+    std::size_t const input = spec.alias(output);
+    if (input == output) continue;  // not updated in place
+    Place& updated = segment.places[input];
+    if (updated.address == nullptr) updated.address = allocate(spec.tensors[input].size(1, slots));
+    segment.places[output].address = updated.address;
+  }
+  for (std::size_t input = 0; input < spec.tensors.size(); ++input) {
+    if (!spec.is_kv_input(input) || segment.places[input].address != nullptr) continue;
+    for (Segment const& earlier : segments_) {  // whose K/V buffer it reads
+      std::size_t const buffer = earlier.spec->index(spec.tensors[input].name);
+      if (buffer < earlier.places.size()) segment.places[input] = earlier.places[buffer];
+    }
+  }
+  for (std::size_t i = 0; i < spec.tensors.size(); ++i) {
+    if (spec.tensors[i].shape[0] == kSequences) segment.places[i].stride = spec.tensors[i].size();
+  }
+  segments_.push_back(std::move(segment));
+}
+
+void SegmentBuffers::clear(std::size_t slot) {
+  auto const written = static_cast<std::size_t>(written_[slot]);
+  for (Segment const& segment : segments_) {
+    for (std::size_t output = 0; output < segment.spec->tensors.size(); ++output) {
+      std::size_t const input = segment.spec->alias(output);
+      if (input == output) continue;
+      Tensor const& tensor = segment.spec->tensors[input];
+      std::byte* const start = segment.places[input].address + slot * segment.places[input].stride;
+      if (segment.spec->is_kv_input(input)) {  // [batch, heads, capacity, head_dim]
+        auto const heads = static_cast<std::size_t>(tensor.shape[1]), capacity = static_cast<std::size_t>(tensor.shape[2]);
+        std::size_t const stride = tensor.size() / heads;
+        device_->clear(start, stride / capacity * written, heads, stride);
+      } else if (tensor.name == names::kNextPendingStates) {  // of which padding is read
+        auto const rows = static_cast<std::size_t>(info_.state_rows);
+        device_->clear(start, tensor.size() / rows * std::min(written, rows), 1, 0);
+      }
+    }
+  }
+  written_[slot] = 0;
+}
+
+void SegmentBuffers::run(std::size_t k, std::vector<SlotRun> const& runs, std::vector<std::int64_t> const& lengths,
+                         std::vector<std::int64_t> const& following) {
+  std::vector<SlotCount> counts;
+  for (SlotRun const& one : runs) counts.push_back({one.slot, one.count});
+  std::size_t index = 0;
+  for (Run const& run : runs_over(counts, lengths, info_)) {
+    RunBuffers& buffers = run_buffers(k, index);
+    auto* const past = buffers.inputs.host<std::int64_t>(kLengths);
+    auto* const last = buffers.inputs.host<std::int64_t>(kLast);
+    auto* const pending = buffers.inputs.host<std::int64_t>(kPending);
+    auto* const thresholds = buffers.inputs.host<float>(kThreshold);
+    auto* const ids = buffers.inputs.host<std::int64_t>(kIds);
+    auto const tokens = static_cast<std::size_t>(run.tokens);
+    for (std::size_t slot = run.start(); slot < run.stop(); ++slot) {
+      written_[slot] = std::max(written_[slot], lengths[slot] + run.tokens);
+      std::size_t const number = slot - run.start();
+      past[number] = lengths[slot];
+      last[number] = 0;
+      pending[number] = lengths[slot] - following[slot];
+      thresholds[number] = static_cast<float>(kNeverExit);
+    }
+    if (k == 0) std::fill_n(ids, run.slots() * tokens, 0);
+    auto one = runs.begin();
+    for (std::size_t const slot : run.active) {
+      while (one->slot != slot) ++one;
+      std::size_t const number = slot - run.start();
+      last[number] = one->count - 1;
+      thresholds[number] = one->threshold;
+      if (k == 0) std::copy_n(one->ids, one->count, ids + number * tokens);
+      last_run_[slot] = {&buffers, number};
+    }
+    launch(k, index++, run, buffers);
+  }
+}
+
+// The buffers of a run of segment k, ready to be written to.
+SegmentBuffers::RunBuffers& SegmentBuffers::run_buffers(std::size_t k, std::size_t index) {
+  std::vector<std::unique_ptr<RunBuffers>>& existing = segments_[k].runs;
+  if (index == existing.size()) {
+    auto const slots = static_cast<std::int64_t>(written_.size());
+    std::size_t const of_slots = bytes_of(slots), ids = bytes_of(std::max(info_.max_tokens, slots * info_.max_slot_tokens));
+    existing.push_back(std::make_unique<RunBuffers>(RunBuffers{
+        Block(*device_, {of_slots, of_slots, of_slots, of_slots, k == 0 ? ids : 0}), Block(*device_, {of_slots, of_slots})}));
+  }
+  if (existing[index]->queued) synchronize();
+  return *existing[index];
+}
+
+void SegmentBuffers::launch(std::size_t k, std::size_t index, Run const& run, RunBuffers& buffers) {
+  Segment const& segment = segments_[k];
+  std::size_t const slots = run.slots();
+  auto const batch_size = static_cast<std::int64_t>(slots);
+  std::vector<std::byte*> addresses;
+  for (Place const& place : segment.places) {
+    std::byte* const address = place.input != kNoInput       ? buffers.inputs.address(place.input)
+                               : place.verdict != kNoVerdict ? buffers.verdict.address(place.verdict)
+                                                             : place.address + run.start() * place.stride;
+    addresses.push_back(address);
+  }
+  buffers.queued = true;
+  WorkKey const key = {static_cast<std::int64_t>(k), static_cast<std::int64_t>(index),
+                       static_cast<std::int64_t>(run.start()), batch_size, run.tokens};
+  device_->launch(key, [&] {
+    if (k == 0) buffers.inputs.upload(kIds, bytes_of(batch_size * run.tokens));
+    if (k > 0) buffers.inputs.upload(kThreshold, slots * sizeof(float));
+    networks_[k]->run(addresses, run.tokens, batch_size);
+    if (k + 1 < segments_.size()) buffers.verdict.download(kFlags, slots * sizeof(std::int32_t));
+  });
+}
+
+bool SegmentBuffers::exits(std::size_t slot) const {
+  auto const [buffers, index] = last_run_[slot];
+  return buffers->verdict.host<std::int32_t>(kFlags)[index] != 0;
+}
+
+float SegmentBuffers::score(std::size_t k) const { return segments_[k].runs[0]->verdict.host<float>(kScores)[0]; }
+
+void SegmentBuffers::logits(std::vector<HeadRow>& rows) {
+  head_->run(rows);
+  nothing_queued();
+}
+
+void SegmentBuffers::synchronize() {
+  device_->synchronize();
+  nothing_queued();
+}
+
+void SegmentBuffers::nothing_queued() {
+  for (Segment& segment : segments_) {
+    for (auto const& run : segment.runs) run->queued = false;
+  }
+}
+
+}  // namespace tide

@@ -1,0 +1,129 @@
+// The buffers of up to `slots` sequences on a device, and the runs of the networks over them; as in
+// tide_export/runtime/segmented/memory.py.
+//
+// `SegmentedSteps` decides which slots run a segment. What sequences leave for later runs is in buffers with a block for
+// each slot: K/V, the hidden states pending before each segment but the first, and the exit states that the head reads.
+// The networks read and update them in place, so a run over adjacent slots is a matter of addresses, which depend on the
+// segment, the slots and the number of tokens alone. Lengths, thresholds and token ids are copied to the device in one
+// copy a run, scores and exits to the host in another; `Head` brings logits there.
+//
+// Runs are padded to a power of two, so that a device that records its work has few recordings.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "segmented/device.h"
+#include "segmented/head.h"
+#include "segmented/network_spec.h"
+#include "segmented/run_plan.h"
+
+namespace tide {
+
+// A device, and the networks of `network_specs` on it.
+struct DeviceNetworks {
+  std::unique_ptr<Device> device;
+  std::vector<std::unique_ptr<Network>> networks;  // destroyed before the device
+};
+
+// What a run needs to know of one slot.
+struct SlotRun {
+  std::size_t slot;
+  std::int64_t count;       // tokens that it runs over, at most `info.max_tokens`
+  float threshold;          // a score above it exits
+  std::int64_t const* ids;  // the new tokens, for segment 0
+};
+
+// May be used by one thread at a time.
+class SegmentBuffers {
+ public:
+  // Allocates buffers for the networks' capacity. `specs` and `info` must outlive it. Throws GenerationError: the device
+  // has not enough memory.
+  SegmentBuffers(std::vector<NetworkSpec> const& specs, DeviceNetworks device_networks, NetworksInfo const& info,
+                 std::size_t slots);
+  SegmentBuffers(SegmentBuffers const&) = delete;
+  SegmentBuffers& operator=(SegmentBuffers const&) = delete;
+  ~SegmentBuffers();
+
+  std::size_t slots() const { return written_.size(); }
+  NetworksInfo const& info() const { return info_; }
+  Head const& head() const { return *head_; }
+
+  // Zeroes what a sequence wrote in a slot, for the next one. Attention multiplies masked K/V by zero, and zero times NaN
+  // is NaN: a sequence whose states overflowed must leave nothing behind. Throws GenerationError: the device has failed.
+  void clear(std::size_t slot);
+
+  // Runs segment k over all tokens pending before it in some slots, in as many runs as it takes.
+  //
+  // runs: by ascending slots.
+  // lengths: tokens in the segment's K/V cache, of every slot.
+  // following: tokens in the next segment's, of every slot; of the last segment not read.
+  //
+  // Throws GenerationError: the device has not enough memory, or failed.
+  void run(std::size_t k, std::vector<SlotRun> const& runs, std::vector<std::int64_t> const& lengths,
+           std::vector<std::int64_t> const& following);
+
+  // Waits for the last run, which was not the last segment's.
+  void wait_for_exits() { synchronize(); }
+
+  // Whether the last token of a slot exits after the segment of the last run, which is over.
+  bool exits(std::size_t slot) const;
+
+  // The router's score in segment k's last run over one slot, once something that ran after it is read.
+  float score(std::size_t k) const;
+
+  // See `Head::run`.
+  void logits(std::vector<HeadRow>& rows);
+
+ private:
+  enum Input : std::size_t { kLengths, kLast, kPending, kThreshold, kIds, kNoInput };  // parts of the small inputs
+  enum Verdict : std::size_t { kScores, kFlags, kNoVerdict };                          // and of the small outputs
+
+  // The small inputs and outputs of one run.
+  struct RunBuffers {
+    Block inputs, verdict;
+    bool queued = false;  // the queue may not have read `inputs` yet
+  };
+
+  // Where one tensor of a segment is: a part of the run's buffers, or memory with so many bytes for each slot.
+  struct Place {
+    std::byte* address = nullptr;
+    std::size_t stride = 0;
+    Input input = kNoInput;
+    Verdict verdict = kNoVerdict;
+  };
+
+  struct Segment {
+    NetworkSpec const* spec;
+    std::vector<Place> places;  // of its tensors
+    std::vector<std::unique_ptr<RunBuffers>> runs;
+  };
+
+  // Where the verdict on a slot is.
+  struct LastRun {
+    RunBuffers const* buffers = nullptr;
+    std::size_t index = 0;
+  };
+
+  std::byte* allocate(std::size_t size);
+  void add_segment(std::size_t k);
+  RunBuffers& run_buffers(std::size_t k, std::size_t index);
+  void launch(std::size_t k, std::size_t index, Run const& run, RunBuffers& buffers);
+  void synchronize();
+  void nothing_queued();
+
+  std::vector<NetworkSpec> const& specs_;
+  NetworksInfo const& info_;
+  std::unique_ptr<Device> const device_;
+  std::vector<std::unique_ptr<Network>> const networks_;
+  std::vector<std::int64_t> written_;  // tokens of each slot's buffers that may not be zero
+  std::vector<Segment> segments_;
+  std::vector<Buffer> owned_;
+  Buffer exits_;
+  std::unique_ptr<Block> indices_;
+  std::unique_ptr<Head> head_;
+  std::vector<LastRun> last_run_;  // by slot
+};
+
+}  // namespace tide

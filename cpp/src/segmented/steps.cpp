@@ -1,0 +1,188 @@
+#include "segmented/steps.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "decoding/depth_rule.h"
+#include "names.h"
+#include "request.h"
+
+namespace tide {
+namespace {
+
+constexpr float kNever = static_cast<float>(kNeverExit), kSure = 1.0F;  // no score is above either
+
+// How many tokens may be pending before each segment: all of them must fit a run with the next token, and a buffer with
+// the states of a run.
+std::int64_t max_pending(NetworksInfo const& info, std::size_t segments) {
+  auto const checkpoints = static_cast<std::int64_t>(std::max<std::size_t>(segments, 2) - 1);
+  return std::min((info.max_tokens - 1) / checkpoints, info.state_rows - info.max_tokens);
+}
+
+}  // namespace
+
+SegmentedSteps::SegmentedSteps(std::unique_ptr<SegmentBuffers> buffers, Manifest const& manifest)
+    : buffers_(std::move(buffers)),
+      manifest_(manifest),
+      depths_(manifest.depths()),
+      capacity_(std::min(manifest.model.context_length.value_or(buffers_->info().capacity), buffers_->info().capacity)),
+      max_pending_(tide::max_pending(buffers_->info(), depths_.size())),
+      lengths_(depths_.size(), std::vector<std::int64_t>(buffers_->slots())),
+      results_(buffers_->slots()),
+      scores_(depths_.size() - 1) {}
+
+std::vector<StepResult> SegmentedSteps::step(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests,
+                                             double compaction_threshold, bool alone) {
+  std::vector<SlotStep> all = begin(slots, requests);
+  for (SlotStep& one : all) run_first_parts(one);
+  run_segments(all, compaction_threshold);
+  run_head(all, alone);
+  std::vector<StepResult> step_results;
+  for (SlotStep const& one : all) step_results.push_back(result(one));
+  if (alone) {
+    std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN());
+    for (std::size_t k = 0; k < std::min(all[0].segments_run, scores_.size()); ++k) scores_[k] = buffers_->score(k);
+    step_results[0].scores = scores_.data();
+  }
+  for (SlotStep& one : all) std::fill_n(one.sequence->lengths.begin(), one.segments_run, one.total);
+  return step_results;
+}
+
+// Checks the new tokens, and notes how far every slot has come.
+std::vector<SegmentedSteps::SlotStep> SegmentedSteps::begin(std::vector<Slot>& slots,
+                                                            std::vector<SlotRequest> const& requests) {
+  std::vector<SlotStep> all;
+  for (SlotRequest const& request : requests) {
+    Slot& slot = slots[request.slot];
+    std::vector<std::int64_t> const& ids = request.request.ids;
+    std::int64_t const total = length_after(slot.sequence->length(), ids.size(), capacity_);
+    std::int64_t const kept = request.verifies ? request.request.logits_to_keep : 1;
+    all.push_back({request.slot, &request, slot.sequence.get(), &slot.rule, slot.sequence->lengths, total,
+                   total - kept, 0, ids.data()});
+    results_[request.slot].logits.clear();
+    results_[request.slot].candidates.clear();
+  }
+  for (std::size_t k = 0; k < lengths_.size(); ++k) {
+    for (std::size_t slot = 0; slot < lengths_[k].size(); ++slot) {
+      bool const used = slot < slots.size() && slots[slot].sequence != nullptr;
+      lengths_[k][slot] = used ? slots[slot].sequence->lengths[k] : 0;
+    }
+  }
+  return all;
+}
+
+// Runs what is too much for one run through all segments, part by part, but for the last part; with the logits of the
+// tokens from position `first` on that it ran over.
+void SegmentedSteps::run_first_parts(SlotStep& one) {
+  std::int64_t const max_tokens = buffers_->info().max_tokens, total = one.total;
+  while (total - lengths_.back()[one.slot] > max_tokens) {
+    one.start = lengths_.back()[one.slot];
+    one.total = one.start + max_tokens;
+    one.ids = one.request->request.ids.data() + (lengths_[0][one.slot] - one.before[0]);
+    for (std::size_t k = 0; k < lengths_.size(); ++k) run(k, {&one}, {kNever});
+    // The next part's states take the place of those that were pending, which are not any more if it fails.
+    std::fill(one.sequence->lengths.begin(), one.sequence->lengths.end(), one.before[0]);
+    std::int64_t const kept = std::max(one.first, one.start);
+    if (kept < one.total) {
+      rows_.clear();
+      add_rows(one, names::kFinalRow + kept - one.start, one.total - kept);
+      buffers_->logits(rows_);
+    }
+  }
+  one.start = lengths_.back()[one.slot];
+  one.total = total;
+  one.ids = one.request->request.ids.data() + (lengths_[0][one.slot] - one.before[0]);
+}
+
+// Runs as many segments as the tokens need, and notes which exit.
+void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_threshold) {
+  Steps active;
+  for (SlotStep& one : all) active.push_back(&one);
+  for (std::size_t k = 0; k < depths_.size(); ++k) {
+    Steps const steps = scheduled(k, all, active, compaction_threshold);
+    if (steps.empty()) return;
+    std::vector<float> thresholds;
+    for (SlotStep const* const one : steps) {
+      bool const may_exit = k + 1 < depths_.size() && !one->exit && !one->request->request.full;
+      thresholds.push_back(may_exit ? one->rule->thresholds[k] : kNever);
+    }
+    run(k, steps, thresholds);
+    for (SlotStep* const one : steps) one->segments_run = k + 1;
+    if (std::none_of(thresholds.begin(), thresholds.end(), [](float threshold) { return threshold < kSure; })) continue;
+    buffers_->wait_for_exits();
+    for (SlotStep* const one : steps) {
+      if (!one->exit && buffers_->exits(one->slot)) one->exit = k;
+    }
+  }
+}
+
+// The sequences that run segment k; `active`: those that needed the segment before, of which those remain that need this.
+SegmentedSteps::Steps SegmentedSteps::scheduled(std::size_t k, std::vector<SlotStep>& all, Steps& active,
+                                                double compaction_threshold) const {
+  if (k > 0) {
+    auto const rests = [&](SlotStep const* one) {
+      return !is_active(one->exit.has_value(), one->total - one->before[k],
+                        std::min(one->rule->max_pending, max_pending_));
+    };
+    active.erase(std::remove_if(active.begin(), active.end(), rests), active.end());
+  }
+  auto const ran = [&](SlotStep const& one) { return one.segments_run == k; };
+  if (active.empty() || !all_catch_up(active.size(), all.size(), std::all_of(all.begin(), all.end(), ran),
+                                      compaction_threshold)) {
+    return active;
+  }
+  Steps everyone;
+  for (SlotStep& one : all) everyone.push_back(&one);
+  return everyone;
+}
+
+// Runs segment k over some sequences up to their `total`.
+void SegmentedSteps::run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds) {
+  std::vector<SlotRun> runs;
+  for (std::size_t i = 0; i < scheduled.size(); ++i) {
+    SlotStep const& one = *scheduled[i];
+    runs.push_back({one.slot, one.total - lengths_[k][one.slot], thresholds[i], one.ids});
+  }
+  buffers_->run(k, runs, lengths_[k], lengths_[std::min(k + 1, lengths_.size() - 1)]);
+  for (SlotStep const* const one : scheduled) lengths_[k][one->slot] = one->total;
+}
+
+// Runs the head on the rows of the exit states that the sequences' logits come from.
+void SegmentedSteps::run_head(std::vector<SlotStep>& all, bool alone) {
+  rows_.clear();
+  for (SlotStep& one : all) {
+    bool const deep = one.segments_run == depths_.size();
+    if (one.exit && (alone || !one.request->verifies || !deep)) {
+      results_[one.slot].logits.clear();
+      results_[one.slot].candidates.clear();
+      add_rows(one, names::kExitRow, 1);
+      continue;
+    }
+    one.exit = depths_.size() - 1;
+    std::int64_t const kept = std::max(one.first, one.start);
+    add_rows(one, names::kFinalRow + kept - one.start, one.total - kept);
+  }
+  buffers_->logits(rows_);
+}
+
+// Adds rows of a sequence's exit states to those that the head is to run over.
+void SegmentedSteps::add_rows(SlotStep const& one, std::int64_t first_row, std::int64_t count) {
+  std::size_t const needed = buffers_->head().count(one.sequence->candidates);
+  for (std::int64_t row = first_row; row < first_row + count; ++row) {
+    rows_.push_back({one.slot, row, needed, &results_[one.slot]});
+  }
+}
+
+StepResult SegmentedSteps::result(SlotStep const& one) {
+  PositionLogits const& found = results_[one.slot];
+  StepResult result;
+  result.vocabulary = static_cast<std::size_t>(manifest_.model.vocab_size);
+  result.logits = found.logits.data();
+  result.rows = found.logits.size() / result.vocabulary + found.candidates.size();  // one of them is empty
+  if (!found.candidates.empty()) result.candidates = found.candidates.data();
+  result.exit_layer = depths_[*one.exit];
+  result.segments_run = static_cast<std::int64_t>(one.segments_run);
+  return result;
+}
+
+}  // namespace tide

@@ -1,0 +1,74 @@
+// A step of some sequences over networks of one segment each: after every router, the depth rule selects which go on. The
+// same rule as in the branched graph; as in tide_export/runtime/segmented/steps.py. `SegmentBuffers` holds the memory and
+// runs the networks.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "sequence.h"
+#include "segmented/memory.h"
+
+namespace tide {
+
+// A slot of the buffers.
+struct Slot {
+  std::unique_ptr<SequenceState> sequence;  // null: it is free
+  ExitRule rule;
+};
+
+// May be used by one thread at a time.
+class SegmentedSteps {
+ public:
+  // `manifest` must outlive it.
+  SegmentedSteps(std::unique_ptr<SegmentBuffers> buffers, Manifest const& manifest);
+
+  SegmentBuffers& buffers() const { return *buffers_; }
+  std::unique_ptr<SegmentBuffers> take_buffers() { return std::move(buffers_); }  // at the end
+  std::int64_t capacity() const { return capacity_; }                             // tokens a sequence can have
+
+  // See `Batch::step`.
+  //
+  // slots: as many as the buffers have, or the first of them.
+  // alone: as in `Sequence::step`: a token that can exit does so although it verifies, and the result has scores.
+  std::vector<StepResult> step(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests,
+                               double compaction_threshold, bool alone);
+
+ private:
+  // One sequence in a step.
+  struct SlotStep {
+    std::size_t slot;
+    SlotRequest const* request;
+    SequenceState* sequence;
+    ExitRule const* rule;
+    std::vector<std::int64_t> before;  // its lengths
+    std::int64_t total;                // its tokens, the new ones included
+    std::int64_t first;                // position that gets logits
+    std::int64_t start = 0;            // position of the first row of its last run through the last segment
+    std::int64_t const* ids;           // of segment 0's next run
+    std::size_t segments_run = 0;      // segments 0 .. segments_run - 1 ran over it
+    std::optional<std::size_t> exit{};  // the segment after which it exits
+  };
+  using Steps = std::vector<SlotStep*>;
+
+  std::vector<SlotStep> begin(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests);
+  void run_first_parts(SlotStep& one);
+  Steps scheduled(std::size_t k, std::vector<SlotStep>& all, Steps& active, double compaction_threshold) const;
+  void run_segments(std::vector<SlotStep>& all, double compaction_threshold);
+  void run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds);
+  void add_rows(SlotStep const& one, std::int64_t first_row, std::int64_t count);
+  void run_head(std::vector<SlotStep>& all, bool alone);
+  StepResult result(SlotStep const& one);
+
+  std::unique_ptr<SegmentBuffers> buffers_;
+  Manifest const& manifest_;
+  std::vector<std::int64_t> const depths_;
+  std::int64_t const capacity_, max_pending_;
+  std::vector<std::vector<std::int64_t>> lengths_;  // by segment, of every slot
+  std::vector<HeadRow> rows_;                       // that the head is to run over
+  std::vector<PositionLogits> results_;             // by slot
+  std::vector<float> scores_;
+};
+
+}  // namespace tide

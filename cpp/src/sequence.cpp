@@ -1,0 +1,14 @@
+#include "sequence.h"
+
+#include <algorithm>
+
+#include "request.h"
+
+namespace tide {
+
+void SequenceState::rewind(std::int64_t length) {
+  check_rewind(manifest_, lengths[0], length);
+  for (std::int64_t& segment_length : lengths) segment_length = std::min(segment_length, length);
+}
+
+}  // namespace tide
