@@ -185,10 +185,10 @@ class Player:
         """How many segments must run over each sequence, in one batch or one after the other."""
         if not self.batched and len(exits) > 1:
             return {n: self._segments_run({n: exits[n]}, totals)[n] for n in exits}
-        ran, needing, running = dict.fromkeys(exits, 1), list(exits), list(exits)
+        ran, running = dict.fromkeys(exits, 1), list(exits)
         for k in range(1, len(self.judge.depths)):
             behind = {n: 0 if self.propagates else totals[n] - self.live[n].lengths[k] for n in exits}
-            needing = [n for n in needing if exits[n] >= k or behind[n] > self.max_pending]
+            needing = [n for n in running if exits[n] >= k or behind[n] > self.max_pending]
             if not needing:
                 break
             share = len(needing) / len(exits)

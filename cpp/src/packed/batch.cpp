@@ -83,11 +83,11 @@ std::vector<StepResult> PackedBatch::run_step(std::vector<SlotRequest> const& re
   std::vector<SlotStep> all = begin(requests);
   Steps everyone;
   for (SlotStep& one : all) everyone.push_back(&one);
-  Steps active = everyone, previous;
+  Steps previous = everyone;
   for (std::size_t k = 0; k < segments_.size(); ++k) {
-    if (k > 0) active = still_active(active, k);
+    Steps const active = k == 0 ? everyone : still_active(previous, k);
     if (active.empty()) break;
-    bool const all_ran = k == 0 || previous.size() == all.size();
+    bool const all_ran = previous.size() == all.size();
     Steps const scheduled =
         all_catch_up(active.size(), all.size(), all_ran, compaction_threshold_) ? everyone : active;
     float* const input = k == 0 ? nullptr : gather(k, scheduled, scheduled.size() == previous.size());
@@ -123,10 +123,10 @@ std::vector<PackedBatch::SlotStep> PackedBatch::begin(std::vector<SlotRequest> c
   return all;
 }
 
-// Of the sequences that needed the previous segment, those that need segment k.
-PackedBatch::Steps PackedBatch::still_active(Steps const& active, std::size_t k) const {
+// Of the sequences that ran the previous segment, those that need segment k.
+PackedBatch::Steps PackedBatch::still_active(Steps const& ran, std::size_t k) const {
   Steps still;
-  for (SlotStep* const one : active) {
+  for (SlotStep* const one : ran) {
     PackedSequence const& sequence = *one->sequence;
     if (is_active(one->exit.has_value(), one->total - sequence.lengths[k], sequence.rule.max_pending)) {
       still.push_back(one);

@@ -77,7 +77,7 @@ class PackedBatch : public KvBatch {
   bool runs_alone(SlotRequest const& request) const;
   StepResult step_alone(SlotRequest const& request);
   void bind();
-  Steps still_active(Steps const& active, std::size_t k) const;
+  Steps still_active(Steps const& ran, std::size_t k) const;
   float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
   void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
   void commit(std::vector<SlotStep>& all);

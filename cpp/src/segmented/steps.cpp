@@ -96,10 +96,10 @@ void SegmentedSteps::run_first_parts(SlotStep& one) {
 
 // Runs as many segments as the tokens need, and notes which exit.
 void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_threshold) {
-  Steps active;
-  for (SlotStep& one : all) active.push_back(&one);
+  Steps steps;
+  for (SlotStep& one : all) steps.push_back(&one);
   for (std::size_t k = 0; k < depths_.size(); ++k) {
-    Steps const steps = scheduled(k, all, active, compaction_threshold);
+    if (k > 0) steps = scheduled(k, all, steps, compaction_threshold);
     if (steps.empty()) return;
     std::vector<float> thresholds;
     for (SlotStep const* const one : steps) {
@@ -116,21 +116,16 @@ void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_
   }
 }
 
-// The sequences that run segment k; `active`: those that needed the segment before, of which those remain that need this.
-SegmentedSteps::Steps SegmentedSteps::scheduled(std::size_t k, std::vector<SlotStep>& all, Steps& active,
+// The sequences that run segment k, which some may need that ran the segment before.
+SegmentedSteps::Steps SegmentedSteps::scheduled(std::size_t k, std::vector<SlotStep>& all, Steps const& ran,
                                                 double compaction_threshold) const {
-  if (k > 0) {
-    auto const rests = [&](SlotStep const* one) {
-      return !is_active(one->exit.has_value(), one->total - one->before[k],
-                        std::min(one->rule->max_pending, max_pending_));
-    };
-    active.erase(std::remove_if(active.begin(), active.end(), rests), active.end());
+  Steps active;
+  for (SlotStep* const one : ran) {
+    std::int64_t const limit = std::min(one->rule->max_pending, max_pending_);
+    if (is_active(one->exit.has_value(), one->total - one->before[k], limit)) active.push_back(one);
   }
-  auto const ran = [&](SlotStep const& one) { return one.segments_run == k; };
-  if (active.empty() || !all_catch_up(active.size(), all.size(), std::all_of(all.begin(), all.end(), ran),
-                                      compaction_threshold)) {
-    return active;
-  }
+  bool const all_ran = ran.size() == all.size();
+  if (active.empty() || !all_catch_up(active.size(), all.size(), all_ran, compaction_threshold)) return active;
   Steps everyone;
   for (SlotStep& one : all) everyone.push_back(&one);
   return everyone;

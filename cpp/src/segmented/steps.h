@@ -54,7 +54,7 @@ class SegmentedSteps {
 
   std::vector<SlotStep> begin(std::vector<Slot>& slots, std::vector<SlotRequest> const& requests);
   void run_first_parts(SlotStep& one);
-  Steps scheduled(std::size_t k, std::vector<SlotStep>& all, Steps& active, double compaction_threshold) const;
+  Steps scheduled(std::size_t k, std::vector<SlotStep>& all, Steps const& ran, double compaction_threshold) const;
   void run_segments(std::vector<SlotStep>& all, double compaction_threshold);
   void run(std::size_t k, Steps const& scheduled, std::vector<float> const& thresholds);
   void add_rows(SlotStep const& one, std::int64_t first_row, std::int64_t count);

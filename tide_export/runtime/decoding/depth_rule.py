@@ -10,16 +10,16 @@ from collections.abc import Container, Mapping, Sequence
 
 
 def active_slots(
-    active: Sequence[int], exited: Container[int], pending: Mapping[int, int], max_pending: Mapping[int, int]
+    ran: Sequence[int], exited: Container[int], pending: Mapping[int, int], max_pending: Mapping[int, int]
 ) -> list[int]:
-    """The slots of those `active` at the segment before that need the next one.
+    """The slots that need the next segment, of those that ran the segment before; also of those that only caught up.
 
     Args:
         exited: slots whose token could exit already.
         pending: tokens of each that would be pending before the next segment.
         max_pending: the largest allowed number of them, by slot.
     """
-    return [slot for slot in active if slot not in exited or pending[slot] > max_pending[slot]]
+    return [slot for slot in ran if slot not in exited or pending[slot] > max_pending[slot]]
 
 
 def scheduled_slots(

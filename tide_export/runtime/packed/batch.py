@@ -128,13 +128,14 @@ class PackedBatch:
     ) -> dict[int, StepResult]:
         """As `step`, on the batch's networks."""
         steps = self._begin(new)
-        everyone = active = list(steps)
+        everyone = scheduled = list(steps)
         exited, previous = set[int](), None
         max_pending = {slot: self._rules[slot].max_pending for slot in everyone}
         for k, segment in enumerate(self._segments):
+            active = everyone
             if k > 0:
-                pending = {slot: steps[slot].total - steps[slot].sequence.lengths[k] for slot in active}
-                active = active_slots(active, exited, pending, max_pending)
+                pending = {slot: steps[slot].total - steps[slot].sequence.lengths[k] for slot in scheduled}
+                active = active_slots(scheduled, exited, pending, max_pending)
                 if not active:
                     break
             scheduled = scheduled_slots(active, everyone, previous, self._compaction)

@@ -79,7 +79,7 @@ class SegmentedSteps:
         exits, active, ran = dict[int, int](), everyone, list[list[int]]()
         for k in range(last + 1):
             if k:
-                active = active_slots(active, exits, {s: totals[s] - before[k][s] for s in active}, max_pending)
+                active = active_slots(ran[-1], exits, {s: totals[s] - before[k][s] for s in ran[-1]}, max_pending)
             run = scheduled_slots(active, everyone, ran[-1] if k else None, compaction_threshold) if active else []
             if not run:
                 break
