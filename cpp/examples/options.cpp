@@ -28,7 +28,7 @@ char const* const kUsage =
     "  --stop TEXT           ends the generation where its text has it; may be repeated\n"
     "  --stop-ids 1,2        instead of the model's own; --ignore-eos: none\n"
     "  --threads N           of one step; default: one per physical core\n"
-    "  --provider NAME       auto (the default), cpu, tensorrt or tensorrt-rtx\n"
+    "  --provider NAME       auto (the default), cpu, cuda, tensorrt or tensorrt-rtx\n"
     "  --plugins LIBRARY     for TensorRT engines that hold plugins\n"
     "  --no-verify           do not check the sha256 of the bundle's files\n";
 

@@ -1,8 +1,9 @@
-// Chooses the provider that runs a bundle: the one that is named, or for "auto" the bundle's TensorRT engines if they
-// run here, else ONNX Runtime on the CPU. Messages are those of tide_export/runtime/providers.py.
+// Chooses the provider that runs a bundle: the one that is named, or for "auto" the first that runs here of the bundle's
+// TensorRT engines, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU. Messages are those of tide_export/runtime/providers.py.
 #include <iostream>
 
 #include "branched/backend.h"
+#include "onnxruntime/segments.h"
 #include "tensorrt/engines.h"
 #include "formatting.h"
 #include "tide/errors.h"
@@ -13,12 +14,16 @@ namespace {
 constexpr std::int64_t kMaxThreads = 1024;  // above the cores of most machines; ONNX Runtime starts all of them
 constexpr std::int64_t kMaxDevice = 1023;
 
+constexpr char const* kCuda = "cuda";
+
+bool runs_on_gpu(std::string const& provider) { return provider == kCuda || is_flavour(provider); }
+
 using Log = std::function<void(std::string const&)>;
 
 void check(Bundle const& bundle, LoadOptions const& options) {
   std::string const& provider = options.provider;
-  if (provider != "auto" && provider != "cpu" && !is_flavour(provider)) {
-    throw ProviderError("provider must be one of auto, cpu, tensorrt, tensorrt-rtx, not '" + provider + "'");
+  if (provider != "auto" && provider != "cpu" && !runs_on_gpu(provider)) {
+    throw ProviderError("provider must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not '" + provider + "'");
   }
   if (auto const& threads = options.threads; threads) {
     if (*threads < 1 || *threads > kMaxThreads) {
@@ -31,11 +36,11 @@ void check(Bundle const& bundle, LoadOptions const& options) {
     if (!engines || !engines->plugins) {
       throw ProviderError("no engine of bundle " + quoted(bundle.path) + " holds plugins: omit plugins");
     }
-    if (provider == "cpu") {
-      throw ProviderError("provider 'cpu' runs no engine that could hold plugins: omit plugins");
+    if (provider == "cpu" || provider == kCuda) {
+      throw ProviderError("provider '" + provider + "' runs no engine that could hold plugins: omit plugins");
     }
   }
-  if (options.threads && is_flavour(provider)) {
+  if (options.threads && runs_on_gpu(provider)) {
     throw ProviderError("threads are for the CPU, and provider '" + provider + "' runs on the GPU: omit threads");
   }
   if (auto const& device = options.device; device) {
@@ -43,10 +48,30 @@ void check(Bundle const& bundle, LoadOptions const& options) {
       throw ConfigError("device must be a whole number from 0 to " + std::to_string(kMaxDevice) + ", not " +
                         std::to_string(*device));
     }
-    if (!is_flavour(provider)) {
+    if (!runs_on_gpu(provider)) {
       throw ProviderError("device is the number of a GPU: name a provider that runs on one");
     }
   }
+}
+
+using Providers = std::vector<std::string>;
+
+// The bundle's providers that are faster than the CPU, fastest first.
+Providers faster_than_the_cpu(Bundle const& bundle) {
+  Providers candidates;
+  if (bundle.manifest.engines) candidates.push_back(bundle.manifest.engines->flavour);
+  if (bundle.manifest.networks && has_gpu()) candidates.emplace_back(kCuda);
+  return candidates;
+}
+
+std::string title(std::string const& provider) {
+  return provider == kCuda ? "ONNX Runtime on CUDA" : title_of(provider);
+}
+
+std::shared_ptr<Backend> open_on_gpu(Bundle bundle, std::string const& provider,
+                                     std::optional<std::filesystem::path> const& plugins, Log const& log, int gpu) {
+  if (provider == kCuda) return open_cuda(std::move(bundle), gpu);
+  return open_engines(std::move(bundle), provider, plugins, log, gpu);
 }
 
 }  // namespace
@@ -56,25 +81,27 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   Log const log = options.log ? options.log : [](std::string const& sentence) {
     std::cerr << "tide_runtime: " + sentence + "\n";
   };
-  if (is_flavour(options.provider)) {
-    int const gpu = static_cast<int>(options.device.value_or(0));
-    return open_engines(std::move(bundle), options.provider, options.plugins, log, gpu);
-  }
-  if (options.provider == "auto" && bundle.manifest.engines) {
-    std::string const flavour = bundle.manifest.engines->flavour, path = quoted(bundle.path);
-    std::vector<std::string> sentences;  // logged after the `try`: exceptions of the caller's function are passed on
-    std::shared_ptr<Backend> opened;
+  int const gpu = static_cast<int>(options.device.value_or(0));
+  if (runs_on_gpu(options.provider)) return open_on_gpu(std::move(bundle), options.provider, options.plugins, log, gpu);
+  Providers const candidates = options.provider == "auto" ? faster_than_the_cpu(bundle) : Providers();
+  std::vector<std::string> sentences;  // logged after the `try`: exceptions of the caller's function are passed on
+  std::string refused;
+  std::shared_ptr<Backend> opened;
+  for (std::string const& candidate : candidates) {
     try {
-      opened = open_engines(bundle, flavour, options.plugins,
-                            [&](std::string const& sentence) { sentences.push_back(sentence); });
-      sentences.push_back("running " + path + " with " + title_of(flavour));
+      opened = open_on_gpu(bundle, candidate, options.plugins,
+                           [&](std::string const& sentence) { sentences.push_back(sentence); }, gpu);
+      sentences.push_back("running " + quoted(bundle.path) + " with " + title(candidate) + refused);
+      break;
     } catch (ProviderError const& error) {
-      sentences.push_back("running " + path + " with ONNX Runtime on the CPU, not with " + flavour + ": " +
-                          error.what());
+      refused += ", not with " + candidate + ": " + error.what();
     }
-    for (std::string const& sentence : sentences) log(sentence);
-    if (opened) return opened;
   }
+  if (!opened && !candidates.empty()) {
+    sentences.push_back("running " + quoted(bundle.path) + " with ONNX Runtime on the CPU" + refused);
+  }
+  for (std::string const& sentence : sentences) log(sentence);
+  if (opened) return opened;
   return std::make_shared<BranchedBackend>(std::move(bundle), options.threads);
 }
 

@@ -108,7 +108,7 @@ class KvBatch : public Batch {
 // An opened bundle: what all sequences of an engine share. May be used by several threads at once.
 class Backend {
  public:
-  // provider: "cpu", "tensorrt" or "tensorrt-rtx".
+  // provider: "cpu", "cuda", "tensorrt" or "tensorrt-rtx".
   Backend(Bundle bundle, std::string provider) : bundle_(std::move(bundle)), provider_(std::move(provider)) {}
   virtual ~Backend() = default;
 

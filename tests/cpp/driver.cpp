@@ -64,7 +64,9 @@ class Driver {
     if (command == "gpu_memory") return limit_gpu_memory(whole_numbers(command, words.at(0)).at(0));
     if (command == "gpu_graphs") return gpu_graphs();
     if (command == "machine") return checked_machine(words.at(0), words.at(1), whole_numbers(command, words.at(2)));
-    if (command == "profiles") return picked_profiles(words.at(0), whole_numbers(command, words.at(1)));
+    if (command == "profiles") {
+      return picked_profiles(words.at(0), whole_numbers(command, words.at(1)), whole_numbers(command, words.at(2)).at(0));
+    }
     if (command == "plugins") return found_plugins(words.at(0));
     if (command == "allocation_failed") return allocation_failed() ? "true" : "false";
     if (command == "generate") return generate(parse_with_hooks(words, engine(), tokenizer_));

@@ -33,15 +33,21 @@ class QueuedNetwork final : public tide::Network {
   std::pair<std::int64_t, std::int64_t> last_;
 };
 
-std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, tide::LoadOptions const& options) {
+// waits: networks that wait for the device's queue and run at once, as ONNX Runtime's on CUDA do.
+std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, tide::LoadOptions const& options, bool waits) {
   auto const networks = std::make_shared<tide::OrtNetworks>(bundle, options.threads);
   int const gpu = static_cast<int>(options.device.value_or(0));
   bundle.manifest.networks->max_tokens = 64;  // so that longer steps and the head run in chunks
   bundle.manifest.networks->max_logits = 2;
   bundle.manifest.networks->max_slot_tokens = 64 / bundle.manifest.networks->max_batch_size;
-  return std::make_shared<tide::SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks, gpu] {
-    auto device = std::make_unique<tide::CudaDevice>(gpu);
+  return std::make_shared<tide::SegmentBackend>(std::move(bundle), "cpu", networks->specs(), [networks, gpu, waits] {
+    auto device = std::make_unique<tide::CudaDevice>(gpu, !waits);
     tide::DeviceNetworks opened;
+    if (waits) {
+      opened.networks = networks->bind(device.get());
+      opened.device = std::move(device);
+      return opened;
+    }
     for (std::unique_ptr<tide::Network>& network : networks->bind()) {
       opened.networks.push_back(std::make_unique<QueuedNetwork>(std::move(network), device->stream()));
     }
@@ -56,7 +62,7 @@ std::shared_ptr<tide::Backend> on_fake_gpu(tide::Bundle bundle, tide::LoadOption
 std::shared_ptr<tide::Backend> backend_on_networks(std::string const& device, tide::Bundle bundle,
                                                    tide::LoadOptions const& options) {
 #ifdef TIDE_FAKE_GPU
-  if (device == "gpu") return on_fake_gpu(std::move(bundle), options);
+  if (device == "gpu" || device == "cuda") return on_fake_gpu(std::move(bundle), options, device == "cuda");
 #endif
   if (device != "host") throw std::logic_error("this driver has no device '" + device + "'");
   return tide::open_networks(std::move(bundle), options.threads);
@@ -88,7 +94,8 @@ std::string checked_machine(std::string const& bundle, std::string const& versio
   return "null";
 }
 
-std::string picked_profiles(std::string const& bundle, std::vector<std::int64_t> const& tokens) {
+std::string picked_profiles(std::string const& bundle, std::vector<std::int64_t> const& tokens,
+                            std::int64_t batch_size) {
   tide::Manifest const manifest = tide::open_bundle(bundle, false).manifest;
   std::vector<tide::NetworkSpec> const specs = tide::network_specs(manifest);
   std::string text;
@@ -96,7 +103,7 @@ std::string picked_profiles(std::string const& bundle, std::vector<std::int64_t>
     std::vector<tide::Profile> const profiles = tide::profiles_of(*spec, *manifest.engines, *manifest.networks);
     for (std::int64_t const count : tokens) {
       if (spec == &specs.back() && count > manifest.networks->max_logits) continue;
-      text += (text.empty() ? "" : ", ") + std::to_string(tide::pick_profile(profiles, count));
+      text += (text.empty() ? "" : ", ") + std::to_string(tide::pick_profile(profiles, count, batch_size));
     }
   }
   return "[" + text + "]";

@@ -112,9 +112,12 @@ def test_a_rewind(engines: dict[str, CppEngine]) -> None:
 LONG = [(7 * i) % 32 for i in range(130)]  # more than a packed sequence has room for at first
 
 
-@pytest.fixture(scope="module", params=["exact", "propagating"])
-def packed(request: pytest.FixtureRequest, tiny_llama, engines: dict[str, CppEngine]) -> CppEngine:
-    CppBatch.load(engines["graph"], getattr(tiny_llama, request.param))
+@pytest.fixture(scope="module")
+def batches(request: pytest.FixtureRequest, tiny_llama, engines: dict[str, CppEngine]) -> CppEngine:
+    if request.param == "segments":
+        CppBatch.load(engines["graph"], tiny_llama.exact, "host")
+    else:
+        CppBatch.load(engines["graph"], getattr(tiny_llama, request.param))
     return engines["graph"]
 
 
@@ -152,20 +155,24 @@ def continued(batch: CppBatch) -> list[Any]:
     return [*results, *(step(batch, {every: [token] for every in batch.sequences}) for token in (4, 9))]
 
 
-@pytest.mark.parametrize("call", [grown, left])
-def test_a_step_of_a_batch(packed: CppEngine, call: Callable[[CppBatch], Any]) -> None:
+@pytest.mark.parametrize(
+    ("batches", "call"),
+    [("exact", grown), ("exact", left), ("propagating", grown), ("propagating", left), ("segments", left)],
+    indirect=["batches"],
+)
+def test_a_step_of_a_batch(batches: CppEngine, call: Callable[[CppBatch], Any]) -> None:
     def facts_of(batch: CppBatch) -> Any:
-        batch._take(packed.call("batch_describe", str(min(batch.sequences))))
+        batch._take(batches.call("batch_describe", str(min(batch.sequences))))
         return {slot: (one.lengths, one.computed, one.pending) for slot, one in batch.sequences.items()}
 
-    undisturbed = joined(packed)
+    undisturbed = joined(batches)
     if call is left:
         undisturbed.leave(min(undisturbed.sequences))
     before, without = facts_of(undisturbed), continued(undisturbed)
-    other = joined(packed)
+    other = joined(batches)
     expected = [call(other), *continued(other)]
     number = 0
-    for batch, result in failures(packed, lambda: joined(packed), call):
+    for batch, result in failures(batches, lambda: joined(batches), call):
         number += 1
         if result is None:
             assert facts_of(batch) == before

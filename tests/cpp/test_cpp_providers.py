@@ -70,7 +70,7 @@ def refused(cpp: CppBuild, bundle: Path, kind: type[Exception], sentence: str, *
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"provider": "abacus"}, "provider must be one of auto, cpu, tensorrt, tensorrt-rtx, not 'abacus'"),
+        ({"provider": "abacus"}, "provider must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not 'abacus'"),
         (
             {"provider": "tensorrt"},
             "holds no TensorRT engines: build them with `tide-export build .* --target tensorrt`",
@@ -78,6 +78,7 @@ def refused(cpp: CppBuild, bundle: Path, kind: type[Exception], sentence: str, *
         ({"provider": "tensorrt-rtx"}, "holds no TensorRT engines: .* --target tensorrt-rtx`, or use provider 'cpu'"),
         ({"plugins": "a.so"}, "no engine of bundle .* holds plugins: omit plugins"),
         ({"provider": "tensorrt", "threads": 2}, "threads are for the CPU, and provider 'tensorrt' runs on the GPU"),
+        ({"provider": "cuda", "threads": 2}, "threads are for the CPU, and provider 'cuda' runs on the GPU"),
         ({"provider": "cpu", "device": 1}, "device is the number of a GPU: name a provider that runs on one"),
     ],
 )
@@ -107,6 +108,12 @@ def test_auto_takes_the_cpu_where_engines_do_not_run_and_says_why_once(cpp, buil
     )
     assert done.stderr == f"tide_runtime: {line}\n"
     refused(cpp, built, ConfigError, "threads must be a whole number from 1 to 1024, not 0", threads=0)
+
+
+def test_a_build_without_cuda_says_so(cpp, built: Path) -> None:
+    sentence = "built without CUDA: configure it with -DTIDE_WITH_CUDA=ON, or use provider 'cpu'"
+    for options in ({}, {"device": 1}):
+        refused(cpp, built, ProviderError, sentence, provider="cuda", threads=None, **options)
 
 
 def test_engines_are_asked_for_by_name(cpp, built: Path, changed) -> None:
@@ -215,12 +222,20 @@ def test_engines_of_tensorrt_for_rtx_run_on_the_gpus_it_knows(driver, changed, l
             driver.call("machine", str(bundle), VERSION, device)
 
 
+BEYOND = [
+    ("1025", "1", "1025 tokens", 1024),
+    ("33", "2", "33 tokens of each of 2 sequences", 32),
+    ("1", "9", "9 sequences", 8),
+]
+
+
 def test_a_run_takes_the_narrowest_profile_and_none_beyond_the_widest(driver, built: Path) -> None:
-    assert driver.call("profiles", str(built), "1,2,32,33,1024") == [0, 1, 1, 2, 2, 0, 1, 1]
-    with pytest.raises(
-        GenerationError, match="a run over 1025 tokens exceeds the engine's profiles, which take 1024 at"
-    ):
-        driver.call("profiles", str(built), "1025")
+    assert driver.call("profiles", str(built), "1,2,32,33,1024", "1") == [0, 1, 1, 2, 2, 0, 1, 1]
+    assert driver.call("profiles", str(built), "1,2,32", "8") == [3, 4, 4, 0, 1, 1]
+    for tokens, batch_size, what, most in BEYOND:
+        sentence = f"a run over {what} exceeds the engine's profiles, which take {most} at most"
+        with pytest.raises(GenerationError, match=sentence):
+            driver.call("profiles", str(built), tokens, batch_size)
 
 
 def test_networks_unlike_their_manifest_are_refused(cpp, changed, tiny_bundle: Path) -> None:

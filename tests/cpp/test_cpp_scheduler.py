@@ -47,11 +47,11 @@ def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
     return pairs[request.param]
 
 
-@pytest.fixture(params=["python", "cpp"])
+@pytest.fixture(params=[("exact", 0), ("exact", 1), ("segments", 1)], ids=["python", "cpp", "cpp on segments"])
 def opened(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Callable[..., Any]:
     """Opens a scheduler of either runtime."""
-    number = ("python", "cpp").index(request.param)
-    return lambda **limits: pairs["exact"].schedulers(**limits)[number]
+    kind, number = request.param
+    return lambda **limits: pairs[kind].schedulers(**limits)[number]
 
 
 @pytest.fixture(params=["exact", "segments"])

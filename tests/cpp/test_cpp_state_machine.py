@@ -28,19 +28,20 @@ def batched(engine: CppEngine, slots: int = 8) -> Batched:
 
 
 def test_sequences(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine]) -> None:
-    devices = ["host", "gpu"] if cuda_headers() else ["host"]
+    devices = ["host", "gpu", "cuda"] if cuda_headers() else ["host"]
     engines = {device: singles(open_cpp(tiny_llama.exact, networks=device)) for device in devices}
     engines["graph"] = singles(open_cpp(tiny_llama.exact))
     play(Player(judge, engines, CONTEXT, pending_limit=PENDING_LIMIT), 20, *ALWAYS[:-2], *EXACT[:3])
 
 
-@pytest.mark.parametrize("networks", ["host", "gpu"])
+@pytest.mark.parametrize("networks", ["host", "gpu", "cuda"])
 def test_batches_on_segment_networks(judge: Judge, tiny_llama, open_cpp: Callable[..., CppEngine], networks) -> None:
-    if networks == "gpu" and not cuda_headers():
+    if networks != "host" and not cuda_headers():
         pytest.skip("there are no CUDA headers")
     engine = open_cpp(tiny_llama.exact)
     CppBatch.load(engine, tiny_llama.exact, networks)
-    player = Player(judge, {networks: batched(engine, MAX_BATCH_SIZE)}, CONTEXT, batched=True, pending_limit=PENDING_LIMIT)
+    engines = {networks: batched(engine, MAX_BATCH_SIZE)}
+    player = Player(judge, engines, CONTEXT, batched=True, pending_limit=PENDING_LIMIT)
     play(player, 25, *ALWAYS[:-2], *EXACT[:3])
 
 

@@ -127,6 +127,12 @@ def test_auto_takes_engines_and_says_so(opens, bundle: Path) -> None:
     engine.close()
 
 
+def test_onnxruntime_without_cuda_is_named(opens, bundle: Path) -> None:
+    sentence = "this ONNX Runtime has no CUDAExecutionProvider: link its release for GPUs, or use provider 'cpu'"
+    with pytest.raises(ProviderError, match=sentence):
+        opens(bundle, "cuda")
+
+
 def test_each_thread_has_its_own_buffers(engine: CppEngine, python: Engine, demo_text_ids) -> None:
     ids = demo_text_ids[100:120]
     answers = engine.call("at_once", "4", *engine.request(ids, 12, threshold=0.6, stop_token_ids=[]))

@@ -87,7 +87,8 @@ def test_headers_are_refused_with_python_s_sentences(opens, bundle: Path) -> Non
     other = opens(bundle, "auto")
     assert other.log == [
         f"running '{bundle}' with ONNX Runtime on the CPU, not with tensorrt-rtx: TensorRT for RTX cannot run engine "
-        f"'{bundle / names.engine_file('segment_01')}': {sentence}"
+        f"'{bundle / names.engine_file('segment_01')}': {sentence}, not with cuda: this ONNX Runtime has no "
+        "CUDAExecutionProvider: link its release for GPUs, or use provider 'cpu'"
     ]
     other.close()
 

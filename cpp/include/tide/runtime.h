@@ -1,5 +1,5 @@
 // Runs a bundle of tide_export in a C++ program: `Engine::load`, then `generate` or `stream`. The counterpart of the
-// Python runtime, on ONNX Runtime's CPU or on the bundle's TensorRT engines, with the same rule, defaults and errors;
+// Python runtime, on ONNX Runtime (CPU, CUDA) or on the bundle's TensorRT engines, with the same rule, defaults and errors;
 // greedy tokens are the same.
 //
 // Takes and returns token ids; `Engine::tokenizer` makes them of text.
@@ -28,8 +28,9 @@ namespace tide {
 struct LoadOptions {
   std::optional<std::int64_t> threads;  // threads of one step on the CPU; none: one per physical core
   bool verify = true;                   // check the sha256 of every file first (sizes are always checked)
-  // "cpu" (ONNX Runtime), "tensorrt" or "tensorrt-rtx" (the bundle's engines, on the GPU). "auto": the engines if there
-  // are any and they run here, else the CPU. A provider that is named never falls back to another.
+  // "cpu" (ONNX Runtime), "tensorrt" or "tensorrt-rtx" (the bundle's engines, on the GPU), "cuda" (its segment networks, on
+  // ONNX Runtime and the GPU). "auto": the first of the engines, "cuda" and "cpu" that the bundle holds and that runs here. A
+  // provider that is named never falls back to another.
   std::string provider = "auto";
   std::optional<std::int64_t> device;  // number of the GPU that a named provider runs on; none: the first
   // The plugin library for TensorRT engines that hold plugins; none: that of the environment variable TIDE_PLUGINS.

@@ -1,5 +1,7 @@
 #include "onnxruntime/segments.h"
 
+#include <algorithm>
+
 #include "names.h"
 #include "onnxruntime/session.h"
 #include "segmented/backend.h"
@@ -9,9 +11,16 @@
 namespace tide {
 namespace {
 
+constexpr char const* kCudaProvider = "CUDAExecutionProvider";
+
 class OrtNetwork final : public Network {
  public:
-  OrtNetwork(Ort::Session& session, NetworkSpec const& spec) : session_(session), spec_(spec), binding_(session) {}
+  OrtNetwork(Ort::Session& session, NetworkSpec const& spec, Device* queue, std::optional<int> gpu)
+      : session_(session),
+        spec_(spec),
+        queue_(queue),
+        binding_(session),
+        memory_(gpu ? "Cuda" : "Cpu", OrtDeviceAllocator, gpu.value_or(0), OrtMemTypeDefault) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
     try {
@@ -23,6 +32,7 @@ class OrtNetwork final : public Network {
         if (tensor.is_input) binding_.BindInput(tensor.name.c_str(), value);
         if (!tensor.is_input) binding_.BindOutput(tensor.name.c_str(), value);
       }
+      if (queue_ != nullptr) queue_->synchronize();
       session_.Run(Ort::RunOptions(), binding_);
     } catch (Ort::Exception const& error) {
       throw GenerationError("ONNX Runtime failed in " + spec_.name + ": " + first_line(error));
@@ -32,8 +42,9 @@ class OrtNetwork final : public Network {
  private:
   Ort::Session& session_;
   NetworkSpec const& spec_;
+  Device* const queue_;
   Ort::IoBinding binding_;
-  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  Ort::MemoryInfo const memory_;
 };
 
 }  // namespace
@@ -43,29 +54,35 @@ struct OrtNetworks::Loaded {
   std::vector<NetworkSession> sessions;
 };
 
-OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads) {
+OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu)
+    : gpu_(gpu) {
   if (!bundle.manifest.networks) {
     throw ProviderError("bundle " + quoted(bundle.path) +
                         " holds no segment networks: export it with --target tensorrt or tensorrt-rtx");
   }
-  if (bundle.manifest.networks->weights == "bf16") {
+  if (bundle.manifest.networks->weights == "bf16" && !gpu) {
     throw ProviderError("the segment networks of bundle " + quoted(bundle.path) +
                         " are bfloat16, which ONNX Runtime does not run on the CPU");
   }
   check_onnxruntime();
+  std::vector<std::string> const providers = Ort::GetAvailableProviders();
+  if (gpu && std::find(providers.begin(), providers.end(), kCudaProvider) == providers.end()) {
+    throw ProviderError(std::string("this ONNX Runtime has no ") + kCudaProvider +
+                        ": link its release for GPUs, or use provider 'cpu'");
+  }
   specs_ = network_specs(bundle.manifest);
   loaded_ = std::make_shared<Loaded>();
   for (NetworkSpec const& spec : specs_) {
     std::string const file = network_file(spec.name);
-    loaded_->sessions.push_back(load_network(loaded_->env, bundle, file, threads, kSegmentsWeightsFile));
+    loaded_->sessions.push_back(load_network(loaded_->env, bundle, file, threads, kSegmentsWeightsFile, gpu));
     spec.check(tensors_of(loaded_->sessions.back()), bundle.file(file).path().string());
   }
 }
 
-std::vector<std::unique_ptr<Network>> OrtNetworks::bind() {
+std::vector<std::unique_ptr<Network>> OrtNetworks::bind(Device* queue) {
   std::vector<std::unique_ptr<Network>> networks;
   for (std::size_t i = 0; i < specs_.size(); ++i) {
-    networks.push_back(std::make_unique<OrtNetwork>(loaded_->sessions[i], specs_[i]));
+    networks.push_back(std::make_unique<OrtNetwork>(loaded_->sessions[i], specs_[i], queue, gpu_));
   }
   return networks;
 }

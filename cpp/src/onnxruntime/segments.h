@@ -1,5 +1,5 @@
-// The segment networks on ONNX Runtime's CPU, a reference for TensorRT's engines and for the tests of segmented/. No
-// provider uses them: the branched graph does the same on the CPU with less work.
+// The segment networks on ONNX Runtime: on CUDA, which is provider "cuda", and on the CPU, a reference for TensorRT's
+// engines and for the tests of segmented/, which no provider uses: the branched graph does the same with less work.
 #pragma once
 
 #include <memory>
@@ -7,30 +7,40 @@
 #include <vector>
 
 #include "sequence.h"
+#include "segmented/device.h"
 #include "segmented/network_spec.h"
 
 namespace tide {
 
 class OrtNetworks {
  public:
-  // Loads the networks. Throws ProviderError: the bundle has no segment networks, they are bfloat16, or ONNX Runtime is
-  // too old. BundleError: a network does not load or does not match the manifest.
-  OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads);
+  // Loads the networks. gpu: the number of the GPU that they run on; none: the CPU. Throws ProviderError: the bundle has
+  // no segment networks, they are bfloat16 on the CPU, or ONNX Runtime is too old or has no provider for CUDA.
+  // BundleError: a network does not load or does not match the manifest.
+  OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threads, std::optional<int> gpu = std::nullopt);
 
   std::vector<NetworkSpec> const& specs() const { return specs_; }
 
-  // The networks, with their own bindings, for one set of buffers in host memory; `run` returns when it is
-  // done. They must not outlive this object.
-  std::vector<std::unique_ptr<Network>> bind();
+  // The networks, with their own bindings, for one set of buffers; `run` returns when it is done. They must not outlive
+  // this object. queue: of the buffers, whose work a run waits for, because ONNX Runtime has another stream; null: the
+  // host, where nothing is queued.
+  std::vector<std::unique_ptr<Network>> bind(Device* queue = nullptr);
 
  private:
   struct Loaded;
 
+  std::optional<int> const gpu_;
   std::vector<NetworkSpec> specs_;
   std::shared_ptr<Loaded> loaded_;
 };
 
-// A backend on these networks.
+// A backend on these networks on the CPU.
 std::shared_ptr<Backend> open_networks(Bundle bundle, std::optional<std::int64_t> threads);
+
+bool has_gpu();  // whether CUDA finds one; without CUDA in this build: no
+
+// A backend on these networks on a GPU, by its number. Throws ProviderError: this build has no CUDA, as `OrtNetworks`, or
+// the GPU cannot be used. BundleError: as `OrtNetworks`.
+std::shared_ptr<Backend> open_cuda(Bundle bundle, int gpu);
 
 }  // namespace tide

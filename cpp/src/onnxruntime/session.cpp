@@ -60,6 +60,18 @@ Ort::SessionOptions session_options(std::optional<std::int64_t> threads) {
   return options;
 }
 
+// Lets a session run on CUDA.
+void run_on(Ort::SessionOptions& options, int gpu) {
+  OrtCUDAProviderOptionsV2* provider = nullptr;
+  Ort::ThrowOnError(Ort::GetApi().CreateCUDAProviderOptions(&provider));
+  std::unique_ptr<OrtCUDAProviderOptionsV2, void (*)(OrtCUDAProviderOptionsV2*)> const owner(
+      provider, [](OrtCUDAProviderOptionsV2* owned) { Ort::GetApi().ReleaseCUDAProviderOptions(owned); });
+  std::string const number = std::to_string(gpu);
+  char const *const key = "device_id", *const value = number.c_str();
+  Ort::ThrowOnError(Ort::GetApi().UpdateCUDAProviderOptions(provider, &key, &value, 1));
+  options.AppendExecutionProvider_CUDA_V2(*provider);
+}
+
 // A folder with an empty file: ONNX Runtime insists on the file of weights that it is given from memory.
 class EmptyFile {
  public:
@@ -98,7 +110,7 @@ void check_onnxruntime() {
 }
 
 NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                            std::optional<std::int64_t> threads, char const* weights) {
+                            std::optional<std::int64_t> threads, char const* weights, std::optional<int> gpu) {
   BundleFile const& file = bundle.file(name);
   std::string const graph = file.read();
   std::string const location = std::filesystem::path(weights).filename().string();
@@ -110,6 +122,7 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
     Ort::SessionOptions options = session_options(threads);
     options.AddConfigEntry("session.model_external_initializers_file_folder_path", folder.c_str());
     register_operators(options);
+    if (gpu) run_on(options, *gpu);
     for (std::size_t i = 0; shares && i < names.size(); ++i) options.AddInitializer(names[i].c_str(), shared.weights[i]);
     if (!shares && !names.empty()) options.AddExternalInitializers(names, shared.weights);
     return Ort::Session(env, graph.data(), graph.size(), options);
@@ -133,7 +146,7 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
                                                         static_cast<ONNXTensorElementDataType>(tensor.type)));
     }
     Ort::Session session(nullptr);
-    if (shared.memory) {
+    if (shared.memory && !gpu) {
       try {
         session = opened(EmptyFile(location).folder(), true);
       } catch (std::exception const&) {  // it computes something from a weight while it loads, and reads the empty file

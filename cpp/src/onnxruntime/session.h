@@ -43,8 +43,11 @@ struct NetworkSession : SharedWeights, Ort::Session {
 // Loads a network of a bundle, whose external weights are in the file `weights`. ONNX Runtime gets both from memory and
 // opens no file. Weights that it does not pack stay in the mapped file: they take no time to load, and all sessions and
 // processes share them. Throws BundleError: it does not load, or a file was changed since the bundle was opened.
+//
+// gpu: the number of the GPU that it runs on, through ONNX Runtime's provider for CUDA; none: the CPU.
 NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                            std::optional<std::int64_t> threads, char const* weights = kWeightsFile);
+                            std::optional<std::int64_t> threads, char const* weights = kWeightsFile,
+                            std::optional<int> gpu = std::nullopt);
 
 // The inputs and outputs of a network; a dimension of any name but "batch" is kTokens.
 std::vector<Tensor> tensors_of(Ort::Session const& session);

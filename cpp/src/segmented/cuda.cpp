@@ -40,7 +40,7 @@ void select_gpu(int gpu) {
   current_gpu = gpu;
 }
 
-CudaDevice::CudaDevice(int gpu) : gpu_(gpu) {
+CudaDevice::CudaDevice(int gpu, bool records) : gpu_(gpu), records_(records) {
   select_gpu(gpu);
   try {
     require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");

@@ -23,8 +23,9 @@ void select_gpu(int gpu);
 
 class CudaDevice final : public Device {
  public:
-  // gpu: its number. Throws ProviderError, as `select_gpu`.
-  explicit CudaDevice(int gpu = 0);
+  // gpu: its number. records: whether launches may be recorded; work on other streams cannot be. Throws ProviderError, as
+  // `select_gpu`.
+  explicit CudaDevice(int gpu = 0, bool records = true);
   CudaDevice(CudaDevice const&) = delete;
   CudaDevice& operator=(CudaDevice const&) = delete;
   ~CudaDevice() override;
@@ -53,7 +54,7 @@ class CudaDevice final : public Device {
 
   int gpu_;
   cudaStream_t stream_ = nullptr;
-  bool records_ = true, recording_ = false;
+  bool records_, recording_ = false;
   std::set<WorkKey> seen_;                       // keys seen once
   Recorded recorded_;                            // least recently used first
   std::map<WorkKey, Recorded::iterator> index_;  // of `recorded_`

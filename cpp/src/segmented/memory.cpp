@@ -89,6 +89,7 @@ void SegmentBuffers::add_segment(std::size_t k) {
 
 void SegmentBuffers::clear(std::size_t slot) {
   auto const written = static_cast<std::size_t>(written_[slot]);
+  if (written == 0) return;
   for (Segment const& segment : segments_) {
     for (std::size_t output = 0; output < segment.spec->tensors.size(); ++output) {
       std::size_t const input = segment.spec->alias(output);
