@@ -203,9 +203,9 @@ def test_what_is_wrong_is_refused_at_once(opened: Callable[..., Any]) -> None:
         ("1 512 none none 100", "prefix_cache_bytes is 100, and the K/V of 16 tokens have"),
     ],
 )
-def test_limits_that_let_nothing_through_are_refused(exact: CppEngine, limits: str, sentence: str) -> None:
+def test_limits_that_let_nothing_through_are_refused(pairs: dict[str, Pair], limits: str, sentence: str) -> None:
     with pytest.raises(GenerationError, match=sentence):
-        exact.call("schedule_open", *limits.split())
+        pairs["exact"].cpp.call("schedule_open", *limits.split())
 
 
 @pytest.mark.parametrize("drain", [True, False])
