@@ -1,5 +1,6 @@
 // Chooses the provider that runs a bundle: the one that is named, or for "auto" the first that runs here of the bundle's
-// TensorRT engines, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU. Messages are those of tide_export/runtime/providers.py.
+// TensorRT engines, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU. Messages are
+// those of tide_export/runtime/providers.py.
 #include <iostream>
 
 #include "branched/backend.h"

@@ -60,7 +60,8 @@ std::string ScheduleDriver::answer(tide::Engine const& engine, std::string const
       return token ? std::to_string(token->id) : "null";
     }
     return "{\"tokens\": " + list(handle.tokens()) + ", \"finish_reason\": " + shown(handle.finish_reason()) +
-           ", \"cached_tokens\": " + std::to_string(handle.cached_tokens()) + ", \"failed\": " + (handle.error() ? "true" : "false") + ", \"stats\": " + handle.stats().json() + "}";
+           ", \"cached_tokens\": " + std::to_string(handle.cached_tokens()) +
+           ", \"failed\": " + (handle.error() ? "true" : "false") + ", \"stats\": " + handle.stats().json() + "}";
   }
   return counts();
 }

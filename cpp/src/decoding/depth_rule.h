@@ -7,7 +7,8 @@
 
 namespace tide {
 
-// Whether a sequence that ran the segment before, if only to catch up, needs the next one. pending: its tokens that would be pending there.
+// Whether a sequence that ran the segment before, if only to catch up, needs the next one. pending: its tokens that would
+// be pending there.
 inline bool is_active(bool exited, std::int64_t pending, std::int64_t max_pending) {
   return !exited || pending > max_pending;
 }
