@@ -67,6 +67,20 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
+def interrupted(monkeypatch: pytest.MonkeyPatch, at: int) -> list[tuple[int, bool]]:
+    """Interrupts a training where it begins its step `at`, counted from 1; of every step its index and `bf16`."""
+    original, steps = training.Trainer._step, list[tuple[int, bool]]()
+
+    def step(trainer: training.Trainer) -> str:
+        steps.append((trainer.step, trainer.bf16))
+        if len(steps) == at:
+            raise KeyboardInterrupt
+        return original(trainer)
+
+    monkeypatch.setattr(training.Trainer, "_step", step)
+    return steps
+
+
 @pytest.fixture(scope="module")
 def trained(model: Path, text: str, tmp_path_factory: pytest.TempPathFactory):
     output = tmp_path_factory.mktemp("trained") / "model"
@@ -119,22 +133,14 @@ def test_measured_on_text_of_its_own(model: Path, text: str, tmp_path: Path) -> 
 def test_automatic_precision_stays_what_it_was(
     fast, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used, step = list[bool](), training.Trainer._step
-
-    def interrupted(trainer):
-        used.append(trainer.bf16)
-        if len(used) == 2:
-            raise KeyboardInterrupt
-        return step(trainer)
-
-    monkeypatch.setattr(training.Trainer, "_step", interrupted)
+    steps = interrupted(monkeypatch, 2)
     monkeypatch.setattr(training, "fast_dtype", lambda device: fast)
     settings = config(text, tokens=4 * 4 * 32, precision="auto")
     with pytest.raises(KeyboardInterrupt):
         adapt(str(model), tmp_path / "out", settings)
     monkeypatch.setattr(training, "fast_dtype", lambda device: None if fast else torch.bfloat16)
     assert adapt(str(model), tmp_path / "out", settings) is not None
-    assert used == [fast is torch.bfloat16] * 5
+    assert [bf16 for _, bf16 in steps] == [fast is torch.bfloat16] * 5
 
 
 def test_the_output_exports(trained, text: str, tmp_path: Path) -> None:
@@ -147,15 +153,7 @@ def test_the_output_exports(trained, text: str, tmp_path: Path) -> None:
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
     trained, model: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, steps = training.Trainer._step, []
-
-    def interrupted(trainer):
-        steps.append(trainer.step)
-        if len(steps) == 6:
-            raise KeyboardInterrupt
-        return original(trainer)
-
-    monkeypatch.setattr(training.Trainer, "_step", interrupted)
+    steps = interrupted(monkeypatch, 6)
     settings = config(text, layer_dropout=0.1, micro_batch=3)
     with pytest.raises(KeyboardInterrupt):
         adapt(str(model), tmp_path / "out", settings)
@@ -163,7 +161,7 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
     with pytest.raises(AdaptError, match=r"training with seed 0, not 7: give the same settings"):
         adapt(str(model), tmp_path / "out", settings.model_copy(update={"seed": 7}))
     report = adapt(str(model), tmp_path / "out", settings)
-    assert steps[:7] == [0, 1, 2, 3, 4, 5, 5]
+    assert [step for step, _ in steps[:7]] == [0, 1, 2, 3, 4, 5, 5]
     assert report is not None
     assert report.before == trained[0].before
     expected, found = weights(trained[1]), weights(tmp_path / "out")
