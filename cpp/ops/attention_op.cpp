@@ -20,7 +20,7 @@ enum Input {
 
 constexpr std::int64_t kTaskRows = 32;        // queries that share the keys that are widened
 constexpr std::int64_t kBlockTokens = 64;     // computed at a time; their partial results stay in a cache
-constexpr std::int64_t kFewFloats = 1 << 15;  // of keys read; below, threads would cost more than they gain
+constexpr std::int64_t kFewFloats = 1 << 13;  // of keys read; below, threads would cost more than they gain
 
 struct Attributes {
   bool int8 = false;

@@ -157,10 +157,10 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const* x, IntegerW
   }
   for (std::int64_t group = kBits == 4 ? 4 * wide : 0; group < groups; ++group) {
     std::int64_t const offset = 16 * kBits * group, block = 128 * group / weights.block_size;
-    if (kN > 1) __builtin_prefetch(scales + 16 * group + kAhead / 4);
+    __builtin_prefetch(scales + 16 * group + kAhead / 4);
 #pragma GCC unroll 4
     for (int row = 0; row < kN; ++row) {
-      for (int line = 0; kN > 1 && line < 16 * kBits; line += 64) {
+      for (int line = 0; line < 16 * kBits; line += 64) {
         __builtin_prefetch(integers + kN * offset + 16 * kBits * row + line + kAhead);
       }
       __m512i first, second;
