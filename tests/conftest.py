@@ -122,12 +122,12 @@ def propagating_bundle(demo_model: Path, demo_bundle: Path, shared: Path) -> Pat
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(shared: Path):
+def tiny_llama(shared: Path, traces):
     """A tiny Llama with random routers and its bundles (`tiny_engines.TinyLlama`); made once for all workers."""
     from judge import TEXT
     from tiny_engines import tiny_llama_at
 
-    return tiny_llama_at(shared / "tiny-llama", TEXT)
+    return tiny_llama_at(shared / "tiny-llama", TEXT, traces)
 
 
 @pytest.fixture(scope="session")

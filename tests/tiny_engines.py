@@ -61,7 +61,7 @@ def engine_of(
     """`source` with `routers` as an engine on one thread, through the stages of `pipeline.flow.export`; its networks
     for the smallest batches too, if `batch`; weights stored in `half`, bf16 or fp16; K/V of the type
     `kv_cache`."""
-    pieces = pieces or pieces_of(source, routers.checkpoints, strategy == PROPAGATE)
+    pieces = pieces or pieces_of(source, routers.checkpoints)
     composing = compose_propagating if strategy == PROPAGATE else compose
     lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half, kv_cache=kv_cache)
     graph = lower(composing(pieces, routers.arrays(), routers.lens_arrays()))
@@ -117,8 +117,9 @@ def lens_at_first(routers: RouterSet) -> RouterSet:
     return RouterSet(routers.routers, routers.provenance, {first: routers.lenses[first]})
 
 
-def tiny_llama_at(folder: Path, ids: Sequence[int]) -> TinyLlama:
-    """The bundles in `folder`, which are made where they are missing. `ids`: that the routers are made for."""
+def tiny_llama_at(folder: Path, ids: Sequence[int], traces: Callable[..., TracedModel]) -> TinyLlama:
+    """The bundles in `folder`, which are made where they are missing. `ids`: that the routers are made for; `traces`:
+    as of `pieces_of`."""
     source = build("llama")
     routers = random_routers(source, CHECKPOINTS, ids, bottleneck=16, lens_rank=4)
     tiny = TinyLlama(source, routers, folder / "exact", folder / "propagating")
@@ -127,8 +128,9 @@ def tiny_llama_at(folder: Path, ids: Sequence[int]) -> TinyLlama:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not tiny.propagating.exists():
             shutil.rmtree(tiny.exact, ignore_errors=True)
-            pieces = pieces_of(source, CHECKPOINTS)
+            pieces = pieces_of(source, CHECKPOINTS, traces=traces)
             engine_of(source, routers, tiny.exact, pieces, batch=True)
             segments_of(source, routers, tiny.exact, pieces)
-            engine_of(source, routers, tiny.propagating, strategy=PROPAGATE, batch=True)
+            pieces = pieces_of(source, CHECKPOINTS, every_layer=True, traces=traces)
+            engine_of(source, routers, tiny.propagating, pieces, PROPAGATE, batch=True)
     return tiny

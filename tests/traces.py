@@ -27,7 +27,8 @@ class Traces:
     ) -> TracedModel:
         assert source.quantized is None, "quantized blocks are traced differently and are not in the key"
         length = max_length or source.context_length
-        key = (source.weights_sha256, source.model.config.to_json_string(), tuple(checkpoints), length, every_layer)
+        marked = range(source.num_layers) if every_layer else sorted({0, *checkpoints})  # a marker before each of these
+        key = (source.weights_sha256, source.model.config.to_json_string(), tuple(marked), length)
         file = self.folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.onnx"
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import build
 from tiny_configs import CHECKPOINTS, LAYERS
-from tiny_engines import engine_of, lens_at_first
+from tiny_engines import engine_of, lens_at_first, pieces_of
 
 from tide_export.bundle.manifest import PROPAGATE
 from tide_export.routers.random_routers import random_routers
@@ -32,12 +32,13 @@ FAMILIES = ("llama", "gpt2", "gemma3n (text)", "phi", "deepseek_v3", "mpt")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, tmp_path: Path) -> None:
+def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, traces, tmp_path: Path) -> None:
     source = build(family)
     routers = random_routers(source, CHECKPOINTS, PROMPTS[2], bottleneck=16, lens_rank=8)
     if family == "llama":
         routers = lens_at_first(routers)
-    engine = engine_of(source, routers, tmp_path / "bundle", strategy=PROPAGATE, batch=True)
+    pieces = pieces_of(source, CHECKPOINTS, every_layer=True, traces=traces)
+    engine = engine_of(source, routers, tmp_path / "bundle", pieces, PROPAGATE, batch=True)
     assert not [tensor for tensor in engine.manifest.inputs if tensor.name.startswith("pending")]
 
     full = check_full(engine, source, PROMPTS, NEW_TOKENS)

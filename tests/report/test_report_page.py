@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from report_reader import read
 
 from tide_export.calibration.assessment import Example
+from tide_export.report import plots
 from tide_export.report.findings import halves, investigate
 from tide_export.report.html_tables import lens_reports
 from tide_export.report.plots import learning_panel
@@ -157,7 +158,9 @@ DEGENERATE = {
 def test_degenerate_cases_are_written(case, tmp_path, monkeypatch, request):
     if "example" in case:  # which no picture shows
         request.getfixturevalue("unpictured")
-    monkeypatch.setattr("tide_export.report.plots.DPI", 40)
+    drawn = plots.pngs  # in one theme: they differ in colours alone, and `written` has both
+    monkeypatch.setattr(plots, "pngs", lambda panel, light, *others: drawn(panel, light) * (1 + len(others)))
+    monkeypatch.setattr(plots, "DPI", 40)
     assessment = DEGENERATE[case](report_data.make(n=600))
     write_report(assessment, tmp_path / "r.html")
     found = read(tmp_path / "r.html")
