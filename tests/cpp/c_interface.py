@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cpp_builds import CppBuild, onnxruntime_library
+from cpp_builds import onnxruntime_library
 
 from tide_export.runtime.decoding.sampling import TokenLogprobs
 
@@ -49,9 +49,9 @@ class Processor(Structure):
     _fields_ = (("process", ProcessLogits), ("context", c_void_p))
 
 
-def open_library(cpp: CppBuild) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
     ctypes.CDLL(str(onnxruntime_library()), mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(cpp.prefix / "lib" / "libtide.so"))
+    library = ctypes.CDLL(str(path))
     for name in ("tide_last_error", "tide_generation_stats", "tide_generation_finish_reason"):
         getattr(library, name).restype = c_char_p
     library.tide_generation_tokens.restype = POINTER(c_int64)
@@ -93,11 +93,11 @@ def logprobs_of(values: Any, count: int) -> TokenLogprobs:
 
 
 class CEngine:
-    """A loaded bundle."""
+    """A loaded bundle; with the library of c_networks.cpp, if `load` is "load_networks", its segment networks."""
 
-    def __init__(self, functions: ctypes.CDLL, bundle: Path, **options: Any) -> None:
-        self.functions, self.handle = functions, c_void_p()
-        self.call("load", str(bundle).encode(), _json({"threads": 1} | options), byref(self.handle))
+    def __init__(self, functions: ctypes.CDLL, bundle: Path, load: str = "load", **options: Any) -> None:
+        self.functions, self.bundle, self.load, self.handle = functions, bundle, load, c_void_p()
+        self.call(load, str(bundle).encode(), _json({"threads": 1} | options), byref(self.handle))
 
     def close(self) -> None:
         self.functions.tide_engine_free(self.handle)

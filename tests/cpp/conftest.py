@@ -47,9 +47,20 @@ def open_cpp(cpp: CppBuild) -> Iterator[Callable[..., CppEngine]]:
 @pytest.fixture(scope="session")
 def c_library(cpp: CppBuild) -> ctypes.CDLL:
     """libtide in this process."""
-    if SANITIZE:
-        pytest.skip("Python is not built with the sanitizer that the library needs")
-    return open_library(cpp)
+    need_preloaded_sanitizer()
+    return open_library(cpp.prefix / "lib" / "libtide.so")
+
+
+@pytest.fixture(scope="session")
+def c_networks_library(cpp: CppBuild) -> ctypes.CDLL:
+    """The library of c_networks.cpp in this process."""
+    need_preloaded_sanitizer()
+    return open_library(cpp.driver.parent / "libtide_networks.so")
+
+
+def need_preloaded_sanitizer() -> None:
+    if SANITIZE and "san" not in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("Python is not built with the sanitizer that the library needs: LD_PRELOAD it")
 
 
 @pytest.fixture(scope="session")

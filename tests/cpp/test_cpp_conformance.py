@@ -4,7 +4,6 @@ Two things differ from tests/serving/conformance.py: a sampled request is compar
 runtimes have other random numbers; and a grammar is a logits processor, which here is the Python runtime's.
 """
 
-import ctypes
 import sys
 from collections.abc import Iterator
 from itertools import takewhile
@@ -23,20 +22,19 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.grammar import KINDS, Grammar
 
 
-@pytest.fixture(scope="module", params=["exact", "propagating"])
-def bundle(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue("demo_bundle" if request.param == "exact" else "propagating_bundle")
-
-
-@pytest.fixture(scope="module")
-def ours(c_library: ctypes.CDLL, bundle: Path, tokenizers_library: Path) -> Iterator[CEngine]:
-    engine = CEngine(c_library, bundle, tokenizers=str(tokenizers_library))
+@pytest.fixture(scope="module", params=["exact", "propagating", "segment networks"])
+def ours(request: pytest.FixtureRequest, tokenizers_library: Path) -> Iterator[CEngine]:
+    library, load = "c_library", "load"
+    if request.param == "segment networks":
+        library, load = "c_networks_library", "load_networks"
+    bundle = request.getfixturevalue("propagating_bundle" if request.param == "propagating" else "demo_bundle")
+    engine = CEngine(request.getfixturevalue(library), bundle, load, tokenizers=str(tokenizers_library))
     yield engine
     engine.close()
 
 
-def test_the_scheduler(ours: CEngine, bundle: Path, demo_text_ids: list[int]) -> None:
-    engine = load(bundle, provider="cpu", threads=1)
+def test_the_scheduler(ours: CEngine, demo_text_ids: list[int]) -> None:
+    engine = load(ours.bundle, provider="cpu", threads=1)
     items = items_of(engine, demo_text_ids)
 
     def generate(ids: list[int], **options: Any) -> Any:
@@ -52,7 +50,8 @@ def by_c(ours: CEngine, engine: Engine) -> Front:
     """The scheduler of C++ in a thread of its own."""
 
     def front(items: list[Item]) -> list[Answer]:
-        scheduler = ours.scheduler(slots=CLIENTS - 2, prompt_tokens=64, prefix_cache_bytes=2**24)
+        cache = 2**24 if ours.load == "load" else 0  # K/V of segment networks cannot be copied
+        scheduler = ours.scheduler(slots=CLIENTS - 2, prompt_tokens=64, prefix_cache_bytes=cache)
         scheduler.start()
 
         def ask(item: Item) -> Answer:

@@ -126,11 +126,11 @@ def build_app(service: Service) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, await _read(request, CompletionRequest))
+        return await _answer(service, request, await _read(request, CompletionRequest, service.config.body_seconds))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(service, request, await _read(request, ChatRequest))
+        return await _answer(service, request, await _read(request, ChatRequest, service.config.body_seconds))
 
     return app
 
@@ -138,10 +138,12 @@ def build_app(service: Service) -> FastAPI:
 B = TypeVar("B", CompletionRequest, ChatRequest)
 
 
-async def _read(request: Request, form: type[B]) -> B:
-    """The request's body. Raises ApiError: it is no JSON, or not of this form."""
+async def _read(request: Request, form: type[B], seconds: float) -> B:
+    """The request's body. Raises ApiError: it takes longer than `seconds`, or is no JSON, or not of this form."""
     try:
-        content = json.loads(await request.body())
+        content = json.loads(await asyncio.wait_for(request.body(), seconds))
+    except TimeoutError:
+        raise ApiError(408, f"the request's body took longer than {seconds:g} s") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or a number of more than 4300 digits
         raise ApiError(400, f"the body is no JSON: {error}") from None
     except ClientDisconnect:

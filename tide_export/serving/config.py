@@ -28,5 +28,6 @@ class ServerConfig(BaseModel):
     max_tokens: int = Field(1024, ge=1, description="of an answer, where a request asks for no number")
     request_seconds: float = Field(600.0, gt=0.0, description="after which a request is ended")
     body_bytes: int = Field(1 << 20, ge=1024, description="of a request at most; more is answered 413")
+    body_seconds: float = Field(30.0, gt=0.0, description="for a request's body to arrive in; slower is answered 408")
     requests_per_minute: int | None = Field(None, ge=1, description="of one client (API key or address); more: 429")
     drain_seconds: float = Field(30.0, ge=0.0, description="for requests to end in after SIGTERM")

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import quote
 
 from starlette.responses import JSONResponse
 
@@ -34,6 +35,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
+        asked = quote(scope["path"])  # in the log one line, whatever the client sent
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -52,14 +54,14 @@ class Guard:
         except Exception:
             if status:  # what it answers has begun: the connection ends
                 raise
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            logger.exception("%s %s failed", scope["method"], asked)
             await answer(ApiError(500, "the server failed: its log says how", "server_error"))(scope, receive, counted)
         finally:
             seconds = time.perf_counter() - started
             known = scope.get("route")
             path = known.path if known is not None else "other"
             self._metrics.requests.labels(path, str(status)).inc()
-            fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
+            fields = {"method": scope["method"], "path": asked, "status": status, "seconds": round(seconds, 4)}
             logger.info("%s %s %d %.3f s", *fields.values(), extra={"fields": fields})
 
     def _check_key(self, headers: dict[str, str]) -> None:
@@ -107,4 +109,6 @@ class Guard:
 def answer(error: ApiError) -> JSONResponse:
     """The HTTP response of an error."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.status == 408:
+        headers["Connection"] = "close"  # whatever comes of the body
     return JSONResponse(error.body(), error.status, headers)

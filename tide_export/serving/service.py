@@ -85,6 +85,10 @@ class Service:
         """
         if request.model != self.model:
             raise ApiError(404, f"there is no model {request.model!r} here, but {self.model!r}", "not_found_error")
+        prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
+        choices, room = prompts * request.n, self.scheduler.limits.slots + self.config.waiting
+        if choices > room:
+            raise ApiError(400, f"prompt and n ask for {choices} choices, and this server takes {room} at a time")
         try:
             if isinstance(request, ChatRequest):
                 encoded = [self._conversation(request)]
@@ -94,9 +98,6 @@ class Service:
                 asked = request.max_tokens or DEFAULT_COMPLETION_TOKENS
         except GenerationError as error:
             raise ApiError(400, str(error)) from None
-        choices, room = len(encoded) * request.n, self.scheduler.limits.slots + self.config.waiting
-        if choices > room:
-            raise ApiError(400, f"prompt and n ask for {choices} choices, and this server takes {room} at a time")
         return [Prompt(ids, self._room(ids, asked)) for ids in encoded]
 
     def submit(self, request: GenerationRequest, prompt: Prompt) -> list[RequestHandle]:
