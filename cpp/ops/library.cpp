@@ -1,8 +1,10 @@
 // What the library in the Python package exports: for ONNX Runtime, and for Python to check it before.
+#include <string>
 #include <vector>
 
-#include "half_matmul.h"
 #include "attention.h"
+#include "gate.h"
+#include "half_matmul.h"
 #include "operators.h"
 
 #define TIDE_EXPORTED extern "C" __attribute__((visibility("default")))
@@ -13,6 +15,11 @@ TIDE_EXPORTED tide_ops::abi::Status* RegisterCustomOps(tide_ops::abi::SessionOpt
 }
 
 TIDE_EXPORTED char const* tide_ops_version() { return TIDE_EXPORT_VERSION; }
+
+TIDE_EXPORTED char const* tide_ops_names() {
+  static std::string const names = tide_ops::operator_names();
+  return names.c_str();
+}
 
 // The kernel of an instruction set: y [M, N] = x [M, K] times the transpose of weights [N, K], bfloat16 (format 0) or
 // float16 (1). 0, or 1 if this CPU has no such instructions.
@@ -26,6 +33,14 @@ TIDE_EXPORTED int tide_ops_half_matmul(char const* instruction_set, int format, 
   std::vector<float> split(static_cast<std::size_t>(m_size * stride));
   for (std::int64_t m = 0; m < m_size; ++m) kernel->split_row(x + m * k_size, k_size, split.data() + m * stride);
   kernel->multiply({split.data(), m_size, k_size}, weights, n_size, y, n_size);
+  return 0;
+}
+
+// The kernel of an instruction set: ups [count] times SiLU of the gates. 0, or 1 if this CPU has no such instructions.
+TIDE_EXPORTED int tide_ops_gate(char const* instruction_set, float const* gates, std::int64_t count, float* ups) {
+  tide_ops::GateKernel const* const kernel = tide_ops::gate_kernel(instruction_set);
+  if (kernel == nullptr) return 1;
+  kernel->apply(gates, count, ups);
   return 0;
 }
 

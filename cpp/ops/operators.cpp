@@ -5,6 +5,7 @@
 #include <new>
 
 #include "candidate.h"
+#include "gate.h"
 #include "half_matmul.h"
 #include "kernel.h"
 #include "quantized_matmul.h"
@@ -40,35 +41,63 @@ Status* in_parallel(Context* context, abi::Parallel part, std::int64_t size, std
   return api.KernelContext_ParallelFor(context, part, count, 0, data);
 }
 
-// The shape of the result of x [.., K] and weights with N rows, in `x`; the number of rows M in `m_size`.
-Status* make_result(Context* context, Tensor& x, std::int64_t n_size, std::int64_t& m_size, float*& result) {
-  m_size = 1;
-  for (std::size_t d = 0; d + 1 < x.rank; ++d) m_size *= x.dims[d];
-  x.dims[x.rank - 1] = n_size;
+// y [M, N], computed in chunks of columns. Gated, it is SiLU(x G^T) * (x U^T): G, U are halves of the rows of weights.
+struct Result {
+  std::int64_t m_size, n_size, chunk;
+  float *y, *gates;  // [M, N]; gates: null if it is not gated
+
+  // multiply(n, count, to): by `count` rows of weights from row n on, to columns of a matrix [M, N].
+  template <typename Multiply>
+  void compute(std::size_t index, Multiply const& multiply) const {
+    std::int64_t const start = static_cast<std::int64_t>(index) * chunk, count = std::min(chunk, n_size - start);
+    if (gates == nullptr) return multiply(start, count, y + start);
+    multiply(start, count, gates + start);
+    multiply(n_size + start, count, y + start);
+    GateKernel const& gate = *gate_kernel();
+    for (std::int64_t at = start; at < m_size * n_size; at += n_size) gate.apply(gates + at, count, y + at);
+  }
+
+  // Of threads' parts, if rows of weights have that many bytes.
+  void divide(std::int64_t row_bytes) { chunk = chunk_of(gates == nullptr ? row_bytes : 2 * row_bytes); }
+};
+
+// Makes the result of x [.., K] and `rows` of weights; y stays null if it is empty. `gates` are still missing.
+Status* make_result(Context* context, Tensor& x, std::int64_t rows, bool gated, Result& result) {
+  if (gated && rows % 2 != 0) {
+    return api.CreateStatus(abi::kInvalidArgument, "a matmul with a gate takes as many rows for it as for the rest");
+  }
+  result.m_size = 1;
+  for (std::size_t d = 0; d + 1 < x.rank; ++d) result.m_size *= x.dims[d];
+  x.dims[x.rank - 1] = result.n_size = gated ? rows / 2 : rows;
   Value* y;
   TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, 0, x.dims, x.rank, &y));
-  if (m_size == 0 || n_size == 0) return nullptr;
-  return api.GetTensorMutableData(y, reinterpret_cast<void**>(&result));
+  if (result.m_size == 0 || result.n_size == 0) return nullptr;
+  return api.GetTensorMutableData(y, reinterpret_cast<void**>(&result.y));
+}
+
+// Memory for `count` floats and the gates of the result; null if there is none.
+float* scratch(std::int64_t count, bool gated, Result& result, Buffer& once) {
+  float* const floats = scratch(count + (gated ? result.m_size * result.n_size : 0), once);
+  if (gated && floats != nullptr) result.gates = floats + count;
+  return floats;
 }
 
 struct Product {
   HalfKernel const& kernel;
   SplitRows x;
   std::uint16_t const* weights;  // [N, K]
-  std::int64_t n_size, chunk;
-  float* y;  // [M, N]
+  Result result;
 };
 
 void multiply_chunk(void* data, std::size_t index) {
   Product const& product = *static_cast<Product const*>(data);
-  std::int64_t const start = static_cast<std::int64_t>(index) * product.chunk;
-  std::int64_t const count = std::min(product.chunk, product.n_size - start);
-  product.kernel.multiply(product.x, product.weights + start * product.x.k_size, count, product.y + start,
-                          product.n_size);
+  product.result.compute(index, [&](std::int64_t n, std::int64_t count, float* to) {
+    product.kernel.multiply(product.x, product.weights + n * product.x.k_size, count, to, product.result.n_size);
+  });
 }
 
 // y [.., N] = x [.., K] times the transpose of weights, bfloat16 or float16 [N, K]; sums are float32.
-template <HalfFormat kFormat>
+template <HalfFormat kFormat, bool kGated>
 Status* compute_half(void*, Context* context) {
   Tensor x, weights;
   TIDE_RETURN_IF_FAILED(input_of(context, 0, x));
@@ -77,39 +106,38 @@ Status* compute_half(void*, Context* context) {
     return api.CreateStatus(abi::kInvalidArgument,
                             "TideBf16MatMul and TideFp16MatMul take x [.., K] and weights [N, K]");
   }
-  std::int64_t const n_size = weights.dims[0], k_size = weights.dims[1], stride = SplitRows::stride(k_size);
-  std::int64_t m_size;
-  float* result = nullptr;
-  TIDE_RETURN_IF_FAILED(make_result(context, x, n_size, m_size, result));
-  if (result == nullptr) return nullptr;
+  std::int64_t const k_size = weights.dims[1], stride = SplitRows::stride(k_size);
+  Result result{};
+  TIDE_RETURN_IF_FAILED(make_result(context, x, weights.dims[0], kGated, result));
+  if (result.y == nullptr) return nullptr;
 
   Buffer once;
-  float* const split = scratch(m_size * stride, once);
+  float* const split = scratch(result.m_size * stride, kGated, result, once);
   if (split == nullptr) {
     return api.CreateStatus(abi::kInvalidArgument, "TideBf16MatMul, TideFp16MatMul: not enough memory");
   }
   HalfKernel const& kernel = *half_kernel(kFormat);
-  for (std::int64_t m = 0; m < m_size; ++m) {
+  for (std::int64_t m = 0; m < result.m_size; ++m) {
     kernel.split_row(static_cast<float const*>(x.data) + m * k_size, k_size, split + m * stride);
   }
-  std::int64_t const chunk = chunk_of(2 * k_size);
+  result.divide(2 * k_size);
   auto const numbers = static_cast<std::uint16_t const*>(weights.data);
-  Product product{kernel, {split, m_size, k_size}, numbers, n_size, chunk, result};
-  return in_parallel(context, multiply_chunk, n_size, chunk, &product);
+  Product product{kernel, {split, result.m_size, k_size}, numbers, result};
+  return in_parallel(context, multiply_chunk, result.n_size, result.chunk, &product);
 }
 
 struct IntegerProduct {
   IntegerWeights weights;
   float const* x;         // [M, K]
   RoundedInputs* inputs;  // [M, groups]
-  std::int64_t m_size, n_size, k_size, chunk;
-  float* y;  // [M, N]
+  std::int64_t k_size;
+  Result result;
 };
 
 void round_rows(void* data, std::size_t index) {
   IntegerProduct const& product = *static_cast<IntegerProduct const*>(data);
   std::int64_t const start = static_cast<std::int64_t>(index) * kRows;
-  for (std::int64_t m = start; m < std::min(start + kRows, product.m_size); ++m) {
+  for (std::int64_t m = start; m < std::min(start + kRows, product.result.m_size); ++m) {
     round_row(product.x + m * product.k_size, product.k_size, product.weights,
               product.inputs + m * product.weights.groups());
   }
@@ -117,14 +145,15 @@ void round_rows(void* data, std::size_t index) {
 
 void multiply_integer_chunk(void* data, std::size_t index) {
   IntegerProduct const& product = *static_cast<IntegerProduct const*>(data);
-  std::int64_t const start = static_cast<std::int64_t>(index) * product.chunk;
-  std::int64_t const count = std::min(product.chunk, product.n_size - start);
-  multiply_integers(product.inputs, product.m_size, product.weights, start, count, product.y, product.n_size);
+  Result const& result = product.result;
+  result.compute(index, [&](std::int64_t n, std::int64_t count, float* to) {
+    multiply_integers(product.inputs, result.m_size, product.weights, n, count, to, result.n_size);
+  });
 }
 
 // y [.., N] = x [.., K], rounded to 8 bits, times the transpose of weights: integers [N, blocks, block_size * bits / 8]
 // and scales [N, blocks].
-template <int kBits>
+template <int kBits, bool kGated>
 Status* compute_integers(void*, Context* context) {
   Tensor x, integers, scales;
   TIDE_RETURN_IF_FAILED(input_of(context, 0, x));
@@ -141,23 +170,23 @@ Status* compute_integers(void*, Context* context) {
   product.weights = {static_cast<std::uint8_t const*>(integers.data), static_cast<float const*>(scales.data),
                      integers.dims[1], block_size, kBits};
   product.x = static_cast<float const*>(x.data);
-  product.n_size = integers.dims[0];
   product.k_size = k_size;
-  TIDE_RETURN_IF_FAILED(make_result(context, x, product.n_size, product.m_size, product.y));
-  if (product.y == nullptr) return nullptr;
+  Result& result = product.result;
+  TIDE_RETURN_IF_FAILED(make_result(context, x, integers.dims[0], kGated, result));
+  if (result.y == nullptr) return nullptr;
   Buffer once;
   std::int64_t const row = product.weights.groups() * static_cast<std::int64_t>(sizeof(RoundedInputs) / sizeof(float));
-  product.inputs = reinterpret_cast<RoundedInputs*>(scratch(product.m_size * row, once));
+  product.inputs = reinterpret_cast<RoundedInputs*>(scratch(result.m_size * row, kGated, result, once));
   if (product.inputs == nullptr) {
     return api.CreateStatus(abi::kInvalidArgument, "TideInt4MatMul, TideInt8MatMul: not enough memory");
   }
-  if (product.m_size <= kRows) {
+  if (result.m_size <= kRows) {
     round_rows(&product, 0);
   } else {
-    TIDE_RETURN_IF_FAILED(in_parallel(context, round_rows, product.m_size, kRows, &product));
+    TIDE_RETURN_IF_FAILED(in_parallel(context, round_rows, result.m_size, kRows, &product));
   }
-  product.chunk = chunk_of(product.weights.row_bytes());
-  return in_parallel(context, multiply_integer_chunk, product.n_size, product.chunk, &product);
+  result.divide(product.weights.row_bytes());
+  return in_parallel(context, multiply_integer_chunk, result.n_size, result.chunk, &product);
 }
 
 Operator matmul_operator() {
@@ -173,36 +202,53 @@ Operator matmul_operator() {
   return op;
 }
 
-template <HalfFormat kFormat>
+template <HalfFormat kFormat, bool kGated>
 Operator half_operator() {
   constexpr bool kIsBf16 = kFormat == HalfFormat::kBf16;
   Operator op = matmul_operator();
-  op.GetName = [](Operator const*) { return kIsBf16 ? "TideBf16MatMul" : "TideFp16MatMul"; };
+  op.GetName = [](Operator const*) {
+    if (kGated) return kIsBf16 ? "TideGatedBf16MatMul" : "TideGatedFp16MatMul";
+    return kIsBf16 ? "TideBf16MatMul" : "TideFp16MatMul";
+  };
   op.GetInputType = [](Operator const*, std::size_t index) {
     return index == 0 ? abi::kFloat : kIsBf16 ? abi::kBFloat16 : abi::kFloat16;
   };
   op.GetInputTypeCount = [](Operator const*) -> std::size_t { return 2; };
-  op.KernelComputeV2 = compute_half<kFormat>;
+  op.KernelComputeV2 = compute_half<kFormat, kGated>;
   return op;
 }
 
-template <int kBits>
+template <int kBits, bool kGated>
 Operator integer_operator() {
   Operator op = matmul_operator();
-  op.GetName = [](Operator const*) { return kBits == 4 ? "TideInt4MatMul" : "TideInt8MatMul"; };
+  op.GetName = [](Operator const*) {
+    if (kGated) return kBits == 4 ? "TideGatedInt4MatMul" : "TideGatedInt8MatMul";
+    return kBits == 4 ? "TideInt4MatMul" : "TideInt8MatMul";
+  };
   op.GetInputType = [](Operator const*, std::size_t index) { return index == 1 ? abi::kUInt8 : abi::kFloat; };
   op.GetInputTypeCount = [](Operator const*) -> std::size_t { return 3; };
-  op.KernelComputeV2 = compute_integers<kBits>;
+  op.KernelComputeV2 = compute_integers<kBits, kGated>;
   return op;
 }
+
+Operator const operators[] = {
+    half_operator<HalfFormat::kBf16, false>(), half_operator<HalfFormat::kBf16, true>(),
+    half_operator<HalfFormat::kFp16, false>(), half_operator<HalfFormat::kFp16, true>(),
+    candidate_operator(false),                 candidate_operator(true),
+    attention_operator(false),                 attention_operator(true)};
+Operator const integer_operators[] = {integer_operator<4, false>(), integer_operator<4, true>(),
+                                        integer_operator<8, false>(), integer_operator<8, true>()};
 
 }  // namespace
 
+std::string operator_names() {
+  std::string names;
+  for (Operator const& op : operators) names += std::string(op.GetName(&op)) + ' ';
+  for (Operator const& op : integer_operators) names += std::string(op.GetName(&op)) + ' ';
+  return names;
+}
+
 Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base) {
-  static Operator const operators[] = {half_operator<HalfFormat::kBf16>(), half_operator<HalfFormat::kFp16>(),
-                                       candidate_operator(false), candidate_operator(true), attention_operator(false),
-                                       attention_operator(true)};
-  static Operator const integer_operators[] = {integer_operator<4>(), integer_operator<8>()};
   static std::mutex mutex;
   static abi::Domain* domain = nullptr;  // sessions refer to it as long as they live
   std::lock_guard<std::mutex> const lock(mutex);

@@ -1,6 +1,8 @@
 // The operators of domain "tide" that run on the CPU in ONNX Runtime.
 #pragma once
 
+#include <string>
+
 #include "onnxruntime_abi.h"
 
 namespace tide_ops {
@@ -10,5 +12,8 @@ abi::Operator attention_operator(bool int8);
 
 // Adds them to the options (OrtSessionOptions) of a session; an OrtStatus, or null if that went well.
 abi::Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base);
+
+// All names, a blank after each: also of those that this CPU lacks the instructions for.
+std::string operator_names();
 
 }  // namespace tide_ops

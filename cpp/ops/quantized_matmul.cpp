@@ -246,7 +246,7 @@ void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weight
 
 void multiply_integers(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const& weights, std::int64_t n,
                        std::int64_t n_size, float* y, std::int64_t y_stride) {
-  (weights.bits == 4 ? multiply<4> : multiply<8>)(x, m_size, weights, n, n_size, y + n, y_stride);
+  (weights.bits == 4 ? multiply<4> : multiply<8>)(x, m_size, weights, n, n_size, y, y_stride);
 }
 
 TIDE_END_TARGET

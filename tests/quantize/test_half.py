@@ -21,7 +21,7 @@ from tide_export.cli.main import main
 from tide_export.errors import ConfigError, ProviderError
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.model.source import load_model
-from tide_export.names import DOMAIN, OP_HALF_MATMUL
+from tide_export.names import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL
 from tide_export.pipeline import flow
 from tide_export.pipeline import weights as stage
 from tide_export.quantize.half import round_to_half
@@ -36,8 +36,15 @@ from tide_export.verify.quantized import restore
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 16
-# A tied head, biases and Conv1D, experts.
-MODELS = (("llama (3.1)", "bf16"), ("gpt2", "bf16"), ("qwen3_moe", "bf16"), ("llama (3.1)", "fp16"), ("gpt2", "fp16"))
+# One operator for gate and up, a tied head, biases and Conv1D, experts.
+MODELS = (
+    ("llama", "bf16"),
+    ("llama (3.1)", "bf16"),
+    ("gpt2", "bf16"),
+    ("qwen3_moe", "bf16"),
+    ("llama (3.1)", "fp16"),
+    ("gpt2", "fp16"),
+)
 INSTRUCTION_SETS = ("avx512", "avx2", "baseline")
 
 
@@ -144,7 +151,9 @@ def test_a_graph_equals_the_model(
     assert engine.manifest.weights == weights
     graph = ir.load(tmp_path / "bundle" / names.GRAPH_FILE)
     nodes = list(graph.graph.all_nodes())
-    assert sum(node.op_type == OP_HALF_MATMUL[weights] for node in nodes) > 4 * LAYERS
+    kinds = [node.op_type for node in nodes]
+    plain, gated = (kinds.count(op) for op in (OP_HALF_MATMUL[weights], OP_GATED_MATMUL[OP_HALF_MATMUL[weights]]))
+    assert (gated, plain > 4 * LAYERS) == ((LAYERS, False) if family == "llama" else (0, True))
     wide = [v for v in graph.graph.initializers.values() if v.dtype == ir.DataType.FLOAT and v.const_value.size > 4096]
     assert [value.name for value in wide] == (["model.transformer.wpe.weight"] if family == "gpt2" else [])
 
@@ -186,6 +195,19 @@ def test_a_library_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch, ope
     load_operators.cache_clear()
     with pytest.raises(ProviderError, match=r"is of tide_export [\d.]+, not 99.0: install tide_export again"):
         register_operators(ort.SessionOptions(), "bf16")
+
+
+def test_a_library_without_an_operator_is_worth_a_warning(operator_library: Path, monkeypatch, caplog) -> None:
+    load_operators.cache_clear()
+    load_operators(operator_library)
+    assert not caplog.text  # it has all, by the same names
+    monkeypatch.setattr(operators, "OPERATORS", (*names.OPERATORS, "TideLater"))
+    load_operators.cache_clear()
+    for _ in range(2):
+        register_operators(ort.SessionOptions(), "bf16")
+    (warning,) = (record.message for record in caplog.records)
+    assert "was compiled from older sources and lacks operators (TideLater)" in warning
+    load_operators.cache_clear()
 
 
 @pytest.mark.parametrize(("weights", "changed"), [("bf16", "bfloat16, which changed them by 0.1"), ("fp16", "float16")])

@@ -13,7 +13,7 @@ from tiny_engines import engine_of, pieces_of
 from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import BundleError
-from tide_export.names import OP_INTEGER_MATMUL
+from tide_export.names import OP_GATED_MATMUL, OP_INTEGER_MATMUL
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.branched.backend import BranchedBackend
@@ -25,8 +25,10 @@ from tide_export.verify.quantized import float32_session, restore
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 24
-# A tied head and biases, Conv1D, scaled embeddings (two of them) and softcaps, experts; every setting at least once.
+# One operator for gate and up, a tied head and biases, Conv1D, scaled embeddings (two of them) and softcaps, experts;
+# every setting at least once.
 CASES = {
+    "llama": Quantization("rtn", 4, 32, True, 4),
     "llama (3.1)": Quantization("rtn", 4, 32, True, 4),
     "gpt2": Quantization("rtn", 8, 16, True, 4),
     "gemma3n (text)": Quantization("rtn", 4, 128, False, 4),  # blocks longer than the rows
@@ -85,6 +87,9 @@ def _check_graph(family: str, path: Path, quantized) -> None:
                  if isinstance(w.const_value, ir.ExternalTensor)}  # fmt: skip
         tied = "model.embed_tokens.weight"
         assert place[f"{tied}.rows"] == place[f"{tied}.blocks"], "the tied embedding is stored twice"
+    if family == "llama":
+        assert kinds.count(OP_GATED_MATMUL[OP_INTEGER_MATMUL[4]]) == LAYERS
+        assert kinds.count(OP_INTEGER_MATMUL[4]) == LAYERS * 3
     if family == "gpt2":
         assert kinds.count(OP_INTEGER_MATMUL[8]) == LAYERS * 4 + 1
     if family == "qwen3_moe":

@@ -4,7 +4,7 @@
 in float32, where it must equal that reference token for token whatever its accuracy level.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from mmap import mmap
 from typing import Any
 
@@ -18,7 +18,7 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
-from tide_export.names import GRAPH_FILE, OP_INTEGER_MATMUL, WEIGHTS_FILE, WEIGHTS_METADATA
+from tide_export.names import GRAPH_FILE, OP_GATED_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_FILE, WEIGHTS_METADATA
 from tide_export.quantize.fp8 import round_to_fp8
 from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
@@ -31,6 +31,7 @@ from tide_export.trace.rewriting import HALF
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
 FLOAT32_MATMULS = 1  # an accuracy level
+INTEGER_MATMULS = [name for plain in OP_INTEGER_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])]
 
 
 def restore(source: SourceModel, bundle: Bundle) -> float | None:
@@ -88,6 +89,10 @@ def float32_session(bundle: Bundle, threads: int | None = None) -> Any:
     """
     ort = import_onnxruntime()
     proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
+    for function in proto.functions:
+        if function.name in INTEGER_MATMULS:
+            function.name += "Function"
+            _as_functions(function.node)
     _set_level(proto.graph)
     return load_session(ort, bundle, GRAPH_FILE, threads, graph=proto.SerializeToString())
 
@@ -110,14 +115,20 @@ def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
 
 
 def _set_level(graph: onnx.GraphProto) -> None:
+    _as_functions(graph.node)
     for node in graph.node:
-        if node.op_type in OP_INTEGER_MATMUL.values():
-            node.op_type, node.domain = "MatMulNBits", "com.microsoft"
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _set_level(attribute.g)
-            elif node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
+            elif attribute.name == "accuracy_level":
                 attribute.i = FLOAT32_MATMULS
+
+
+def _as_functions(nodes: Iterable[onnx.NodeProto]) -> None:
+    """Names the functions of integer matmuls, MatMulNBits, as no operator is called."""
+    for node in nodes:
+        if node.op_type in INTEGER_MATMULS:
+            node.op_type += "Function"
 
 
 def _stored(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
@@ -125,7 +136,7 @@ def _stored(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
     proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
     with bundle.file(WEIGHTS_FILE).mapped() as weights:
         for node in ir.from_proto(proto).graph.all_nodes():
-            if node.op_type not in ("MatMulNBits", *OP_INTEGER_MATMUL.values(), "GatherBlockQuantized"):
+            if node.op_type not in ("MatMulNBits", *INTEGER_MATMULS, "GatherBlockQuantized"):
                 continue
             indices = (0, 2, 3) if node.op_type == "GatherBlockQuantized" else (1, 2, 3)
             arrays = [_array(node.inputs[i], weights) if i < len(node.inputs) else None for i in indices]

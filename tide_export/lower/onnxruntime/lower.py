@@ -14,6 +14,7 @@ from tide_export.bundle.manifest import FLOAT32_KV
 from tide_export.lower.onnxruntime.cached_attention import CachedAttentionPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
+from tide_export.lower.onnxruntime.gated_matmuls import GatedMatMulsPass
 from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
 from tide_export.lower.onnxruntime.half_weights import HalfWeightsPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
@@ -50,6 +51,7 @@ def lower_for_onnxruntime(
         PackedProjectionsPass(),
         QuantizedMatMulsPass(blocks, settings),
         *([HalfWeightsPass(half)] if half else []),
+        GatedMatMulsPass(),
         SkipNormsPass(),
         CachedAttentionPass(kv_cache),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tide_export.errors import ProviderError
+from tide_export.names import OPERATORS
 from tide_export.version import __version__
 
 logger = logging.getLogger("tide_export")
@@ -58,7 +59,7 @@ def require_operators() -> None:
 
 @cache
 def load_operators(library: Path) -> ctypes.CDLL:
-    """Opens the library and checks its version.
+    """Opens the library and checks its version; warns if it was compiled before an operator was added.
 
     Raises:
         ProviderError: it does not open here, or is of another version.
@@ -72,7 +73,23 @@ def load_operators(library: Path) -> ctypes.CDLL:
     version.restype = ctypes.c_char_p
     if (built := version().decode()) != __version__:
         raise ProviderError(f"'{library}' is of tide_export {built}, not {__version__}: {advice}")
+    if missing := sorted(set(OPERATORS) - _listed(opened)):
+        logger.warning(
+            "'%s' was compiled from older sources and lacks operators (%s): functions run in their place, which takes "
+            "more time; %s",
+            library,
+            ", ".join(missing),
+            advice,
+        )
     return opened
+
+
+def _listed(library: ctypes.CDLL) -> set[str]:
+    """The operators that it has; older ones do not say."""
+    if not hasattr(library, "tide_ops_names"):
+        return set()
+    library.tide_ops_names.restype = ctypes.c_char_p
+    return set(library.tide_ops_names().decode().split())
 
 
 @cache

@@ -1,0 +1,24 @@
+#include "gate.h"
+
+#if defined(__x86_64__)
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of GCC 12's own header
+#endif
+#include <immintrin.h>
+#endif
+
+#include "targets.h"
+
+namespace tide_ops {
+namespace {
+
+using Kernel = GateKernel;
+
+#define TIDE_KERNEL "gate.inc"
+#include "each_target.inc"
+
+}  // namespace
+
+GateKernel const* gate_kernel(char const* name) { return kernel_of(name); }
+
+}  // namespace tide_ops
