@@ -13,6 +13,7 @@ import pytest
 from documents import ROOT, script_folder
 
 import tide_export
+from tide_export.report import plots
 
 EXAMPLES = ROOT / "examples"
 ELSEWHERE = {"embed_cpp": "tests/cpp/test_cpp_example.py"}
@@ -24,6 +25,9 @@ def run(monkeypatch: pytest.MonkeyPatch, traces, capsys) -> Callable[..., str]:
     from tide_export.pipeline import flow
 
     monkeypatch.setattr(flow, "trace", traces)
+    # Reports without their pictures, which take seconds: tests/report and demo/run.sh draw them.
+    monkeypatch.setattr(plots, "pngs", lambda _, *themes: [b""] * len(themes))
+    monkeypatch.setattr(plots, "overview", lambda *_: b"")
 
     def runs(example: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [example, *map(str, arguments)])

@@ -32,6 +32,7 @@ from tide_export.trace.attention.matching import ExplicitAttentionPass, symbolic
 from tide_export.trace.experts import symbolic_experts
 from tide_export.trace.exporter import complex_ops  # noqa: F401 (registers its operators)
 from tide_export.trace.exporter.decompositions import minimal_decompositions
+from tide_export.trace.exporter.early_mismatches import early_mismatches
 from tide_export.trace.exporter.exact_constants import exact_constants
 from tide_export.trace.exporter.type_promotion import known_results
 from tide_export.trace.offloaded_weights import placeholder_weights, read_when_written
@@ -151,7 +152,7 @@ def _export(source: SourceModel, cached: bool) -> ir.Model:
     positions = torch.arange(3, device=device).expand(2, 3).contiguous()
     dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
-        with _quiet_exporter(), minimal_decompositions(), exact_constants(), known_results():
+        with _quiet_exporter(), minimal_decompositions(), exact_constants(), known_results(), early_mismatches():
             program = torch.onnx.export(
                 _TracedForward(source, cached).eval(),
                 (ids, positions),
