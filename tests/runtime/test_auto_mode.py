@@ -134,7 +134,8 @@ def test_drafting_of_the_bundle_is_used(tiny_bundle: Path) -> None:
         (
             EXIT,
             "mode auto is exit, 1.25x as fast as full depth, changing at most 2 % of the tokens (a processor, 2 "
-            "threads); full depth for several sequences at once: not measured (tide-export tune --slots does)",
+            "threads); full depth for several sequences at once: not measured (tide-export tune --mode exit --slots "
+            "does)",
         ),
         (
             replace(EXIT, evidence={"slots": {"4": 0.934, "8": 0.98}}),
@@ -149,7 +150,7 @@ def test_drafting_of_the_bundle_is_used(tiny_bundle: Path) -> None:
         (
             LOSSLESS,
             "mode auto is lossless, 1.50x as fast as full depth, with its tokens (a processor, 2 threads); full depth "
-            "for several sequences at once: not measured (tide-export tune --slots does)",
+            "for several sequences at once: not measured (tide-export tune --mode lossless --slots does)",
         ),
         (
             replace(LOSSLESS, slots=4, evidence={"slots": {"4": 1.1, "8": 0.98}}),

@@ -55,5 +55,5 @@ def _of_several(auto: AutoMode) -> str:
     speeds = " and ".join(f"{speed:.2f}x with {slots}" for slots, speed in pairs if isinstance(speed, float))
     if auto.slots is not None:
         return f"the same for up to {auto.slots} sequences at once{f': {speeds}' if speeds else ''}"
-    reason = f"there it runs at {speeds}" if speeds else "not measured (tide-export tune --slots does)"
-    return f"full depth for several sequences at once: {reason}"
+    missing = f"not measured (tide-export tune --mode {auto.mode} --slots does)"
+    return f"full depth for several sequences at once: {f'there it runs at {speeds}' if speeds else missing}"
