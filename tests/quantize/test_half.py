@@ -42,6 +42,7 @@ MODELS = (
     ("llama (3.1)", "bf16"),
     ("gpt2", "bf16"),
     ("qwen3_moe", "bf16"),
+    ("llama", "fp16"),
     ("llama (3.1)", "fp16"),
     ("gpt2", "fp16"),
 )
