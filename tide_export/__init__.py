@@ -39,11 +39,10 @@ if TYPE_CHECKING:
     from tide_export.pipeline.request import ExportRequest
     from tide_export.runtime.bench import bench
     from tide_export.runtime.config import GenerationConfig
-    from tide_export.runtime.decoding.generation import Generation
+    from tide_export.runtime.generation import Generation
     from tide_export.runtime.engine import Engine, load
-    from tide_export.runtime.scheduling.audit import AuditConfig
-    from tide_export.runtime.scheduling.handle import RequestHandle
-    from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+    from tide_export.runtime.handle import RequestHandle
+    from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
     from tide_export.tuning.tune import tune
     from tide_export.verify.validate import validate
 
@@ -89,15 +88,15 @@ __all__ = [
 
 _MODULES = {
     "AdaptConfig": "adaptation.config",
-    "AuditConfig": "runtime.scheduling.audit",
+    "AuditConfig": "runtime.scheduler",
     "Engine": "runtime.engine",
     "ExportRequest": "pipeline.request",
-    "Generation": "runtime.decoding.generation",
+    "Generation": "runtime.generation",
     "GenerationConfig": "runtime.config",
     "ModelStructure": "model.structure",
-    "RequestHandle": "runtime.scheduling.handle",
-    "Scheduler": "runtime.scheduling.scheduler",
-    "SchedulerLimits": "runtime.scheduling.scheduler",
+    "RequestHandle": "runtime.handle",
+    "Scheduler": "runtime.scheduler",
+    "SchedulerLimits": "runtime.scheduler",
     "TideConfig": "config",
     "adapt": "adaptation.flow",
     "bench": "runtime.bench",

@@ -1,16 +1,16 @@
 // Generates for one prompt, or for a list of prompts as a batch. An engine holds what all sequences share; everything
 // that belongs to one generation is on its caller's stack, so that any number of threads may generate at once.
 #include <algorithm>
-#include <chrono>
 
 #include "bundle/verification.h"
-#include "decoding/decoder.h"
-#include "decoding/generation.h"
+#include "decoding/lossless.h"
 #include "generation_error.h"
 #include "request.h"
+#include "scheduling/audit.h"
 #include "scheduling/step_loop.h"
 #include "sequence.h"
 #include "text/tokenizer.h"
+#include "tide/batch.h"
 #include "tide/runtime.h"
 
 namespace tide {
@@ -47,6 +47,9 @@ Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& opti
 }
 
 Manifest const& Engine::manifest() const { return backend_->manifest(); }
+std::string const& Engine::manifest_text() const { return backend_->bundle().manifest_text; }
+std::string const& Engine::provider() const { return backend_->provider(); }
+Drafting Engine::drafting() const { return manifest().drafting.value_or(default_drafting(manifest())); }
 
 std::optional<AutoMode> Engine::auto_mode(std::int64_t sequences) const {
   auto const& measured = manifest().auto_mode;
@@ -61,29 +64,6 @@ GenerationConfig Engine::resolved(GenerationConfig const& config, std::int64_t s
 
 std::int64_t Engine::max_batch_size() const {
   return static_cast<std::int64_t>(backend_->max_batch_size());
-}
-
-Generation Engine::generate(std::vector<std::int64_t> const& prompt, GenerationConfig const& config) const {
-  return stream(prompt, config, nullptr);
-}
-
-Generation Engine::stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
-                          std::function<bool(Token const&)> const& on_token) const {
-  check_prompt(manifest(), prompt, "the prompt");
-  GenerationConfig const resolved = without_auto(backend_->bundle(), config, auto_mode(), false);
-  Request request(backend_->bundle(), resolved, std::nullopt);
-  State state = start(request.thresholds, request.max_pending);
-  std::unique_ptr<Decoder> const decoder = make_decoder(manifest(), request, 0);
-  state.sequence_->candidates = decoder->candidates;
-  Progress progress(manifest(), prompt, request);
-  while (!progress.ended()) {
-    auto const started = std::chrono::steady_clock::now();
-    progress.begin(*decoder);
-    std::vector<Token> const block = run_block(*decoder, state);
-    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
-    progress.take(block, *decoder, state.computed(), seconds.count(), on_token);
-  }
-  return progress.finished();
 }
 
 std::vector<Generation> Engine::generate(std::vector<std::vector<std::int64_t>> const& prompts,
@@ -103,7 +83,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   SchedulerLimits limits;
   limits.slots = static_cast<std::int64_t>(prompts.size());
   limits.prompt_tokens = kListPromptTokens;
-  StepLoop loop(backend_, backend_->start_batch(request->compaction_threshold, prompts.size()), limits);
+  StepLoop loop(backend_, backend_->start_batch(request->compaction_threshold, prompts.size()), limits, nullptr);
   std::vector<std::shared_ptr<Job>> jobs;
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     std::function<bool(Token const&)> callback;
@@ -120,14 +100,32 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   return generations;
 }
 
-Scheduler Engine::scheduler(SchedulerLimits const& limits) const {
+Scheduler Engine::scheduler(SchedulerLimits const& limits) const { return scheduler(limits, std::nullopt); }
+
+Scheduler Engine::scheduler(SchedulerLimits const& limits, std::optional<AuditConfig> const& audit) const {
+  std::shared_ptr<Audit> opened = open_audit(backend_->bundle(), audit);
   whole_number("slots", limits.slots, 1);
   whole_number("prompt_tokens", limits.prompt_tokens, kMinPromptTokens);
   if (limits.waiting) whole_number("waiting", *limits.waiting, 1);
   if (limits.kv_tokens) whole_number("kv_tokens", *limits.kv_tokens, 1);
   whole_number("prefix_cache_bytes", limits.prefix_cache_bytes, 0);
-  auto batch = backend_->start_batch(manifest().compaction_threshold, static_cast<std::size_t>(limits.slots));
-  return Scheduler(*this, limits.slots, std::make_shared<StepLoop>(backend_, std::move(batch), limits));
+  double const share = limits.compaction_threshold.value_or(manifest().compaction_threshold);
+  number_within("compaction_threshold", share, 0, 1);
+  auto batch = backend_->start_batch(share, static_cast<std::size_t>(limits.slots));
+  auto loop = std::make_shared<StepLoop>(backend_, std::move(batch), limits, opened);
+  return Scheduler(*this, limits.slots, std::move(loop), std::move(opened));
+}
+
+GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<std::size_t> prompts) const {
+  auto const sequences = static_cast<std::int64_t>(prompts.value_or(1));
+  GenerationConfig resolved = without_auto(backend_->bundle(), config, auto_mode(sequences), prompts.has_value());
+  Request const request(backend_->bundle(), resolved, prompts);
+  if (prompts) resolved.compaction_threshold = request.compaction_threshold;
+  return resolved;
+}
+
+BatchState Engine::start_batch(double compaction_threshold, std::int64_t slots) const {
+  return BatchState(backend_, compaction_threshold, static_cast<std::size_t>(whole_number("slots", slots, 1)));
 }
 
 Tokenizer Engine::tokenizer(std::optional<std::filesystem::path> const& library) const {

@@ -1,7 +1,8 @@
 // Chooses the provider that runs a bundle: the one that is named, or for "auto" the first that runs here of the bundle's
-// TensorRT engines, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU. Messages are
-// those of tide_export/runtime/providers.py.
+// TensorRT engines, its segment networks in ONNX Runtime on CUDA, and its graph in ONNX Runtime on the CPU.
+#include <fstream>
 #include <iostream>
+#include <iterator>
 
 #include "branched/backend.h"
 #include "onnxruntime/segments.h"
@@ -17,13 +18,16 @@ constexpr std::int64_t kMaxDevice = 1023;
 
 constexpr char const* kCuda = "cuda";
 
+constexpr char const* kNetworks = "cpu-networks";
+
+bool runs_on_cpu(std::string const& provider) { return provider == "cpu" || provider == kNetworks; }
 bool runs_on_gpu(std::string const& provider) { return provider == kCuda || is_flavour(provider); }
 
 using Log = std::function<void(std::string const&)>;
 
 void check(Bundle const& bundle, LoadOptions const& options) {
   std::string const& provider = options.provider;
-  if (provider != "auto" && provider != "cpu" && !runs_on_gpu(provider)) {
+  if (provider != "auto" && !runs_on_cpu(provider) && !runs_on_gpu(provider)) {
     throw ProviderError("provider must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not '" + provider + "'");
   }
   if (auto const& threads = options.threads; threads) {
@@ -55,6 +59,14 @@ void check(Bundle const& bundle, LoadOptions const& options) {
   }
 }
 
+// Throws BundleError: the file cannot be read.
+std::string content_of(std::filesystem::path const& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string content{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  if (!file) throw BundleError("cannot read the graph " + quoted(path));
+  return content;
+}
+
 using Providers = std::vector<std::string>;
 
 // The bundle's providers that are faster than the CPU, fastest first.
@@ -79,6 +91,7 @@ std::shared_ptr<Backend> open_on_gpu(Bundle bundle, std::string const& provider,
 
 std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options) {
   check(bundle, options);
+  if (options.onnxruntime) Ort::use_library(*options.onnxruntime);
   Log const log = options.log ? options.log : [](std::string const& sentence) {
     std::cerr << "tide_runtime: " + sentence + "\n";
   };
@@ -103,7 +116,10 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   }
   for (std::string const& sentence : sentences) log(sentence);
   if (opened) return opened;
-  return std::make_shared<BranchedBackend>(std::move(bundle), options.threads);
+  if (options.provider == kNetworks) return open_networks(std::move(bundle), options.threads);
+  if (!options.graph) return std::make_shared<BranchedBackend>(std::move(bundle), options.threads);
+  std::string const graph = content_of(*options.graph);
+  return std::make_shared<BranchedBackend>(std::move(bundle), options.threads, &graph);
 }
 
 }  // namespace tide

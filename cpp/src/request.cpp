@@ -48,6 +48,12 @@ void check_sampling(GenerationConfig const& config) {
   }
 }
 
+// How lossless mode drafts.
+Drafting drafting_of(Manifest const& manifest, GenerationConfig const& config) {
+  if (config.drafting) return *config.drafting;
+  return manifest.drafting.value_or(default_drafting(manifest));
+}
+
 // The limits of drafting; none outside lossless mode.
 std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig const& config) {
   if (config.mode != Mode::lossless) {
@@ -55,7 +61,7 @@ std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig c
     throw GenerationError("prompt_lookup is for mode 'lossless', not '" + std::string(name_of(config.mode)) +
                           "': elsewhere nothing is drafted");
   }
-  Drafting const drafting = bundle.manifest.drafting.value_or(default_drafting(bundle.manifest));
+  Drafting const drafting = drafting_of(bundle.manifest, config);
   DraftLimits limits{drafting.max_drafts, drafting.prompt_lookup, drafting.draft_costs, drafting.verify_costs};
   if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
   if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
@@ -88,14 +94,6 @@ std::vector<std::optional<std::int64_t>> seeds_of(GenerationConfig const& config
   if (seeds.size() == prompts) return {seeds.begin(), seeds.end()};
   throw GenerationError("there are " + std::to_string(seeds.size()) + " seeds for " + std::to_string(prompts) +
                         " prompts: give one for each, or one for all");
-}
-
-void check_vocabulary(Manifest const& manifest, std::vector<std::int64_t> const& ids, std::string const& name) {
-  for (std::int64_t const id : ids) {
-    if (id >= 0 && id < manifest.model.vocab_size) continue;
-    throw GenerationError(name + " holds token id " + std::to_string(id) + ", outside the vocabulary 0.." +
-                          std::to_string(manifest.model.vocab_size - 1));
-  }
 }
 
 // Throws if logit_bias or logprobs does not fit the vocabulary.
@@ -133,7 +131,8 @@ std::vector<std::string> stop_strings(GenerationConfig const& config) {
 }  // namespace
 
 Request::Request(Bundle const& bundle, GenerationConfig const& config, std::optional<std::size_t> prompts)
-    : max_new_tokens(whole_number("max_new_tokens", config.max_new_tokens, 1)),
+    : mode(config.mode),
+      max_new_tokens(whole_number("max_new_tokens", config.max_new_tokens, 1)),
       thresholds(resolve_thresholds(bundle.manifest, config)),
       drafts(draft_limits(bundle, config)),
       max_pending(drafts ? kNoLimit : pending_limit(bundle.manifest, config.max_pending)) {
@@ -211,7 +210,7 @@ std::vector<double> resolve_thresholds(Manifest const& manifest, GenerationConfi
   std::int64_t const min_layers =
       config.min_layers ? whole_number("min_layers", *config.min_layers, 0) : (lossless ? 0 : manifest.min_layers);
   std::vector<double> values =
-      lossless ? manifest.drafting.value_or(default_drafting(manifest)).thresholds : manifest.thresholds;
+      lossless ? drafting_of(manifest, config).thresholds : manifest.thresholds;
   if (config.threshold) values = config.threshold->values(points.size());
   if (values.size() != points.size()) {
     throw GenerationError("threshold has " + std::to_string(values.size()) + " values but the model has " +
@@ -234,6 +233,14 @@ void check_thresholds(Manifest const& manifest, std::vector<double> const& thres
                           std::to_string(manifest.checkpoints.size()) + " checkpoints");
   }
   for (double const value : thresholds) real_number("a threshold", value);
+}
+
+void check_vocabulary(Manifest const& manifest, std::vector<std::int64_t> const& ids, std::string const& name) {
+  for (std::int64_t const id : ids) {
+    if (id >= 0 && id < manifest.model.vocab_size) continue;
+    throw GenerationError(name + " holds token id " + std::to_string(id) + ", outside the vocabulary 0.." +
+                          std::to_string(manifest.model.vocab_size - 1));
+  }
 }
 
 void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& name) {

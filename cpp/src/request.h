@@ -20,6 +20,7 @@ struct Request {
   // prompts: how many there are in a list of prompts; none: one prompt that is not in a list.
   Request(Bundle const& bundle, GenerationConfig const& config, std::optional<std::size_t> prompts);
 
+  Mode mode;
   std::int64_t max_new_tokens;
   std::vector<double> thresholds;     // one per checkpoint, kNeverExit where none may exit
   std::optional<DraftLimits> drafts;  // none outside lossless mode
@@ -44,6 +45,9 @@ double real_number(char const* name, double value);
 
 // Throws unless `value` is a number from `low` to `high`; returns it.
 double number_within(char const* name, double value, int low, int high);
+
+// Throws unless all ids are of the vocabulary; `name`: what holds them, in messages.
+void check_vocabulary(Manifest const& manifest, std::vector<std::int64_t> const& ids, std::string const& name);
 
 // Throws unless there is one threshold per checkpoint and none is NaN.
 void check_thresholds(Manifest const& manifest, std::vector<double> const& thresholds);

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from cpp_builds import onnxruntime_library
 
-from tide_export.runtime.decoding.sampling import TokenLogprobs
+from tide_export.runtime.generation import TokenLogprobs
 
 ENDED = 1
 ROOM = 4096

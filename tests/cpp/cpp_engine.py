@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from tide_export import errors
-from tide_export.runtime.decoding.generation import Generation
-from tide_export.runtime.decoding.sampling import TokenLogprobs
-from tide_export.runtime.decoding.stats import ExitStats
+from tide_export.runtime.generation import Generation
+from tide_export.runtime.generation import TokenLogprobs
+from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.sequence import ROOM, StepResult
 
 COUNTED = (

@@ -5,9 +5,9 @@ from typing import Any
 
 from cpp_engine import CppEngine, words
 
-from tide_export.runtime.decoding.generation import Generation
-from tide_export.runtime.decoding.stats import ExitStats
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.generation import Generation
+from tide_export.runtime.stats import ExitStats
+from tide_export.runtime.scheduler import SchedulerLimits
 
 
 class CppScheduler:

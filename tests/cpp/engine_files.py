@@ -9,7 +9,7 @@ from tide_export.bundle.engine_fields import Profile
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
-from tide_export.runtime.segmented.network_spec import of_network, specs
+from tide_export.runtime.network_spec import of_network, specs
 
 PROFILES = (
     *(Profile("decode", 1, 1, 2, 1), Profile("catch-up", 1, 16, 32, 1), Profile("prefill", 1, 512, 1024, 1)),

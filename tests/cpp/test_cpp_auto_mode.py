@@ -19,7 +19,7 @@ from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.bundle.store import replace_manifest
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import load
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 
 EXIT = AutoMode("exit", (0.5, 1.0), 0.02, "cpu", 1.25, None, "a processor, 2 threads", {"n": 1})
 RECORDS = {

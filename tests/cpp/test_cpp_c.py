@@ -18,7 +18,7 @@ from cpp_builds import ROOT, SANITIZE, CppBuild, onnxruntime_library
 from hooks import parity
 
 import tide_export
-from tide_export.runtime.decoding.sampling import TokenLogprobs
+from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import TextStream
 

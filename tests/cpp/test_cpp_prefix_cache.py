@@ -17,7 +17,7 @@ from tiny_engines import engine_of, pieces_of
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 
 REQUESTS = 36
 EXITS: dict[str, Any] = {"mode": "exit", "threshold": [0.5, 0.5], "min_layers": 0}

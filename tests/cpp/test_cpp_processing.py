@@ -9,7 +9,7 @@ from cpp_engine import CppEngine, facts
 from hooks import latest, none, parity, throws
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
 
 Both = tuple[Engine, CppEngine]

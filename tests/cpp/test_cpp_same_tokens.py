@@ -12,7 +12,7 @@ from cpp_builds import CppBuild
 from cpp_engine import CppEngine, facts
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT
 

@@ -14,7 +14,7 @@ from test_cpp_memory import failures
 
 from tide_export.errors import GenerationError, QueueFullError
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 
 SLOTS, MIXED = 3, [0.5, 0.5]
 LENGTHS = (1, 2, 5, 17, 41)

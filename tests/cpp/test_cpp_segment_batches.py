@@ -17,10 +17,10 @@ from test_cpp_segments import copy_with_nan, graphs
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT
 
 LENGTHS = (1, 37, 100, 2, 18, 130, 5, 64, 9, 3)  # more than the networks take at once, and some in parts

@@ -20,7 +20,7 @@ from tide_export.engines import build
 from tide_export.engines.build import _check_built, _timing_cache, _warn, build_engines, require_builder, run_worker
 from tide_export.engines.rebuild import rebuild
 from tide_export.errors import BuildError, BundleError, ConfigError, ProviderError
-from tide_export.runtime.segmented.network_spec import aliases, specs
+from tide_export.runtime.network_spec import aliases, specs
 from tide_export.runtime.tensorrt import flavours, gpu
 from tide_export.runtime.tensorrt.engines import _Runtime
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX

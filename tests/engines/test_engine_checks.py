@@ -11,7 +11,7 @@ from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for
 from tide_export.errors import BundleError
-from tide_export.runtime.segmented.network_spec import kv_aliases, of_network, specs
+from tide_export.runtime.network_spec import kv_aliases, of_network, specs
 from tide_export.runtime.tensorrt.engines import _check_engine
 
 

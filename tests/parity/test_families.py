@@ -15,8 +15,8 @@ from tiny_engines import engine_of, lens_at_first, pieces_of, segments_of
 
 from tide_export.errors import UnsupportedModelError
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.decoding.generation import Generation
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.generation import Generation
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds

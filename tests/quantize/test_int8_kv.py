@@ -33,7 +33,7 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.onnxruntime import operators
 from tide_export.runtime.onnxruntime.operators import load_operators, register_operators
 from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.int8_kv import round_to_int8, rounded_kv

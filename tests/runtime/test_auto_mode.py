@@ -15,10 +15,10 @@ from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.config import GenerationConfig
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.request import resolve
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 PROMPT = [5, 1, 7]

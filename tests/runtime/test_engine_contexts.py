@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tide_export.bundle.engine_fields import Profile
-from tide_export.runtime.segmented.network_spec import NetworkSpec
+from tide_export.runtime.network_spec import NetworkSpec
 from tide_export.runtime.tensorrt.engines import _TrtNetwork
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX, kernel_cache
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache

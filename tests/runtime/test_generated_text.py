@@ -8,7 +8,7 @@ from interruptions import interrupted
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 
 PROMPT = "def read_lines(path):"
 MODES: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.grammar import Grammar
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 PROMPT = "def read_lines(path):\n    return "

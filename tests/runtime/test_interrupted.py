@@ -11,7 +11,7 @@ from interruptions import interrupted
 from tiny_model import TinyModel
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, TokenStream, load
 from tide_export.runtime.sequence import SingleSequence
 

@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tide_export.runtime.decoding.processing import LogitsProcessor
+from tide_export.runtime.hooks import LogitsProcessor
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.tokenizer import BundleTokenizer, TextStream
 
 CLIENTS = 6

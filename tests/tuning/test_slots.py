@@ -8,7 +8,7 @@ import pytest
 
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import load
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.tuning import slots
 from tide_export.tuning.slots import slot_speedup
 

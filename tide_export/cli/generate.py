@@ -14,7 +14,7 @@ from tide_export.errors import ConfigError, GenerationError
 
 if TYPE_CHECKING:
     from tide_export.runtime.config import GenerationConfig
-    from tide_export.runtime.decoding.generation import Generation
+    from tide_export.runtime.generation import Generation
     from tide_export.runtime.engine import Engine
 
 FILES = ("json_schema", "grammar")  # options that name a file with the value
@@ -93,7 +93,7 @@ def run_generate(options: Namespace) -> int:
     config = GenerationConfig(**given(options, GenerationConfig) | read, detokenize=True)
     engine = load(**given(options, load))
     encoded = _encoded(engine, options, prompts)
-    mode = engine.resolved(config, len(prompts)).mode
+    mode = engine.resolved(config, len(prompts) if len(prompts) > 1 else None)["mode"]
     if config.mode == "auto" and options.threshold is None and options.min_layers is None and not options.quiet:
         print(sentence(engine.auto), file=sys.stderr)
     if len(prompts) > 1:

@@ -27,7 +27,7 @@ from tide_export.errors import BuildError
 from tide_export.files import user_cache
 from tide_export.formatting import size
 from tide_export.progress import stage
-from tide_export.runtime.segmented.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
+from tide_export.runtime.network_spec import NetworkSpec, aliases, from_tensorrt, of_network, specs
 from tide_export.runtime.tensorrt.flavours import FP8_CAPABILITY, Flavour, built_for, import_library
 from tide_export.runtime.tensorrt.gpu import compute_capability, device_name
 from tide_export.runtime.tensorrt.plugins import PluginLibrary

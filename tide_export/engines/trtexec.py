@@ -8,7 +8,7 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.profiles import profiles_for
 from tide_export.engines.build import shapes
 from tide_export.errors import BundleError
-from tide_export.runtime.segmented.network_spec import of_network, specs
+from tide_export.runtime.network_spec import of_network, specs
 
 # Attention without a fused kernel, as in float32, is decomposed; TensorFloat-32 would round float32 matmuls.
 OPTIONS = ("--noTF32", "--decomposableAttentions=*", "--profilingVerbosity=detailed", "--skipInference")

@@ -24,7 +24,6 @@ from tide_export.engines.build import check_matrices, require_builder
 from tide_export.errors import ConfigError
 from tide_export.names import OP_HALF_MATMUL
 from tide_export.quantize.settings import CALIBRATED, QUANTIZED, quantization_settings
-from tide_export.runtime.onnxruntime.operators import require_operators
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, Flavour
 from tide_export.runtime.tensorrt.plugins import NONE, PluginLibrary, plugins_to_build_with
 
@@ -162,7 +161,6 @@ class ExportRequest:
             raise ConfigError(f"kv_cache int8 is for target onnxruntime alone: {self.flavour.name} takes float32")
         if self.propagates:
             raise ConfigError("kv_cache int8 is for kv_cache_strategy exact: propagate takes float32")
-        require_operators()
 
     def _check_targets(self) -> None:
         for target in self.targets:

@@ -18,7 +18,6 @@ from tide_export.quantize.fp8 import quantize_to_fp8
 from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.rounding import round_for_tensorrt
-from tide_export.runtime.onnxruntime.operators import LIBRARY
 from tide_export.runtime.tensorrt.flavours import Flavour
 from tide_export.trace.rewriting import HALF
 
@@ -28,26 +27,17 @@ QUANTIZATION_SEQUENCES = 64  # read by a calibrated quantization
 
 
 def choose_weights(source: SourceModel, request: ExportRequest) -> ExportRequest:
-    """Replaces `weights` "auto" by bf16 or fp16, where that loses nothing and is installed, or fp32."""
+    """Replaces `weights` "auto" by bf16 or fp16, where that loses nothing, or fp32."""
     if request.weights != AUTO:
         return request
-    return replace(request, weights=source.exact_in[0] if source.exact_in and LIBRARY.is_file() else "fp32")
+    return replace(request, weights=source.exact_in[0] if source.exact_in else "fp32")
 
 
 def explain_weights(source: SourceModel, request: ExportRequest) -> None:
-    """Says why `request`, of which `choose_weights` made another, gets 16 bits, or does not though it could."""
-    if request.weights != AUTO or not source.exact_in:
-        return
-    half = HALF[source.exact_in[0]].numpy()
-    if LIBRARY.is_file():
+    """Says why `request`, of which `choose_weights` made another, gets 16 bits."""
+    if request.weights == AUTO and source.exact_in:
+        half = HALF[source.exact_in[0]].numpy()
         logger.info("the model's weights are %s numbers and are stored as such (--weights fp32 for float32)", half)
-    else:
-        logger.warning(
-            "the model's weights are %s numbers, but are stored in float32, because the operators for %s are not "
-            "installed (there was no C++ compiler): install g++, then tide_export again",
-            half,
-            half,
-        )
 
 
 def prepare_weights(source: SourceModel, request: ExportRequest) -> None:

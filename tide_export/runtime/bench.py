@@ -9,25 +9,22 @@ segment catches up are in the average.
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
-from tide_export.bundle.manifest import EXACT, PROPAGATE, Manifest
+from tide_export.bundle.manifest import EXACT
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import ConfigError
 from tide_export.formatting import attributes, percent, table
 from tide_export.names import TOKENIZER_FILE
 from tide_export.runtime.config import GenerationConfig
-from tide_export.runtime.decoding.lossless import default_drafting
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.request import check_exits
 from tide_export.runtime.tokenizer import BundleTokenizer
-from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import whole_number
 
 PROMPT = """\
@@ -164,13 +161,13 @@ def bench(
     engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins, device=device)
     manifest = engine.manifest
     exit_options = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
-    check_exits(engine.bundle, "exit", exit_options)
+    engine.resolved(GenerationConfig(mode="exit", **exit_options))
     context = manifest.model.context_length
     if context is not None and prompt_tokens + new_tokens > context:
         raise ConfigError(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the model's context of {context}"
         )
-    modes = _modes(manifest, threshold, min_layers, max_pending, prompt_tokens + new_tokens, new_tokens + 1)
+    modes = _modes(engine, exit_options, prompt_tokens + new_tokens, new_tokens + 1)
     ids, origin = _prompt_ids(engine.bundle, prompt, prompt_tokens)
     runs: dict[str, list[Timing]] = {mode.name: [] for mode in modes}
     for i in range(repeat + 1):
@@ -183,34 +180,27 @@ def bench(
 
 
 def _modes(
-    manifest: Manifest,
-    threshold: float | Sequence[float] | None,
-    min_layers: int | None,
-    max_pending: int | None,
-    total_tokens: int,
-    max_new_tokens: int,
+    engine: Engine, exit_options: Mapping[str, Any], total_tokens: int, max_new_tokens: int
 ) -> list[Mode]:
-    def mode(name: str, kind: str, value: float | Sequence[float] | None, layers: int, pending: int) -> Mode:
-        config = GenerationConfig(max_new_tokens=max_new_tokens, mode=kind, stop_token_ids=())
-        if kind != "full" and manifest.checkpoints:
-            config = replace(config, threshold=value, min_layers=layers)
-            if manifest.kv_cache_strategy == EXACT:
-                config = replace(config, max_pending=pending)
-        values = 0.0 if value is None else value
-        return Mode(name, config, resolve_thresholds(manifest.checkpoints, values, layers, kind), pending)
+    manifest = engine.manifest
+    exact = manifest.kv_cache_strategy == EXACT
 
-    pending = manifest.max_pending if max_pending is None else max_pending
-    whole_number("max_pending", pending, minimum=0, error=ConfigError)
-    full = mode("full", "full", None, 0, pending)
-    drafting = manifest.drafting or default_drafting(manifest)
-    lossless = mode("lossless", "lossless", drafting.thresholds, 0, drafting.max_drafts)
-    if not manifest.checkpoints:
-        return [full, lossless]
-    exit_thresholds = manifest.thresholds if threshold is None else threshold
-    layers = manifest.min_layers if min_layers is None else min_layers
-    exits = mode("exit", "exit", exit_thresholds, layers, pending)
-    first = mode("first", "exit", 0.0, 0, total_tokens)
-    return [full, exits, first] if manifest.kv_cache_strategy == PROPAGATE else [full, exits, lossless, first]
+    def mode(name: str, kind: str, **options: Any) -> Mode:
+        config = GenerationConfig(max_new_tokens=max_new_tokens, mode=kind, stop_token_ids=(), **options)
+        resolved = engine.resolved(config)
+        drafting = resolved["drafting"]
+        pending = resolved["max_pending"] if drafting is None else drafting["max_drafts"]
+        return Mode(name, config, resolved["thresholds"], pending)
+
+    modes = [mode("full", "full")]
+    if manifest.checkpoints:
+        modes.append(mode("exit", "exit", **exit_options))
+    if exact:
+        modes.append(mode("lossless", "lossless"))
+    if manifest.checkpoints:
+        everything = {"max_pending": total_tokens} if exact else {}
+        modes.append(mode("first", "exit", threshold=0.0, min_layers=0, **everything))
+    return modes
 
 
 def _prompt_ids(bundle: Bundle, prompt: str | None, count: int) -> tuple[list[int], str]:

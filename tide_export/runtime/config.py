@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding.processing import LogitsProcessor
+from tide_export.runtime.hooks import LogitsProcessor
 from tide_export.thresholds.resolve import check_mode, check_threshold
 from tide_export.values import check_text, parse_json, real_number, shown, whole_number
 

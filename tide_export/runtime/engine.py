@@ -1,46 +1,42 @@
 """Loads a bundle and generates tokens from it.
 
-An `Engine` holds what all sequences share (manifest and backend); everything that belongs to one sequence lives in its
-`TokenStream`, so any number of threads may generate on one engine at once. `start` and `start_batch` give sequences
-that are stepped by hand.
+An `Engine` holds what all sequences share; everything that belongs to one sequence lives in its `TokenStream`, so any
+number of threads may generate on one engine at once. `start` and `start_batch` give sequences that are stepped by hand.
+The library does the work (`native`); this module checks types, and holds what belongs together.
 """
 
-import contextlib
+import ctypes
+import json
 import os
-import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
+from ctypes import c_int64, c_size_t, c_void_p
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import numpy as np
 
-from tide_export.bundle.auto_mode import AutoMode
+from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
-from tide_export.bundle.verification import verifying
+from tide_export.errors import BundleError
+from tide_export.runtime.callers_networks import release
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
-from tide_export.runtime.decoding.decoder import Decoder, run_block
-from tide_export.runtime.decoding.generation import FinishReason, Generation, Progress
-from tide_export.runtime.decoding.sampling import TokenLogprobs
-from tide_export.runtime.providers import open_provider
-from tide_export.runtime.request import (
-    check_prompt,
-    check_thresholds,
-    decoder_of,
-    is_list_of_prompts,
-    resolve,
-    sampler_of,
-    seeds,
-    text_of,
-    without_auto,
-)
-from tide_export.runtime.scheduling.audit import AuditConfig
-from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
-from tide_export.runtime.sequence import ROOM, Backend, Batch, SingleSequence
-from tide_export.runtime.tokenizer import BundleTokenizer, tokenizer_of
-from tide_export.values import whole_number
+from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
+from tide_export.runtime.hooks import Hooks
+from tide_export.runtime.native import ENDED, call, created, doubles, error_of, library, text_at
+from tide_export.runtime.providers import open_library_engine
+from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
+from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
+from tide_export.runtime.stats import ExitStats
+from tide_export.runtime.stepping import ROOM, Batch, SingleSequence
+from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_of
+from tide_export.values import real_number, whole_number
 
-LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step, as in C++: nobody waits for a token of it
+LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step: nobody waits for a token of it
+ATTEMPTS = 10  # to open a bundle while exports replace it
+TOKENS_READ = 64  # in one call
 
 
 def load(
@@ -55,8 +51,8 @@ def load(
 
     Args:
         bundle: the folder that `tide-export export` wrote.
-        provider: "cpu", "cuda" (ONNX Runtime), "torch" (PyTorch), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest
-            that the bundle holds and this machine runs, never PyTorch.
+        provider: "cpu", "cuda" (ONNX Runtime), "tensorrt", "tensorrt-rtx"; "auto" takes the fastest that the bundle
+            holds and this machine runs.
         threads: threads one step may use on the CPU; None: one per physical core.
         verify: check the sha256 of every file (sizes are always checked); that of large files while the engine opens,
             and only once as long as the file stays untouched (see `bundle.verification`).
@@ -69,16 +65,56 @@ def load(
         ProviderError: the provider cannot run this bundle here.
         ConfigError: threads not in 1..1024.
     """
-    opened = open_bundle(bundle, verify=False)
-    with verifying(opened) if verify else contextlib.nullcontext():
-        return Engine(opened, open_provider(opened, provider, threads, plugins, device))
+    for attempt in range(1, ATTEMPTS + 1):
+        opened = open_bundle(bundle, verify=False)
+        try:
+            return open_engine(opened, provider, threads, verify, plugins, device)
+        except ReplacedError:
+            if attempt == ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+class ReplacedError(BundleError):
+    """Another bundle came to the same path while an engine was opened."""
+
+
+def open_engine(
+    bundle: Bundle,
+    provider: str = "auto",
+    threads: int | None = None,
+    verify: bool = False,
+    plugins: str | os.PathLike[str] | None = None,
+    device: int | None = None,
+    graph: str | os.PathLike[str] | None = None,
+) -> "Engine":
+    """Opens an engine on an opened bundle; other arguments as of `load`.
+
+    Args:
+        provider: also "cpu-networks": the segment networks in ONNX Runtime on the CPU, for checks.
+        graph: a file whose graph is run in place of the bundle's, for checks; provider "cpu".
+
+    Raises:
+        ReplacedError: another bundle came to its path.
+    """
+    handle = open_library_engine(bundle, provider, threads, verify, plugins, device, graph)
+    size = c_size_t()
+    text = text_at(library().tide_manifest(handle, ctypes.byref(size)), size.value)
+    if Manifest.from_json(text.encode(), str(bundle.path)) != bundle.manifest:
+        _free(handle)
+        raise ReplacedError(f"bundle '{bundle.path}' was replaced while it was opened: load it again")
+    return Engine(bundle, handle)
 
 
 class Engine:
     """A loaded bundle. Safe to use from several threads."""
 
-    def __init__(self, bundle: Bundle, backend: Backend) -> None:
-        self.bundle, self.backend = bundle, backend
+    def __init__(self, bundle: Bundle, handle: c_void_p, drafting: Drafting | None = None) -> None:
+        """Takes over the handle of a tide_engine; `open_engine` makes one. `drafting`: in place of the bundle's."""
+        self.bundle, self._handle, self._drafting = bundle, handle, drafting
+        self.provider: str = library().tide_provider(handle).decode()
+        self.max_batch_size: int = library().tide_max_batch_size(handle)
+        self._owner = _Owner(handle)
 
     @property
     def manifest(self) -> Manifest:
@@ -89,31 +125,46 @@ class Engine:
     def auto(self) -> AutoMode | None:
         """What mode `auto` is on this provider, for one sequence; None: not measured, so that it is full depth."""
         auto = self.manifest.auto
-        return auto if auto is not None and auto.provider == self.backend.provider else None
+        return auto if auto is not None and auto.provider == self.provider else None
 
     def auto_of(self, slots: int) -> AutoMode | None:
         """What mode `auto` is for so many sequences at once: the prompts of a list, or the slots of a scheduler,
         however many are taken. None: full depth, as nothing else was measured to pay."""
         return None if self.auto is None else self.auto.of(min(slots, self.max_batch_size))
 
-    def resolved(self, config: GenerationConfig, slots: int = 1) -> GenerationConfig:
-        """`config` with the mode and thresholds that mode `auto` stands for, where it has that mode; `slots` as in
-        `auto_of`."""
-        return without_auto(self.bundle, config, self.auto_of(slots))
+    def resolved(self, config: GenerationConfig, prompts: int | None = None) -> dict[str, Any]:
+        """Checks options, and returns what they mean for this bundle: `mode`, `thresholds` (above 1: off),
+        `max_pending` (-1: no limit), `drafting` (None outside mode lossless), `compaction_threshold` (None for one
+        prompt).
+
+        Args:
+            prompts: how many a list has; None: it is one prompt.
+
+        Raises:
+            GenerationError: an option is out of range, or has no effect.
+        """
+        options, size = options_json(self.bundle, replace(config, stop=(), detokenize=False), self._drafting), c_size_t()
+        text = ctypes.create_string_buffer(4096)
+        for _ in range(2):
+            arguments = options, prompts or 0, text, len(text), ctypes.byref(size)
+            call("resolve", self._handle, *arguments)
+            if size.value < len(text):
+                break
+            text = ctypes.create_string_buffer(size.value + 1)
+        resolved: dict[str, Any] = json.loads(text.value)
+        return resolved
 
     @property
     def tokenizer(self) -> BundleTokenizer:
         """The bundle's. Raises BundleError: it has none that can be used."""
         return tokenizer_of(self.bundle)
 
-    @property
-    def max_batch_size(self) -> int:
-        """Prompts of a list that can be decoded at the same time; 1: a list is refused."""
-        return self.backend.max_batch_size
-
     def drafting_as(self, drafting: Drafting) -> "Engine":
         """The same engine with other drafting in lossless mode; the bundle stays as it is."""
-        return Engine(replace(self.bundle, manifest=replace(self.manifest, drafting=drafting)), self.backend)
+        bundle = replace(self.bundle, manifest=replace(self.manifest, drafting=drafting))
+        other = Engine.__new__(Engine)
+        other.__dict__ |= self.__dict__ | {"bundle": bundle, "_drafting": drafting}
+        return other
 
     @overload
     def generate(
@@ -153,7 +204,7 @@ class Engine:
         """
         config = with_options(config, options)
         if is_list_of_prompts(ids):
-            return self._generate_batch(ids, config)
+            return self._generate_list(ids, config)
         return self._stream(ids, config).finish()
 
     def stream(
@@ -179,28 +230,26 @@ class Engine:
         return self._stream(ids, with_options(config, options))
 
     def _stream(self, ids: Any, config: GenerationConfig) -> "TokenStream":
-        manifest = self.manifest
-        prompt, request = check_prompt(manifest, ids), resolve(self.bundle, config, batched=False, auto=self.auto)
-        sampler = sampler_of(request, prompt)
-        state = self.start(request.thresholds, request.max_pending)
-        decoder = decoder_of(manifest, sampler, request.stop, request.drafts, state)
-        text = text_of(self.bundle, config, prompt)
-        return TokenStream(state, decoder, Progress(manifest, prompt, config.max_new_tokens, request.stop, text))
+        prompt, options = prompt_ids(ids), options_json(self.bundle, config, self._drafting)
+        hooks = hooks_of(self.bundle, config, prompt)
+        pointer = None if hooks is None else ctypes.byref(hooks.struct)
+        handle = created("token_stream_open", self._handle, prompt.ctypes.data, len(prompt), options, pointer)
+        late = LateText(self.tokenizer, prompt.tolist()) if config.detokenize and not config.stop else None
+        return TokenStream(handle, hooks, late, config.logprobs is not None)
 
-    def _generate_batch(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
-        manifest = self.manifest
-        checked = [check_prompt(manifest, ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
-        share = resolve(self.bundle, config, batched=True, auto=self.auto_of(len(checked))).compaction_threshold
+    def _generate_list(self, prompts: Any, config: GenerationConfig) -> list[Generation]:
+        checked = [prompt_ids(ids, f"prompt {number}") for number, ids in enumerate(prompts, 1)]
+        share = self.resolved(config, len(checked) or 1)["compaction_threshold"]
         if not checked:
             return []
-        configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds(config, len(checked))]
+        seeds = config.seed if isinstance(config.seed, Sequence) else [config.seed] * len(checked)
+        configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds]
         scheduler = self.scheduler(SchedulerLimits(slots=len(checked), prompt_tokens=LIST_PROMPT_TOKENS), share)
-        handles = [scheduler.submit(prompt, one) for prompt, one in zip(checked, configs, strict=True)]
-        try:
-            return [handle.result() for handle in handles]
-        except BaseException:
-            scheduler.discard()
-            raise
+        handles = [
+            scheduler.submit_ids(prompt, one, f"prompt {number}")
+            for number, (prompt, one) in enumerate(zip(checked, configs, strict=True), 1)
+        ]
+        return [handle.result() for handle in handles]
 
     def scheduler(
         self,
@@ -219,101 +268,134 @@ class Engine:
             GenerationError: the bundle holds no networks for batches, or there is no memory; a prefix cache or an audit
                 that this bundle or provider cannot have.
         """
-        manifest, limits = self.manifest, limits or SchedulerLimits()
-        share = manifest.compaction_threshold if compaction_threshold is None else compaction_threshold
-        batch = self.start_batch(share, limits.slots)
-        return Scheduler(self.bundle, self.auto, batch, limits, audit)
+        limits = limits or SchedulerLimits()
+        # By its slots, however many are taken: tokens must not depend on the load.
+        mode = "full" if (auto := self.auto_of(limits.slots)) is None else auto.mode
+        by_default = f"{mode} by default: {sentence(self.auto)}"
+        return Scheduler(self.bundle, self._handle, limits, compaction_threshold, audit, by_default)
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SingleSequence:
-        """An empty sequence to `step` by hand; see `Backend.start`.
+        """An empty sequence to `step` by hand.
 
         Args:
-            max_pending: None: the bundle's.
+            thresholds: one per checkpoint, as `resolve_thresholds` gives them; `NEVER_EXIT` turns one off.
+            max_pending: a segment is forced to run when more tokens than this would be pending before it; None: the
+                bundle's.
+            room: tokens of K/V buffer to have beyond the first step's, where buffers can grow.
+
+        Raises:
+            GenerationError: an argument is out of range, or there is no memory for the sequence's buffers.
         """
-        check_thresholds(self.manifest, thresholds)
+        for value in thresholds:
+            real_number("a threshold", value)
         limit = self.manifest.max_pending if max_pending is None else max_pending
-        return self.backend.start(
-            thresholds, whole_number("max_pending", limit, minimum=0), whole_number("room", room, minimum=0)
-        )
+        limits = whole_number("max_pending", limit, minimum=0), whole_number("room", room, minimum=0)
+        handle = created("sequence_create", self._handle, doubles(thresholds), len(thresholds), *limits)
+        return SingleSequence(handle, len(self.manifest.segment_sizes), len(self.manifest.checkpoints))
 
     def start_batch(self, compaction_threshold: float, slots: int) -> Batch:
-        """An empty batch to `step` by hand; see `Backend.start_batch`."""
-        return self.backend.start_batch(compaction_threshold, slots)
+        """An empty batch to `step` by hand.
+
+        Args:
+            compaction_threshold: when a smaller share of the sequences in a step than this needs a segment, only those
+                run it; else all that have tokens pending before it do.
+            slots: how many it shall have; at most `max_batch_size`.
+
+        Raises:
+            GenerationError: the bundle holds no networks for batches, or there is no memory.
+        """
+        handle = created("batch_create", self._handle, compaction_threshold, slots)
+        return Batch(handle, len(self.manifest.segment_sizes))
+
+
+class _Owner:
+    """Frees a tide_engine with the last `Engine` on it; what runs on the engine holds its own reference to it."""
+
+    def __init__(self, handle: c_void_p) -> None:
+        weakref.finalize(self, _free, handle)
+
+
+def _free(engine: c_void_p) -> None:
+    library().tide_engine_free(engine)
+    assert engine.value is not None
+    release(engine.value)
 
 
 class TokenStream(Iterator[int]):
     """Yields the tokens of one generation as they are made.
 
-    An exception that ends a read at any point (KeyboardInterrupt, a time-out from a signal handler, GenerationError)
-    changes nothing: the next read makes the same token. On TensorRT and CUDA one in the middle of a step ends the
-    stream, whose next read raises GenerationError.
+    An exception that ends a read (KeyboardInterrupt, a time-out from a signal handler, GenerationError) changes
+    nothing: the next read makes the same token.
 
     Attributes:
-        stats: of the tokens made so far; in lossless mode these may be a few more than were returned.
+        tokens: the tokens returned so far.
     """
 
-    def __init__(self, state: SingleSequence, decoder: Decoder, progress: Progress) -> None:
-        """`decoder` is that of `state`, which is empty."""
-        self.stats = progress.stats
-        self._state, self._decoder, self._progress = state, decoder, progress
-        self._returned = 0  # of the tokens made
-        self._saved: Any = None  # before a block; None: it was made to its end
+    def __init__(self, handle: c_void_p, hooks: Hooks | None, late: LateText | None, logprobs: bool) -> None:
+        """Takes over the handle of a tide_token_stream.
+
+        Args:
+            late: makes the text, where the library does not.
+            logprobs: whether they were asked for.
+        """
+        self.tokens: list[int] = []
+        self._handle, self._hooks, self._late, self._with_logprobs = handle, hooks, late, logprobs
+        self._ready = deque[int]()
+        self._ended = False
+        self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
+        self._pointer = ctypes.byref(self._count)
+        weakref.finalize(self, library().tide_token_stream_free, handle)
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens returned so far. The last may be missing where an exception ended the caller's `next(stream)`."""
-        return self._progress.tokens[: self._returned]
+    def stats(self) -> ExitStats:
+        """Of the tokens made so far, in lossless mode a few more than were returned."""
+        return self._snapshot().stats
 
     @property
     def text(self) -> str | None:
         """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
         for it."""
-        return self._progress.text
+        if self._late is not None:
+            return self._late.of([*self.tokens, *self._ready], self._ended)
+        return self._snapshot().text
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
         """Of the tokens returned so far; None: they were not asked for."""
-        logprobs = self._progress.logprobs
-        return None if logprobs is None else logprobs[: self._returned]
+        return self._snapshot().logprobs[: len(self.tokens)] if self._with_logprobs else None
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """None until the stream has ended."""
-        ended = self._saved is None and self._returned == len(self._progress.tokens)
-        return self._progress.finish_reason if ended else None
+        return self._snapshot().finish_reason if self._ended and not self._ready else None
 
     def __next__(self) -> int:
-        progress = self._progress
-        if self._saved is not None:
-            self._undo()
-        if self._returned == len(progress.tokens):
-            if progress.finish_reason is not None:
+        while not self._ready:
+            if self._ended:
                 raise StopIteration
-            self._make_block()
-        token = progress.tokens[self._returned]
-        self._returned += 1  # Python runs signal handlers at calls and loops: none comes between this and the return
+            self._make_tokens()
+        token = self._ready.popleft()
+        self.tokens.append(token)
         return token
-
-    def _make_block(self) -> None:
-        """Makes the next tokens. `_saved` is set until all that a block changes has changed."""
-        state, decoder, progress = self._state, self._decoder, self._progress
-        self._saved = state.save(), decoder.save(), progress.save()
-        started = time.perf_counter()
-        tokens = run_block(progress.block(decoder), state.step)
-        seconds = time.perf_counter() - started
-        progress.take(tokens, decoder, state.computed, seconds)
-        self._saved = None
-
-    def _undo(self) -> None:
-        """Undoes a block that an exception ended."""
-        state, decoder, progress = self._saved
-        self._progress.restore(progress)
-        self._decoder.restore(decoder)
-        self._state.restore(state)
-        self._saved = None
 
     def finish(self) -> Generation:
         """Generates the remaining tokens; the whole generation."""
-        for _ in self:
-            pass
-        return self._progress.finished()
+        while not self._ended:
+            self._make_tokens()
+        self.tokens += self._ready
+        self._ready.clear()
+        made = self._snapshot()
+        assert made.finish_reason is not None
+        logprobs = made.logprobs if self._with_logprobs else None
+        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text)
+
+    def _make_tokens(self) -> None:
+        """Runs a step, which may give tokens."""
+        status = self._step(self._handle, self._ids, TOKENS_READ, self._pointer)
+        if status > ENDED:
+            raise error_of(status) if self._hooks is None else self._hooks.error_of(status)
+        self._ended = status == ENDED
+        self._ready.extend(self._ids[: self._count.value])
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(created("token_stream_so_far", self._handle))

@@ -4,7 +4,6 @@ llguidance says after each token which tokens may follow. At the end of what a g
 end-of-sequence tokens may.
 """
 
-from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,8 +59,23 @@ class GrammarState:
 
     def __init__(self, kind: str, fresh: Any, vocab_size: int) -> None:
         """`fresh`: llguidance's matcher at the start of a text, which stays there."""
-        self._kind, self._fresh, self._size = kind, fresh, vocab_size
-        self.restore([])
+        self._kind, self._matcher, self._size = kind, fresh.deep_copy(), vocab_size
+        self._tokens: list[int] = []
+        self._after_stop = 0  # tokens after the end of what the grammar describes
+
+    def read(self, tokens: list[int]) -> None:
+        """Goes to the end of a text, which is the one before with tokens added or removed at its end.
+
+        Raises:
+            ConstraintError: the grammar became too complex.
+        """
+        kept = min(len(self._tokens), len(tokens))
+        while self._tokens[:kept] != tokens[:kept]:
+            kept -= 1
+        self._rewind(len(self._tokens) - kept)
+        for token in tokens[kept:]:
+            self._accept(token)
+        self._tokens = tokens
 
     def mask(self) -> np.ndarray:
         """Which tokens may follow, bool [V].
@@ -77,27 +91,19 @@ class GrammarState:
         """Whether a token may follow, and more after it."""
         return not self._matcher.is_stopped() and self._matcher.validate_tokens([token]) == 1
 
-    def accept(self, token: int) -> None:
-        """Adds a token that may follow."""
+    def _accept(self, token: int) -> None:
         if self._matcher.is_stopped():  # only an end-of-sequence token comes now, which llguidance does not count
             self._after_stop += 1
         else:
             self._matcher.consume_token(token)
             self._check()
 
-    def rewind(self, count: int) -> None:
-        """Removes the last tokens."""
+    def _rewind(self, count: int) -> None:
         uncounted = min(count, self._after_stop)
         self._after_stop -= uncounted
         if count > uncounted:
             self._matcher.rollback(count - uncounted)
             self._check()
-
-    def restore(self, tokens: Sequence[int]) -> None:
-        """Begins anew with `tokens`, whatever the state is."""
-        self._matcher, self._after_stop = self._fresh.deep_copy(), 0
-        for token in tokens:
-            self.accept(token)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -1,21 +1,19 @@
-"""Selects the engine that runs a bundle here: the provider given by name, or the best there is.
+"""Opens the engine that runs a bundle here: the provider given by name, or the best there is.
 
 A provider given by name opens or is refused with the reason; "auto" takes the first of TensorRT, ONNX Runtime on CUDA
-and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs why not a faster one. PyTorch is taken
-only by name: how fast it is on a GPU is not known yet.
+and ONNX Runtime on the CPU that the bundle holds and the machine runs, and logs why not a faster one. The library opens
+all but TensorRT's engines, whose runs it is given (`tensorrt.engines`).
 """
 
+import json
 import logging
 import os
+from ctypes import c_void_p
+from typing import Any
 
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import ConfigError, ProviderError
-from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.onnxruntime.bindings import check_threads
-from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.onnxruntime.session import open_session
-from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.sequence import Backend
+from tide_export.runtime.native import created, onnxruntime_library
 from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.gpu import compute_capability
@@ -24,19 +22,23 @@ from tide_export.values import whole_number
 
 logger = logging.getLogger("tide_export")
 
+MAX_THREADS = 1024  # above the cores of most machines; ONNX Runtime starts all of them
 MAX_DEVICE = 1023
 NAME_A_GPU = "device is the number of a GPU: name a provider that runs on one"
-PROVIDERS = ("auto", "cpu", "cuda", "torch", *FLAVOURS)
+PROVIDERS = ("auto", "cpu", "cuda", *FLAVOURS)
+NETWORKS = "cpu-networks"  # the segment networks in ONNX Runtime on the CPU, for checks
 
 
-def open_provider(
+def open_library_engine(
     bundle: Bundle,
-    provider: str = "auto",
-    threads: int | None = None,
-    plugins: str | os.PathLike[str] | None = None,
-    device: int | None = None,
-) -> Backend:
-    """Opens `bundle` on an engine; arguments as of `engine.load`.
+    provider: str,
+    threads: int | None,
+    verify: bool,
+    plugins: str | os.PathLike[str] | None,
+    device: int | None,
+    graph: str | os.PathLike[str] | None,
+) -> c_void_p:
+    """Opens `bundle`; arguments as of `engine.open_engine`. Returns the handle of a tide_engine.
 
     Raises:
         ProviderError: the provider is unknown, or cannot run this bundle here; or plugins are given for a bundle or a
@@ -44,30 +46,39 @@ def open_provider(
         ConfigError: threads not in 1..1024, or a device not in 0..1023.
         BundleError: the bundle is damaged.
     """
-    if provider not in PROVIDERS:
-        raise ProviderError(f"provider must be one of {', '.join(PROVIDERS)}, not {provider!r}")
-    check_threads(threads)
-    engines = bundle.manifest.engines
-    if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
-        raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: omit --plugins")
-    if plugins not in (None, NONE) and provider in ("cpu", "cuda", "torch"):
-        raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: omit --plugins")
-    if threads is not None and provider not in ("auto", "cpu", "torch"):
-        raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: omit --threads")
-    if device is not None:
-        whole_number("device", device, 0, MAX_DEVICE, ConfigError)
-        if provider in ("auto", "cpu"):
-            raise ProviderError(NAME_A_GPU)
+    _check(bundle, provider, threads, plugins, device)
+    options: dict[str, Any] = {"threads": threads, "verify": verify, "device": device}
+    options |= {"graph": None if graph is None else os.fspath(graph), "onnxruntime": onnxruntime_library()}
     if provider != "auto":
-        return _open(bundle, provider, threads, plugins, device)
+        return _open(bundle, provider, options, plugins)
     refused = []
     for candidate in _candidates(bundle):
         try:
-            return _open(bundle, candidate, threads, plugins)
+            return _open(bundle, candidate, options | {"threads": None}, plugins)
         except ProviderError as error:
             refused.append(f"{candidate}: {error}")
             logger.info("not running on %s", refused[-1])
-    return _open(bundle, "cpu", threads, plugins)
+    return _open(bundle, "cpu", options, plugins)
+
+
+def _check(
+    bundle: Bundle, provider: str, threads: int | None, plugins: str | os.PathLike[str] | None, device: int | None
+) -> None:
+    if provider not in (*PROVIDERS, NETWORKS):
+        raise ProviderError(f"provider must be one of {', '.join(PROVIDERS)}, not {provider!r}")
+    if threads is not None:
+        whole_number("threads", threads, 1, MAX_THREADS, ConfigError)
+    engines = bundle.manifest.engines
+    if plugins not in (None, NONE) and (engines is None or engines.plugins is None):
+        raise ProviderError(f"no engine of bundle '{bundle.path}' holds plugins: omit --plugins")
+    if plugins not in (None, NONE) and provider in ("cpu", "cuda"):
+        raise ProviderError(f"provider {provider!r} runs no engine that could hold plugins: omit --plugins")
+    if threads is not None and provider not in ("auto", "cpu", NETWORKS):
+        raise ProviderError(f"threads are for the CPU, and provider {provider!r} runs on the GPU: omit --threads")
+    if device is not None:
+        whole_number("device", device, 0, MAX_DEVICE, ConfigError)
+        if provider in ("auto", "cpu", NETWORKS):
+            raise ProviderError(NAME_A_GPU)
 
 
 def _candidates(bundle: Bundle) -> list[str]:
@@ -79,29 +90,13 @@ def _candidates(bundle: Bundle) -> list[str]:
 
 
 def _open(
-    bundle: Bundle,
-    provider: str,
-    threads: int | None,
-    plugins: str | os.PathLike[str] | None,
-    device: int | None = None,
-) -> Backend:
-    if provider == "cpu":
-        return BranchedBackend(bundle, open_session(bundle, threads), threads)
-    if provider == "cuda":
-        backend, title = open_segments(bundle, "cuda", gpu=device or 0), "ONNX Runtime on CUDA"
-    elif provider == "torch":
-        backend, title = _open_torch(bundle, threads, device), "PyTorch"
+    bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None
+) -> c_void_p:
+    given = {name: value for name, value in options.items() if value is not None} | {"provider": provider}
+    if provider in FLAVOURS:
+        handle = open_engines(bundle, provider, given, plugins)
     else:
-        backend, title = open_engines(bundle, provider, plugins, device or 0), FLAVOURS[provider].title
-    logger.info("running '%s' with %s", bundle.path, title)
-    return backend
-
-
-def _open_torch(bundle: Bundle, threads: int | None, device: int | None) -> SegmentBackend:
-    try:
-        from tide_export.runtime.pytorch.segments import open_torch
-    except ImportError as error:
-        raise ProviderError(
-            f"provider 'torch' needs the packages torch and onnx ({error}): pip install tide_export[torch]"
-        ) from None
-    return open_torch(bundle, threads=threads, gpu=device)
+        handle = created("load", os.fsencode(bundle.path), json.dumps(given).encode())
+    titles = {"cuda": "ONNX Runtime on CUDA", **{name: flavour.title for name, flavour in FLAVOURS.items()}}
+    logger.info("running '%s' with %s", bundle.path, titles.get(provider, "ONNX Runtime on the CPU"))
+    return handle

@@ -4,7 +4,7 @@ Used by the command line's `generate`, `bench` and `tune`; needs the small `toke
 `gpu` extras), not transformers. The rest of the runtime works on token ids alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,21 +99,6 @@ class BundleTokenizer:
         with tokenizer_errors("the bundle's tokenizer cannot encode the text", GenerationError):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-        """Pieces of text as `tokens` arrive; joined, they are the text that follows the prompt's.
-
-        A token may end in the middle of a character, and a tokenizer may spell a token differently after another one
-        (leading spaces). So each piece is the difference between two decodings of a short window, and text that still
-        ends in an incomplete character waits for the next token. Bytes that are incomplete when the tokens end come out
-        as U+FFFD, as in a decoding of the whole.
-        """
-        text = TextStream(self, prompt)
-        for token in tokens:
-            if piece := text.push(token):
-                yield piece
-        if piece := text.finish():
-            yield piece
-
 
 def tokenizer_of(bundle: Bundle) -> BundleTokenizer:
     """The tokenizer of an opened bundle, which is read once.
@@ -129,38 +114,33 @@ def tokenizer_of(bundle: Bundle) -> BundleTokenizer:
     return _tokenizers[file]
 
 
-class TextStream:
-    """Converts token ids to text as they arrive; see `BundleTokenizer.stream`."""
+class LateText:
+    """The text of a generation, made when somebody asks for it.
+
+    A token may end in the middle of a character, and a tokenizer may spell a token differently after another one
+    (leading spaces). So each piece is the difference between two decodings of a short window, and text that still ends
+    in an incomplete character waits for the next token. Bytes that are incomplete when the tokens end come out as
+    U+FFFD, as in a decoding of the whole.
+    """
 
     def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int]) -> None:
         """Nothing came after `prompt` yet."""
-        self._tokenizer, self._ids = tokenizer, list(prompt)
-        # ids[start:shown] were returned; they give the context
+        self._tokenizer, self._ids, self._prompt_length = tokenizer, list(prompt), len(prompt)
+        # ids[start:shown] are in the text; they give the context
         self._start, self._shown = _window_start(tokenizer, self._ids), len(self._ids)
+        self._text = ""
 
-    def push(self, token: int) -> str:
-        """The text that a token completes, often "" in the middle of a character."""
-        self._ids.append(token)
-        text = self._new()
-        if not text or text.endswith(REPLACEMENT):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return text
+    def of(self, tokens: Sequence[int], ended: bool) -> str:
+        """The text of `tokens`, which begin with those of the last call; all of it, where they have `ended`."""
+        for token in tokens[len(self._ids) - self._prompt_length :]:
+            self._ids.append(token)
+            piece = self._piece()
+            if piece and not piece.endswith(REPLACEMENT):
+                self._text += piece
+                self._start, self._shown = self._shown, len(self._ids)
+        return self._text + self._piece() if ended else self._text
 
-    def finish(self) -> str:
-        """What is left when the tokens end; bytes of an incomplete character come out as U+FFFD."""
-        return self._new()
-
-    def save(self) -> Any:
-        """What `restore` returns to."""
-        return len(self._ids), self._start, self._shown
-
-    def restore(self, saved: Any) -> None:
-        """Undoes all since `saved`."""
-        count, self._start, self._shown = saved
-        del self._ids[count:]
-
-    def _new(self) -> str:
+    def _piece(self) -> str:
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         after = self._tokenizer.decode(self._ids[self._start :])
         return after[len(before) :]

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tide_export.runtime.scheduling.handle import RequestHandle
+from tide_export.runtime.handle import RequestHandle
 from tide_export.serving.logprobs import of_completion, of_conversation
 from tide_export.serving.protocol import ApiError, ChatRequest, GenerationRequest
 from tide_export.serving.service import Piece, Prompt, Service, cancel, usage

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tide_export.runtime.decoding.sampling import TokenLogprobs
+from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.tokenizer import BundleTokenizer
 
 

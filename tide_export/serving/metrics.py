@@ -8,9 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tide_export.runtime.scheduling.audit import Audit
-from tide_export.runtime.scheduling.handle import RequestHandle
-from tide_export.runtime.scheduling.scheduler import Scheduler
+from tide_export.runtime.handle import RequestHandle
+from tide_export.runtime.scheduler import Scheduler
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -40,7 +39,7 @@ class Metrics:
         Gauge("tide_requests_waiting", "Requests in the queue.", **own).set_function(lambda: scheduler.waiting)
 
         if scheduler.audit is not None:
-            self._registry.register(AuditCollector(scheduler.audit))
+            self._registry.register(AuditCollector(scheduler))
 
     def ended(self, reason: str, handle: RequestHandle) -> None:
         """Counts a generation that has ended."""
@@ -67,11 +66,12 @@ class Metrics:
 class AuditCollector(Collector):
     """Reads the counts and bounds of an audit."""
 
-    def __init__(self, audit: Audit) -> None:
-        self._audit = audit
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        audit = self._audit
+        audit = self._scheduler.audit
+        assert audit is not None
         yield CounterMetricFamily("tide_audit_tokens", "Tokens of mode exit that were chosen.", value=audit.audited)
         checked = "Those that had exited, and were made again at full depth."
         yield CounterMetricFamily("tide_audit_checked", checked, value=audit.checked)

@@ -7,11 +7,11 @@ from typing import Any
 
 from tide_export.errors import BundleError, ConstraintError, GenerationError, QueueFullError
 from tide_export.runtime.chat_template import ChatTemplate
-from tide_export.runtime.decoding.sampling import TokenLogprobs
+from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.scheduling.audit import AUDIT_RATE, AuditConfig
-from tide_export.runtime.scheduling.handle import RequestHandle
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig
+from tide_export.runtime.handle import RequestHandle
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.metrics import Metrics
 from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
@@ -60,7 +60,7 @@ class Service:
             waiting=config.waiting,
             prompt_tokens=config.prompt_tokens,
             kv_tokens=config.kv_tokens,
-            prefix_cache_bytes=PREFIX_CACHE_BYTES.get(engine.backend.provider, 0)
+            prefix_cache_bytes=PREFIX_CACHE_BYTES.get(engine.provider, 0)
             if config.prefix_cache_bytes is None
             else config.prefix_cache_bytes,
         )

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tide_export.errors import TuneError
-from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.sequence import NO_LIMIT
+from tide_export.runtime.stepping import NO_LIMIT, most_likely
 from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 
@@ -96,7 +95,6 @@ def _run(
     engine: Engine, ids: Sequence[int], prompt_length: int, thresholds: Sequence[float], exit_layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """One pass over one prompt: greedy tokens [P], and scores [P, K-1] of all the bundle's routers."""
-    greedy = Sampler()
     state = engine.start(thresholds, max_pending=NO_LIMIT, room=len(ids))
     tokens, scores = [], []
     for end in range(prompt_length, len(ids) + 1):
@@ -106,6 +104,6 @@ def _run(
                 f"bundle {engine.bundle.path}: a token exited after layer {result.exit_layer} instead of {exit_layer} "
                 f"at thresholds {list(thresholds)}; export the bundle again"
             )
-        tokens.append(greedy(result.logits))
-        scores.append(result.scores.copy())
+        tokens.append(most_likely(result.logits))
+        scores.append(result.scores)
     return np.array(tokens), np.array(scores)

@@ -2,10 +2,11 @@
 
 Used by `tuning.lossless`. The recording is a `Measurement` of the model's own continuations: every router's score at
 every position, and whether the early token is the one that was chosen. With the cost of a draft and of a verifying run
-on this machine, `LosslessDecoder` runs on the recording for any setting without the model. What follows a wrong draft
+on this machine, the runtime's own decoder runs on the recording for any setting without the model. What follows a wrong draft
 is not recorded; the replay takes the scores of the right text there, which only affects how much is drafted in vain.
 """
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +19,9 @@ from typing import Any
 import numpy as np
 
 from tide_export.bundle.manifest import Drafting
-from tide_export.runtime.decoding.decoder import run_block
-from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
-from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.sequence import NO_LIMIT, Candidates, SequenceState, SingleSequence, StepResult
+from tide_export.runtime.native import call, int64s
+from tide_export.runtime.stepping import NO_LIMIT, SingleSequence
 from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 from tide_export.tuning.measure import Measurement
@@ -142,43 +141,6 @@ class Replayed:
     lookup_accepted: int
 
 
-class _Chosen(Sampler):
-    """Stands for a sampler where logits are the token chosen from them."""
-
-    def __call__(self, logits: np.ndarray | Candidates) -> int:
-        return int(np.asarray(logits))
-
-    draft = __call__
-
-
-class _RecordedSequence(SequenceState):
-    """A sequence whose steps give what was recorded, in the time they would take."""
-
-    def __init__(
-        self, recorded: Measurement, number: int, prompt: Sequence[int], left: np.ndarray, draft: Sequence[float]
-    ) -> None:
-        """Takes text `number`, of which each position's router was sure first at the checkpoint `left` [P]."""
-        super().__init__(1)
-        self.drafting_seconds, self.verified = 0.0, list[tuple[int, int]]()
-        self._early, self._full = recorded.early[number], recorded.full[number]
-        self._prompt_length, self._left, self._draft = len(prompt), left, draft
-        self._depths = (*recorded.layers, recorded.depth)
-
-    def step(self, ids: Sequence[int], logits_to_keep: int, full: bool) -> StepResult:
-        self.lengths[0] += len(ids)
-        last, segments = self.length - self._prompt_length, len(self._depths)
-        checkpoint = segments - 1 if full else int(self._left[last])
-        depth = self._depths[checkpoint]
-        if checkpoint < segments - 1:
-            self.drafting_seconds += self._draft[checkpoint]
-            token = self._early[last, checkpoint]
-            return StepResult(token, token, depth, checkpoint + 1)
-        if last:
-            self.verified.append((logits_to_keep - len(ids), len(ids)))
-        chosen = self._full[last + 1 - logits_to_keep : last + 1]
-        return StepResult(chosen[-1], chosen, depth, segments)
-
-
 def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], setting: Setting) -> Replayed:
     """Replays lossless mode on the recorded texts, from the second token on.
 
@@ -187,19 +149,26 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     """
     n, positions, columns = recorded.scores.shape
     left = exits(recorded.scores.reshape(n * positions, columns), setting.thresholds).reshape(n, positions)
-    limits = DraftLimits(setting.max_drafts, setting.prompt_lookup, costs.draft_costs, costs.verify_costs)
-    depths = (*recorded.layers, recorded.depth)
-    verifying = cache(costs.verifying)
-    seconds, counts = 0.0, np.zeros(4, np.int64)
+    drafting = json.dumps(
+        {
+            "thresholds": setting.thresholds,
+            "max_drafts": setting.max_drafts,
+            "prompt_lookup": setting.prompt_lookup,
+            "draft_costs": costs.draft_costs,
+            "verify_costs": costs.verify_costs,
+        }
+    ).encode()
+    verifying, seconds, counts = cache(costs.verifying), 0.0, np.zeros(4, np.int64)
     for number, prompt in enumerate(prompts):
-        state = _RecordedSequence(recorded, number, prompt, left[number], costs.draft)
-        decoder = LosslessDecoder(state, _Chosen(), depths, limits, frozenset(), None)
-        ids, made = list(prompt), 0
-        while made < positions:
-            block = run_block(decoder.block(ids, positions - made), state.step)
-            ids, made = [block[-1].id], made + len(block)
-        seconds += state.drafting_seconds + sum(verifying(*run) for run in state.verified)
-        counts += decoder.drafted, decoder.accepted, decoder.lookup_drafted, decoder.lookup_accepted
+        ids, early, full = (int64s(values) for values in (prompt, recorded.early[number], recorded.full[number]))
+        leaves = int64s(left[number])
+        made, drafts, runs = (np.zeros(size, np.int64) for size in (4, columns, (positions, 2)))
+        arrays = (values.ctypes.data for values in (leaves, early, full))
+        results = (values.ctypes.data for values in (made, drafts, runs))
+        call("replay", drafting, ids.ctypes.data, len(ids), *arrays, positions, columns, *results)
+        seconds += float(drafts @ np.array(costs.draft)) if columns else 0.0
+        seconds += sum(verifying(pending, tokens) for pending, tokens in runs.tolist() if tokens)
+        counts += made
     drafted, accepted, lookup_drafted, lookup_accepted = counts.tolist()
     return Replayed(
         seconds / (n * (positions - 1)),

@@ -11,7 +11,7 @@ from statistics import median
 
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import LIST_PROMPT_TOKENS, Engine
-from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import SchedulerLimits
 
 ROUNDS = 5  # the median of which is taken
 MIN_ROUNDS = 2

@@ -11,7 +11,6 @@ batch. `validate` does the same at length and on real text.
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +23,8 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GraphError
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.branched.backend import empty_batch
-from tide_export.runtime.engine import Engine
-from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.packed.networks import BatchNetworks
-from tide_export.runtime.sequence import Batch
+from tide_export.runtime.engine import Engine, open_engine
+from tide_export.runtime.stepping import Batch
 from tide_export.thresholds.pareto import constant_routers
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.batch_parity import compare_batch
@@ -81,12 +77,11 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
             onnx.checker.check_model(str(folder / file), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise GraphError(f"the exported graph is malformed: {str(error).splitlines()[0]}") from error
-    bundle = replace(open_bundle(folder, verify=False), manifest=manifest)
+    bundle = open_bundle(folder, verify=False)
     for name, engine, deployed, _ in graph_engines(bundle, None):
         _compare(name or "graph", engine, references, deployed)
-    del engine
     if manifest.networks is not None and manifest.networks.weights != "bf16":  # which no CPU engine runs
-        networks = Engine(bundle, open_segments(bundle))
+        networks = open_engine(bundle, "cpu-networks")
         tolerance = TOLERANCES[manifest.networks.precision]
         _compare("networks", networks, references, tolerance)
         if manifest.networks.max_batch_size > 1:
@@ -95,8 +90,7 @@ def check_export(folder: Path, manifest: Manifest, references: Sequence[Referenc
             del batch
         del networks
     if names.batch_file(names.HEAD) in manifest.files:
-        sessions = BatchNetworks(bundle, None).sessions(len(references))
-        batch = empty_batch(sessions, manifest, manifest.compaction_threshold)
+        batch = engine.start_batch(manifest.compaction_threshold, len(references))
         _compare_batch("networks for batches", batch, manifest, references, deployed)
 
 

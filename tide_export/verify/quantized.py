@@ -1,12 +1,12 @@
 """Reads the quantized weights of a bundle back, so that the reference computes with the same values.
 
-`validate` writes them into the model the bundle was made from; `float32_session` runs the bundle's graph with matmuls
+`validate` writes them into the model the bundle was made from; `float32_engine` runs the bundle's graph with matmuls
 in float32, where it must equal that reference token for token whatever its accuracy level.
 """
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from mmap import mmap
-from typing import Any
 
 import numpy as np
 import onnx
@@ -23,10 +23,7 @@ from tide_export.quantize.fp8 import round_to_fp8
 from tide_export.quantize.half import round_to_half
 from tide_export.quantize.matrices import find_matrices
 from tide_export.quantize.settings import INT8_MATMULS
-from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.engine import Engine
-from tide_export.runtime.onnxruntime.bindings import import_onnxruntime, load_session
-from tide_export.runtime.onnxruntime.session import open_session
+from tide_export.runtime.engine import Engine, open_engine
 from tide_export.trace.rewriting import HALF
 from tide_export.verify.parity import TOLERANCES, EngineUnderTest
 
@@ -81,20 +78,18 @@ def computes_in_float32(bundle: Bundle) -> bool:
     return settings is None or settings.accuracy_level != INT8_MATMULS
 
 
-def float32_session(bundle: Bundle, threads: int | None = None) -> Any:
-    """Opens the bundle's graph with quantized matmuls computed in float32.
-
-    Raises:
-        ProviderError, ConfigError: as `runtime.onnxruntime.session.open_session`.
-    """
-    ort = import_onnxruntime()
+def float32_engine(bundle: Bundle, threads: int | None = None) -> Engine:
+    """Opens the bundle's graph with quantized matmuls computed in float32. Raises as `runtime.engine.load`."""
     proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
     for function in proto.functions:
         if function.name in INTEGER_MATMULS:
             function.name += "Function"
             _as_functions(function.node)
     _set_level(proto.graph)
-    return load_session(ort, bundle, GRAPH_FILE, threads, graph=proto.SerializeToString())
+    with tempfile.NamedTemporaryFile(suffix=".onnx") as graph:
+        graph.write(proto.SerializeToString())
+        graph.flush()
+        return open_engine(bundle, "cpu", threads, graph=graph.name)
 
 
 def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
@@ -103,13 +98,12 @@ def graph_engines(bundle: Bundle, threads: int | None) -> list[EngineUnderTest]:
     A graph that rounds the inputs of its matmuls to 8 bits is compared with matmuls in float32 first, which shows that
     integers, scales and everything around them are right, and then as it is, within that rounding.
     """
-    deployed = Engine(bundle, BranchedBackend(bundle, open_session(bundle, threads)))
+    deployed = open_engine(bundle, "cpu", threads)
     float32 = TOLERANCES["fp32" if bundle.manifest.kv_dtype != INT8_KV else "int8 K/V"]
     if computes_in_float32(bundle):
         return [EngineUnderTest("", deployed, float32)]
-    exact = Engine(bundle, BranchedBackend(bundle, float32_session(bundle, threads)))
     return [
-        EngineUnderTest("float32 matmuls", exact, float32, as_deployed=False),
+        EngineUnderTest("float32 matmuls", float32_engine(bundle, threads), float32, as_deployed=False),
         EngineUnderTest("", deployed, TOLERANCES["int8 matmuls"]),
     ]
 

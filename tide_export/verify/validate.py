@@ -24,11 +24,10 @@ from tide_export.model.source import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.decoding.stats import LOOKUP_DRAFT
-from tide_export.runtime.engine import Engine
-from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.providers import NAME_A_GPU, open_provider
-from tide_export.runtime.request import check_exits
+from tide_export.runtime.stats import LOOKUP_DRAFT
+from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.engine import open_engine
+from tide_export.runtime.providers import NAME_A_GPU
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import whole_number
@@ -170,11 +169,13 @@ def validate(
     opened = open_bundle(bundle)
     pending = opened.manifest.max_pending if max_pending is None else max_pending
     _check_numbers(opened, prompts, longest_prompt, new_tokens, pending, quality)
-    check_exits(opened, "exit", {"threshold": thresholds, "max_pending": max_pending})
     if plugins not in (None, NONE) and provider in (None, "cpu"):
         raise ConfigError("plugins are for TensorRT engines, of --provider tensorrt: omit --plugins")
     if device is not None and provider in (None, "cpu"):
         raise ConfigError(NAME_A_GPU)
+    engines = _engines(opened, provider, threads, plugins, device)
+    for threshold in [None] if thresholds is None else thresholds:
+        engines[0].engine.resolved(GenerationConfig(mode="exit", threshold=threshold, max_pending=max_pending))
     spec = _dataset(opened, dataset)
     settings = _settings(opened, THRESHOLDS if thresholds is None else thresholds)
     source = load_model(model_name, trust_remote_code=trust_remote_code)
@@ -184,7 +185,6 @@ def validate(
     texts = pick_prompts(tokenizer, spec, prompts, longest_prompt)
     read = [] if quality is None else quality_texts(opened.manifest, tokenizer, spec, quality)
     routers = _routers(opened, source)
-    engines = _engines(opened, provider, threads, plugins, device)
     checks, batches = list[Check](), list[BatchCheck]()
     total = len(engines) * len(settings) * len(texts)
     total += sum(tested.as_deployed for tested in engines) * len({setting.mode for setting in settings})
@@ -286,16 +286,15 @@ def _engines(
     """Opens the engine of `provider`, or by default the graph and the segment networks of a bundle that has them."""
     networks = bundle.manifest.networks
     if provider not in (None, "cpu"):
-        engine = Engine(bundle, open_provider(bundle, provider, threads, plugins, device))
+        engine = open_engine(bundle, provider, threads, False, plugins, device)
         return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.precision if networks else "fp32"])]
     engines = graph_engines(bundle, threads)
     if provider is None and networks is not None:
         try:
-            backend = open_segments(bundle, "cpu", threads)
+            engine = open_engine(bundle, "cpu-networks", threads)
         except ProviderError as error:  # bfloat16: nothing on a CPU can run them
             logger.warning("the segment networks are not checked: %s", error)
         else:
-            engine = Engine(bundle, backend)
             engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.precision]))
     return engines
 

@@ -18,7 +18,7 @@ from harness.interleave import write_json
 
 from tide_export.formatting import table
 from tide_export.runtime.engine import load
-from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 
 READ, CACHED, TURN = "read", "cached", "cached, and 30 tokens after it"
 TURN_TOKENS = 30

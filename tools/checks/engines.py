@@ -17,7 +17,7 @@ from tide_export import names
 from tide_export.bundle.engine_fields import NetworksInfo, Profile
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import ProviderError, TideError
-from tide_export.runtime.segmented.network_spec import NetworkSpec, of_network, specs
+from tide_export.runtime.network_spec import NetworkSpec, of_network, specs
 from tide_export.runtime.tensorrt.flavours import FLAVOURS, TENSORRT_RTX, import_library
 from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
 

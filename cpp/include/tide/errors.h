@@ -28,6 +28,11 @@ struct GenerationError : TideError {
   using TideError::TideError;
 };
 
+// What a request asks of its text (a grammar, biases, penalties, a processor) leaves no next token.
+struct ConstraintError : GenerationError {
+  using GenerationError::GenerationError;
+};
+
 // A scheduler's queue is full.
 struct QueueFullError : GenerationError {
   using GenerationError::GenerationError;

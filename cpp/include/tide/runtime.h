@@ -30,12 +30,18 @@ struct LoadOptions {
   bool verify = true;                   // check the sha256 of every file first (sizes are always checked)
   // "cpu" (ONNX Runtime), "tensorrt" or "tensorrt-rtx" (the bundle's engines, on the GPU), "cuda" (its segment networks, on
   // ONNX Runtime and the GPU). "auto": the first of the engines, "cuda" and "cpu" that the bundle holds and that runs here. A
-  // provider that is named never falls back to another.
+  // provider that is named never falls back to another. "cpu-networks": the segment networks on the CPU, a reference for
+  // the engines that are built of them.
   std::string provider = "auto";
   std::optional<std::int64_t> device;  // number of the GPU that a named provider runs on; none: the first
   // The plugin library for TensorRT engines that hold plugins; none: that of the environment variable TIDE_PLUGINS.
   // "none": no library.
   std::optional<std::filesystem::path> plugins;
+  // The library of ONNX Runtime, of which a process opens one; none: that of the environment variable TIDE_ONNXRUNTIME, else
+  // libonnxruntime where the system finds it.
+  std::optional<std::filesystem::path> onnxruntime;
+  // A file whose graph is run in place of the bundle's, on its weights (provider "cpu"): a check of its arithmetic.
+  std::optional<std::filesystem::path> graph;
   // Receives one sentence that says which provider "auto" chose for a bundle that holds engines and why not the
   // engines, or that a plugin library is another build than the engines were built with. None: stderr.
   std::function<void(std::string const&)> log;
@@ -81,6 +87,9 @@ using Seed = OneOrEach<std::int64_t>;  // of the random numbers, for all prompts
 using LogitsProcessor =
     std::function<void(std::vector<std::int64_t> const& ids, float* logits, std::size_t vocabulary)>;
 
+// Whether a token may follow these ids. It is asked for n-gram drafts alone: no saves the time of verifying them.
+using AllowsToken = std::function<bool(std::vector<std::int64_t> const& ids, std::int64_t token)>;
+
 // Options of a generation, with the names and defaults of Python's `GenerationConfig`. An option without a value takes
 // the bundle's.
 struct GenerationConfig {
@@ -97,17 +106,20 @@ struct GenerationConfig {
   // What changes the logits before a token is chosen, greedily or sampled, in this order. `lossless` gives the tokens of
   // `full` with these too.
   LogitsProcessor logits_processor;
+  AllowsToken allows_token;  // none: any may
   double repetition_penalty = 1;  // of tokens in the prompt or generated: divides positive logits, multiplies others
   double frequency_penalty = 0;   // subtracted from a token's logit for each time that it was generated
   double presence_penalty = 0;    // subtracted if it was generated at all
   std::map<std::int64_t, double> logit_bias;  // added, by token id
   // Returns the log-probabilities, by the model's own logits, of each token and of this many most likely; none: no.
   std::optional<std::int64_t> logprobs;
-  std::optional<Seed> seed;                   // none: a random one for each sequence
+  // Of the random numbers; none: a random one for each sequence. The same seed gives the same tokens in C++, C and Python.
+  std::optional<Seed> seed;
   std::optional<std::vector<std::int64_t>> stop_token_ids;  // none: the model's; an empty list: never stop
   // Strings that end the generation where they come up in its text, also across tokens; for them `detokenizer` is needed.
   std::vector<std::string> stop;
   Detokenizer detokenizer;  // makes `Generation::text`
+  std::optional<Drafting> drafting;  // of lossless mode; none: the bundle's
   // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all with
   // pending tokens run it too. Changes speed, never tokens. Default in lossless mode: 0.
   std::optional<double> compaction_threshold;
@@ -145,8 +157,37 @@ struct Generation {
   std::vector<TokenLogprobs> logprobs;  // one per token where GenerationConfig::logprobs asks for them
 };
 
+class BatchState;
 class Scheduler;
+struct AuditConfig;
 struct SchedulerLimits;
+
+// A generation that is made as it is read. One thread at a time may use it.
+class TokenStream {
+ public:
+  TokenStream(TokenStream&&) noexcept;
+  TokenStream& operator=(TokenStream&&) noexcept;
+  ~TokenStream();
+
+  // Runs one step, which makes some tokens or, where lossless mode drafts, none yet. Returns whether another step may
+  // follow. Throws GenerationError: the step failed, or a callback; nothing has changed, and the next call tries again.
+  bool step();
+
+  // Steps until there is a token that it has not returned; none: the generation has ended.
+  std::optional<Token> next();
+
+  std::vector<Token> const& tokens() const;  // made so far
+  bool ended() const;
+  Generation const& so_far() const;  // its finish_reason is valid once it has ended
+
+ private:
+  friend class Engine;
+  class Impl;
+  explicit TokenStream(std::unique_ptr<Impl> impl);
+
+  std::unique_ptr<Impl> impl_;
+  std::size_t read_ = 0;  // tokens that `next` returned
+};
 
 // A loaded bundle. Copies share it. May be used by several threads at once: each generation has its own State.
 class Engine {
@@ -159,6 +200,11 @@ class Engine {
   explicit Engine(std::shared_ptr<Backend> backend);
 
   Manifest const& manifest() const;
+  std::string const& manifest_text() const;  // tide.json, as it was read
+  std::string const& provider() const;  // "cpu", "cuda", "tensorrt" or "tensorrt-rtx"
+
+  // How lossless mode drafts: as the bundle was tuned, else by default.
+  Drafting drafting() const;
 
   // What mode "auto" is on this provider for so many sequences at once: the prompts of a list, or the slots of a
   // scheduler, however many are taken. None: nothing else was measured to pay, so that it is full depth.
@@ -177,6 +223,10 @@ class Engine {
   Generation stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
                     std::function<bool(Token const&)> const& on_token) const;
 
+  // Checks a request and returns its tokens as they are made; the model runs as they are read. The stream may outlive the
+  // engine. Throws as `generate`.
+  TokenStream open_stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config = {}) const;
+
   // Generates for each prompt, in their order. Up to `max_batch_size` sequences of any lengths are decoded at a time;
   // when one ends, the next prompt takes its slot. Each gets the tokens that it would get alone with the same options,
   // up to rounding (docs/guide/batches.md), and its own statistics, whose seconds are those of the steps it was in. The
@@ -193,11 +243,12 @@ class Engine {
   std::vector<Generation> stream(std::vector<std::vector<std::int64_t>> const& prompts, GenerationConfig const& config,
                                  std::function<bool(std::size_t, Token const&)> const& on_token) const;
 
-  // A scheduler of its own for requests that come and go: include tide/scheduler.h.
+  // A scheduler of its own for requests that come and go: include tide/scheduler.h. audit: of mode exit; none: none.
   //
   // Throws GenerationError: a limit is out of range, the bundle holds no networks for batches, or there is no memory.
   // BundleError: as for a list.
   Scheduler scheduler(SchedulerLimits const& limits) const;
+  Scheduler scheduler(SchedulerLimits const& limits, std::optional<AuditConfig> const& audit) const;
 
   // Prompts of a list that are decoded at the same time; 1: lists are refused.
   std::int64_t max_batch_size() const;
@@ -210,6 +261,13 @@ class Engine {
   // Throws BundleError: the bundle holds no tokenizer.json. ProviderError: there is no such library.
   Tokenizer tokenizer(std::optional<std::filesystem::path> const& library = std::nullopt) const;
 
+  // Throws what `generate` of a list of so many prompts would throw about its options; none: of one prompt. Returns the
+  // options with the mode that mode `automatic` is, and with the compaction threshold of a list.
+  GenerationConfig checked(GenerationConfig const& config, std::optional<std::size_t> prompts) const;
+
+  // Starts an empty batch to step by hand: include tide/batch.h. Throws GenerationError and BundleError as for a list.
+  BatchState start_batch(double compaction_threshold, std::int64_t slots) const;
+
   // Starts an empty sequence to `step` by hand. The state may outlive the engine.
   //
   // thresholds: one per checkpoint, as returned by `resolve_thresholds`; kNeverExit turns a checkpoint off.
@@ -220,6 +278,10 @@ class Engine {
 
  private:
   friend class Scheduler;
+  friend class BatchState;
+  TokenStream open_stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
+                          std::function<bool(Token const&)> on_token) const;
+
   std::shared_ptr<Backend> backend_;
 };
 

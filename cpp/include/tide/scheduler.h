@@ -1,5 +1,4 @@
-// Decodes requests that join, leave and are cancelled between steps. The counterpart of Python's
-// tide_export/runtime/scheduling, with the same order of steps, limits and errors.
+// Decodes requests that join, leave and are cancelled between steps.
 //
 // A step ends what was cancelled, lets waiting requests join as slots and K/V memory become free, and runs one token, or
 // what lossless mode drafts, of each request that writes, and a part of the prompts of those that read. No thread is
@@ -9,14 +8,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "tide/runtime.h"
 
 namespace tide {
 
+class Audit;     // internal
 class Job;       // internal
 class StepLoop;  // internal
 
@@ -28,9 +30,29 @@ struct SchedulerLimits {
   std::optional<std::int64_t> waiting;  // requests in the queue beyond those for which a slot is free; none: any number
   // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: any number.
   std::optional<std::int64_t> kv_tokens;
+  std::optional<double> compaction_threshold;  // of the batch, see `Engine::start_batch`; none: the bundle's
   // Of K/V of prompts and answers, beside those of requests with a slot, that are kept for requests that begin with the
   // same tokens, as long as there is memory for them; 0: none.
   std::int64_t prefix_cache_bytes = 0;
+};
+
+// How a scheduler audits mode exit.
+struct AuditConfig {
+  double rate = 0.01;  // share of the tokens that are chosen, above 0 and at most 1; costs 2 % of the time at most
+  // Largest share of tokens that exits may change. When the lower bound is above it, the thresholds of requests that get a
+  // slot from then on are raised, half of the way to 1 each time; after three times exits are turned off. None: they stay.
+  std::optional<double> epsilon;
+  std::function<void(std::string const&)> log;  // receives a sentence when thresholds are raised; none: stderr
+};
+
+// What an audit found so far.
+struct AuditState {
+  std::int64_t audited = 0;    // tokens that were chosen, of all requests
+  std::int64_t checked = 0;    // those of them that had exited, and were made again at full depth
+  std::int64_t different = 0;  // those of them that full depth makes another token of
+  std::int64_t raises = 0;     // how often thresholds were raised
+  double upper_bound = 1;      // the share of tokens that exits change is no larger, since thresholds were raised last,
+  double lower_bound = 0;      // and no smaller
 };
 
 // A submitted request. Each copy reads all tokens; one thread at a time may use a copy. May outlive its scheduler.
@@ -42,11 +64,18 @@ class RequestHandle {
   // Waits for the end. Throws what the request failed with.
   Generation result();
 
+  // Writes at most `room` tokens that were not read yet, without waiting, and returns how many.
+  std::size_t read(std::int64_t* ids, std::size_t room);
+
+  // Waits, without a step, until there are unread tokens or the request has ended, or so many seconds have passed.
+  void wait(double seconds) const;
+
   // Ends the request before the next step; its tokens so far stay. Does nothing after its end.
   void cancel();
 
-  std::vector<std::int64_t> tokens() const;            // made so far
-  ExitStats stats() const;                             // of these
+  Generation so_far() const;                           // its finish_reason is valid once it has ended
+  Mode mode() const;                                   // that it is decoded in
+  bool finished() const;                               // whether it has ended and all its tokens were read
   std::optional<FinishReason> finish_reason() const;   // none until it has ended, and where it failed
   std::exception_ptr error() const;                    // why it failed; null while it has not
   std::int64_t cached_tokens() const;                  // of the prompt, whose K/V came from the prefix cache
@@ -91,13 +120,20 @@ class Scheduler {
   bool closed() const;          // whether it takes no more requests
   std::int64_t prefix_cache_bytes() const;  // of K/V in the prefix cache now
 
+  std::optional<AuditState> audit() const;  // none: there is no audit
+
+  // Writes a byte to a file descriptor, which must not block, whenever requests got tokens or ended.
+  void watch(int descriptor);
+  void unwatch(int descriptor);
+
  private:
   friend class Engine;
-  Scheduler(Engine engine, std::int64_t slots, std::shared_ptr<StepLoop> loop);
+  Scheduler(Engine engine, std::int64_t slots, std::shared_ptr<StepLoop> loop, std::shared_ptr<Audit> audit);
 
   Engine engine_;
   std::int64_t slots_;
   std::shared_ptr<StepLoop> loop_;
+  std::shared_ptr<Audit> audit_;  // null: none
 };
 
 }  // namespace tide

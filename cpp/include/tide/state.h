@@ -71,6 +71,9 @@ class State {
   std::vector<std::int64_t> pending() const;          // pending tokens before segment 1, 2, ...
   std::int64_t capacity() const;                      // tokens that the K/V buffers hold before they grow
 
+  // Internal: lets steps give the largest `count` logits alone, where the engine can; 0: all.
+  void use_candidates(std::size_t count);
+
  private:
   friend class Engine;
   State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending,

@@ -48,15 +48,12 @@ void check_metadata(Ort::Session const& session, Manifest const& manifest, std::
       {"checkpoints", joined(manifest.checkpoints, ",")},
       {"context_length", context ? std::to_string(*context) : std::string()},
       {"hidden_size", std::to_string(manifest.model.hidden_size)}};
-  Ort::AllocatorWithDefaultOptions allocator;
-  Ort::ModelMetadata const metadata = session.GetModelMetadata();
   for (auto const& [field, expected] : fields) {
-    auto const present = metadata.LookupCustomMetadataMapAllocated((names::kMetadata + std::string(field)).c_str(),
-                                                                   allocator);
-    if (present == nullptr) {
+    std::string present;
+    if (!session.metadata((names::kMetadata + std::string(field)).c_str(), present)) {
       throw BundleError(graph + " does not record its " + field + ", as this release writes it: export again");
     }
-    if (present.get() != expected) {
+    if (present != expected) {
       throw BundleError(graph + " was exported with other " + field + " than its manifest's " +
                         (expected.empty() ? "none" : expected) + ": export the bundle again or copy it anew");
     }
@@ -65,13 +62,12 @@ void check_metadata(Ort::Session const& session, Manifest const& manifest, std::
 
 }  // namespace
 
-BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> threads)
+BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> threads, std::string const* replacement)
     : Backend(std::move(opened), "cpu"),
       batch_networks_(bundle(), threads, [this](ExitRule const& rule, KvBuffers& kv) { return start_lone(rule, kv); }) {
-  check_onnxruntime();
-  env_ = Ort::Env(ORT_LOGGING_LEVEL_FATAL, "tide");
+  env_ = Ort::Env("tide");
   std::filesystem::path const graph = bundle().file(kGraphFile).path();
-  session_ = load_network(env_, bundle(), kGraphFile, threads);
+  session_ = load_network(env_, bundle(), kGraphFile, threads, kWeightsFile, std::nullopt, replacement);
   graph_spec(manifest()).check(tensors_of(session_), graph.string());
   check_metadata(session_, manifest(), quoted(graph));
 }

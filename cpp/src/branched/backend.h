@@ -1,8 +1,6 @@
 // The branched graph in an ONNX Runtime session, on the CPU.
 #pragma once
 
-#include <onnxruntime_cxx_api.h>
-
 #include "onnxruntime/session.h"
 #include "sequence.h"
 #include "packed/networks.h"
@@ -12,8 +10,8 @@ namespace tide {
 class BranchedBackend final : public Backend {
  public:
   // Loads the graph; `threads` are checked. Throws BundleError: the graph does not load, or its inputs and outputs do
-  // not match the manifest. ProviderError: ONNX Runtime is too old.
-  BranchedBackend(Bundle bundle, std::optional<std::int64_t> threads);
+  // not match the manifest. ProviderError: ONNX Runtime is missing or too old. replacement: as of `load_network`.
+  BranchedBackend(Bundle bundle, std::optional<std::int64_t> threads, std::string const* replacement = nullptr);
 
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
                                   std::int64_t room) override;

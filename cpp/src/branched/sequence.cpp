@@ -85,8 +85,8 @@ class BranchedSequence final : public LoneSequence {
       std::vector<Ort::Value> outputs;
       if (new_pending || num_logits_ > 1) outputs = binding_.GetOutputValues();
       rows_ = num_logits_ > 1 ? std::move(outputs[pending_.empty() ? 0 : 1]) : Ort::Value(nullptr);
-      result.rows = rows_ ? static_cast<std::size_t>(rows_.GetTensorTypeAndShapeInfo().GetShape()[0]) : 1;
-      result.logits = rows_ ? rows_.GetTensorData<float>() : logits_.data();
+      result.rows = rows_ ? static_cast<std::size_t>(rows_.shape()[0]) : 1;
+      result.logits = rows_ ? rows_.data<float>() : logits_.data();
       commit(segments_run, total, static_cast<std::int64_t>(count),
              new_pending ? std::move(outputs[0]) : Ort::Value(nullptr));
     } catch (Ort::Exception const& error) {
@@ -105,7 +105,7 @@ class BranchedSequence final : public LoneSequence {
       if (lengths_[k] <= length || !pending_[k].states) continue;
       std::int64_t const left = std::max<std::int64_t>(length - lengths_[k + 1], 0);
       auto const size = static_cast<std::size_t>(left * manifest_.model.hidden_size);
-      float const* const states = pending_[k].states.GetTensorData<float>();
+      float const* const states = pending_[k].states.data<float>();
       replaced.emplace_back(&pending_[k], left > 0 ? copied(states, size) : Ort::Value(nullptr));
     }
     for (auto& [pending, states] : replaced) pending->replace(std::move(states));
@@ -142,8 +142,8 @@ class BranchedSequence final : public LoneSequence {
     for (std::size_t k = 0; k < pending_.size(); ++k) {
       Ort::Value const& states = pending_[k].states;
       if (!states) continue;
-      float const* const first = states.GetTensorData<float>();
-      copies[k + 1].assign(first, first + states.GetTensorTypeAndShapeInfo().GetElementCount());
+      float const* const first = states.data<float>();
+      copies[k + 1].assign(first, first + states.count());
     }
     return copies;
   }
@@ -253,17 +253,15 @@ class BranchedSequence final : public LoneSequence {
 
   // A copy of states [n, D], `size` numbers, as [1, n, D].
   Ort::Value copied(float const* states, std::size_t size) const {
-    Ort::AllocatorWithDefaultOptions allocator;
     std::int64_t const width = manifest_.model.hidden_size;
-    std::array<std::int64_t, 3> const shape{1, static_cast<std::int64_t>(size) / width, width};
-    Ort::Value copy = Ort::Value::CreateTensor<float>(allocator, shape.data(), shape.size());
-    std::memcpy(copy.GetTensorMutableData<float>(), states, size * sizeof(float));
+    Ort::Value copy = Ort::Value::floats({1, static_cast<std::int64_t>(size) / width, width});
+    std::memcpy(copy.data<float>(), states, size * sizeof(float));
     return copy;
   }
 
   BranchedBackend& backend_;
   Manifest const& manifest_;
-  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
 

@@ -1,23 +1,18 @@
-// Reads JSON strictly: text, numbers and depth within bounds, every field there and of its type. Accepts and refuses the
-// same texts as tide_export/bundle/strict_json.py, in the same order and with the same sentences.
+// Reads values of JSON strictly: every field there and of its type. Accepts and refuses the same as
+// tide_export/bundle/strict_json.py, in the same order and with the same sentences.
 #pragma once
 
 #include <cstdint>
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "bundle/json.h"
+
 namespace tide {
-
-using Json = nlohmann::json;
-
-// The value of a JSON text: UTF-8 without a byte order mark, every number finite, nested 100 deep at most. None: it is no
-// such text.
-std::optional<Json> parse_json(std::string const& text);
 
 // A key for a message: printable ASCII, cut off.
 std::string shown_name(std::string const& name);
@@ -29,9 +24,9 @@ class Field {
   Field(Json const& value, std::string source, std::string where)
       : value_(value), source_(std::move(source)), where_(std::move(where)) {}
 
-  bool is_null() const { return value_.is_null(); }
-  bool is_list() const { return value_.is_array(); }
-  bool has(std::string const& name) const { return value_.contains(name); }
+  bool is_null() const { return value_.is(Json::Kind::null); }
+  bool is_list() const { return value_.is(Json::Kind::list); }
+  bool has(std::string const& name) const { return value_.object.count(name) == 1; }
   [[noreturn]] void refuse(std::string const& rule) const;
 
   std::int64_t whole() const;
@@ -43,7 +38,7 @@ class Field {
   std::vector<T> list(std::function<T(Field const&)> const& entry) const {
     std::vector<T> values;
     for (std::size_t i = 0; i < size(); ++i) {
-      values.push_back(entry(Field(value_[i], source_, where_ + "." + std::to_string(i))));
+      values.push_back(entry(Field(value_.list[i], source_, where_ + "." + std::to_string(i))));
     }
     return values;
   }
@@ -59,7 +54,7 @@ class Field {
   // The fields of an object that may have any, by name.
   std::vector<std::pair<std::string, Field>> entries() const;
 
-  Field operator[](std::string const& name) const { return at(name, value_.at(name)); }
+  Field operator[](std::string const& name) const { return at(name, value_.object.at(name)); }
 
  private:
   std::size_t size() const;  // of a list

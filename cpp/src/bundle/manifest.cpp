@@ -348,17 +348,18 @@ std::int64_t Manifest::kv_token_bytes() const {
 
 Manifest Manifest::from_json(std::string const& text, std::string const& source) {
   check_manifest_size(static_cast<std::int64_t>(text.size()), source);
-  std::optional<Json> parsed = parse_json(text);
+  std::optional<Json> parsed = Json::parse(text);
   if (!parsed) throw BundleError(source + " is not valid JSON: export the bundle again or copy it anew");
   Json& data = *parsed;
-  if (!data.is_object() || !data.contains("schema") || !data["schema"].is_string()) {
+  auto const named = data.object.find("schema");
+  if (named == data.object.end() || !named->second.is(Json::Kind::text)) {
     throw BundleError(source + " is not the manifest of a bundle: it has no field 'schema'");
   }
-  if (auto const schema = data["schema"].get<std::string>(); schema != kSchema) {
+  if (std::string const& schema = named->second.text; schema != kSchema) {
     throw BundleError(source + " has schema '" + shown_name(schema) + "' but this release reads '" + kSchema +
                       "': use the tide_export release that wrote it, or export again");
   }
-  data.erase("schema");
+  data.object.erase(named);
   Field const field(data, source, "");
   field.object(kFields, kOmitted);
   Manifest manifest;  // its fields in the order of kFields, as Python reads them

@@ -60,7 +60,9 @@ Bundle open_files(fs::path const& path, int folder, bool verify) {
   }
   BundleFile const file(source, folder, kManifestFile);
   check_manifest_size(file.size(), quoted(source));
-  Bundle bundle{path, Manifest::from_json(file.read(), quoted(source)), {}};
+  std::string text = file.read();
+  Bundle bundle{path, std::move(text), {}, {}};
+  bundle.manifest = Manifest::from_json(bundle.manifest_text, quoted(source));
   for (auto const& [name, expected] : bundle.manifest.files) {
     bundle.files[name] = std::make_shared<BundleFile const>(path / name, folder, name);
   }

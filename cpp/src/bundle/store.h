@@ -84,6 +84,7 @@ class BundleFile {
 // path: where it was opened, for messages: another bundle may be there by now. files: those of the manifest, by name.
 struct Bundle {
   std::filesystem::path path;
+  std::string manifest_text;  // tide.json
   Manifest manifest;
   std::map<std::string, std::shared_ptr<BundleFile const>> files;
 

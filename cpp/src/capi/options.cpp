@@ -4,6 +4,7 @@
 #include <map>
 
 #include "bundle/fields.h"
+#include "formatting.h"
 
 namespace tide {
 namespace {
@@ -14,7 +15,7 @@ using Setters = std::map<std::string, std::function<void(Field const&)>>;
 template <typename Error>
 void set_options(char const* text, Setters const& setters) {
   if (text == nullptr) return;
-  std::optional<Json> const json = parse_json(text);
+  std::optional<Json> const json = Json::parse(text);
   if (!json) throw Error("the options are not valid JSON");
   try {
     for (auto const& [name, field] : Field(*json, "options", "").entries()) {
@@ -45,6 +46,13 @@ std::map<std::int64_t, double> biases(Field const& field) {
   return values;
 }
 
+// As a manifest has it.
+Drafting given_drafting(Field const& field) {
+  field.object({"thresholds", "max_drafts", "prompt_lookup", "draft_costs", "verify_costs"});
+  return {field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
+          field["draft_costs"].reals(), field["verify_costs"].reals()};
+}
+
 }  // namespace
 
 OpenOptions open_options(char const* text) {
@@ -55,12 +63,14 @@ OpenOptions open_options(char const* text) {
       {"verify", [&](Field const& field) { options.load.verify = field.boolean(); }},
       {"plugins", [&](Field const& field) { options.load.plugins = field.text(); }},
       {"device", [&](Field const& field) { options.load.device = field.whole(); }},
+      {"onnxruntime", [&](Field const& field) { options.load.onnxruntime = field.text(); }},
+      {"graph", [&](Field const& field) { options.load.graph = field.text(); }},
       {"tokenizers", [&](Field const& field) { options.tokenizers = field.text(); }},
   });
   return options;
 }
 
-GenerationConfig generation_config(char const* text, std::function<Tokenizer()> const& tokenizer) {
+GenerationConfig generation_config(char const* text, std::function<Detokenizer()> const& detokenizer) {
   GenerationConfig config;
   bool detokenize = false;
   set_options<GenerationError>(text, {
@@ -82,23 +92,57 @@ GenerationConfig generation_config(char const* text, std::function<Tokenizer()> 
       {"seed", [&](Field const& field) { config.seed = one_or_each(field, &Field::whole, &Field::wholes); }},
       {"stop_token_ids", [&](Field const& field) { config.stop_token_ids = field.wholes(); }},
       {"stop", [&](Field const& field) { config.stop = field.is_list() ? field.texts() : std::vector{field.text()}; }},
+      {"drafting", [&](Field const& field) { config.drafting = given_drafting(field); }},
       {"detokenize", [&](Field const& field) { detokenize = field.boolean(); }},
       {"compaction_threshold", [&](Field const& field) { config.compaction_threshold = field.real(); }},
   });
-  if (detokenize || !config.stop.empty()) config.detokenizer = tokenizer();
+  if (detokenize || !config.stop.empty()) config.detokenizer = detokenizer();
   return config;
 }
 
-SchedulerLimits scheduler_limits(char const* text) {
+std::pair<SchedulerLimits, std::optional<AuditConfig>> scheduler_options(char const* text) {
   SchedulerLimits limits;
+  std::optional<AuditConfig> audit;
+  auto const audits = [&]() -> AuditConfig& { return audit ? *audit : audit.emplace(); };
   set_options<GenerationError>(text, {
       {"slots", [&](Field const& field) { limits.slots = field.whole(); }},
       {"prompt_tokens", [&](Field const& field) { limits.prompt_tokens = field.whole(); }},
       {"waiting", [&](Field const& field) { limits.waiting = field.whole(); }},
       {"kv_tokens", [&](Field const& field) { limits.kv_tokens = field.whole(); }},
       {"prefix_cache_bytes", [&](Field const& field) { limits.prefix_cache_bytes = field.whole(); }},
+      {"compaction_threshold", [&](Field const& field) { limits.compaction_threshold = field.real(); }},
+      {"audit_rate", [&](Field const& field) { audits().rate = field.real(); }},
+      {"audit_epsilon", [&](Field const& field) { audits().epsilon = field.real(); }},
   });
-  return limits;
+  return {limits, audit};
+}
+
+Drafting drafting_options(char const* text) {
+  std::optional<Json> const json = Json::parse(text);
+  if (!json) throw GenerationError("the drafting is not valid JSON");
+  return given_drafting(Field(*json, "drafting", ""));
+}
+
+std::string json_of(Engine const& engine, GenerationConfig const& config) {
+  auto const list = [](std::vector<double> const& values) {
+    std::string text;
+    for (double const value : values) text += (text.empty() ? "" : ", ") + shown(value);
+    return "[" + text + "]";
+  };
+  bool const drafts = config.mode == Mode::lossless;
+  std::string drafting = "null";
+  if (drafts) {
+    Drafting const used = config.drafting.value_or(engine.drafting());
+    drafting = "{\"max_drafts\": " + std::to_string(config.max_pending.value_or(used.max_drafts)) +
+               ", \"prompt_lookup\": " + std::to_string(config.prompt_lookup.value_or(used.prompt_lookup)) +
+               ", \"draft_costs\": " + list(used.draft_costs) + ", \"verify_costs\": " + list(used.verify_costs) + "}";
+  }
+  std::int64_t const pending = drafts ? -1 : config.max_pending.value_or(engine.manifest().max_pending);
+  return "{\"mode\": \"" + std::string(name_of(config.mode)) +
+         "\", \"thresholds\": " + list(resolve_thresholds(engine.manifest(), config)) +
+         ", \"max_pending\": " + std::to_string(pending) + ", \"drafting\": " + drafting +
+         ", \"compaction_threshold\": " +
+         (config.compaction_threshold ? shown(*config.compaction_threshold) : "null") + "}";
 }
 
 }  // namespace tide

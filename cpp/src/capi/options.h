@@ -4,6 +4,8 @@
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <string>
+#include <utility>
 
 #include "tide/runtime.h"
 #include "tide/scheduler.h"
@@ -20,9 +22,16 @@ struct OpenOptions {
 // GenerationError of the others.
 OpenOptions open_options(char const* text);
 
-// tokenizer: called where an option needs the text of the tokens.
-GenerationConfig generation_config(char const* text, std::function<Tokenizer()> const& tokenizer);
+// detokenizer: called where an option needs the text of the tokens.
+GenerationConfig generation_config(char const* text, std::function<Detokenizer()> const& detokenizer);
 
-SchedulerLimits scheduler_limits(char const* text);
+// What a scheduler holds at most, and how it audits; none: not.
+std::pair<SchedulerLimits, std::optional<AuditConfig>> scheduler_options(char const* text);
+
+// How lossless mode drafts, as a manifest has it.
+Drafting drafting_options(char const* text);
+
+// What a checked configuration means, as tide_resolve writes it.
+std::string json_of(Engine const& engine, GenerationConfig const& config);
 
 }  // namespace tide

@@ -1,5 +1,6 @@
 #include "decoding/decoder.h"
 
+#include "decoding/audited.h"
 #include "decoding/lossless.h"
 #include "request.h"
 
@@ -18,9 +19,9 @@ class OneByOne final : public Decoder {
   }
 
   std::vector<Token> take(StepResult const& result) override {
-    length_ += static_cast<std::int64_t>(request_.ids.size());
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
     Choice choice = sampler_(result, result.rows - 1);
+    length_ += static_cast<std::int64_t>(request_.ids.size());
     return {{choice.id, result.exit_layer, passes, std::move(choice.logprobs)}};
   }
 
@@ -31,27 +32,21 @@ class OneByOne final : public Decoder {
 
 }  // namespace
 
-std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number) {
+std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
+                                      std::shared_ptr<Audit> const& audit) {
   Sampler sampler = std::move(request.samplers[number]);
   std::size_t const candidates = sampler.candidates();
   std::unique_ptr<Decoder> decoder;
   if (request.drafts) {
-    decoder = make_lossless_decoder(manifest, std::move(sampler), *request.drafts, request.stop_token_ids);
+    decoder = make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
+                                    request.stop_token_ids);
+  } else if (audit != nullptr && request.mode == Mode::exit) {
+    decoder = make_audited_decoder(std::move(sampler), manifest.depths(), audit);
   } else {
     decoder = std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
   }
   decoder->candidates = candidates;
   return decoder;
-}
-
-std::vector<Token> run_block(Decoder& decoder, State& state) {
-  std::vector<Token> tokens;
-  while (tokens.empty()) {
-    StepRequest const& step = decoder.request();
-    tokens = decoder.take(state.step(step.ids, step.logits_to_keep, step.full));
-  }
-  if (state.length() > decoder.length()) state.rewind(decoder.length());
-  return tokens;
 }
 
 }  // namespace tide

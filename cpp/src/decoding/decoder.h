@@ -1,5 +1,5 @@
-// Turns steps into tokens, independent of what runs the steps: `run_block` on one sequence, or continuous batching for
-// all decoders of a batch at once. One decoder yields a token per step; the lossless decoder drafts and verifies.
+// Turns steps into tokens, independent of what runs the steps: `TokenStream` on one sequence, `StepLoop` for all
+// decoders of a batch at once. One decoder yields a token per step; the lossless decoder drafts and verifies.
 #pragma once
 
 #include <memory>
@@ -9,6 +9,7 @@
 
 namespace tide {
 
+class Audit;
 struct Request;
 
 // A step that a decoder requests: the arguments of `State::step`.
@@ -30,10 +31,11 @@ class Decoder {
   // The step to run next.
   StepRequest const& request() const { return request_; }
 
-  // Takes the step's result. Returns the block's tokens; empty if another step is requested.
+  // Takes the step's result. Returns the block's tokens; empty if another step is requested. Where it throws nothing has
+  // changed: it may be called again with the same result.
   virtual std::vector<Token> take(StepResult const& result) = 0;
 
-  // Tokens of the sequence after a block; it is to be rewound to that, which removes rejected drafts.
+  // Tokens that the sequence shall have now; it is to be rewound to that, which removes rejected drafts.
   std::int64_t length() const { return length_; }
 
   // Whether a step that runs the last segment must return the logits of full depth, even if the token could have exited
@@ -52,9 +54,9 @@ class Decoder {
 
 // The decoder of a request's prompt of this number. In lossless mode the sequence must be started with kNoLimit as
 // `max_pending`: the decoder decides when to verify.
-std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number);
-
-// The tokens of the block that was begun; `state` runs its steps one after the other.
-std::vector<Token> run_block(Decoder& decoder, State& state);
+//
+// audit: of mode exit; null: none.
+std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
+                                      std::shared_ptr<Audit> const& audit = nullptr);
 
 }  // namespace tide

@@ -29,15 +29,16 @@ double verify_cost(std::vector<double> const& costs, std::size_t drafts) {
 
 class LosslessDecoder final : public Decoder {
  public:
-  LosslessDecoder(Manifest const& manifest, Sampler sampler, DraftLimits const& limits, std::set<std::int64_t> stops)
+  LosslessDecoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context, Sampler sampler,
+                  DraftLimits const& limits, std::set<std::int64_t> stops)
       : sampler_(std::move(sampler)),
-        depths_(manifest.depths()),
+        depths_(std::move(depths)),
         max_drafts_(limits.max_drafts),
         max_ngram_(limits.prompt_lookup),
         draft_costs_(limits.draft_costs),
         verify_costs_(limits.verify_costs),
         stops_(std::move(stops)),
-        context_(manifest.model.context_length) {}
+        context_(context) {}
 
   bool verifies() const override { return true; }
 
@@ -53,12 +54,22 @@ class LosslessDecoder final : public Decoder {
   }
 
   std::vector<Token> take(StepResult const& result) override {
-    length_ += static_cast<std::int64_t>(request_.ids.size());
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
-    if (static_cast<std::size_t>(result.segments_run) == depths_.size()) return verify(result, passes);
-    drafts_.push_back({{sampler_.draft(result), result.exit_layer, passes}, std::nullopt});
+    auto const ran = static_cast<std::int64_t>(request_.ids.size());
+    if (static_cast<std::size_t>(result.segments_run) == depths_.size()) {
+      std::size_t const before = sampler_.length();
+      try {
+        return verify(result, passes, length_ + ran);
+      } catch (...) {
+        sampler_.rewind(before);
+        throw;
+      }
+    }
+    Draft const draft{{sampler_.draft(result), result.exit_layer, passes}, std::nullopt};
+    length_ += ran;
+    drafts_.push_back(draft);
     cost_ += draft_costs_[static_cast<std::size_t>(result.segments_run - 1)];
-    request_step({drafts_.back().token.id});
+    request_step({draft.token.id});
     return {};
   }
 
@@ -99,47 +110,52 @@ class LosslessDecoder final : public Decoder {
       if (!match || cost - verify_cost(verify_costs_, drafts_.size()) > ngrams_.steps()) return;
       share *= acceptance_.of(match->source);
       if (share * kTokenValue < verify_cost(verify_costs_, tokens.size() + 1) - cost) return;
+      if (!sampler_.take_draft(match->token)) return;
       ngram_.push_back({{match->token, 0, 0}, match->source});
       tokens.push_back(match->token);
     }
   }
 
-  // The accepted drafts, and the full model's token after them, from its logits of every draft.
-  std::vector<Token> verify(StepResult const& result, std::int64_t passes) {
+  // The accepted drafts, and the full model's token after them, from its logits of every draft; `length` is that of the
+  // sequence after the step. Chooses all tokens before anything else changes.
+  std::vector<Token> verify(StepResult const& result, std::int64_t passes, std::int64_t length) {
     std::size_t const exits = drafts_.size();
-    drafts_.insert(drafts_.end(), ngram_.begin(), ngram_.end());
+    std::vector<Draft> all = drafts_;
+    all.insert(all.end(), ngram_.begin(), ngram_.end());
     std::vector<Token> tokens;
     Choice last = sampler_(result, 0);
-    while (tokens.size() < drafts_.size() && drafts_[tokens.size()].token.id == last.id) {
-      tokens.push_back(drafts_[tokens.size()].token);
+    while (tokens.size() < all.size() && all[tokens.size()].token.id == last.id) {
+      tokens.push_back(all[tokens.size()].token);
       tokens.back().logprobs = std::move(last.logprobs);
       last = sampler_(result, tokens.size());
     }
-    std::size_t const ngram_accepted = tokens.size() - std::min(tokens.size(), exits);
-    if (tokens.size() >= exits) {
+    std::size_t const num_accepted = tokens.size(), ngram_accepted = num_accepted - std::min(num_accepted, exits);
+    std::int64_t rejected_passes = 0;
+    for (std::size_t i = num_accepted; i < all.size(); ++i) rejected_passes += all[i].token.layers_run;
+    tokens.push_back({last.id, result.exit_layer, passes + rejected_passes, std::move(last.logprobs)});
+    settle(all.size(), exits, num_accepted, ngram_accepted);
+    length_ = length - static_cast<std::int64_t>(all.size() - num_accepted);
+    std::vector<std::int64_t> ids;
+    for (Token const& token : tokens) ids.push_back(token.id);
+    extend(ids);
+    return tokens;
+  }
+
+  // Counts a verification of `all` drafts, of which the first `exits` are early exits.
+  void settle(std::size_t all, std::size_t exits, std::size_t num_accepted, std::size_t ngram_accepted) {
+    if (num_accepted >= exits) {
       std::vector<std::size_t> sources;
       for (Draft const& draft : ngram_) sources.push_back(*draft.source);
       acceptance_.record(sources, ngram_accepted);
     }
     double const exits_cost = verify_cost(verify_costs_, exits);
-    double const ngrams_cost = verify_cost(verify_costs_, drafts_.size()) - exits_cost;
-    exits_.settle(tokens.size() - ngram_accepted, cost_ + exits_cost, tokens.size() + 1);
-    ngrams_.settle(ngram_accepted, ngrams_cost, tokens.size() + 1);
-    auto const drafts = static_cast<std::int64_t>(drafts_.size());
-    auto const num_accepted = static_cast<std::int64_t>(tokens.size());
-    drafted += drafts;
-    accepted += num_accepted;
-    lookup_drafted += static_cast<std::int64_t>(ngram_.size());
+    exits_.settle(num_accepted - ngram_accepted, cost_ + exits_cost, num_accepted + 1);
+    ngrams_.settle(ngram_accepted, verify_cost(verify_costs_, all) - exits_cost, num_accepted + 1);
+    drafted += static_cast<std::int64_t>(all);
+    accepted += static_cast<std::int64_t>(num_accepted);
+    lookup_drafted += static_cast<std::int64_t>(all - exits);
     lookup_accepted += static_cast<std::int64_t>(ngram_accepted);
-    undone += drafts - num_accepted;
-    length_ -= drafts - num_accepted;
-    std::int64_t rejected_passes = 0;
-    for (std::size_t i = tokens.size(); i < drafts_.size(); ++i) rejected_passes += drafts_[i].token.layers_run;
-    tokens.push_back({last.id, result.exit_layer, passes + rejected_passes, std::move(last.logprobs)});
-    std::vector<std::int64_t> ids;
-    for (Token const& token : tokens) ids.push_back(token.id);
-    extend(ids);
-    return tokens;
+    undone += static_cast<std::int64_t>(all - num_accepted);
   }
 
   Sampler sampler_;
@@ -172,9 +188,10 @@ Drafting default_drafting(Manifest const& manifest) {
   return drafting;
 }
 
-std::unique_ptr<Decoder> make_lossless_decoder(Manifest const& manifest, Sampler sampler, DraftLimits const& limits,
+std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
+                                               Sampler sampler, DraftLimits const& limits,
                                                std::set<std::int64_t> const& stops) {
-  return std::make_unique<LosslessDecoder>(manifest, std::move(sampler), limits, stops);
+  return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops);
 }
 
 }  // namespace tide

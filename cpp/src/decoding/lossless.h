@@ -1,8 +1,17 @@
-// Lossless mode: tokens that exit early are drafts, and one run of the deep segments over all pending tokens verifies
-// them. The rule is that of tide_export/runtime/decoding/lossless.py, which cites the papers.
+// Lossless mode: tokens that exit early are drafts, and one run of the deep segments over all pending tokens verifies them.
+//
+// A draft costs the shallow segments and the head; when the router is not sure, or enough drafts are pending, the last
+// segment runs over the pending tokens and gives the full-depth logits of every one. From these the sampler chooses each token
+// as mode `full` does, with the same noise and after the same processing; a draft is accepted where it is that token. So
+// greedy and sampled tokens are those of `full` with the same seed. For a draft that is one token, not drawn, this accepts as
+// often as speculative rejection (Leviathan et al. 2023, arXiv 2211.17192). Rejected tokens are undone by lowering the lengths
+// of the K/V buffers: nothing is copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024,
+// arXiv 2404.16710); here the verifying run is the catch-up of lazy depth, so no layer runs twice for a token. Prompt-lookup
+// drafts are verified by the same run. `Acceptance` estimates whether a draft pays.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -22,8 +31,12 @@ struct DraftLimits {
 // How a bundle drafts that was not tuned: by its exits, where an accepted one is expected to be worth its cost.
 Drafting default_drafting(Manifest const& manifest);
 
-// The decoder of lossless mode. stops: the tokens that end the generation.
-std::unique_ptr<Decoder> make_lossless_decoder(Manifest const& manifest, Sampler sampler, DraftLimits const& limits,
+// The decoder of lossless mode.
+//
+// depths: layers run at the end of each segment. context: tokens that the sequence may have; none: any number. stops: the
+// tokens that end the generation: nothing is drafted after one.
+std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
+                                               Sampler sampler, DraftLimits const& limits,
                                                std::set<std::int64_t> const& stops);
 
 }  // namespace tide

@@ -16,6 +16,7 @@ double repetition_penalty(GenerationConfig const& config) {
 
 LogitsProcessing::LogitsProcessing(GenerationConfig const& config)
     : processor_(config.logits_processor),
+      allows_token_(config.allows_token),
       repetition_(static_cast<float>(repetition_penalty(config))),
       presence_(static_cast<float>(number_within("presence_penalty", config.presence_penalty, -2, 2))),
       frequency_(static_cast<float>(number_within("frequency_penalty", config.frequency_penalty, -2, 2))),
@@ -27,7 +28,7 @@ LogitsProcessing::LogitsProcessing(GenerationConfig const& config)
 }
 
 bool LogitsProcessing::needed(GenerationConfig const& config) {
-  return config.logits_processor || config.repetition_penalty != 1 || config.presence_penalty != 0 ||
+  return config.logits_processor || config.allows_token || config.repetition_penalty != 1 || config.presence_penalty != 0 ||
          config.frequency_penalty != 0 || !config.logit_bias.empty();
 }
 
@@ -44,6 +45,10 @@ void LogitsProcessing::accept(std::int64_t token) {
   Count& count = counts_[token];
   ++count.all;
   ++count.generated;
+}
+
+bool LogitsProcessing::allows(std::int64_t token) const {
+  return !allows_token_ || or_generation_error("allows_token failed", [&] { return allows_token_(ids_, token); });
 }
 
 void LogitsProcessing::rewind(std::size_t length) {

@@ -1,5 +1,7 @@
-// Changes the logits of one sequence before a token is chosen from them, by the tokens that it has so far. Order and
-// float32 arithmetic are those of tide_export/runtime/decoding/processing.py, so that both give equal logits.
+// Changes the logits of one sequence before a token is chosen from them, by the tokens that it has so far. The order is: the
+// logits_processor; the repetition penalty, over the tokens of the prompt and those generated, as transformers; the frequency
+// and then the presence penalty, over those generated, as vLLM and OpenAI; logit_bias. All arithmetic is in float32, each
+// step rounded.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +30,9 @@ class LogitsProcessing {
   // Removes all tokens but the first `length`.
   void rewind(std::size_t length);
 
+  // Whether a constraint lets a token follow.
+  bool allows(std::int64_t token) const;
+
   // Tokens of the prompt and those accepted since.
   std::size_t length() const { return ids_.size(); }
 
@@ -41,6 +46,7 @@ class LogitsProcessing {
   };
 
   LogitsProcessor const processor_;
+  AllowsToken const allows_token_;
   float const repetition_, presence_, frequency_;
   std::vector<std::pair<std::size_t, float>> bias_;
   bool const counts_tokens_;

@@ -3,14 +3,17 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <random>
 
-#include "request.h"
+#include "decoding/random.h"
 #include "formatting.h"
+#include "request.h"
 
 namespace tide {
 namespace {
 
-constexpr std::size_t kFirstSorted = 64;  // most likely tokens to sort first: mostly enough to reach top_p
+constexpr std::size_t kHeap = 1024;  // of top-k: up to so many a heap holds the largest logits so far
+constexpr double kTiny = 1e-30, kHuge = 1e30;  // temperatures beyond which nothing changes any more
 
 // The index of the first of the largest logits. Throws GenerationError: it is not finite, or any logit is NaN.
 std::size_t checked_best(float const* logits, std::size_t vocabulary) {
@@ -24,56 +27,61 @@ std::size_t checked_best(float const* logits, std::size_t vocabulary) {
   return best;
 }
 
-// The ids of the k largest logits, ascending; of equal ones at the edge, the lowest ids.
-std::vector<std::int64_t> top_ids(float const* logits, std::size_t vocabulary, std::size_t k) {
-  std::vector<std::int64_t> ids(vocabulary);
-  std::iota(ids.begin(), ids.end(), 0);
-  auto const edge = ids.begin() + static_cast<std::ptrdiff_t>(k);
-  std::nth_element(ids.begin(), edge, ids.end(), [&](std::int64_t a, std::int64_t b) {
+// The indices of the k largest logits, ascending; of equal ones at the edge, the lowest.
+std::vector<std::size_t> top_indices(float const* logits, std::size_t count, std::size_t k) {
+  auto const larger = [&](std::size_t a, std::size_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-  });
-  ids.erase(edge, ids.end());
-  std::sort(ids.begin(), ids.end());
-  return ids;
-}
-
-// The fewest most likely choices that sum to `share` or more, most likely first.
-Choices nucleus(Choices const& all, double share) {
-  std::vector<std::size_t> order(all.ids.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  Choices top;
-  double sum = 0;
-  std::size_t sorted = 0;
-  for (std::size_t i = 0; i < order.size() && sum < share; ++i) {
-    if (i == sorted) {  // sorts as far as needed: a vocabulary is long and the nucleus mostly short
-      sorted = std::min(order.size(), std::max(4 * sorted, kFirstSorted));
-      auto const at = [&](std::size_t index) { return order.begin() + static_cast<std::ptrdiff_t>(index); };
-      std::partial_sort(at(i), at(sorted), order.end(), [&](std::size_t a, std::size_t b) {
-        return all.weights[a] > all.weights[b] || (all.weights[a] == all.weights[b] && a < b);
-      });
+  };
+  std::vector<std::size_t> top(k <= kHeap ? k : count);
+  std::iota(top.begin(), top.end(), std::size_t{0});
+  if (k <= kHeap) {
+    std::make_heap(top.begin(), top.end(), larger);  // the smallest is in front
+    for (std::size_t i = k; k > 0 && i < count; ++i) {
+      if (!(logits[i] > logits[top.front()])) continue;
+      std::pop_heap(top.begin(), top.end(), larger);
+      top.back() = i;
+      std::push_heap(top.begin(), top.end(), larger);
     }
-    top.ids.push_back(all.ids[order[i]]);
-    top.weights.push_back(all.weights[order[i]]);
-    sum += top.weights.back();
+  } else {
+    auto const edge = top.begin() + static_cast<std::ptrdiff_t>(k);
+    std::nth_element(top.begin(), edge, top.end(), larger);
+    top.erase(edge, top.end());
   }
-  for (double& weight : top.weights) weight /= sum;
+  std::sort(top.begin(), top.end());
   return top;
 }
 
-// The choices of at least `share` of the largest probability, which sum to 1 again.
-Choices likely(Choices const& all, double share) {
-  double const least = share * *std::max_element(all.weights.begin(), all.weights.end());
-  Choices kept;
-  double sum = 0;
-  for (std::size_t i = 0; i < all.ids.size(); ++i) {
-    if (all.weights[i] < least) continue;
-    kept.ids.push_back(all.ids[i]);
-    kept.weights.push_back(all.weights[i]);
-    sum += all.weights[i];
+// Keeps the fewest indices of the largest weights that sum to a share or more; ascending.
+void keep_nucleus(std::vector<std::size_t>& indices, std::vector<float> const& weights, double share) {
+  double const total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  // All that are less than this add up to half of what may be omitted, at most.
+  double const least = (1 - share) * total / (2 * static_cast<double>(weights.size()));
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (weights[i] >= least) order.push_back(i);
   }
-  for (double& weight : kept.weights) weight /= sum;
-  return kept;
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return weights[a] > weights[b]; });
+  double sum = 0;
+  std::vector<std::size_t> kept;
+  for (std::size_t i = 0; i < order.size() && (kept.empty() || sum < share * total); ++i) {
+    kept.push_back(indices[order[i]]);
+    sum += weights[order[i]];
+  }
+  std::sort(kept.begin(), kept.end());
+  indices = std::move(kept);
 }
+
+// The best token so far of a draw.
+struct Drawn {
+  std::size_t index;
+  double score;
+
+  void consider(std::size_t candidate, double scaled, std::uint32_t word) {
+    if (scaled + GumbelNoise::bound(word) < score) return;
+    double const other = scaled + GumbelNoise::of(word);
+    if (other > score || (other == score && candidate < index)) *this = {candidate, other};
+  }
+};
 
 // The log-probabilities of a token and of the k most likely.
 TokenLogprobs logprobs_of(float const* logits, std::size_t vocabulary, std::int64_t token, std::size_t k) {
@@ -81,10 +89,12 @@ TokenLogprobs logprobs_of(float const* logits, std::size_t vocabulary, std::int6
   double sum = 0;
   for (std::size_t i = 0; i < vocabulary; ++i) sum += std::exp(double{logits[i]} - best);
   double const total = best + std::log(sum);
-  std::vector<std::int64_t> top = top_ids(logits, vocabulary, std::min(k, vocabulary));
-  std::stable_sort(top.begin(), top.end(), [&](std::int64_t a, std::int64_t b) { return logits[a] > logits[b]; });
+  std::vector<std::size_t> top = top_indices(logits, vocabulary, std::min(k, vocabulary));
+  std::stable_sort(top.begin(), top.end(), [&](std::size_t a, std::size_t b) { return logits[a] > logits[b]; });
   TokenLogprobs logprobs{double{logits[token]} - total, {}};
-  for (std::int64_t const id : top) logprobs.top.emplace_back(id, double{logits[id]} - total);
+  for (std::size_t const id : top) {
+    logprobs.top.emplace_back(static_cast<std::int64_t>(id), double{logits[id]} - total);
+  }
   return logprobs;
 }
 
@@ -104,10 +114,10 @@ Sampler::Sampler(GenerationConfig const& config, std::optional<std::int64_t> see
   if (config.logprobs) logprobs_ = static_cast<std::size_t>(whole_number("logprobs", *config.logprobs, 0));
   if (LogitsProcessing::needed(config)) processing_ = std::make_unique<LogitsProcessing>(config);
   if (seed) {
-    random_.seed(static_cast<std::uint64_t>(whole_number("seed", *seed, 0)));
+    seed_ = static_cast<std::uint64_t>(whole_number("seed", *seed, 0));
   } else if (!greedy()) {
     std::random_device device;
-    random_.seed(std::uint64_t{device()} << 32 | device());
+    seed_ = std::uint64_t{device()} << 32 | device();
   }
 }
 
@@ -121,25 +131,67 @@ std::size_t Sampler::candidates() const {
   return greedy() ? 1 : top_k_;
 }
 
-std::int64_t Sampler::choose(float const* logits, std::size_t vocabulary) {
-  return greedy() ? static_cast<std::int64_t>(checked_best(logits, vocabulary))
-                  : draw(distribution(logits, vocabulary));
+std::size_t Sampler::choose(float const* logits, std::size_t count, std::int64_t const* tokens) const {
+  std::size_t const best = checked_best(logits, count);
+  return greedy() ? best : draw(logits, count, tokens, best);
+}
+
+// Noise is needed of the tokens alone that can win: most logits are too low for any, and most words for their logit.
+std::size_t Sampler::draw(float const* logits, std::size_t count, std::int64_t const* tokens, std::size_t best) const {
+  double const temperature = std::clamp(temperature_, kTiny, kHuge), most = logits[best];
+  auto const scaled = [&](std::size_t i) { return (double{logits[i]} - most) / temperature; };
+  GumbelNoise const noise(seed_, length_);
+  auto const token = [&](std::size_t i) { return tokens == nullptr ? static_cast<std::int64_t>(i) : tokens[i]; };
+  Drawn drawn{best, GumbelNoise::of(noise.word(token(best)))};
+  bool const keeps_all = (top_k_ == 0 || top_k_ >= count) && min_p_ <= 0 && top_p_ >= 1;
+  if (keeps_all && tokens == nullptr) {
+    for (std::size_t first = 0; first < count; first += 4) {
+      std::size_t const end = std::min(first + 4, count);
+      double const largest = *std::max_element(logits + first, logits + end);
+      if ((largest - most) / temperature + GumbelNoise::kMost < drawn.score) continue;
+      PhiloxBlock const words = noise.block(static_cast<std::uint32_t>(first / 4));
+      for (std::size_t i = first; i < end; ++i) drawn.consider(i, scaled(i), words[i - first]);
+    }
+    return drawn.index;
+  }
+  std::vector<std::size_t> kept;
+  if (0 < top_k_ && top_k_ < count) {
+    kept = top_indices(logits, count, top_k_);
+  } else {
+    kept.resize(count);
+    std::iota(kept.begin(), kept.end(), std::size_t{0});
+  }
+  if (min_p_ > 0) {
+    double const least = std::log(min_p_);
+    kept.erase(std::remove_if(kept.begin(), kept.end(), [&](std::size_t i) { return scaled(i) < least; }), kept.end());
+  }
+  if (top_p_ < 1) {
+    std::vector<float> weights;
+    weights.reserve(kept.size());
+    for (std::size_t const i : kept) weights.push_back(std::exp(static_cast<float>(scaled(i))));
+    keep_nucleus(kept, weights, top_p_);
+  }
+  for (std::size_t const i : kept) {
+    if (scaled(i) + GumbelNoise::kMost >= drawn.score) drawn.consider(i, scaled(i), noise.word(token(i)));
+  }
+  return drawn.index;
 }
 
 Choice Sampler::operator()(StepResult const& result, std::size_t row) {
   if (result.candidates != nullptr) {
     Candidates const& some = result.candidates[row];
-    auto const index = static_cast<std::size_t>(choose(some.logits.data(), some.logits.size()));
+    std::size_t const index = choose(some.logits.data(), some.logits.size(), some.tokens.data());
     ++length_;
     return {some.tokens[index], std::nullopt};
   }
   float const* const logits = result.row(row);
   std::size_t const vocabulary = result.vocabulary;
   if (processing_) processing_->rewind(length_);
-  Choice choice{choose(processed(logits, vocabulary), vocabulary), std::nullopt};
+  std::size_t const index = choose(processed(logits, vocabulary), vocabulary, nullptr);
+  Choice choice{static_cast<std::int64_t>(index), std::nullopt};
+  if (logprobs_) choice.logprobs = logprobs_of(logits, vocabulary, choice.id, *logprobs_);
   if (processing_) processing_->accept(choice.id);
   ++length_;
-  if (logprobs_) choice.logprobs = logprobs_of(logits, vocabulary, choice.id, *logprobs_);
   return choice;
 }
 
@@ -154,33 +206,12 @@ std::int64_t Sampler::draft(StepResult const& result) {
   return id;
 }
 
-Choices Sampler::distribution(float const* logits, std::size_t vocabulary) const {
-  double const best = logits[checked_best(logits, vocabulary)];
-  Choices choices;
-  if (0 < top_k_ && top_k_ < vocabulary) {
-    choices.ids = top_ids(logits, vocabulary, top_k_);
-  } else {
-    choices.ids.resize(vocabulary);
-    std::iota(choices.ids.begin(), choices.ids.end(), 0);
-  }
-  double sum = 0;
-  for (std::int64_t const id : choices.ids) {
-    choices.weights.push_back(std::exp((double{logits[id]} - best) / temperature_));  // 0 at a tiny temperature
-    sum += choices.weights.back();
-  }
-  for (double& weight : choices.weights) weight /= sum;
-  if (min_p_ > 0) choices = likely(choices, min_p_);
-  return top_p_ < 1 ? nucleus(choices, top_p_) : choices;
+bool Sampler::take_draft(std::int64_t token) {
+  if (!processing_) return true;
+  if (!processing_->allows(token)) return false;
+  processing_->accept(token);
+  return true;
 }
-
-std::int64_t Sampler::draw(Choices const& choices) {
-  std::vector<double> edges(choices.weights.size());
-  std::partial_sum(choices.weights.begin(), choices.weights.end(), edges.begin());
-  auto const index = std::upper_bound(edges.begin(), edges.end(), uniform() * edges.back()) - edges.begin();
-  return choices.ids[std::min(static_cast<std::size_t>(index), choices.ids.size() - 1)];
-}
-
-double Sampler::uniform() { return static_cast<double>(random_() >> 11) * 0x1p-53; }
 
 float const* Sampler::processed(float const* logits, std::size_t vocabulary) {
   if (!processing_) return logits;
@@ -188,7 +219,7 @@ float const* Sampler::processed(float const* logits, std::size_t vocabulary) {
   float const* const changed = (*processing_)(logits, vocabulary);
   bool const left = std::all_of(changed, changed + vocabulary, [](float value) { return !std::isnan(value); }) &&
                     std::isfinite(*std::max_element(changed, changed + vocabulary));
-  if (!left) throw GenerationError("logits_processor, logit_bias and grammar leave no token with a finite logit");
+  if (!left) throw ConstraintError("logits_processor, logit_bias and grammar leave no token with a finite logit");
   return changed;
 }
 

@@ -1,12 +1,14 @@
-// Chooses the next token from logits. First `LogitsProcessing` changes them, where an option asks for it; then the most
-// likely token is taken, or one is drawn after temperature, min-p, top-k and top-p. The rules are those of
-// tide_export/runtime/decoding/sampling.py; the random numbers differ.
+// Chooses the next token from logits. First `LogitsProcessing` changes them, where an option asks for it. Then the most
+// likely token is taken, or one is drawn after temperature, top-k, min-p and top-p: min-p keeps the tokens whose probability
+// is at least `min_p` times the largest, and top-p counts the probabilities of what top-k and min-p keep, as vLLM V1 does.
+//
+// A draw is argmax(logit / T + Gumbel noise) over the tokens that are kept (`GumbelNoise`): it depends on the seed, the
+// position and the logits, on nothing that was drawn before.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <random>
 #include <vector>
 
 #include "decoding/processing.h"
@@ -14,12 +16,6 @@
 #include "tide/state.h"
 
 namespace tide {
-
-// Tokens that can be drawn, and their probabilities or weights.
-struct Choices {
-  std::vector<std::int64_t> ids;
-  std::vector<double> weights;
-};
 
 // A chosen token.
 struct Choice {
@@ -39,33 +35,33 @@ class Sampler {
   // Reads the prompt of a sequence that has no tokens yet.
   void begin(std::vector<std::int64_t> const& prompt);
 
+  // Tokens of the sequence that are not drafts, and back to fewer of them.
+  std::size_t length() const { return length_; }
+  void rewind(std::size_t length) { length_ = length; }
+
   // How many of the largest logits it chooses from; 0: it needs all of them.
   std::size_t candidates() const;
 
   // The next token from a row of a step's logits, or of its candidates; it is then part of the sequence. Of equal
-  // logits, greedy and top-k prefer the lowest id. Throws GenerationError: the logits are not finite, or no token is
-  // left.
+  // logits, greedy and top-k prefer the lowest id. Throws GenerationError: the logits are not finite. ConstraintError: no
+  // token is left. The sampler is then as before.
   Choice operator()(StepResult const& result, std::size_t row);
 
   // The most likely token of the last row, of an early exit, after the same processing. It is part of the sequence for
-  // further drafts, until the next token is chosen.
+  // further drafts, until the next token is chosen. Throws as above.
   std::int64_t draft(StepResult const& result);
 
-  // The tokens that can be drawn, with probabilities that sum to 1.
-  Choices distribution(float const* logits, std::size_t vocabulary) const;
-
-  // One of the ids, with probability proportional to its weight.
-  std::int64_t draw(Choices const& choices);
-
-  // A random number in [0, 1).
-  double uniform();
+  // Adds an n-gram draft to the sequence, until the next token is chosen, unless a constraint does not let it follow;
+  // returns whether it does.
+  bool take_draft(std::int64_t token);
 
  private:
   // The logits to choose from.
   float const* processed(float const* logits, std::size_t vocabulary);
 
-  // The index of the token chosen from `logits`.
-  std::int64_t choose(float const* logits, std::size_t vocabulary);
+  // The index of the token chosen from logits, of tokens 0, 1, ... or of `tokens`.
+  std::size_t choose(float const* logits, std::size_t count, std::int64_t const* tokens) const;
+  std::size_t draw(float const* logits, std::size_t count, std::int64_t const* tokens, std::size_t best) const;
 
   double temperature_;
   std::size_t top_k_;
@@ -74,7 +70,7 @@ class Sampler {
   std::optional<std::size_t> logprobs_;           // the most likely tokens to return
   std::unique_ptr<LogitsProcessing> processing_;  // none: nothing changes logits
   std::size_t length_ = 0;                        // tokens of the sequence that are not drafts
-  std::mt19937_64 random_;
+  std::uint64_t seed_ = 0;
 };
 
 }  // namespace tide

@@ -1,16 +1,11 @@
-// The segment networks on ONNX Runtime's provider for CUDA, where tide_runtime is built with CUDA.
+// The segment networks on ONNX Runtime's provider for CUDA.
 #include "onnxruntime/segments.h"
 #include "segmented/backend.h"
 #include "segmented/cuda.h"
 
 namespace tide {
 
-bool has_gpu() {
-  int count = 0;
-  bool const found = cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
-  cudaGetLastError();  // clears an error
-  return found;
-}
+bool has_gpu() { return cuda::finds_gpu(); }
 
 std::shared_ptr<Backend> open_cuda(Bundle bundle, int gpu) {
   auto const networks = std::make_shared<OrtNetworks>(bundle, std::nullopt, gpu);

@@ -16,11 +16,11 @@ namespace tide {
 
 void KvBuffer::Free::operator()(void* memory) const { std::free(memory); }
 
-KvBuffer::KvBuffer(std::vector<std::int64_t> const& shape, ONNXTensorElementDataType type)
+KvBuffer::KvBuffer(std::vector<std::int64_t> const& shape, Ort::ElementType type)
     : type_(type), heads_(shape[1]), width_(shape[3]) {}
 
 std::size_t KvBuffer::row_bytes() const {
-  return static_cast<std::size_t>(width_) * (type_ == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 ? 1 : sizeof(float));
+  return static_cast<std::size_t>(width_) * (type_ == Ort::abi::kInt8 ? 1 : sizeof(float));
 }
 
 KvBuffer KvBuffer::grown(std::int64_t capacity, std::int64_t used) const {
@@ -64,7 +64,7 @@ char* KvBuffer::row(std::int64_t head, std::int64_t position) const {
 Ort::Value KvBuffer::tensor(Ort::MemoryInfo const& memory) const {
   std::int64_t const shape[] = {1, heads_, capacity_, width_};
   std::size_t const bytes = static_cast<std::size_t>(heads_ * capacity_) * row_bytes();
-  return Ort::Value::CreateTensor(memory, data_.get(), bytes, shape, std::size(shape), type_);
+  return Ort::Value::on(memory, data_.get(), bytes, shape, std::size(shape), type_);
 }
 
 KvBuffers::KvBuffers(Manifest const& manifest, std::int64_t room) : manifest_(manifest), room_(room) {

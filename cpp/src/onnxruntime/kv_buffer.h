@@ -1,7 +1,7 @@
 // Keys and values of one sequence, in memory that ONNX Runtime reads and writes in place.
 #pragma once
 
-#include <onnxruntime_cxx_api.h>
+#include "onnxruntime/api.h"
 
 #include <cstdint>
 #include <memory>
@@ -15,7 +15,7 @@ namespace tide {
 class KvBuffer {
  public:
   // Creates a buffer without memory, for tokens of this shape (`Manifest::kv_shape`) and type.
-  KvBuffer(std::vector<std::int64_t> const& shape, ONNXTensorElementDataType type);
+  KvBuffer(std::vector<std::int64_t> const& shape, Ort::ElementType type);
 
   // Returns a buffer for `capacity` tokens with a copy of the first `used`. Throws GenerationError: not enough memory.
   KvBuffer grown(std::int64_t capacity, std::int64_t used) const;
@@ -41,7 +41,7 @@ class KvBuffer {
   std::size_t row_bytes() const;  // of one head's key or value of a token
   char* row(std::int64_t head, std::int64_t position) const;
 
-  ONNXTensorElementDataType type_;
+  Ort::ElementType type_;
   std::int64_t heads_, width_;
   std::int64_t capacity_ = 0;
   std::unique_ptr<char, Free> data_;

@@ -1,7 +1,7 @@
 // The operators of cpp/ops, which are part of this library.
 #pragma once
 
-#include <onnxruntime_cxx_api.h>
+#include "onnxruntime/api.h"
 
 namespace tide {
 

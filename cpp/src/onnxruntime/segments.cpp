@@ -20,15 +20,15 @@ class OrtNetwork final : public Network {
         spec_(spec),
         queue_(queue),
         binding_(session),
-        memory_(gpu ? "Cuda" : "Cpu", OrtDeviceAllocator, gpu.value_or(0), OrtMemTypeDefault) {}
+        memory_(gpu ? "Cuda" : "Cpu", gpu.value_or(0)) {}
 
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
     try {
       for (std::size_t i = 0; i < addresses.size(); ++i) {
         Tensor const& tensor = spec_.tensors[i];
         std::vector<std::int64_t> const dims = tensor.dims(tokens, batch_size);
-        Ort::Value const value = Ort::Value::CreateTensor(memory_, addresses[i], tensor.size(tokens, batch_size),
-                                                          dims.data(), dims.size(), element_type(tensor.dtype));
+        Ort::Value const value = Ort::Value::on(memory_, addresses[i], tensor.size(tokens, batch_size), dims.data(),
+                                                dims.size(), element_type(tensor.dtype));
         if (tensor.is_input) binding_.BindInput(tensor.name.c_str(), value);
         if (!tensor.is_input) binding_.BindOutput(tensor.name.c_str(), value);
       }
@@ -50,7 +50,7 @@ class OrtNetwork final : public Network {
 }  // namespace
 
 struct OrtNetworks::Loaded {
-  Ort::Env env{ORT_LOGGING_LEVEL_FATAL, "tide"};
+  Ort::Env env{"tide"};
   std::vector<NetworkSession> sessions;
 };
 
@@ -64,11 +64,10 @@ OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threa
     throw ProviderError("the segment networks of bundle " + quoted(bundle.path) +
                         " are bfloat16, which ONNX Runtime does not run on the CPU");
   }
-  check_onnxruntime();
-  std::vector<std::string> const providers = Ort::GetAvailableProviders();
+  std::vector<std::string> const providers = Ort::available_providers();
   if (gpu && std::find(providers.begin(), providers.end(), kCudaProvider) == providers.end()) {
     throw ProviderError(std::string("this ONNX Runtime has no ") + kCudaProvider +
-                        ": link its release for GPUs, or use provider 'cpu'");
+                        ": install its release for GPUs (onnxruntime-gpu), or use provider 'cpu'");
   }
   specs_ = network_specs(bundle.manifest);
   loaded_ = std::make_shared<Loaded>();

@@ -18,33 +18,28 @@
 namespace tide {
 namespace {
 
-// How long a worker thread spins for the next operator before it sleeps: tide_export/runtime/onnxruntime/session.py
-// explains the choice.
+// How long a worker thread spins for the next operator before it sleeps. If it slept at once, waking it would take longer
+// than its half of a small matmul: two threads are then no faster than one. ONNX Runtime's default is milliseconds, which
+// starves whatever else runs on the cores, another engine first of all (tools/benchmarks/threads.py).
 constexpr char const* kSpinMicroseconds = "20";
 constexpr char const* kFloat32Matmuls = "1";  // the accuracy_level of MatMulNBits
 
-std::map<std::string, ONNXTensorElementDataType> const kTypes = {
-    {"float32", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT},    {"float16", ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16},
-    {"bfloat16", ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16}, {"float64", ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE},
-    {"int64", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64},      {"int32", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32},
-    {"int16", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16},      {"int8", ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8},
-    {"uint8", ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8},      {"bool", ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL}};
+namespace abi = Ort::abi;
 
-// Before any thread runs that might read the environment. tide_export/runtime/onnxruntime/bindings.py explains it.
-[[maybe_unused]] int const kNoTelemetry = ::setenv("ORT_DISABLE_TELEMETRY", "1", 0);
+std::map<std::string, Ort::ElementType> const kTypes = {
+    {"float32", abi::kFloat}, {"float16", abi::kFloat16}, {"bfloat16", abi::kBFloat16}, {"float64", Ort::kDouble},
+    {"int64", abi::kInt64},   {"int32", abi::kInt32},     {"int16", Ort::kInt16},       {"int8", abi::kInt8},
+    {"uint8", abi::kUInt8},   {"bool", abi::kBool}};
 
-Tensor tensor_of(std::string const& name, bool is_input, Ort::TypeInfo const& type) {
-  Tensor tensor{name, is_input, "another type", {}};
-  if (type.GetONNXType() != ONNX_TYPE_TENSOR) return tensor;
-  auto const described = type.GetTensorTypeAndShapeInfo();
+Tensor tensor_of(Ort::TensorInfo const& info, bool is_input) {
+  Tensor tensor{info.name, is_input, "another type", {}};
+  if (!info.is_tensor) return tensor;
   for (auto const& [dtype, element] : kTypes) {
-    if (element == described.GetElementType()) tensor.dtype = dtype;
+    if (element == info.type) tensor.dtype = dtype;
   }
-  tensor.shape = described.GetShape();
-  std::vector<char const*> symbols(tensor.shape.size());
-  described.GetSymbolicDimensions(symbols.data(), symbols.size());
-  for (std::size_t d = 0; d < symbols.size(); ++d) {
-    if (tensor.shape[d] < 0) tensor.shape[d] = symbols[d] == std::string("batch") ? kSequences : kTokens;
+  tensor.shape = info.shape;
+  for (std::size_t d = 0; d < info.shape.size(); ++d) {
+    if (tensor.shape[d] < 0) tensor.shape[d] = info.symbols[d] == "batch" ? kSequences : kTokens;
   }
   return tensor;
 }
@@ -52,24 +47,12 @@ Tensor tensor_of(std::string const& name, bool is_input, Ort::TypeInfo const& ty
 // threads: of one run, 1 or more; none: one per physical core.
 Ort::SessionOptions session_options(std::optional<std::int64_t> threads) {
   Ort::SessionOptions options;
-  options.SetIntraOpNumThreads(static_cast<int>(threads.value_or(0)));
-  options.AddConfigEntry("session.intra_op.spin_duration_us", kSpinMicroseconds);
+  options.set_threads(static_cast<int>(threads.value_or(0)));
+  options.set("session.intra_op.spin_duration_us", kSpinMicroseconds);
   // By default it would round the inputs of dequantized matrices to 8 bits.
-  options.AddConfigEntry("session.qdq_matmulnbits_accuracy_level", kFloat32Matmuls);
-  options.SetLogSeverityLevel(ORT_LOGGING_LEVEL_FATAL);  // errors reach the caller as exceptions
+  options.set("session.qdq_matmulnbits_accuracy_level", kFloat32Matmuls);
+  options.set_log_level(Ort::kFatal);  // errors reach the caller as exceptions
   return options;
-}
-
-// Lets a session run on CUDA.
-void run_on(Ort::SessionOptions& options, int gpu) {
-  OrtCUDAProviderOptionsV2* provider = nullptr;
-  Ort::ThrowOnError(Ort::GetApi().CreateCUDAProviderOptions(&provider));
-  std::unique_ptr<OrtCUDAProviderOptionsV2, void (*)(OrtCUDAProviderOptionsV2*)> const owner(
-      provider, [](OrtCUDAProviderOptionsV2* owned) { Ort::GetApi().ReleaseCUDAProviderOptions(owned); });
-  std::string const number = std::to_string(gpu);
-  char const *const key = "device_id", *const value = number.c_str();
-  Ort::ThrowOnError(Ort::GetApi().UpdateCUDAProviderOptions(provider, &key, &value, 1));
-  options.AppendExecutionProvider_CUDA_V2(*provider);
 }
 
 // A folder with an empty file: ONNX Runtime insists on the file of weights that it is given from memory.
@@ -101,30 +84,23 @@ ReturnsFreeMemory::~ReturnsFreeMemory() {
 #endif
 }
 
-void check_onnxruntime() {
-  OrtApiBase const* const base = OrtGetApiBase();
-  if (base->GetApi(ORT_API_VERSION) != nullptr) return;
-  throw ProviderError(std::string("the ONNX Runtime library is version ") + base->GetVersionString() +
-                      ", older than the headers that tide_runtime was compiled with: use one from 1." +
-                      std::to_string(ORT_API_VERSION) + " on");
-}
-
 NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
-                            std::optional<std::int64_t> threads, char const* weights, std::optional<int> gpu) {
+                            std::optional<std::int64_t> threads, char const* weights, std::optional<int> gpu,
+                            std::string const* replacement) {
   BundleFile const& file = bundle.file(name);
-  std::string const graph = file.read();
+  std::string const graph = replacement == nullptr ? file.read() : *replacement;
   std::string const location = std::filesystem::path(weights).filename().string();
   SharedWeights shared;
   std::vector<std::string> names;
-  auto const cpu = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  auto const cpu = Ort::MemoryInfo::cpu();
   // folder: where ONNX Runtime would look for weights that it is not given.
   auto const opened = [&](std::string const& folder, bool shares) {
     Ort::SessionOptions options = session_options(threads);
-    options.AddConfigEntry("session.model_external_initializers_file_folder_path", folder.c_str());
+    options.set("session.model_external_initializers_file_folder_path", folder.c_str());
     register_operators(options);
-    if (gpu) run_on(options, *gpu);
-    for (std::size_t i = 0; shares && i < names.size(); ++i) options.AddInitializer(names[i].c_str(), shared.weights[i]);
-    if (!shares && !names.empty()) options.AddExternalInitializers(names, shared.weights);
+    if (gpu) options.run_on_cuda(*gpu);
+    for (std::size_t i = 0; shares && i < names.size(); ++i) options.add_initializer(names[i].c_str(), shared.weights[i]);
+    if (!shares && !names.empty()) options.add_external_initializers(names, shared.weights);
     return Ort::Session(env, graph.data(), graph.size(), options);
   };
   try {
@@ -141,9 +117,8 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
                           " outside of the file of its weights");
       }
       names.push_back(tensor.name);
-      shared.weights.push_back(Ort::Value::CreateTensor(cpu, shared.memory->data() + tensor.offset, *size,
-                                                        tensor.shape.data(), tensor.shape.size(),
-                                                        static_cast<ONNXTensorElementDataType>(tensor.type)));
+      shared.weights.push_back(Ort::Value::on(cpu, shared.memory->data() + tensor.offset, *size, tensor.shape.data(),
+                                              tensor.shape.size(), tensor.type));
     }
     Ort::Session session(nullptr);
     if (shared.memory && !gpu) {
@@ -152,7 +127,7 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
       } catch (std::exception const&) {  // it computes something from a weight while it loads, and reads the empty file
       }
     }
-    bool const shares = session;
+    bool const shares{session};
     if (!shares) session = opened("/dev/null", false);
     if (shared.memory) {
       bundle.file(weights).check_unchanged();
@@ -165,18 +140,12 @@ NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::stri
 }
 
 std::vector<Tensor> tensors_of(Ort::Session const& session) {
-  Ort::AllocatorWithDefaultOptions allocator;
   std::vector<Tensor> tensors;
-  for (std::size_t i = 0; i < session.GetInputCount(); ++i) {
-    tensors.push_back(tensor_of(session.GetInputNameAllocated(i, allocator).get(), true, session.GetInputTypeInfo(i)));
-  }
-  for (std::size_t i = 0; i < session.GetOutputCount(); ++i) {
-    tensors.push_back(
-        tensor_of(session.GetOutputNameAllocated(i, allocator).get(), false, session.GetOutputTypeInfo(i)));
-  }
+  for (Ort::TensorInfo const& info : session.inputs()) tensors.push_back(tensor_of(info, true));
+  for (Ort::TensorInfo const& info : session.outputs()) tensors.push_back(tensor_of(info, false));
   return tensors;
 }
 
-ONNXTensorElementDataType element_type(std::string const& dtype) { return kTypes.at(dtype); }
+Ort::ElementType element_type(std::string const& dtype) { return kTypes.at(dtype); }
 
 }  // namespace tide

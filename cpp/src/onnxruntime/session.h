@@ -1,12 +1,13 @@
 // Opens ONNX Runtime sessions and runs them on memory of the caller.
 #pragma once
 
-#include <onnxruntime_cxx_api.h>
+#include "onnxruntime/api.h"
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -23,9 +24,6 @@ struct ReturnsFreeMemory {
   ReturnsFreeMemory(ReturnsFreeMemory const&) = delete;
   ReturnsFreeMemory& operator=(ReturnsFreeMemory const&) = delete;
 };
-
-// Throws ProviderError: the ONNX Runtime library is older than the headers.
-void check_onnxruntime();
 
 // What a session reads in the file of its weights as long as it lives.
 struct SharedWeights {
@@ -44,23 +42,31 @@ struct NetworkSession : SharedWeights, Ort::Session {
 // opens no file. Weights that it does not pack stay in the mapped file: they take no time to load, and all sessions and
 // processes share them. Throws BundleError: it does not load, or a file was changed since the bundle was opened.
 //
+// replacement: a graph to load in place of the file's, on the same weights; null: none.
 // gpu: the number of the GPU that it runs on, through ONNX Runtime's provider for CUDA; none: the CPU.
 NetworkSession load_network(Ort::Env const& env, Bundle const& bundle, std::string const& name,
                             std::optional<std::int64_t> threads, char const* weights = kWeightsFile,
-                            std::optional<int> gpu = std::nullopt);
+                            std::optional<int> gpu = std::nullopt, std::string const* replacement = nullptr);
 
 // The inputs and outputs of a network; a dimension of any name but "batch" is kTokens.
 std::vector<Tensor> tensors_of(Ort::Session const& session);
 
 // The type of this name in ONNX Runtime.
-ONNXTensorElementDataType element_type(std::string const& dtype);
+Ort::ElementType element_type(std::string const& dtype);
+
+template <typename T>
+Ort::ElementType element_type() {
+  if (std::is_same_v<T, float>) return Ort::abi::kFloat;
+  return std::is_same_v<T, std::int32_t> ? Ort::abi::kInt32 : Ort::abi::kInt64;
+}
 
 // A tensor on the caller's memory, which must outlive its use.
 template <typename T>
 Ort::Value view(Ort::MemoryInfo const& memory, T* data, std::vector<std::int64_t> const& shape) {
-  std::size_t count = 1;
-  for (std::int64_t const size : shape) count *= static_cast<std::size_t>(size);
-  return Ort::Value::CreateTensor<T>(memory, data, count, shape.data(), shape.size());
+  std::size_t bytes = sizeof(T);
+  for (std::int64_t const size : shape) bytes *= static_cast<std::size_t>(size);
+  using Plain = std::remove_const_t<T>;
+  return Ort::Value::on(memory, const_cast<Plain*>(data), bytes, shape.data(), shape.size(), element_type<Plain>());
 }
 
 }  // namespace tide

@@ -196,8 +196,8 @@ std::vector<StepResult> PackedBatch::results(std::vector<SlotStep> const& all) {
   } catch (Ort::Exception const& error) {
     throw GenerationError("ONNX Runtime failed in the head: " + first_line(error));
   }
-  auto const vocabulary = static_cast<std::size_t>(logits_.GetTensorTypeAndShapeInfo().GetShape().back());
-  float const* logits = logits_.GetTensorData<float>();
+  auto const vocabulary = static_cast<std::size_t>(logits_.shape().back());
+  float const* logits = logits_.data<float>();
   std::vector<StepResult> step_results;
   for (SlotStep const& one : all) {
     StepResult result;

@@ -71,7 +71,7 @@ class PackedBatch : public KvBatch {
   std::size_t const hidden_size_;
   std::vector<std::unique_ptr<SegmentRun>> segments_;
   std::vector<float> input_;  // of a segment, unless the previous segment's output is the input
-  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
 
  private:
   bool runs_alone(SlotRequest const& request) const;

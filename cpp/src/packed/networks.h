@@ -4,7 +4,6 @@
 // size is kept: a larger one replaces a smaller one and serves smaller batches from then on.
 #pragma once
 
-#include <onnxruntime_cxx_api.h>
 
 #include <functional>
 #include <map>
@@ -32,7 +31,7 @@ std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k);
 // Sessions for batches of up to `slots` sequences. `Run` of several threads at once is safe.
 struct BatchSessions {
   ReturnsFreeMemory returns_free_memory;
-  Ort::Env env{ORT_LOGGING_LEVEL_FATAL, "tide"};  // shared by the whole process
+  Ort::Env env{"tide"};  // shared by the whole process
   std::size_t slots = 0;
   std::vector<NetworkSession> segments;  // shallowest first
   NetworkSession head;                   // takes the states that tokens exited with

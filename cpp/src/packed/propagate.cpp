@@ -82,7 +82,7 @@ void PropagatingBatch::skip(std::size_t k, Steps const& exited) {
   for (std::size_t i = 0; i < keys_values.size(); ++i) {
     std::size_t const layer = layers[i / std::size(names::kKinds)], kind = i % std::size(names::kKinds);
     auto const head_dim = static_cast<std::size_t>(manifest_.model.kv_shapes[layer].head_dim);
-    float const* const values = keys_values[i].GetTensorData<float>();  // [1, heads, m, head_dim]
+    float const* const values = keys_values[i].data<float>();  // [1, heads, m, head_dim]
     for (std::size_t s = 0; s < exited.size(); ++s) {
       auto const row = reinterpret_cast<char const*>(values + s * head_dim);
       std::size_t const stride = exited.size() * head_dim * sizeof(float);

@@ -54,7 +54,7 @@ class SegmentRun {
   std::vector<std::size_t> const kv_read_;  // layers whose K/V it reads
   bool const last_;
   std::int64_t const hidden_size_, exit_size_;
-  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault);
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::RunOptions const run_options_;
   Ort::IoBinding binding_;
   std::int64_t tokens_ = -1, logits_ = -1;  // that the buffers are bound for

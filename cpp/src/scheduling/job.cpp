@@ -16,10 +16,12 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
       reserved_(static_cast<std::int64_t>(prompt.size()) + std::min(request_->max_new_tokens, kNoLimit)),
       deadline_(deadline),
       on_token_(std::move(on_token)),
-      decoder_(make_decoder(manifest, *request_, number)),
+      manifest_(manifest),
+      number_(number),
       progress_(manifest, prompt, *request_) {}
 
-void Job::begin(SequenceState& sequence) {
+void Job::begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit) {
+  decoder_ = make_decoder(manifest_, *request_, number_, audit);
   progress_.begin(*decoder_);
   sequence.candidates = decoder_->candidates;
   sequence_ = &sequence;
@@ -60,8 +62,8 @@ bool Job::take(StepResult const& result, double seconds) {
   if (stepped_ < decoder_->request().ids.size()) return false;
   stepped_ = 0;
   std::vector<Token> const block = decoder_->take(result);
-  if (block.empty()) return false;  // another step is requested
   if (sequence_->length() > decoder_->length()) sequence_->rewind(decoder_->length());
+  if (block.empty()) return false;  // another step is requested
   {
     std::lock_guard<std::mutex> const lock(mutex_);
     progress_.take(block, *decoder_, sequence_->computed(), seconds_, [this](Token const& token) {
@@ -99,9 +101,23 @@ bool Job::ready(std::size_t read) const {
   return is_ready(read);
 }
 
-void Job::wait(std::size_t read) const {
+void Job::wait(std::size_t read, std::optional<double> seconds) const {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return is_ready(read); });
+  auto const ready = [&] { return is_ready(read); };
+  if (!seconds) return changed_.wait(lock, ready);
+  changed_.wait_for(lock, std::chrono::duration<double>(*seconds), ready);
+}
+
+std::size_t Job::read(std::size_t from, std::int64_t* ids, std::size_t room) const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  std::size_t const count = std::min(room, tokens_.size() - from);
+  for (std::size_t i = 0; i < count; ++i) ids[i] = tokens_[from + i].id;
+  return count;
+}
+
+bool Job::finished(std::size_t read) const {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  return ended_ && tokens_.size() == read;
 }
 
 std::optional<Token> Job::token(std::size_t number) const {

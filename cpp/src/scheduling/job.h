@@ -36,8 +36,8 @@ class Job {
 
   // --- called by who does the steps -----------------------------------------------------------------------------------
 
-  // Takes over an empty sequence, which stays until the job's end.
-  void begin(SequenceState& sequence);
+  // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none.
+  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit);
 
   // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
   void skip(std::int64_t count);
@@ -69,7 +69,13 @@ class Job {
   std::atomic<bool> cancelled{false};  // whether it shall end before the next step
 
   bool ready(std::size_t read) const;  // whether there are more than `read` tokens, or no more will come
-  void wait(std::size_t read) const;   // until then
+  // Until then, or until so many seconds have passed.
+  void wait(std::size_t read, std::optional<double> seconds) const;
+
+  // Writes at most `room` tokens from number `from` on, and returns how many.
+  std::size_t read(std::size_t from, std::int64_t* ids, std::size_t room) const;
+
+  bool finished(std::size_t read) const;  // whether it has ended with so many tokens
 
   // The token of this number; none: it has ended. Throws what it failed with. The job is `ready`.
   std::optional<Token> token(std::size_t number) const;
@@ -89,7 +95,9 @@ class Job {
   std::optional<double> const deadline_;
   std::function<bool(Token const&)> const on_token_;
 
-  std::unique_ptr<Decoder> decoder_;
+  Manifest const& manifest_;  // which outlives the steps
+  std::size_t const number_;  // of the prompt of its request
+  std::unique_ptr<Decoder> decoder_;  // while it has a slot
   SequenceState* sequence_ = nullptr;
   StepRequest part_;         // of the decoder's request, if it is divided
   std::size_t stepped_ = 0;  // tokens of the decoder's request that steps have run over

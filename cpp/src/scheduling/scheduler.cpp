@@ -1,13 +1,14 @@
 #include "tide/scheduler.h"
 
 #include "generation_error.h"
+#include "scheduling/audit.h"
 #include "scheduling/job.h"
 #include "scheduling/step_loop.h"
 
 namespace tide {
 
-Scheduler::Scheduler(Engine engine, std::int64_t slots, std::shared_ptr<StepLoop> loop)
-    : engine_(std::move(engine)), slots_(slots), loop_(std::move(loop)) {}
+Scheduler::Scheduler(Engine engine, std::int64_t slots, std::shared_ptr<StepLoop> loop, std::shared_ptr<Audit> audit)
+    : engine_(std::move(engine)), slots_(slots), loop_(std::move(loop)), audit_(std::move(audit)) {}
 
 Scheduler::Scheduler(Scheduler&&) noexcept = default;
 
@@ -15,6 +16,7 @@ Scheduler& Scheduler::operator=(Scheduler&& other) noexcept {
   std::swap(engine_, other.engine_);
   std::swap(slots_, other.slots_);
   std::swap(loop_, other.loop_);
+  std::swap(audit_, other.audit_);
   return *this;
 }
 
@@ -43,6 +45,12 @@ std::size_t Scheduler::waiting() const { return loop_->waiting(); }
 std::size_t Scheduler::running() const { return loop_->running(); }
 bool Scheduler::closed() const { return loop_->closed(); }
 std::int64_t Scheduler::prefix_cache_bytes() const { return loop_->prefix_cache_bytes(); }
+std::optional<AuditState> Scheduler::audit() const {
+  return audit_ == nullptr ? std::nullopt : std::optional(audit_->state());
+}
+
+void Scheduler::watch(int descriptor) { loop_->watch(descriptor); }
+void Scheduler::unwatch(int descriptor) { loop_->unwatch(descriptor); }
 
 RequestHandle::RequestHandle(std::shared_ptr<Job> job, std::weak_ptr<StepLoop> loop)
     : job_(std::move(job)), loop_(std::move(loop)) {}
@@ -50,7 +58,7 @@ RequestHandle::RequestHandle(std::shared_ptr<Job> job, std::weak_ptr<StepLoop> l
 std::optional<Token> RequestHandle::next() {
   while (!job_->ready(read_)) {
     auto const loop = loop_.lock();
-    if (loop == nullptr || !loop->drive()) job_->wait(read_);
+    if (loop == nullptr || !loop->drive()) job_->wait(read_, std::nullopt);
   }
   std::optional<Token> token = job_->token(read_);
   if (token) ++read_;
@@ -68,8 +76,16 @@ void RequestHandle::cancel() {
   if (auto const loop = loop_.lock()) loop->ask();
 }
 
-std::vector<std::int64_t> RequestHandle::tokens() const { return job_->generation().tokens; }
-ExitStats RequestHandle::stats() const { return job_->generation().stats; }
+std::size_t RequestHandle::read(std::int64_t* ids, std::size_t room) {
+  std::size_t const count = job_->read(read_, ids, room);
+  read_ += count;
+  return count;
+}
+
+void RequestHandle::wait(double seconds) const { job_->wait(read_, seconds); }
+bool RequestHandle::finished() const { return job_->finished(read_); }
+Generation RequestHandle::so_far() const { return job_->generation(); }
+Mode RequestHandle::mode() const { return job_->request().mode; }
 std::optional<FinishReason> RequestHandle::finish_reason() const { return job_->finish_reason(); }
 std::exception_ptr RequestHandle::error() const { return job_->error(); }
 std::int64_t RequestHandle::cached_tokens() const { return job_->cached_tokens(); }

@@ -1,18 +1,23 @@
 #include "scheduling/step_loop.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 
 #include "generation_error.h"
+#include "scheduling/audit.h"
 #include "tide/errors.h"
 
 namespace tide {
 
-StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits)
+StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits,
+                   std::shared_ptr<Audit> audit)
     : backend_(std::move(backend)),
       batch_(std::move(batch)),
       limits_(limits),
       prefixes_(open_prefix_cache(backend_->manifest(), *batch_, limits.prefix_cache_bytes)),
+      audit_(std::move(audit)),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
   order_.reserve(slots_.size());
@@ -44,9 +49,30 @@ bool StepLoop::step() noexcept {
   end_cancelled();
   admit();
   choose_steps();
-  if (requests_.empty()) return waiting() + running() > 0;
-  run(requests_);
-  return true;
+  bool const runs = !requests_.empty();
+  if (runs) run(requests_);
+  if (news_) tell_watchers();
+  news_ = false;
+  return runs || waiting() + running() > 0;
+}
+
+void StepLoop::watch(int descriptor) {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  watchers_.push_back(descriptor);
+}
+
+void StepLoop::unwatch(int descriptor) {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  watchers_.erase(std::remove(watchers_.begin(), watchers_.end(), descriptor), watchers_.end());
+}
+
+void StepLoop::tell_watchers() noexcept {
+  std::lock_guard<std::mutex> const lock(mutex_);
+  for (int const descriptor : watchers_) {
+    std::uint64_t const one = 1;  // what an eventfd takes; a pipe takes any bytes
+    // One that is full was not read since: its reader will look anyway.
+    [[maybe_unused]] auto const written = ::write(descriptor, &one, sizeof one);
+  }
 }
 
 bool StepLoop::drive() noexcept {
@@ -154,13 +180,19 @@ void StepLoop::admit() noexcept {
   }
 }
 
+// Those of a request that begins now.
+std::vector<double> StepLoop::thresholds_of(Request const& request) const {
+  bool const audited = audit_ != nullptr && request.mode == Mode::exit;
+  return audited ? audit_->raised(request.thresholds) : request.thresholds;
+}
+
 void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
   std::optional<std::size_t> slot;
   try {
     slot = or_generation_error("cannot start a sequence",
-                               [&] { return batch_->join(job->request().thresholds, job->request().max_pending); });
+                               [&] { return batch_->join(thresholds_of(job->request()), job->request().max_pending); });
     slots_[*slot] = job;
-    job->begin(batch_->sequence(*slot));
+    job->begin(batch_->sequence(*slot), audit_);
   } catch (...) {
     if (slot) return fail(*slot, std::current_exception());
     {
@@ -169,6 +201,7 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
     }
     if (!failure_) failure_ = std::current_exception();
     job->end(std::nullopt, std::current_exception());
+    news_ = true;
   }
 }
 
@@ -232,6 +265,7 @@ void StepLoop::run(std::vector<SlotRequest> const& requests) noexcept {
 void StepLoop::take(std::size_t slot, StepResult const& result, double seconds) noexcept {
   try {
     bool const read = slots_[slot]->reads_prompt();
+    news_ = true;
     if (slots_[slot]->take(result, seconds)) return end(slot, std::nullopt, nullptr);
     if (read) keep(slot);
   } catch (...) {  // logits that are not finite, no memory, or a callback's exception
@@ -246,6 +280,7 @@ void StepLoop::fail(std::size_t slot, std::exception_ptr error) noexcept {
 
 void StepLoop::end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept {
   if (!error) keep(slot);
+  news_ = true;
   std::shared_ptr<Job> const job = std::move(slots_[slot]);
   batch_->leave(slot);
   {

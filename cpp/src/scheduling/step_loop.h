@@ -21,7 +21,9 @@ namespace tide {
 class StepLoop {
  public:
   // batch: an empty one of the backend, which nothing else uses. Throws as `open_prefix_cache`.
-  StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits);
+  // audit: of mode exit; null: none.
+  StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits,
+           std::shared_ptr<Audit> audit);
 
   // Puts a job into the queue. Throws as `Scheduler::submit` does about the queue and K/V memory.
   void add(std::shared_ptr<Job> job);
@@ -38,14 +40,19 @@ class StepLoop {
   // A step by the reader of a handle; false: the thread does them.
   bool drive() noexcept;
 
+  void watch(int descriptor);
+  void unwatch(int descriptor);
+
   void ask() { asked_ = true; }  // after a job in the queue was cancelled
 
   std::exception_ptr failure() const { return failure_; }  // of the first job that failed; not while others step
 
  private:
   void work() noexcept;
+  void tell_watchers() noexcept;
   void end_cancelled() noexcept;
   void admit() noexcept;
+  std::vector<double> thresholds_of(Request const& request) const;
   void join(std::shared_ptr<Job> const& job) noexcept;
   void choose_steps() noexcept;
   void keep(std::size_t slot) noexcept;
@@ -59,6 +66,7 @@ class StepLoop {
   std::unique_ptr<Batch> const batch_;
   SchedulerLimits const limits_;
   std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
+  std::shared_ptr<Audit> const audit_;           // null: there is none
 
   std::mutex stepping_;                         // of what follows up to `mutex_`
   std::vector<std::shared_ptr<Job>> slots_;     // by slot; null: free
@@ -66,6 +74,7 @@ class StepLoop {
   std::vector<StepRequest const*> steps_;       // by slot
   std::vector<SlotRequest> requests_, alone_;   // of the present step, and one of them
   std::exception_ptr failure_;
+  bool news_ = false;  // whether a job got tokens or ended in the present step
 
   mutable std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
@@ -74,6 +83,7 @@ class StepLoop {
   std::int64_t arrivals_ = 0;
   bool deadlines_ = false;  // whether a job in the queue has one
   bool closing_ = false, cancelling_ = false;
+  std::vector<int> watchers_;  // file descriptors
 
   std::atomic<bool> asked_{false}, threaded_{false};
   std::mutex starting_;  // of the thread

@@ -16,57 +16,57 @@ constexpr std::size_t kMaxSeen = 4096;   // keys seen once
 
 thread_local int current_gpu = -1;  // the one that CUDA uses in this thread; -1: not known
 
-std::string reason_of(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "the GPU has not enough free memory for the sequence's buffers"
-                                            : cudaGetErrorString(error);
+std::string reason_of(cuda::Error error) {
+  return error == cuda::kNoMemory ? "the GPU has not enough free memory for the sequence's buffers"
+                                            : cuda::functions().GetErrorString(error);
 }
 
 // Throws GenerationError unless a call of the runtime API succeeded.
-void require(cudaError_t error, char const* call) {
-  if (error != cudaSuccess) throw GenerationError(std::string("CUDA failed (") + call + "): " + reason_of(error));
+void require(cuda::Error error, char const* call) {
+  if (error != cuda::kSuccess) throw GenerationError(std::string("CUDA failed (") + call + "): " + reason_of(error));
 }
 
 }  // namespace
 
 void select_gpu(int gpu) {
   int count = 0;
-  cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaSuccess && gpu >= count) {
+  cuda::Error error = cuda::functions().GetDeviceCount(&count);
+  if (error == cuda::kSuccess && gpu >= count) {
     throw ProviderError("there is no GPU " + std::to_string(gpu) + ": CUDA finds " + std::to_string(count) +
                         ", numbered from 0");
   }
-  if (error == cudaSuccess) error = cudaSetDevice(gpu);
-  if (error != cudaSuccess) throw ProviderError("the GPU cannot be used: " + reason_of(error));
+  if (error == cuda::kSuccess) error = cuda::functions().SetDevice(gpu);
+  if (error != cuda::kSuccess) throw ProviderError("the GPU cannot be used: " + reason_of(error));
   current_gpu = gpu;
 }
 
 CudaDevice::CudaDevice(int gpu, bool records) : gpu_(gpu), records_(records) {
   select_gpu(gpu);
   try {
-    require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    require(cuda::functions().StreamCreateWithFlags(&stream_, cuda::kNonBlocking), "cudaStreamCreateWithFlags");
   } catch (GenerationError const& error) {
     throw ProviderError(std::string("the GPU cannot be used: ") + error.what());
   }
 }
 
 CudaDevice::~CudaDevice() {
-  cudaStreamSynchronize(stream_);
-  for (auto const& [key, graph] : recorded_) cudaGraphExecDestroy(graph);
-  cudaStreamDestroy(stream_);
+  cuda::functions().StreamSynchronize(stream_);
+  for (auto const& [key, graph] : recorded_) cuda::functions().GraphExecDestroy(graph);
+  cuda::functions().StreamDestroy(stream_);
 }
 
 // Lets CUDA use this GPU, if another thread's or another engine's was used before.
 void CudaDevice::use() const {
   if (current_gpu == gpu_) return;
-  require(cudaSetDevice(gpu_), "cudaSetDevice");
+  require(cuda::functions().SetDevice(gpu_), "cudaSetDevice");
   current_gpu = gpu_;
 }
 
 Buffer CudaDevice::allocate(std::size_t size) {
   use();
   void* memory = nullptr;
-  require(cudaMalloc(&memory, size), "cudaMalloc");
-  Buffer const buffer{{memory, cudaFree}, static_cast<std::byte*>(memory), size};
+  require(cuda::functions().Malloc(&memory, size), "cudaMalloc");
+  Buffer const buffer{{memory, cuda::functions().Free}, static_cast<std::byte*>(memory), size};
   clear(buffer.address, size, 1, 0);
   return buffer;
 }
@@ -74,46 +74,46 @@ Buffer CudaDevice::allocate(std::size_t size) {
 Buffer CudaDevice::staging(std::size_t size) {
   use();
   void* memory = nullptr;
-  require(cudaHostAlloc(&memory, size, cudaHostAllocDefault), "cudaHostAlloc");
-  Buffer const buffer{{memory, cudaFreeHost}, static_cast<std::byte*>(memory), size};
+  require(cuda::functions().HostAlloc(&memory, size, 0), "cudaHostAlloc");
+  Buffer const buffer{{memory, cuda::functions().FreeHost}, static_cast<std::byte*>(memory), size};
   std::memset(memory, 0, size);
   return buffer;
 }
 
 void CudaDevice::upload(std::byte* target, std::byte const* source, std::size_t size) {
   use();
-  require(cudaMemcpyAsync(target, source, size, cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
+  require(cuda::functions().MemcpyAsync(target, source, size, cuda::kHostToDevice, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::download(std::byte* target, std::byte const* source, std::size_t size) {
   use();
-  require(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+  require(cuda::functions().MemcpyAsync(target, source, size, cuda::kDeviceToHost, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::copy(std::byte* target, std::byte const* source, std::size_t size) {
   use();
-  require(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToDevice, stream_), "cudaMemcpyAsync");
+  require(cuda::functions().MemcpyAsync(target, source, size, cuda::kDeviceToDevice, stream_), "cudaMemcpyAsync");
 }
 
 void CudaDevice::clear(std::byte* target, std::size_t size, std::size_t count, std::size_t stride) {
   use();
   if (count == 1) {  // a stride may not be 2 GiB or more
-    require(cudaMemsetAsync(target, 0, size, stream_), "cudaMemsetAsync");
+    require(cuda::functions().MemsetAsync(target, 0, size, stream_), "cudaMemsetAsync");
   } else {
-    require(cudaMemset2DAsync(target, stride, 0, size, count, stream_), "cudaMemset2DAsync");
+    require(cuda::functions().Memset2DAsync(target, stride, 0, size, count, stream_), "cudaMemset2DAsync");
   }
 }
 
 void CudaDevice::synchronize() {
   use();
-  require(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  require(cuda::functions().StreamSynchronize(stream_), "cudaStreamSynchronize");
 }
 
 void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
   use();
   if (auto const entry = index_.find(key); entry != index_.end()) {
     recorded_.splice(recorded_.end(), recorded_, entry->second);
-    require(cudaGraphLaunch(entry->second->second, stream_), "cudaGraphLaunch");
+    require(cuda::functions().GraphLaunch(entry->second->second, stream_), "cudaGraphLaunch");
     return;
   }
   work();  // not recorded: an engine that last ran another shape changes to this one
@@ -133,7 +133,7 @@ void CudaDevice::launch(WorkKey const& key, std::function<void()> const& work) {
     end_recording(error.what());
     return;
   } catch (...) {  // the key counts as not seen
-    if (entry->second != nullptr) cudaGraphExecDestroy(entry->second);
+    if (entry->second != nullptr) cuda::functions().GraphExecDestroy(entry->second);
     recorded_.erase(entry);
     throw;
   }
@@ -149,23 +149,23 @@ void CudaDevice::end_recording(std::string const& reason) {
 }
 
 // Records what `work` queues, without running it, as an executable graph.
-cudaGraphExec_t CudaDevice::record(std::function<void()> const& work) {
-  cudaGraph_t graph = nullptr;
-  require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+cuda::GraphExec CudaDevice::record(std::function<void()> const& work) {
+  cuda::Graph graph = nullptr;
+  require(cuda::functions().StreamBeginCapture(stream_, cuda::kCaptureInThread), "cudaStreamBeginCapture");
   recording_ = true;
   try {
     work();
   } catch (...) {
     recording_ = false;
     // Without the end of the capture the stream would stay unusable.
-    if (cudaStreamEndCapture(stream_, &graph) == cudaSuccess) cudaGraphDestroy(graph);
+    if (cuda::functions().StreamEndCapture(stream_, &graph) == cuda::kSuccess) cuda::functions().GraphDestroy(graph);
     throw;
   }
   recording_ = false;
-  require(cudaStreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
-  cudaGraphExec_t executable = nullptr;
-  cudaError_t const error = cudaGraphInstantiate(&executable, graph, 0);
-  cudaGraphDestroy(graph);
+  require(cuda::functions().StreamEndCapture(stream_, &graph), "cudaStreamEndCapture");
+  cuda::GraphExec executable = nullptr;
+  cuda::Error const error = cuda::functions().GraphInstantiate(&executable, graph, 0);
+  cuda::functions().GraphDestroy(graph);
   require(error, "cudaGraphInstantiate");
   return executable;
 }
@@ -174,7 +174,7 @@ void CudaDevice::evict() {
   while (recorded_.size() > kMaxGraphs) {
     synchronize();
     index_.erase(recorded_.front().first);
-    require(cudaGraphExecDestroy(recorded_.front().second), "cudaGraphExecDestroy");
+    require(cuda::functions().GraphExecDestroy(recorded_.front().second), "cudaGraphExecDestroy");
     recorded_.pop_front();
   }
 }

@@ -5,14 +5,13 @@
 // no more and queues every run, which is slower: one warning on stderr.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <list>
 #include <map>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "segmented/cudart.h"
 #include "segmented/device.h"
 
 namespace tide {
@@ -30,7 +29,7 @@ class CudaDevice final : public Device {
   CudaDevice& operator=(CudaDevice const&) = delete;
   ~CudaDevice() override;
 
-  cudaStream_t stream() const { return stream_; }
+  cuda::Stream stream() const { return stream_; }
   bool recording() const { return recording_; }  // work is recorded now, and not run
 
   // Records no work from now on.
@@ -46,14 +45,14 @@ class CudaDevice final : public Device {
   void synchronize() override;
 
  private:
-  using Recorded = std::list<std::pair<WorkKey, cudaGraphExec_t>>;
+  using Recorded = std::list<std::pair<WorkKey, cuda::GraphExec>>;
 
   void use() const;
-  cudaGraphExec_t record(std::function<void()> const& work);
+  cuda::GraphExec record(std::function<void()> const& work);
   void evict();
 
   int gpu_;
-  cudaStream_t stream_ = nullptr;
+  cuda::Stream stream_ = nullptr;
   bool records_, recording_ = false;
   std::set<WorkKey> seen_;                       // keys seen once
   Recorded recorded_;                            // least recently used first

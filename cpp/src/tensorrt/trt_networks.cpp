@@ -93,25 +93,26 @@ class Library {
   void* handle_;  // never closed: its threads may still run
 };
 
-// The GPU's; {0, 0}: there is none. Throws ProviderError: its driver is too old for the CUDA runtime that is linked.
+// The GPU's; {0, 0}: there is none. Throws ProviderError: its driver is too old for the CUDA runtime.
 ComputeCapability compute_capability(int gpu) {
+  cuda::Functions const& api = cuda::functions();
   ComputeCapability device;
-  if (cudaDeviceGetAttribute(&device.major, cudaDevAttrComputeCapabilityMajor, gpu) == cudaSuccess &&
-      cudaDeviceGetAttribute(&device.minor, cudaDevAttrComputeCapabilityMinor, gpu) == cudaSuccess) {
+  if (api.DeviceGetAttribute(&device.major, cuda::kMajor, gpu) == cuda::kSuccess &&
+      api.DeviceGetAttribute(&device.minor, cuda::kMinor, gpu) == cuda::kSuccess) {
     return device;
   }
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) select_gpu(gpu);  // throws
-  cudaGetLastError();  // clears the error
-  int driver = 0;      // without one it stays 0
-  cudaDriverGetVersion(&driver);
-  if (driver == 0 || driver / 1000 >= CUDART_VERSION / 1000) return {};
+  if (api.GetDeviceCount(&count) == cuda::kSuccess && count > 0) select_gpu(gpu);  // throws
+  api.GetLastError();  // clears the error
+  int driver = 0, runtime = 0;  // without a driver it stays 0
+  api.DriverGetVersion(&driver);
+  api.RuntimeGetVersion(&runtime);
+  if (driver == 0 || driver / 1000 >= runtime / 1000) return {};
   auto const shown = [](int version) {
     return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
   };
-  throw ProviderError("this tide_runtime was built with CUDA " + shown(CUDART_VERSION) +
-                      ", and the GPU's driver here is for CUDA " + shown(driver) +
-                      ": update the driver, or build with an older CUDA toolkit");
+  throw ProviderError("the CUDA runtime here is " + shown(runtime) + ", and the GPU's driver is for CUDA " +
+                      shown(driver) + ": update the driver, or install an older CUDA runtime");
 }
 
 std::string dtype_of(nvinfer1::DataType type) {
@@ -209,10 +210,10 @@ class TrtNetwork final : public Network {
       }
       require(execution.setTensorAddress(name, addresses[i]), "the address of ", name);
     }
-    if (!device_.recording() && !capturable(execution, device_.stream())) {
+    if (!device_.recording() && !capturable(execution, stream())) {
       device_.end_recording(kTitle + " cannot record runs of " + engine_.spec.name);
     }
-    require(execution.enqueueV3(device_.stream()), "a run over ", std::to_string(tokens) + " tokens");
+    require(execution.enqueueV3(stream()), "a run over ", std::to_string(tokens) + " tokens");
   }
 
  private:
@@ -235,7 +236,7 @@ class TrtNetwork final : public Network {
     require(created.context != nullptr, "an execution context", "");
     created.context->setDeviceMemoryV2(memory_.address, static_cast<std::int64_t>(memory_.size));
     auto const number = static_cast<std::int32_t>(profile);
-    bool const set = created.context->setOptimizationProfileAsync(number, device_.stream());
+    bool const set = created.context->setOptimizationProfileAsync(number, stream());
     require(set, "profile ", std::to_string(profile));
     device_.synchronize();
     return *contexts_.emplace(profile, std::move(created)).first->second.context;
@@ -244,6 +245,8 @@ class TrtNetwork final : public Network {
   void require(bool worked, char const* what, std::string const& which) const {
     if (!worked) throw GenerationError(kTitle + " refused " + what + which + " in " + engine_.spec.name);
   }
+
+  cudaStream_t stream() const { return static_cast<cudaStream_t>(device_.stream()); }
 
   LoadedEngine const& engine_;
   CudaDevice& device_;

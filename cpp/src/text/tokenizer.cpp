@@ -3,10 +3,12 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
+#include <optional>
 #include <string_view>
 
+#include "bundle/json.h"
 #include "formatting.h"
 #include "tide/errors.h"
 
@@ -50,25 +52,23 @@ F function(void* library, std::string const& path, char const* name) {
 // binding ends the process where it cannot read the file, so what can be checked is.
 std::string checked(BundleFile const& file) {
   std::string content = file.read();
-  auto json = nlohmann::ordered_json::parse(content, nullptr, false);
-  if (!json.is_object() || !json.contains("model")) {
+  std::optional<Json> const json = Json::parse(content);
+  if (!json || !json->is(Json::Kind::object) || json->object.count("model") == 0) {
     throw BundleError(quoted(file.path()) + " is not a usable tokenizer: it is no JSON object with a model");
   }
-  bool changed = false;
+  std::map<std::size_t, std::size_t> omitted;  // from where to where, in the text
   for (char const* const name : {"truncation", "padding"}) {
-    if (!json.contains(name) || json[name].is_null()) continue;
-    json[name] = nullptr;
-    changed = true;
+    auto const found = json->object.find(name);
+    if (found != json->object.end()) omitted[found->second.begin] = found->second.end;
   }
-  return changed ? json.dump() : content;
+  for (auto range = omitted.rbegin(); range != omitted.rend(); ++range) {  // from the end, so that places stay
+    content.replace(range->first, range->second - range->first, "null");
+  }
+  return content;
 }
 
 void check_text(std::string const& text) {
-  try {
-    static_cast<void>(nlohmann::json(text).dump());
-  } catch (nlohmann::json::exception const&) {
-    throw GenerationError("the prompt is not valid UTF-8");
-  }
+  if (!is_utf8(text)) throw GenerationError("the prompt is not valid UTF-8");
 }
 
 }  // namespace

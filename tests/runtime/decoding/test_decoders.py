@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from tide_export.runtime.decoding.decoder import OneByOne, Token, run_block
-from tide_export.runtime.decoding.generation import Progress
+from tide_export.runtime.generation import Progress
 from tide_export.runtime.decoding.lossless import DraftLimits, LosslessDecoder
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tide_export.runtime.decoding.stats import LOOKUP_DRAFT, ExitStats
+from tide_export.runtime.stats import LOOKUP_DRAFT, ExitStats
 
 
 def filled() -> ExitStats:

@@ -8,7 +8,7 @@ import pytest
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.packed.segment import SegmentRun

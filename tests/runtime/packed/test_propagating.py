@@ -13,10 +13,10 @@ from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.branched.backend import empty_batch
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.packed.propagate import PropagatingBatch
-from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 
 NEW_TOKENS = 16
 

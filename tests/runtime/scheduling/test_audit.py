@@ -12,9 +12,9 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.scheduling.audit import RAISES, AuditConfig
+from tide_export.runtime.scheduler import RAISES, AuditConfig
 from tide_export.runtime.scheduling.confidence import ConfidenceSequence
-from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 

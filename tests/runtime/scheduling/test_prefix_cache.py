@@ -12,7 +12,7 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS, PrefixCache
-from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.runtime.sequence import SequenceState
 from tide_export.verify.export_gate import dividing_thresholds
 

@@ -16,12 +16,12 @@ from tiny_engines import TinyLlama
 
 from tide_export import names
 from tide_export.errors import GenerationError, QueueFullError
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.packed.batch import PackedBatch
 from tide_export.runtime.providers import open_provider
-from tide_export.runtime.scheduling.handle import RequestHandle
-from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.handle import RequestHandle
+from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
 
 SLOTS = 3

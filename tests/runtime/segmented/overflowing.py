@@ -4,7 +4,7 @@ import ctypes
 
 from tide_export import names
 from tide_export.runtime.segmented.memory import SegmentBuffers
-from tide_export.runtime.segmented.network_spec import kv_buffers
+from tide_export.runtime.network_spec import kv_buffers
 
 
 def overflow_slot(buffers: SegmentBuffers, slot: int) -> None:

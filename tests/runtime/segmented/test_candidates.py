@@ -22,7 +22,7 @@ from tide_export.runtime.segmented import cuda
 from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.runtime.segmented.device import HostDevice
 from tide_export.runtime.segmented.head import Head
-from tide_export.runtime.segmented.network_spec import NetworkSpec, Tensor
+from tide_export.runtime.network_spec import NetworkSpec, Tensor
 from tide_export.runtime.sequence import Candidates
 
 VOCABULARY, WIDTH, STATE_ROWS, SLOTS = 1000, 4, 40, 3

@@ -13,7 +13,7 @@ from tiny_configs import CHECKPOINTS, LAYERS
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.scheduling.scheduler import Scheduler, SchedulerLimits
+from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.runtime.segmented.memory import SegmentBuffers
 from tide_export.runtime.sequence import ExitRule
 from tide_export.thresholds.resolve import NEVER_EXIT

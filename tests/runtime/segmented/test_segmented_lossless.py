@@ -9,7 +9,7 @@ from batch_prompts import PROMPTS, TEXT
 from distribution import deviation, joint
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
-from tide_export.runtime.decoding.generation import Generation
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.segmented.backend import SegmentBackend

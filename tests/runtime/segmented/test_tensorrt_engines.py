@@ -19,7 +19,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.profiles import profiles_for, with_batch_size
 from tide_export.bundle.store import write_manifest
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.segmented.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network, specs
+from tide_export.runtime.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network, specs
 from tide_export.runtime.tensorrt import engines as opening
 
 SLOTS = 3

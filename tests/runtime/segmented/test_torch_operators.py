@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from tide_export.runtime.pytorch.operators import dequantize_linear, quantize_linear
 from tide_export.runtime.pytorch.program import Program, tensor_of
 from tide_export.runtime.pytorch.segments import TorchNetwork
-from tide_export.runtime.segmented.network_spec import NetworkSpec, Tensor
+from tide_export.runtime.network_spec import NetworkSpec, Tensor
 
 RNG = np.random.default_rng(0)
 IN_HALF = ("MatMul", "RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Attention", "TensorScatter", "Cast")

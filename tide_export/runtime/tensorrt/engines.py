@@ -2,13 +2,15 @@
 
 The two flavours share this module; `flavours` has the differences. An engine runs on one version of one flavour, on the
 GPUs it was built for: all of that is compared before the library loads it, because the library's messages about an
-engine that does not fit are for its developers. Every set of buffers has one execution context per network and
-optimization profile; all of them share one block of working memory, because one network runs at a time.
+engine that does not fit are for its developers. The library runs the engines by a callback (`callers_networks`). Every set of
+buffers has one execution context per network and optimization profile; all of them share one block of working memory,
+because one network runs at a time.
 """
 
 import mmap
 import os
 from collections.abc import Mapping
+from ctypes import c_void_p
 from types import ModuleType
 from typing import Any
 
@@ -16,17 +18,9 @@ from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo, Profile
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
-from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.cuda import CudaDevice, select_gpu
-from tide_export.runtime.segmented.device import ALIGNMENT, Buffer, Device
-from tide_export.runtime.segmented.network_spec import (
-    Network,
-    NetworkSpec,
-    from_tensorrt,
-    kv_aliases,
-    of_network,
-    specs,
-)
+from tide_export.runtime.callers_networks import load_networks
+from tide_export.runtime.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
+from tide_export.runtime.tensorrt.cudart import CudaMemory, select_gpu, synchronize
 from tide_export.runtime.tensorrt.flavours import (
     FLAVOURS,
     TENSORRT,
@@ -41,23 +35,25 @@ from tide_export.runtime.tensorrt.gpu import compute_capability
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 from tide_export.runtime.tensorrt.plugins import plugins_to_load, register
 
+ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT requires of an address
+
 
 def open_engines(
-    bundle: Bundle, provider: str, plugins: str | os.PathLike[str] | None = None, gpu: int = 0
-) -> SegmentBackend:
-    """The bundle's engines, ready to run.
+    bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None = None
+) -> c_void_p:
+    """The bundle's engines, ready to run; the handle of a tide_engine.
 
     Args:
         provider: the flavour, tensorrt or tensorrt-rtx.
+        options: of tide_load; "device": the number of the GPU to run on, 0 if it is not there.
         plugins: the plugin library, for engines that use plugins; None: the one `runtime.tensorrt.plugins` finds.
-        gpu: the number of the GPU to run on.
 
     Raises:
         ProviderError: the bundle has no engines of that flavour, or they cannot run here, and what to do about it.
         BundleError: the engines are not the manifest's.
     """
     manifest, info, engines = bundle.manifest, *check_engines(bundle, provider)
-    flavour = FLAVOURS[provider]
+    flavour, gpu = FLAVOURS[provider], options.get("device", 0)
     library = import_library(flavour)
     _check_machine(bundle, flavour, str(library.__version__), engines, gpu)
     if engines.plugins is not None:
@@ -71,23 +67,26 @@ def open_engines(
             engine = runtime.load(data, str(file.path))
         _check_engine(engine, spec, of_network(name, engines.profiles, info), str(file.path))
         loaded[name] = engine
-
     cache = kernel_cache(flavour, str(library.__version__), gpu)
+    size = max(ALIGNMENT, *(engine.device_memory_size_v2 for engine in loaded.values()))
 
-    def open_device() -> tuple[Device, Mapping[str, Network]]:
-        device = CudaDevice(gpu=gpu)
-        size = max(engine.device_memory_size_v2 for engine in loaded.values())
-        memory = device.allocate(max(size, ALIGNMENT))
-        networks = {
-            name: _TrtNetwork(
-                *(flavour, library, engine, expected[name], of_network(name, engines.profiles, info), device, memory),
-                cache,
-            )
-            for name, engine in loaded.items()
-        }
-        return device, networks
+    def opener(stream: int | None) -> TrtNetworks:
+        assert stream is not None
+        memory = CudaMemory(gpu, size)
+        return TrtNetworks(
+            {
+                name: TrtNetwork(
+                    *(flavour, library, engine, expected[name], of_network(name, engines.profiles, info)),
+                    stream,
+                    memory,
+                    cache,
+                )
+                for name, engine in loaded.items()
+            },
+            memory,
+        )
 
-    return SegmentBackend(manifest, info, expected, open_device, provider)
+    return load_networks(bundle, options, provider, opener, gpu)
 
 
 def check_engines(bundle: Bundle, provider: str) -> tuple[NetworksInfo, EnginesInfo]:
@@ -221,8 +220,22 @@ def pick_profile(profiles: tuple[Profile, ...], tokens: int, batch_size: int = 1
     )
 
 
-class _TrtNetwork:
-    """One engine with the execution contexts of one device."""
+class TrtNetworks:
+    """The engines of a bundle on one stream (see `callers_networks.Networks`)."""
+
+    def __init__(self, networks: Mapping[str, "TrtNetwork"], memory: CudaMemory) -> None:
+        self._networks, self._memory = dict(networks), memory
+
+    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+        return self._networks[name].run(addresses, tokens, batch_size, recording)
+
+    def close(self) -> None:
+        self._networks.clear()
+        self._memory.free()
+
+
+class TrtNetwork:
+    """One engine with the execution contexts of one stream."""
 
     def __init__(
         self,
@@ -231,16 +244,16 @@ class _TrtNetwork:
         engine: Any,
         spec: NetworkSpec,
         profiles: tuple[Profile, ...],
-        device: CudaDevice,
-        memory: Buffer,
+        stream: int,
+        memory: CudaMemory,
         cache: KernelCache | None = None,
     ) -> None:
         self._flavour, self._library, self._engine, self._spec = flavour, library, engine, spec
-        self._profiles, self._device, self._memory, self._cache = profiles, device, memory, cache
+        self._profiles, self._stream, self._memory, self._cache = profiles, stream, memory, cache
         self._contexts: dict[int, Any] = {}
 
-    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
-        """Queues a run on the device's stream.
+    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1, recording: bool = False) -> bool:
+        """Queues a run on the stream; see `callers_networks.Networks.run`.
 
         Raises:
             GenerationError: no profile takes so many tokens of so many sequences, or TensorRT failed.
@@ -250,9 +263,9 @@ class _TrtNetwork:
             self._require(context.set_input_shape(name, tensor.dims(tokens, batch_size)), f"the shape of {name}")
         for name in (*self._spec.inputs, *self._spec.outputs):
             self._require(context.set_tensor_address(name, addresses[name]), f"the address of {name}")
-        if not self._device.recording and not capturable(self._flavour, context, self._device.stream):
-            self._device.end_recording(f"{self._flavour.title} cannot record runs of {self._spec.name}")
-        self._require(context.execute_async_v3(self._device.stream), f"a run over {tokens} tokens")
+        records = recording or capturable(self._flavour, context, self._stream)
+        self._require(context.execute_async_v3(self._stream), f"a run over {tokens} tokens")
+        return records
 
     def _context(self, profile: int) -> Any:
         """The context of a profile, created when it is first needed."""
@@ -261,8 +274,8 @@ class _TrtNetwork:
             context = self._engine.create_execution_context(config)
             self._require(context is not None, "an execution context")
             context.set_device_memory(self._memory.address, self._memory.size)
-            self._require(context.set_optimization_profile_async(profile, self._device.stream), f"profile {profile}")
-            self._device.synchronize()
+            self._require(context.set_optimization_profile_async(profile, self._stream), f"profile {profile}")
+            synchronize(self._stream)
             self._contexts[profile] = context
         return self._contexts[profile]
 

@@ -50,7 +50,7 @@ class Tide:
 
     def __init__(self, job: Job) -> None:
         from tide_export.runtime.engine import load
-        from tide_export.runtime.scheduling.scheduler import SchedulerLimits
+        from tide_export.runtime.scheduler import SchedulerLimits
 
         file, _, mode = job.file.partition(":")
         self.version, self._mode = f"tide_export {version('tide_export')}", mode or "full"

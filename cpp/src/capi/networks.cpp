@@ -1,0 +1,94 @@
+// tide_load_networks: segment networks that the caller runs, on an engine that this library does not know.
+#include "bundle/verification.h"
+#include "capi/objects.h"
+#include "capi/options.h"
+#include "segmented/backend.h"
+#include "segmented/cuda.h"
+
+using namespace tide::capi;
+
+namespace {
+
+// The caller's functions, and one set of networks that they opened.
+struct Opened {
+  Opened(tide_networks const& given, void* stream) : networks(given) {
+    std::int64_t number = 0;
+    check(networks.open(networks.context, stream, &number));
+    queue = number;
+  }
+  ~Opened() { networks.close(networks.context, queue); }
+  Opened(Opened const&) = delete;
+  Opened& operator=(Opened const&) = delete;
+
+  static void check(tide_status status) {
+    if (status != TIDE_OK) {
+      throw tide::GenerationError(callers_sentence(status));
+    }
+  }
+
+  tide_networks const networks;
+  std::int64_t queue = 0;
+};
+
+class CallersNetwork final : public tide::Network {
+ public:
+  CallersNetwork(std::shared_ptr<Opened> opened, tide::NetworkSpec const& spec, tide::CudaDevice* device)
+      : opened_(std::move(opened)), spec_(spec), device_(device) {
+    for (tide::Tensor const& tensor : spec_.tensors) names_.push_back(tensor.name.c_str());
+  }
+
+  void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
+    bool const records = device_ != nullptr && device_->recording();
+    std::vector<void*> const memory(addresses.begin(), addresses.end());
+    tide_status const status =
+        opened_->networks.run(opened_->networks.context, opened_->queue, spec_.name.c_str(), names_.data(),
+                              memory.data(), names_.size(), tokens, batch_size, records ? 1 : 0);
+    if (status == TIDE_ENDED && device_ != nullptr) {
+      return device_->end_recording(std::string(opened_->networks.provider) + " cannot record runs of " + spec_.name);
+    }
+    Opened::check(status);
+  }
+
+ private:
+  std::shared_ptr<Opened> const opened_;
+  tide::NetworkSpec const& spec_;
+  tide::CudaDevice* const device_;  // null: the host
+  std::vector<char const*> names_;
+};
+
+std::shared_ptr<tide::Backend> open_callers_networks(tide::Bundle bundle, tide_networks const& given) {
+  if (!bundle.manifest.networks) {
+    throw tide::ProviderError("bundle '" + bundle.path.string() +
+                              "' holds no segment networks: export it with --target tensorrt or tensorrt-rtx");
+  }
+  auto const specs = std::make_shared<std::vector<tide::NetworkSpec>>(tide::network_specs(bundle.manifest));
+  if (given.gpu >= 0) tide::select_gpu(given.gpu);
+  return std::make_shared<tide::SegmentBackend>(std::move(bundle), given.provider, *specs, [specs, given] {
+    tide::DeviceNetworks opened;
+    tide::CudaDevice* device = nullptr;
+    if (given.gpu >= 0) {
+      auto made = std::make_unique<tide::CudaDevice>(given.gpu);
+      device = made.get();
+      opened.device = std::move(made);
+    } else {
+      opened.device = std::make_unique<tide::HostDevice>();
+    }
+    auto const shared = std::make_shared<Opened>(given, device == nullptr ? nullptr : device->stream());
+    for (tide::NetworkSpec const& spec : *specs) {
+      opened.networks.push_back(std::make_unique<CallersNetwork>(shared, spec, device));
+    }
+    return opened;
+  });
+}
+
+}  // namespace
+
+tide_status tide_load_networks(char const* bundle, char const* options, tide_networks const* networks,
+                               tide_engine** engine) {
+  return create(engine, [&] {
+    auto const [load, tokenizers] = tide::open_options(options);
+    tide::Bundle const opened = tide::open_bundle(bundle, load.verify);
+    tide::Engine const made(open_callers_networks(opened, *networks));
+    return tide_engine{made, std::make_shared<tide::Text>(made, tokenizers)};
+  });
+}

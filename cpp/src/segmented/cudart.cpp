@@ -1,0 +1,67 @@
+#include "segmented/cudart.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "tide/errors.h"
+
+namespace tide {
+namespace cuda {
+namespace {
+
+constexpr char const* kLibraries[] = {"libcudart.so.13", "libcudart.so.12", "libcudart.so"};
+
+void* open_library() {
+  char const* const named = std::getenv("TIDE_CUDART");
+  std::string reason;
+  if (named != nullptr && *named != '\0') {
+    if (void* const handle = ::dlopen(named, RTLD_NOW | RTLD_LOCAL)) return handle;
+    reason = ::dlerror();
+  } else {
+    for (char const* const name : kLibraries) {
+      if (void* const handle = ::dlopen(name, RTLD_NOW | RTLD_LOCAL)) return handle;
+      if (reason.empty()) reason = ::dlerror();
+    }
+  }
+  throw ProviderError("the CUDA runtime cannot be opened (" + reason +
+                      "): install it (pip install nvidia-cuda-runtime), or name its library in TIDE_CUDART");
+}
+
+// Opened once; it stays open.
+Functions const* opened() {
+  void* const handle = open_library();
+  auto* const functions = new Functions();
+  auto const find = [&](char const* name) {
+    void* const address = ::dlsym(handle, name);
+    if (address == nullptr) throw ProviderError(std::string("the CUDA runtime has no ") + name + ": install CUDA 12 or 13");
+    return address;
+  };
+#define TIDE_CUDA_FIND(name, arguments) functions->name = reinterpret_cast<Error(*) arguments>(find("cuda" #name));
+  TIDE_CUDA_FUNCTIONS(TIDE_CUDA_FIND)
+#undef TIDE_CUDA_FIND
+  functions->GetErrorString = reinterpret_cast<char const* (*)(Error)>(find("cudaGetErrorString"));
+  return functions;
+}
+
+}  // namespace
+
+Functions const& functions() {
+  static Functions const* const found = opened();
+  return *found;
+}
+
+bool finds_gpu() {
+  try {
+    int count = 0;
+    bool const found = functions().GetDeviceCount(&count) == kSuccess && count > 0;
+    functions().GetLastError();  // clears an error
+    return found;
+  } catch (ProviderError const&) {
+    return false;
+  }
+}
+
+}  // namespace cuda
+}  // namespace tide

@@ -1,0 +1,105 @@
+// Generates the tokens of one prompt as they are read.
+#include <chrono>
+
+#include "decoding/decoder.h"
+#include "decoding/generation.h"
+#include "request.h"
+#include "sequence.h"
+#include "tide/runtime.h"
+
+namespace tide {
+
+class TokenStream::Impl {
+ public:
+  Impl(std::shared_ptr<Backend> const& backend, State state, std::vector<std::int64_t> const& prompt,
+       std::unique_ptr<Request> request, std::function<bool(Token const&)> on_token)
+      : request_(std::move(request)),
+        on_token_(std::move(on_token)),
+        state_(std::move(state)),
+        decoder_(make_decoder(backend->manifest(), *request_, 0)),
+        progress_(backend->manifest(), prompt, *request_) {
+    state_.use_candidates(decoder_->candidates);
+    progress_.begin(*decoder_);
+  }
+
+  bool step() {
+    if (ended()) return false;
+    auto const started = std::chrono::steady_clock::now();
+    if (!result_) {
+      StepRequest const& request = decoder_->request();
+      result_ = state_.step(request.ids, request.logits_to_keep, request.full);
+    }
+    std::vector<Token> const block = decoder_->take(*result_);  // where it throws, the next call tries it again
+    result_.reset();
+    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
+    seconds_ += seconds.count();
+    if (state_.length() > decoder_->length()) state_.rewind(decoder_->length());
+    if (block.empty()) return true;
+    progress_.take(block, *decoder_, state_.computed(), seconds_, [this](Token const& token) {
+      tokens_.push_back(token);
+      return !on_token_ || on_token_(token);
+    });
+    seconds_ = 0;
+    if (!ended()) progress_.begin(*decoder_);
+    return !ended();
+  }
+
+  bool ended() const { return progress_.ended(); }
+  Generation const& so_far() const { return progress_.so_far(); }
+  std::vector<Token> const& tokens() const { return tokens_; }
+
+ private:
+  std::unique_ptr<Request> const request_;
+  std::function<bool(Token const&)> const on_token_;
+  State state_;
+  std::unique_ptr<Decoder> const decoder_;
+  Progress progress_;
+  std::vector<Token> tokens_;
+  std::optional<StepResult> result_;  // of a step whose tokens are not chosen yet
+  double seconds_ = 0;                // that the steps of the block took so far
+};
+
+TokenStream::TokenStream(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+TokenStream::TokenStream(TokenStream&&) noexcept = default;
+TokenStream& TokenStream::operator=(TokenStream&&) noexcept = default;
+TokenStream::~TokenStream() = default;
+
+bool TokenStream::step() { return impl_->step(); }
+
+std::optional<Token> TokenStream::next() {
+  while (read_ == tokens().size() && !ended()) step();
+  if (read_ == tokens().size()) return std::nullopt;
+  return tokens()[read_++];
+}
+
+std::vector<Token> const& TokenStream::tokens() const { return impl_->tokens(); }
+bool TokenStream::ended() const { return impl_->ended(); }
+Generation const& TokenStream::so_far() const { return impl_->so_far(); }
+
+TokenStream Engine::open_stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
+                                std::function<bool(Token const&)> on_token) const {
+  check_prompt(manifest(), prompt, "the prompt");
+  GenerationConfig const resolved = without_auto(backend_->bundle(), config, auto_mode(), false);
+  auto request = std::make_unique<Request>(backend_->bundle(), resolved, std::nullopt);
+  State state = start(request->thresholds, request->max_pending);
+  return TokenStream(
+      std::make_unique<TokenStream::Impl>(backend_, std::move(state), prompt, std::move(request), std::move(on_token)));
+}
+
+TokenStream Engine::open_stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config) const {
+  return open_stream(prompt, config, nullptr);
+}
+
+Generation Engine::generate(std::vector<std::int64_t> const& prompt, GenerationConfig const& config) const {
+  return stream(prompt, config, nullptr);
+}
+
+Generation Engine::stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
+                          std::function<bool(Token const&)> const& on_token) const {
+  TokenStream stream = open_stream(prompt, config, on_token);
+  while (stream.step()) {
+  }
+  return stream.so_far();
+}
+
+}  // namespace tide

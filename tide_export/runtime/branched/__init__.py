@@ -1,1 +1,0 @@
-"""One sequence on the branched graph, which decides for itself which segments run."""

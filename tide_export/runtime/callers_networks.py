@@ -1,0 +1,140 @@
+"""Gives the library segment networks that Python runs: how an engine is used that the library does not know.
+
+The library keeps the sequences, their memory and what is recorded; it calls back for a run of one network alone, on a
+GPU only until that run is recorded as a CUDA graph.
+"""
+
+import ctypes
+import json
+import logging
+import os
+from collections.abc import Mapping
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from typing import Any, Protocol
+
+from tide_export.bundle.opened import Bundle
+from tide_export.errors import TideError
+from tide_export.runtime import native
+
+logger = logging.getLogger("tide_export")
+
+Open = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, POINTER(c_int64))
+Run = ctypes.CFUNCTYPE(
+    *(c_int, c_void_p, c_int64, c_char_p, POINTER(c_char_p), POINTER(c_void_p), c_size_t, c_int64, c_int64, c_int)
+)
+Close = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
+
+
+class Networks(Protocol):
+    """The networks of one set of buffers."""
+
+    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+        """Queues a run of a network, and returns whether its runs can be recorded.
+
+        Args:
+            addresses: of its tensors' memory, by name.
+            recording: whether the stream is captured now.
+
+        Raises:
+            GenerationError: it failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what they hold."""
+        ...
+
+
+class Opener(Protocol):
+    """Opens networks on a CUDA stream; None on the host."""
+
+    def __call__(self, stream: int | None) -> Networks: ...
+
+
+class _Struct(ctypes.Structure):
+    _fields_ = (
+        ("context", c_void_p),
+        ("provider", c_char_p),
+        ("gpu", c_int),
+        ("open", Open),
+        ("run", Run),
+        ("close", Close),
+    )
+
+
+_kept = dict[int, "_Callbacks"]()  # by the address of the engine, as long as that lives
+
+
+def load_networks(
+    bundle: Bundle, options: dict[str, Any], provider: str, opener: Opener, gpu: int | None = None
+) -> c_void_p:
+    """Opens an engine on networks that `opener` opens; the handle of a tide_engine.
+
+    Args:
+        options: as of tide_load.
+        gpu: the number of the GPU whose memory they run on; None: they run on the host's.
+
+    Raises:
+        ProviderError, BundleError: as `engine.load`.
+    """
+    callbacks = _Callbacks(provider, opener, -1 if gpu is None else gpu)
+    handle = c_void_p()
+    arguments = os.fsencode(bundle.path), json.dumps(options).encode(), ctypes.byref(callbacks.struct)
+    native.call("load_networks", *arguments, ctypes.byref(handle))
+    assert handle.value is not None
+    _kept[handle.value] = callbacks
+    return handle
+
+
+def release(engine: int) -> None:
+    """Forgets the functions of an engine that is gone."""
+    _kept.pop(engine, None)
+
+
+class _Callbacks:
+    """The functions that the library calls."""
+
+    def __init__(self, provider: str, opener: Opener, gpu: int) -> None:
+        self._opener, self._opened, self._numbers = opener, dict[int, Networks](), 0
+        self.struct = _Struct(None, provider.encode(), gpu, Open(self._open), Run(self._run), Close(self._close))
+
+    def _open(self, _: Any, stream: int | None, number: Any) -> int:
+        try:
+            self._numbers += 1
+            self._opened[self._numbers] = self._opener(stream)
+            number[0] = self._numbers
+            return native.OK
+        except Exception as error:
+            return _failed("networks cannot be opened", error)
+
+    def _run(
+        self,
+        _: Any,
+        number: int,
+        network: bytes,
+        tensors: Any,
+        addresses: Any,
+        count: int,
+        tokens: int,
+        batch_size: int,
+        recording: int,
+    ) -> int:
+        try:
+            named = {tensors[i].decode(): int(addresses[i] or 0) for i in range(count)}
+            records = self._opened[number].run(network.decode(), named, tokens, batch_size, bool(recording))
+            return native.OK if records else native.ENDED
+        except Exception as error:
+            return _failed(f"a run of {network.decode()} failed", error)
+
+    def _close(self, _: Any, number: int) -> None:
+        try:
+            self._opened.pop(number).close()
+        except Exception as error:
+            _failed("networks cannot be closed", error)
+
+
+def _failed(what: str, error: Exception) -> int:
+    """Keeps the sentence for the error that the library raises in its place."""
+    sentence = str(error) if isinstance(error, TideError) else f"{what}: {error}"
+    native.library().tide_set_error(sentence.encode())
+    return native.GENERATION_ERROR

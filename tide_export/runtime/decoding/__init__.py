@@ -1,1 +1,0 @@
-"""From logits to tokens: sampling, drafting and verifying, the generation loop, statistics."""

@@ -1,0 +1,123 @@
+"""The functions of a request that the library calls: what changes its logits, what constrains it, what makes its text.
+
+Each is called in the thread that does the steps. What it raises is kept, because no exception crosses C, and raised by
+who reads the request.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_float, c_size_t
+from typing import Any
+
+import numpy as np
+
+from tide_export.errors import ConstraintError, GenerationError, TideError, first_line
+from tide_export.runtime import native
+from tide_export.runtime.grammar import GrammarState
+
+LogitsProcessor = Callable[[list[int], np.ndarray], np.ndarray]
+
+_interrupts: list[BaseException] = []  # KeyboardInterrupt, and what else is no error, raised in a hook
+
+
+def raise_interrupt() -> None:
+    """Raises what a signal handler raised while a hook ran."""
+    if _interrupts:
+        raise _interrupts.pop()
+
+
+class Hooks:
+    """The hooks of one request, which must live until it has ended.
+
+    Attributes:
+        error: what a hook failed with; None: none has.
+        struct: the tide_hooks.
+    """
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        processor: LogitsProcessor | None = None,
+        grammar: GrammarState | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """Takes the functions of a request.
+
+        Args:
+            prompt_tokens: of its prompt, which a grammar does not see.
+            decode: gives the text of token ids; None: no text is needed.
+        """
+        self.error: TideError | None = None
+        self._processor, self._grammar, self._decode = processor, grammar, decode
+        self._prompt_tokens, self._text = prompt_tokens, ctypes.create_string_buffer(0)
+        self.struct = native.HooksStruct()
+        if processor is not None or grammar is not None:
+            self.struct.process_logits = native.ProcessLogits(self._process_logits)
+        if grammar is not None:
+            self.struct.allows_token = native.AllowsToken(self._allows_token)
+        if decode is not None:
+            self.struct.detokenize = native.Detokenize(self._detokenize)
+
+    def error_of(self, status: int) -> TideError:
+        """Returns the error that the request failed with."""
+        raise_interrupt()
+        error, self.error = self.error, None
+        return native.error_of(status) if error is None else error
+
+    def _process_logits(self, _: Any, ids: int, count: int, logits: int, vocabulary: int) -> int:
+        try:
+            values = np.frombuffer((c_float * vocabulary).from_address(logits), np.float32)
+            text = _ids_at(ids, count)
+            if self._processor is not None:
+                values[:] = _processed(self._processor, text, values.copy())
+            if self._grammar is not None:
+                self._grammar.read(text[self._prompt_tokens :])
+                values[~self._grammar.mask()] = -np.inf
+            return native.OK
+        except BaseException as error:
+            return self._failed(error, "logits_processor failed")
+
+    def _allows_token(self, _: Any, ids: int, count: int, token: int) -> int:
+        assert self._grammar is not None
+        try:
+            self._grammar.read(_ids_at(ids, count)[self._prompt_tokens :])
+            return int(self._grammar.allows(token))
+        except BaseException as error:
+            self._failed(error, "the grammar failed")
+            return 0  # the token is not drafted; the next call of `_process_logits` says why
+
+    def _detokenize(self, _: Any, ids: int, count: int, size: Any) -> int | None:
+        assert self._decode is not None
+        try:
+            text = self._decode(_ids_at(ids, count)).encode()
+            self._text = ctypes.create_string_buffer(text, len(text) + 1)
+            size[0] = c_size_t(len(text)).value
+            return ctypes.addressof(self._text)
+        except BaseException as error:
+            self._failed(error, "the detokenizer failed")
+            return None
+
+    def _failed(self, error: BaseException, what: str) -> int:
+        if not isinstance(error, Exception):
+            _interrupts.append(error)
+            return native.GENERATION_ERROR
+        if isinstance(error, TideError):
+            self.error = error
+        else:
+            self.error = GenerationError(f"{what}: {first_line(error)}")
+            self.error.__cause__ = error
+        return native.CONSTRAINT_ERROR if isinstance(error, ConstraintError) else native.GENERATION_ERROR
+
+
+def _processed(processor: LogitsProcessor, ids: list[int], logits: np.ndarray) -> np.ndarray:
+    """Returns what a caller's function makes of logits. Raises GenerationError: they are no logits any more."""
+    changed = np.asarray(processor(ids, logits), np.float32)
+    if changed.shape != logits.shape:
+        raise GenerationError(
+            f"logits_processor must return logits of shape {list(logits.shape)}, not {list(changed.shape)}"
+        )
+    return changed
+
+
+def _ids_at(address: int, count: int) -> list[int]:
+    return np.frombuffer(ctypes.string_at(address, 8 * count), np.int64).tolist()

@@ -1,0 +1,242 @@
+"""Opens the native library, `libtide.so`, and calls its C interface (cpp/include/tide/tide.h).
+
+The library is the runtime; this package binds it with ctypes, because a library that does not use Python's own
+interface serves every version of Python with one wheel and needs nothing but a compiler to be built. ctypes releases
+the interpreter's lock while a function runs, and runs signal handlers between two calls.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tide_export.errors import (
+    BundleError,
+    ConfigError,
+    ConstraintError,
+    GenerationError,
+    ProviderError,
+    QueueFullError,
+    TideError,
+)
+from tide_export.version import __version__
+
+LIBRARY = Path(__file__).with_name("libtide.so")
+ADVICE = "install tide_export again on this machine"
+
+OK, ENDED = 0, 1  # of tide_status
+GENERATION_ERROR, CONSTRAINT_ERROR = 4, 9
+ERRORS: dict[int, type[TideError]] = {
+    2: ConfigError,
+    3: BundleError,
+    GENERATION_ERROR: GenerationError,
+    5: QueueFullError,
+    6: ProviderError,
+    CONSTRAINT_ERROR: ConstraintError,
+}  # the others: no memory, and an exception that is none of the runtime's
+
+
+class Logprob(Structure):
+    _fields_ = (("id", c_int64), ("logprob", c_double))
+
+
+class Step(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("rows", c_size_t),
+        ("vocabulary", c_size_t),
+        ("exit_layer", c_int64),
+        ("segments_run", c_int64),
+        ("scores", c_void_p),
+    )
+
+
+class SlotStep(Structure):
+    _fields_ = (
+        ("slot", c_size_t),
+        ("ids", c_void_p),
+        ("count", c_size_t),
+        ("logits_to_keep", c_int64),
+        ("full", c_int),
+    )
+
+
+class SchedulerState(Structure):
+    _fields_ = (("waiting", c_size_t), ("running", c_size_t), ("prefix_cache_bytes", c_int64), ("closed", c_int))
+
+
+class AuditState(Structure):
+    _fields_ = (
+        ("audited", c_int64),
+        ("checked", c_int64),
+        ("different", c_int64),
+        ("raises", c_int64),
+        ("upper_bound", c_double),
+        ("lower_bound", c_double),
+    )
+
+
+ProcessLogits = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t)
+AllowsToken = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_int64)
+Detokenize = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t, POINTER(c_size_t))
+
+
+class HooksStruct(Structure):
+    _fields_ = (
+        ("context", c_void_p),
+        ("process_logits", ProcessLogits),
+        ("allows_token", AllowsToken),
+        ("detokenize", Detokenize),
+    )
+
+
+_HANDLE, _OUT, _IDS = c_void_p, POINTER(c_void_p), c_void_p
+_REQUEST = (_IDS, c_size_t, c_char_p, POINTER(HooksStruct))  # prompt, count, options, hooks
+# By name without "tide_": the type of the result, None for a status, and those of the arguments.
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "version": (c_char_p, ()),
+    "last_error": (c_char_p, ()),
+    "load": (None, (c_char_p, c_char_p, _OUT)),
+    "load_networks": (None, (c_char_p, c_char_p, c_void_p, _OUT)),
+    "set_error": (c_void_p, (c_char_p,)),
+    "engine_free": (c_void_p, (_HANDLE,)),
+    "max_batch_size": (c_int64, (_HANDLE,)),
+    "provider": (c_char_p, (_HANDLE,)),
+    "manifest": (c_void_p, (_HANDLE, POINTER(c_size_t))),
+    "resolve": (None, (_HANDLE, c_char_p, c_size_t, c_void_p, c_size_t, POINTER(c_size_t))),
+    "token_stream_open": (None, (_HANDLE, *_REQUEST, _OUT)),
+    "token_stream_step": (None, (_HANDLE, c_void_p, c_size_t, POINTER(c_size_t))),
+    "token_stream_so_far": (None, (_HANDLE, _OUT)),
+    "token_stream_free": (c_void_p, (_HANDLE,)),
+    "generation_tokens": (c_void_p, (_HANDLE, POINTER(c_size_t))),
+    "generation_finish_reason": (c_char_p, (_HANDLE,)),
+    "generation_stats": (c_char_p, (_HANDLE,)),
+    "generation_text": (c_void_p, (_HANDLE, POINTER(c_size_t))),
+    "generation_logprobs": (POINTER(Logprob), (_HANDLE, c_size_t, POINTER(c_size_t))),
+    "generation_free": (c_void_p, (_HANDLE,)),
+    "scheduler_create": (None, (_HANDLE, c_char_p, _OUT)),
+    "scheduler_start": (None, (_HANDLE,)),
+    "scheduler_step": (c_int, (_HANDLE,)),
+    "scheduler_close": (c_void_p, (_HANDLE, c_int)),
+    "scheduler_free": (c_void_p, (_HANDLE,)),
+    "scheduler_describe": (SchedulerState, (_HANDLE,)),
+    "scheduler_audit": (None, (_HANDLE, POINTER(AuditState))),
+    "scheduler_watch": (None, (_HANDLE, c_int)),
+    "scheduler_unwatch": (c_void_p, (_HANDLE, c_int)),
+    "submit": (None, (_HANDLE, *_REQUEST, POINTER(c_double), _OUT)),
+    "request_wait": (c_void_p, (_HANDLE, c_double)),
+    "request_read": (c_size_t, (_HANDLE, c_void_p, c_size_t, POINTER(c_int))),
+    "request_so_far": (None, (_HANDLE, _OUT)),
+    "request_mode": (c_char_p, (_HANDLE,)),
+    "request_cached_tokens": (c_int64, (_HANDLE,)),
+    "request_cancel": (c_void_p, (_HANDLE,)),
+    "request_free": (c_void_p, (_HANDLE,)),
+    "sequence_create": (None, (_HANDLE, POINTER(c_double), c_size_t, c_int64, c_int64, _OUT)),
+    "sequence_step": (None, (_HANDLE, _IDS, c_size_t, c_int64, c_int, POINTER(Step))),
+    "sequence_rewind": (None, (_HANDLE, c_int64)),
+    "sequence_set_thresholds": (None, (_HANDLE, POINTER(c_double), c_size_t)),
+    "sequence_lengths": (c_void_p, (_HANDLE, POINTER(c_int64), POINTER(c_int64))),
+    "sequence_capacity": (c_int64, (_HANDLE,)),
+    "sequence_free": (c_void_p, (_HANDLE,)),
+    "batch_create": (None, (_HANDLE, c_double, c_int64, _OUT)),
+    "batch_free_slots": (c_size_t, (_HANDLE,)),
+    "batch_join": (None, (_HANDLE, POINTER(c_double), c_size_t, c_int64, POINTER(c_size_t))),
+    "batch_leave": (None, (_HANDLE, c_size_t)),
+    "batch_step": (None, (_HANDLE, POINTER(SlotStep), c_size_t, POINTER(Step))),
+    "batch_rewind": (None, (_HANDLE, c_size_t, c_int64)),
+    "batch_lengths": (None, (_HANDLE, c_size_t, POINTER(c_int64), POINTER(c_int64))),
+    "batch_free": (c_void_p, (_HANDLE,)),
+    "replay": (None, (c_char_p, _IDS, c_size_t, _IDS, _IDS, _IDS, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Opens the library and declares its functions.
+
+    Raises:
+        ProviderError: it is missing, was built for another machine, or is of another version.
+    """
+    try:
+        opened = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        reason = "it is missing" if not LIBRARY.is_file() else str(error)
+        raise ProviderError(f"the runtime's library '{LIBRARY}' cannot be opened ({reason}): {ADVICE}") from None
+    try:
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(opened, f"tide_{name}")
+            function.restype, function.argtypes = (c_int if result is None else result), arguments
+    except AttributeError as error:
+        raise ProviderError(f"'{LIBRARY}' was compiled from older sources ({error}): {ADVICE}") from None
+    if (built := opened.tide_version().decode()) != __version__:
+        raise ProviderError(f"'{LIBRARY}' is of tide_export {built}, not {__version__}: {ADVICE}")
+    return opened
+
+
+def onnxruntime_library() -> str | None:
+    """Returns the path of the library in the installed package onnxruntime; None: that of TIDE_ONNXRUNTIME, or there is
+    no such package."""
+    if os.environ.get("TIDE_ONNXRUNTIME"):
+        return None
+    spec = find_spec("onnxruntime")
+    if spec is None or spec.origin is None:
+        return None
+    found = sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime*"))
+    libraries = [path for path in found if "providers" not in path.name]
+    return str(libraries[0]) if libraries else None
+
+
+def error_of(status: int) -> TideError:
+    """Returns the error that a status stands for, with the sentence of the last call in this thread that failed."""
+    sentence = library().tide_last_error().decode(errors="replace")
+    return ERRORS.get(status, GenerationError)(sentence)
+
+
+def check(status: int) -> None:
+    """Raises the error that a status stands for, if it does."""
+    if status > ENDED:
+        raise error_of(status)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a function that returns a status.
+
+    Raises:
+        TideError: of the stage that failed.
+    """
+    check(getattr(library(), f"tide_{name}")(*arguments))
+
+
+def created(name: str, *arguments: Any) -> c_void_p:
+    """Calls a function whose last argument receives a new object, and returns its handle. Raises as `call`."""
+    handle = c_void_p()
+    call(name, *arguments, ctypes.byref(handle))
+    return handle
+
+
+def int64s(values: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns the numbers as a contiguous int64 [n]; `.ctypes.data` is their address."""
+    return np.ascontiguousarray(values, np.int64)
+
+
+def doubles(values: Sequence[float]) -> Any:
+    """Returns the numbers as a C array."""
+    return (c_double * len(values))(*values)
+
+
+def floats_at(address: int | None, *shape: int) -> np.ndarray:
+    """Returns a copy of float32 numbers in the library's memory; no address: an array without numbers."""
+    count = int(np.prod(shape)) if address else 0
+    if not count or address is None:
+        return np.zeros(shape if not count and address else (0,), np.float32)
+    return np.ctypeslib.as_array((c_float * count).from_address(address)).reshape(shape).copy()
+
+
+def text_at(address: int, size: int) -> str:
+    return ctypes.string_at(address, size).decode(errors="replace")

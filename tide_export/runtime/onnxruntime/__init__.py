@@ -1,1 +1,0 @@
-"""ONNX Runtime: sessions, their options and their memory."""

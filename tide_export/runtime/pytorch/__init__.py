@@ -1,1 +1,0 @@
-"""Runs a bundle's segment networks with PyTorch, on a GPU without TensorRT and on the CPU."""

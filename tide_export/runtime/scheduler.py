@@ -1,0 +1,256 @@
+"""Decodes requests that join, leave and are cancelled between steps: one loop for lists of prompts and for services.
+
+`Scheduler.submit` puts a request into a queue. Every step ends what was cancelled, lets waiting requests join as slots
+and K/V memory become free, and runs one token, or what lossless mode drafts, of each request that writes, and a part of
+the prompts of those that read. No thread is needed: whoever reads a handle does the steps. `start` gives them to a
+thread of the library.
+"""
+
+import asyncio
+import ctypes
+import json
+import logging
+import weakref
+from collections.abc import Sequence
+from ctypes import c_double, c_void_p
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Unpack
+
+import numpy as np
+
+from tide_export.bundle.opened import Bundle
+from tide_export.errors import GenerationError
+from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
+from tide_export.runtime.handle import RequestHandle
+from tide_export.runtime.hooks import raise_interrupt
+from tide_export.runtime.native import ENDED, AuditState, SchedulerState, call, created, library
+from tide_export.runtime.request import hooks_of, options_json, prompt_ids
+from tide_export.runtime.tokenizer import LateText, tokenizer_of
+from tide_export.runtime.watch import Watch
+from tide_export.values import real_number, whole_number
+
+PROMPT_TOKENS = 512
+MIN_PROMPT_TOKENS = 4  # with fewer a prompt of a bundle that propagates could not be divided
+MINIMA = {"slots": 1, "prompt_tokens": MIN_PROMPT_TOKENS, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
+AUDIT_RATE = 0.01  # costs 2 % of the time at most (docs/measurements/audit.md)
+
+logger = logging.getLogger("tide_export.scheduling")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """What a scheduler holds at most.
+
+    Attributes:
+        slots: requests decoded at the same time; no more than `Engine.max_batch_size`.
+        prompt_tokens: tokens of prompts read in one step: how long those that write may wait for those that read.
+        waiting: requests in the queue beyond those for which a slot is free; None: any number.
+        kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
+            any number.
+        prefix_cache_bytes: of K/V of prompts and answers, beside those of requests with a slot, that are kept for
+            requests that begin with the same tokens; 0: none.
+
+    Raises:
+        GenerationError: one is not a whole number, or too small.
+    """
+
+    slots: int = 8
+    prompt_tokens: int = PROMPT_TOKENS
+    waiting: int | None = None
+    kv_tokens: int | None = None
+    prefix_cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name, minimum in MINIMA.items():
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), minimum=minimum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """How a scheduler audits mode `exit`.
+
+    Attributes:
+        rate: share of the tokens that are chosen.
+        epsilon: largest share of tokens that exits may change. When the lower bound is above it, the thresholds of
+            requests that get a slot from then on are raised, half of the way to 1 each time; after three times exits
+            are turned off. None: they stay.
+
+    Raises:
+        GenerationError: one is not a number, or outside its range.
+    """
+
+    rate: float = AUDIT_RATE
+    epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "epsilon"):
+            value = getattr(self, name)
+            if value is not None and not 0 < real_number(f"audit {name}", value) <= 1:
+                raise GenerationError(f"audit {name} must be above 0 and at most 1, not {value}")
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The audit of a scheduler as it stands.
+
+    Attributes:
+        audited: tokens that were chosen, of all requests.
+        checked: those of them that had exited, and were made again at full depth.
+        different: those of them that full depth makes another token of.
+        raises: how often thresholds were raised.
+        upper_bound, lower_bound: the share of tokens that exits change is no larger, and no smaller, since thresholds
+            were raised last.
+    """
+
+    audited: int
+    checked: int
+    different: int
+    raises: int
+    upper_bound: float
+    lower_bound: float
+
+
+class Scheduler:
+    """Decodes requests on one batch. Any thread may submit, cancel and read; one at a time does the steps.
+
+    Attributes:
+        limits: what it holds at most.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        engine: c_void_p,
+        limits: SchedulerLimits,
+        compaction_threshold: float | None,
+        audit: AuditConfig | None,
+        by_default: str,
+    ) -> None:
+        """Creates the scheduler of a tide_engine; `Engine.scheduler` has the arguments and errors.
+
+        Args:
+            by_default: says what mode `auto` is.
+        """
+        self.limits = limits
+        options: dict[str, Any] = asdict(limits) | {"compaction_threshold": compaction_threshold}
+        if audit is not None:
+            options |= {"audit_rate": audit.rate, "audit_epsilon": audit.epsilon}
+        self._bundle, self._by_default = bundle, by_default
+        self._handle = created("scheduler_create", engine, json.dumps(options).encode())
+        self._threaded = False
+        self._watches = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watch]()
+        weakref.finalize(self, _free, self._handle, self._watches)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return self._state.waiting
+
+    @property
+    def running(self) -> int:
+        """Requests with a slot."""
+        return self._state.running
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Bytes of K/V in the prefix cache now."""
+        return self._state.prefix_cache_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests."""
+        return bool(self._state.closed)
+
+    @property
+    def audit(self) -> Audit | None:
+        """Of mode `exit`; None: there is none."""
+        state = AuditState()
+        if library().tide_scheduler_audit(self._handle, ctypes.byref(state)) == ENDED:
+            return None
+        return Audit(*(getattr(state, name) for name, *_ in AuditState._fields_))
+
+    @property
+    def _state(self) -> SchedulerState:
+        state: SchedulerState = library().tide_scheduler_describe(self._handle)
+        return state
+
+    def submit(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        config: GenerationConfig | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> RequestHandle:
+        """Checks a request and puts it into the queue.
+
+        Args:
+            ids: the prompt, a flat list of token ids or an integer array [S].
+            config, options: how to generate, as in `Engine.generate`.
+            timeout: seconds from now after which it is cancelled.
+
+        Raises:
+            QueueFullError: the queue is full.
+            GenerationError: as `Engine.stream`; the request can never get its K/V memory; the scheduler is closed.
+        """
+        return self.submit_ids(prompt_ids(ids), with_options(config, options), timeout)
+
+    def submit_ids(self, prompt: np.ndarray, config: GenerationConfig, timeout: float | None = None) -> RequestHandle:
+        """Submits an int64 array [S]; see `submit`."""
+        bundle, seconds = self._bundle, None if timeout is None else c_double(real_number("timeout", timeout))
+        options, hooks = options_json(bundle, config), hooks_of(bundle, config, prompt)
+        handle = created(
+            "submit",
+            self._handle,
+            prompt.ctypes.data,
+            len(prompt),
+            options,
+            None if hooks is None else ctypes.byref(hooks.struct),
+            None if seconds is None else ctypes.byref(seconds),
+        )
+        late = LateText(tokenizer_of(bundle), prompt.tolist()) if config.detokenize and not config.stop else None
+        return RequestHandle(self, handle, hooks, late, config.logprobs is not None)
+
+    def step(self) -> bool:
+        """Does one step over all requests with a slot; False: there was nothing to do."""
+        more = bool(library().tide_scheduler_step(self._handle))
+        raise_interrupt()
+        return more
+
+    def drive(self) -> bool:
+        """Does a step for the reader of a handle; False: a thread does them."""
+        if not self._threaded:
+            self.step()
+        return not self._threaded
+
+    def watch(self) -> Watch:
+        """Returns what wakes coroutines of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._watches:
+            self._watches[loop] = Watch(self._handle)
+        return self._watches[loop]
+
+    def start(self) -> "Scheduler":
+        """Lets a thread do the steps until `close`; logs what mode `auto` is."""
+        logger.info("%d slots, mode %s", self.limits.slots, self._by_default)
+        call("scheduler_start", self._handle)
+        self._threaded = True
+        return self
+
+    def close(self, drain: bool = True) -> None:
+        """Takes no more requests, and returns when those submitted have ended; without `drain` these are cancelled."""
+        library().tide_scheduler_close(self._handle, drain)
+        self._threaded = False
+
+    def __enter__(self) -> "Scheduler":
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+
+def _free(scheduler: c_void_p, watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watch]) -> None:
+    for watch in list(watches.values()):
+        watch.close()
+    library().tide_scheduler_free(scheduler)

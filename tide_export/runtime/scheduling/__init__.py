@@ -1,1 +1,0 @@
-"""Decodes requests that join, leave and are cancelled between steps."""

@@ -1,1 +1,0 @@
-"""Sequences on networks of one segment each: TensorRT engines, or ONNX Runtime on CUDA."""

@@ -1,0 +1,123 @@
+"""Statistics of a generation: exits, under TIDE's names, layers that were run, and seconds.
+
+`--json` and `bench` use `as_dict`, people read `summary`. A token that exits early
+may leave pending work to a later token's step, so exits alone do not give the time: `layers_run` counts the layer
+passes of each step (a pass over one pending token or eight costs about the same in decoding), `layer_tokens_run` counts
+positions times layers that were ever computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from tide_export.formatting import attributes
+
+LOOKUP_DRAFT = 0  # the exit layer of a token from a prompt-lookup draft
+RATES = ("exit_rate", "layers_run_per_token", "layers_skipped_per_token", "acceptance_rate", "tokens_per_second")
+DERIVED = ("total_tokens", "remaining_tokens", "total_exited", *RATES)  # properties that `as_dict` gives
+
+
+@dataclass
+class ExitStats:
+    """Exits, layers and seconds of one generation; "layers" of a token are those of the step that produced it."""
+
+    checkpoints: tuple[int, ...]  # layers run at each
+    num_layers: int
+    prompt_tokens: int = 0
+    exit_layer: list[int] = field(default_factory=list)  # per token: layers its logits went through
+    layers_run: list[int] = field(default_factory=list)  # per token: layer passes its step executed
+    layer_tokens_run: int = 0  # positions x layers computed so far, the prompt's included
+    layer_tokens_total: int = 0  # what full depth would compute for the same positions
+    drafted: int = 0  # lossless mode: tokens drafted, by early exits and prompt lookup
+    accepted: int = 0  # those that the full model accepted
+    lookup_drafted: int = 0  # those of `drafted` by prompt lookup
+    lookup_accepted: int = 0  # and of `accepted`
+    prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
+    decode_seconds: float = 0.0  # all steps after it
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ExitStats":
+        """Reads what `as_dict` gives."""
+        names = [each.name for each in fields(cls) if each.name != "checkpoints"]
+        checkpoints = tuple(map(int, values["exits_per_layer"]))
+        return cls(checkpoints, **{name: values[name] for name in names})
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens generated."""
+        return len(self.exit_layer)
+
+    @property
+    def exits_per_layer(self) -> dict[int, int]:
+        """Tokens that exited at each checkpoint; the last layer is no exit."""
+        return {layers: self.exit_layer.count(layers) for layers in self.checkpoints}
+
+    @property
+    def total_exited(self) -> int:
+        """Tokens that exited at some checkpoint."""
+        return sum(self.exits_per_layer.values())
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens at full depth: neither an early exit nor a prompt-lookup draft."""
+        return self.total_tokens - self.total_exited - self.exit_layer.count(LOOKUP_DRAFT)
+
+    @property
+    def exit_rate(self) -> float:
+        """Share of tokens that exited, 0 to 1."""
+        return self.total_exited / self.total_tokens if self.total_tokens else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafts that were accepted, 0 to 1; 0 outside lossless mode."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def layers_run_per_token(self) -> float:
+        """Mean layer passes per generated token, catching up for earlier tokens included."""
+        return sum(self.layers_run) / self.total_tokens if self.total_tokens else 0.0
+
+    @property
+    def layers_skipped_per_token(self) -> float:
+        """Mean layer passes per generated token that full depth would have executed and this one did not."""
+        return self.num_layers - self.layers_run_per_token if self.total_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens after the first, by the seconds they took; 0 when there was no second token."""
+        return (self.total_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    def summary(self) -> str:
+        """Some lines of text."""
+        lines = [
+            f"{self.total_tokens} tokens generated after a prompt of {self.prompt_tokens}",
+            f"exit rate {self.exit_rate:.1%}: {self.total_exited} exited, {self.remaining_tokens} at full depth",
+        ]
+        rows = [(f"after layer {layers:>3} of {self.num_layers}", n) for layers, n in self.exits_per_layer.items()]
+        rows.append((f"after layer {self.num_layers:>3} of {self.num_layers}", self.remaining_tokens))
+        if self.lookup_drafted:
+            rows.append(("prompt lookup", self.exit_layer.count(LOOKUP_DRAFT)))
+        for where, count in rows:
+            share = count / self.total_tokens if self.total_tokens else 0.0
+            lines.append(f"  {where}: {count:>5} tokens {share:>7.1%}")
+        lines.append(
+            f"layer passes per token: {self.layers_run_per_token:.2f} of {self.num_layers} run, "
+            f"{self.layers_skipped_per_token:.2f} skipped"
+        )
+        if self.drafted:
+            lines.append(f"drafts: {self.accepted} of {self.drafted} accepted ({self.acceptance_rate:.1%})")
+            if self.lookup_drafted:
+                exits, accepted = self.drafted - self.lookup_drafted, self.accepted - self.lookup_accepted
+                lookups = f"{self.lookup_accepted} of {self.lookup_drafted} by prompt lookup"
+                lines[-1] += f": {accepted} of {exits} early exits, {lookups}"
+        never = max(self.layer_tokens_total - self.layer_tokens_run, 0)
+        lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
+        speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"
+        lines.append(f"prefill {self.prefill_seconds:.3f} s, decode {self.decode_seconds:.3f} s ({speed})")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON types (checkpoints become string keys)."""
+        values = asdict(self) | attributes(self, *DERIVED)
+        del values["checkpoints"]
+        return values | {"exits_per_layer": {str(layers): count for layers, count in self.exits_per_layer.items()}}

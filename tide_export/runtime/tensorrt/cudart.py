@@ -1,0 +1,67 @@
+"""The few calls of the CUDA runtime that opening TensorRT's engines takes, by NVIDIA's bindings (package cuda-bindings)."""
+
+from types import ModuleType
+from typing import Any
+
+from tide_export.errors import GenerationError, ProviderError
+
+
+def import_cudart() -> ModuleType:
+    """NVIDIA's Python bindings of the CUDA runtime.
+
+    Raises:
+        ProviderError: they are not installed.
+    """
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise ProviderError(f"the CUDA bindings cannot be imported ({error}): pip install tide_export[gpu]") from None
+    return runtime
+
+
+def select_gpu(gpu: int) -> None:
+    """Lets CUDA, and libraries on it, use this GPU in this thread.
+
+    Raises:
+        ProviderError: the bindings are missing, CUDA cannot be used, or there is no such GPU.
+    """
+    cuda = import_cudart()
+    error, count = cuda.cudaGetDeviceCount()
+    if error == cuda.cudaError_t.cudaSuccess and not 0 <= gpu < count:
+        raise ProviderError(f"there is no GPU {gpu}: CUDA finds {count}, numbered from 0")
+    if error == cuda.cudaError_t.cudaSuccess:
+        (error,) = cuda.cudaSetDevice(gpu)
+    if error != cuda.cudaError_t.cudaSuccess:
+        raise ProviderError(f"the GPU cannot be used: {_reason(cuda, error)}")
+
+
+def synchronize(stream: int) -> None:
+    """Waits for the work on a stream. Raises GenerationError: it failed."""
+    _call("cudaStreamSynchronize", stream)
+
+
+class CudaMemory:
+    """`size` bytes of a GPU's memory at `address`, until `free`."""
+
+    def __init__(self, gpu: int, size: int) -> None:
+        """Allocates them. Raises GenerationError: there are not so many."""
+        _call("cudaSetDevice", gpu)
+        self.address, self.size = int(_call("cudaMalloc", size)), size
+
+    def free(self) -> None:
+        _call("cudaFree", self.address)
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    cuda = import_cudart()
+    error, *results = getattr(cuda, name)(*arguments)
+    if error != cuda.cudaError_t.cudaSuccess:
+        raise GenerationError(f"CUDA failed ({name}): {_reason(cuda, error)}")
+    return results[0] if results else None
+
+
+def _reason(cuda: ModuleType, error: Any) -> str:
+    if error == cuda.cudaError_t.cudaErrorMemoryAllocation:
+        return "the GPU has not enough free memory for the sequence's buffers"
+    text = cuda.cudaGetErrorString(error)[1]
+    return text.decode() if isinstance(text, bytes) else str(text)

@@ -1,0 +1,62 @@
+"""Wakes the coroutines of one event loop when requests of a scheduler get tokens or end.
+
+The library writes a byte to a pipe after such a step, which takes no lock of the interpreter: the thread that does the
+steps never waits for Python.
+"""
+
+import asyncio
+import contextlib
+import os
+import weakref
+from ctypes import c_void_p
+
+from tide_export.runtime.native import call, library
+
+READ_BYTES = 4096  # at a time; what is left wakes once more
+
+
+class Watch:
+    """The news of one scheduler in one event loop, which must be the running one."""
+
+    def __init__(self, scheduler: c_void_p) -> None:
+        """`scheduler`: the handle of a tide_scheduler."""
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        self._reading, self._waiting = reading, list[asyncio.Future[None]]()
+        call("scheduler_watch", scheduler, writing)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(reading, self._wake)
+        self.close = weakref.finalize(self, _close, weakref.ref(loop), scheduler, reading, writing)
+
+    async def news(self) -> None:
+        """Waits for the next step that gave a request tokens or ended one."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._reading, READ_BYTES)
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+def _close(loop: weakref.ref[asyncio.AbstractEventLoop], scheduler: c_void_p, reading: int, writing: int) -> None:
+    library().tide_scheduler_unwatch(scheduler, writing)
+    os.close(writing)
+    running = loop()
+    try:
+        if running is not None:
+            running.call_soon_threadsafe(_stop_reading, running, reading)
+            return
+    except RuntimeError:  # it is closed
+        pass
+    os.close(reading)
+
+
+def _stop_reading(loop: asyncio.AbstractEventLoop, reading: int) -> None:
+    loop.remove_reader(reading)
+    os.close(reading)
