@@ -20,7 +20,7 @@ import numpy as np
 from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
-from tide_export.errors import BundleError
+from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.callers_networks import release
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
@@ -245,10 +245,12 @@ class Engine:
         seeds = config.seed if isinstance(config.seed, Sequence) else [config.seed] * len(checked)
         configs = [replace(config, seed=seed, compaction_threshold=None) for seed in seeds]
         scheduler = self.scheduler(SchedulerLimits(slots=len(checked), prompt_tokens=LIST_PROMPT_TOKENS), share)
-        handles = [
-            scheduler.submit_ids(prompt, one, f"prompt {number}")
-            for number, (prompt, one) in enumerate(zip(checked, configs, strict=True), 1)
-        ]
+        handles = []
+        for number, (prompt, one) in enumerate(zip(checked, configs, strict=True), 1):
+            try:
+                handles.append(scheduler.submit_ids(prompt, one))
+            except GenerationError as error:
+                raise GenerationError(str(error).replace("the prompt", f"prompt {number}", 1)) from None
         return [handle.result() for handle in handles]
 
     def scheduler(
