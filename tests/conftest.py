@@ -40,14 +40,9 @@ def demo_source(demo_model: Path):
 
 @pytest.fixture(scope="session")
 def operator_library() -> Path:
-    """The operators for ONNX Runtime, compiled where installing the package did not."""
-    from tide_export.runtime.onnxruntime.operators import LIBRARY
+    """The library, which has the operators for ONNX Runtime."""
+    from tide_export.runtime.native import LIBRARY
 
-    with (LIBRARY.parent / ".libtide_ops.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not LIBRARY.is_file():
-            command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return LIBRARY
 
 

@@ -19,7 +19,7 @@ from judge import TEXT, Judge, Truth
 from stepped_engines import New
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.sequence import NO_LIMIT, StepResult
+from tide_export.runtime.stepping import NO_LIMIT, StepResult
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.parity import UNDECIDED_GAP
 

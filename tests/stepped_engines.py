@@ -1,12 +1,11 @@
 """Sequences and batches of one engine, stepped by the numbers that a test gives its sequences."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
-from tide_export.errors import GenerationError
-from tide_export.runtime.sequence import StepResult
+from tide_export.names import segment
+from tide_export.runtime.stepping import StepResult
 
 New = Mapping[int, list[int]]  # tokens by the number of a sequence
 
@@ -18,11 +17,9 @@ class Singles:
         checks_ids: whether a token id outside the vocabulary is an error at once.
     """
 
-    def __init__(
-        self, start: Callable[[Sequence[float], int], Any], segment_of: Any = None, checks_ids: bool = True
-    ) -> None:
-        """`segment_of`: as in `Batched`, of a sequence."""
-        self._start, self._segment_of, self.checks_ids = start, segment_of, checks_ids
+    def __init__(self, start: Callable[[Sequence[float], int], Any], networks: Any = None) -> None:
+        """`networks`: that the caller runs (`caller_networks.CallersNetworks`), if they are."""
+        self._start, self._networks, self.checks_ids = start, networks, True
         self._sequences: dict[int, Any] = {}
 
     def begin(self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float) -> None:
@@ -44,16 +41,15 @@ class Singles:
 
     def failing(self, number: int, k: int) -> Any:
         """A context in which segment k of a sequence's step runs and then fails; None where that cannot be made."""
-        return None if self._segment_of is None else _failing(self._segment_of(self._sequences[number], k))
+        return None if self._networks is None else _failing(self._networks, k)
 
 
 class Batched:
     """Sequences of one engine in a batch."""
 
-    def __init__(self, start: Callable[[float], Any], segment_of: Any = None, checks_ids: bool = True) -> None:
-        """`segment_of`: gives, of a batch and k, what may run segment k: objects, the names of their methods, and k if
-        that is the method's first argument, else None."""
-        self._start, self._segment_of, self.checks_ids = start, segment_of, checks_ids
+    def __init__(self, start: Callable[[float], Any], networks: Any = None) -> None:
+        """`networks`: as of `Singles`."""
+        self._start, self._networks, self.checks_ids = start, networks, True
         self._slots: dict[int, int] = {}
 
     def begin(self, thresholds: Sequence[float], max_pending: int, compaction_threshold: float) -> None:
@@ -85,22 +81,13 @@ class Batched:
         return [(n, results[slots[n]]) for n in new]
 
     def failing(self, number: int, k: int) -> Any:
-        return None if self._segment_of is None else _failing(self._segment_of(self._batch, k))
+        return None if self._networks is None else _failing(self._networks, k)
 
 
 @contextmanager
-def _failing(methods: Iterable[tuple[Any, str, int | None]]) -> Iterator[None]:
-    """Lets methods fail after they have run; of segment k, their first argument, unless that is None."""
-    with ExitStack() as stack:
-        for owner, method, k in methods:
-            stack.enter_context(patch.object(owner, method, _runs_and_fails(getattr(owner, method), k)))
+def _failing(networks: Any, k: int) -> Iterator[None]:
+    networks.failing_once(segment(k))
+    try:
         yield
-
-
-def _runs_and_fails(run: Callable[..., Any], k: int | None) -> Callable[..., None]:
-    def runs_and_fails(*arguments: Any, **options: Any) -> None:
-        run(*arguments, **options)
-        if k is None or arguments[0] == k:
-            raise GenerationError("injected")
-
-    return runs_and_fails
+    finally:
+        networks.after = lambda run, tensors: None

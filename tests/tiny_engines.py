@@ -25,10 +25,7 @@ from tide_export.names import BATCH_SIZES
 from tide_export.pipeline.contents import context_length, make_manifest, save_graph
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.onnxruntime.session import open_session
+from tide_export.runtime.engine import Engine, load, open_engine
 from tide_export.trace.tracer import TracedModel, trace
 
 
@@ -74,8 +71,7 @@ def engine_of(
             save_batch_networks(temporary, pieces, *weights, BATCH_SIZES[:1], lower)
         routers.save(temporary / "routers.safetensors")
         write_manifest(temporary, manifest)
-    bundle = open_bundle(folder)
-    return Engine(bundle, BranchedBackend(bundle, open_session(bundle, 1), threads=1))
+    return open_engine(open_bundle(folder), "cpu", threads=1)
 
 
 MAX_TOKENS, MAX_LOGITS = 33, 8  # of a run of a segment network: longer prompts take several; 16 may be pending
@@ -89,8 +85,7 @@ def segments_of(source: SourceModel, routers: RouterSet, folder: Path, pieces: P
     manifest = open_bundle(folder).manifest
     info = replace(networks.info(manifest, MAX_BATCH_SIZE), max_tokens=MAX_TOKENS, max_logits=MAX_LOGITS)
     write_manifest(folder, replace(manifest, networks=replace(info, max_slot_tokens=SLOT_TOKENS)))
-    bundle = open_bundle(folder)
-    return Engine(bundle, open_segments(bundle, threads=1))
+    return open_engine(open_bundle(folder), "cpu-networks", threads=1)
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,7 @@ class TinyLlama:
         return load(folder, provider="cpu", threads=1)
 
     def networks(self) -> Engine:
-        bundle = open_bundle(self.exact)
-        return Engine(bundle, open_segments(bundle, threads=1))
+        return open_engine(open_bundle(self.exact), "cpu-networks", threads=1)
 
 
 def lens_at_first(routers: RouterSet) -> RouterSet:

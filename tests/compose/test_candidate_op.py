@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from ort_sessions import register_operators
 
 from tide_export.compose.candidate_op import candidate_function
 from tide_export.compose.exit_op import exit_attributes
 from tide_export.names import DOMAIN, OP_CANDIDATE, OP_LENS_CANDIDATE
-from tide_export.runtime.onnxruntime.operators import register_operators
 
 EPSILON = 1e-5
 FORMS = [*product(("rms", "layer", "none"), (False, True), (False, True))]  # norm, lens, shortlist

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tide_export.errors import TideError
 from tide_export.runtime.engine import load
-from tide_export.runtime.onnxruntime.bindings import import_onnxruntime
+from tide_export.runtime.native import library
 
 MEMORY = 3 << 30  # bytes of address space, of which ONNX Runtime's library alone takes some hundred millions
 SECONDS, START_SECONDS = 20, 300  # for one bundle, for starting on a busy machine
@@ -82,7 +82,7 @@ def outcome(bundle: str) -> str:
 
 
 def main() -> None:
-    import_onnxruntime()  # may take longer than a bundle
+    library()  # may take longer than a bundle
     print("ready", flush=True)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -13,7 +13,7 @@ from tokenizers_to_mutate import FILES, combined
 
 from tide_export.bundle.tokenizer_check import MAX_GROWTH
 from tide_export.errors import TideError
-from tide_export.runtime.tokenizer import BundleTokenizer
+from tide_export.runtime.tokenizer import BundleTokenizer, LateText
 
 NORMALIZATION = 11  # times as long by Unicode normalization, at most
 LONGEST = 32  # bytes of a token, after mutations
@@ -39,6 +39,6 @@ def test_mutated_tokenizers(folder: Path, random: Random) -> None:
             ids = tokens.encode_plain(prompt)
             assert len(ids) <= MAX_GROWTH * NORMALIZATION * max(1, len(prompt.encode()))
             assert len(tokens.decode([*ids, 0, 5, 2**32 - 1])) <= MAX_GROWTH * LONGEST * (len(ids) + 3)
-            assert "".join(tokens.stream([1], ids)) is not None
+            assert LateText(tokens, [1]).of(ids, ended=True) is not None
     except TideError:
         return

@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime as ort
 
 from tide_export import names
-from tide_export.runtime.onnxruntime.bindings import session_options
+from ort_sessions import session_options
 
 UPDATED = {names.NEXT_PENDING_STATES: names.NEW_PENDING, names.EXIT_STATES: names.NEW_EXIT_STATES}
 
@@ -17,7 +17,7 @@ class Runner:
     def __init__(self, folder: Path, rows: int, dtype: type = np.float32) -> None:
         parts = [names.segment(0), names.segment(1), names.HEAD]
         files = [str(folder / names.network_file(part)) for part in parts]
-        options = session_options(ort, 1)
+        options = session_options(1)
         if dtype == np.float32:  # ONNX Runtime 1.31 fuses FP8 in float32 into an operator that does not take it
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         self.sessions = [ort.InferenceSession(file, options) for file in files]

@@ -151,7 +151,7 @@ def test_scales_for_tensorrt_are_positive_and_use_the_lowest_integer(half: type)
 
 def test_onnx_runtime_multiplies_by_dequantized_integers_in_float32() -> None:
     """Without the option of `session_options` it rounds inputs to 8 bits, which shows more than float16 does."""
-    from tide_export.runtime.onnxruntime.bindings import session_options
+    from ort_sessions import session_options
 
     rng = np.random.default_rng(0)
     numbers = rng.integers(-8, 8, (64, 32)).astype(ml_dtypes.int4)
@@ -169,6 +169,6 @@ def test_onnx_runtime_multiplies_by_dequantized_integers_in_float32() -> None:
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 24)], ir_version=11)
     x = rng.standard_normal((3, 64)).astype(np.float16)
-    (y,) = ort.InferenceSession(model.SerializeToString(), session_options(ort, 1)).run(None, {"x": x})
+    (y,) = ort.InferenceSession(model.SerializeToString(), session_options(1)).run(None, {"x": x})
     expected = x.astype(np.float32) @ (numbers.astype(np.float32) * np.float32(np.float16(0.01)))
     assert np.abs(y - expected).max() < 1e-3 * np.abs(expected).max()

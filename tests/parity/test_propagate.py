@@ -13,8 +13,7 @@ from tiny_engines import engine_of, lens_at_first, pieces_of
 
 from tide_export.bundle.manifest import PROPAGATE
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.packed.propagate import PropagatingBatch
-from tide_export.runtime.sequence import StepResult
+from tide_export.runtime.stepping import StepResult
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.oracle import oracle
@@ -67,7 +66,7 @@ def test_exits_equal_the_rule_of_frozen_hidden_states(family: str, traces, tmp_p
 
 def check_batch(engine, source, routers, thresholds: Sequence[float]) -> None:
     """Five sequences in four slots, some joining while others are decoded: each equals the oracle."""
-    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest)
+    batch = engine.start_batch(1.0, 4)
     written = [list[StepResult]() for _ in BATCH]
     texts, slots = [list(prompt) for prompt in BATCH], dict[int, int]()
     for step in range(max(JOINS) + NEW_TOKENS):

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from ort_sessions import register_operators
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.lower.onnxruntime.gated_matmuls import GatedMatMulsPass
@@ -16,7 +17,6 @@ from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
 from tide_export.names import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_METADATA
 from tide_export.quantize.rounding import round_to_nearest
-from tide_export.runtime.onnxruntime.operators import load_operators, register_operators
 from tide_export.trace.rewriting import HALF, run_passes
 from tide_export.trace.tracer import OPSET
 
@@ -53,7 +53,7 @@ def gated(library: Path, instruction_set: str, gates: np.ndarray, ups: np.ndarra
     gates, y = gates.copy(), ups.copy()
     arrays = (ctypes.c_void_p(array.ctypes.data) for array in (gates, y))
     pointer, count = next(arrays), ctypes.c_int64(len(y))
-    if load_operators(library).tide_ops_gate(instruction_set.encode(), pointer, count, next(arrays)):
+    if ctypes.CDLL(str(library)).tide_ops_gate(instruction_set.encode(), pointer, count, next(arrays)):
         pytest.skip(f"this CPU has no {instruction_set}")
     return y
 
@@ -103,7 +103,7 @@ def opened(model: ir.Model, folder: Path | None) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     if folder is not None:
-        register_operators(options, "int8")
+        register_operators(options)
         options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
 
@@ -154,7 +154,7 @@ def test_the_operator_refuses_an_odd_number_of_rows(operator_library: Path) -> N
     weights.shape = weights.const_value.shape
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    register_operators(options, "bf16")
+    register_operators(options)
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
     x = np.zeros((1, 1, 80), np.float32)
     with pytest.raises(Exception, match="takes as many rows for it as for the rest"):

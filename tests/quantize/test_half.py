@@ -14,6 +14,7 @@ import torch
 from families import build
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
+from ort_sessions import register_operators
 
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
@@ -27,8 +28,7 @@ from tide_export.pipeline import weights as stage
 from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
 from tide_export.runtime.engine import load
-from tide_export.runtime.onnxruntime import operators
-from tide_export.runtime.onnxruntime.operators import load_operators, register_operators
+from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.rewriting import HALF
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import check_exit, check_full
@@ -61,7 +61,7 @@ def product(library: Path, instruction_set: str, x: np.ndarray, numbers: np.ndar
     sizes = (ctypes.c_int64(size) for size in (*y.shape, x.shape[1]))
     arrays = (ctypes.c_void_p(array.ctypes.data) for array in (x, numbers))
     formats = [HALF[weights].numpy() for weights in OP_HALF_MATMUL]
-    kernel = load_operators(library).tide_ops_half_matmul
+    kernel = ctypes.CDLL(str(library)).tide_ops_half_matmul
     if kernel(instruction_set.encode(), formats.index(numbers.dtype), *arrays, *sizes, ctypes.c_void_p(y.ctypes.data)):
         pytest.skip(f"this CPU has no {instruction_set}")
     return y
@@ -118,7 +118,7 @@ def operator_model(weights_type: str, columns: int = 64) -> bytes:
 @pytest.mark.parametrize("rows", [0, 1, 9, 1200])
 def test_the_operator_is_the_function(operator_library: Path, rows: int, weights: str, tmp_path: Path) -> None:
     options = ort.SessionOptions()
-    register_operators(options, weights)
+    register_operators(options)
     options.enable_profiling = True
     options.profile_file_prefix = str(tmp_path / "profile")
     proto = operator_model(weights)
@@ -134,7 +134,7 @@ def test_the_operator_is_the_function(operator_library: Path, rows: int, weights
 def test_the_operator_refuses_another_width(operator_library: Path) -> None:
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    register_operators(options, "bf16")
+    register_operators(options)
     session = ort.InferenceSession(operator_model("bf16", 32), options)
     with pytest.raises(Exception, match=r"take x \[\.\., K\] and weights"):
         session.run(None, {"x": np.zeros((1, 2, 32), np.float32)})
@@ -177,39 +177,29 @@ def test_a_graph_equals_the_model(
             # Drafts of several are verified when others go deep, so which tokens exited differs.
             assert mode == "lossless" or one.stats.exit_layer == other.stats.exit_layer
 
-    monkeypatch.setattr(operators, "LIBRARY", tmp_path / "none.so")
-    operators._warn_missing.cache_clear()
-    with caplog.at_level(logging.WARNING, "tide_export"):
-        widened = load(tmp_path / "bundle", threads=1)
-        load(tmp_path / "bundle", threads=1)
-    assert caplog.text.count(f"operators for weights in {HALF[weights].numpy()} are not installed") == 1
-    assert widened.generate(PROMPTS[2], max_new_tokens=NEW_TOKENS, mode="full", stop_token_ids=[]).tokens == expected
+    state = engine.start([NEVER_EXIT] * len(CHECKPOINTS))
+    np.testing.assert_allclose(
+        plain_logits(tmp_path / "bundle", PROMPTS[2]), state.step(PROMPTS[2]).logits, rtol=1e-3, atol=1e-3
+    )
 
 
-def test_a_library_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch, operator_library: Path) -> None:
-    other = tmp_path / "libtide_ops.so"
-    other.write_bytes(b"not for this machine")
-    monkeypatch.setattr(operators, "LIBRARY", other)
-    with pytest.raises(ProviderError, match=r"libtide_ops.so' is no library of operators for this machine"):
-        register_operators(ort.SessionOptions(), "bf16")
-    monkeypatch.setattr(operators, "LIBRARY", operator_library)
-    monkeypatch.setattr(operators, "__version__", "99.0")
-    load_operators.cache_clear()
-    with pytest.raises(ProviderError, match=r"is of tide_export [\d.]+, not 99.0: install tide_export again"):
-        register_operators(ort.SessionOptions(), "bf16")
-
-
-def test_a_library_without_an_operator_is_worth_a_warning(operator_library: Path, monkeypatch, caplog) -> None:
-    load_operators.cache_clear()
-    load_operators(operator_library)
-    assert not caplog.text  # it has all, by the same names
-    monkeypatch.setattr(operators, "OPERATORS", (*names.OPERATORS, "TideLater"))
-    load_operators.cache_clear()
-    for _ in range(2):
-        register_operators(ort.SessionOptions(), "bf16")
-    (warning,) = (record.message for record in caplog.records)
-    assert "was compiled from older sources and lacks operators (TideLater)" in warning
-    load_operators.cache_clear()
+def plain_logits(bundle: Path, ids: list[int]) -> np.ndarray:
+    """Logits after a prompt by the bundle's graph in an ONNX Runtime that has no operators of ours: by their functions."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(str(bundle / names.GRAPH_FILE), options)
+    feeds = {
+        names.INPUT_IDS: np.array([ids]),
+        names.TOTAL_LENGTH: np.array(len(ids), np.int32),
+        names.LOGITS_POSITIONS: np.array([[0, -1]]),
+    }
+    for entry in session.get_inputs():
+        if entry.name == names.THRESHOLDS or entry.name.startswith("skip_threshold"):
+            feeds[entry.name] = np.full(entry.shape, NEVER_EXIT, np.float32)
+        elif entry.name not in feeds:  # pending states, of which there are none, and K/V
+            tokens = 0 if entry.name.startswith("pending") else len(ids)
+            feeds[entry.name] = np.zeros([tokens if isinstance(dim, str) else dim for dim in entry.shape], np.float32)
+    return session.run([names.LOGITS], feeds)[0][-1]
 
 
 @pytest.mark.parametrize(("weights", "changed"), [("bf16", "bfloat16, which changed them by 0.1"), ("fp16", "float16")])
@@ -266,10 +256,5 @@ def test_weights_by_default(weights: str, operator_library: Path, tmp_path: Path
     for options in ({}, {"weights": "fp32"}):
         with pytest.raises(ConfigError, match="enough"):
             flow.export(model, tmp_path / "other", routers=routers, **options)
-    monkeypatch.setattr(stage, "LIBRARY", tmp_path / "none.so")
-    with pytest.raises(ConfigError, match="enough"):
-        flow.export(model, tmp_path / "other", routers=routers)
-    assert chosen == [weights, "fp32", "fp32"]
-    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert f"stored in float32, because the operators for {name} are not installed" in warnings[0]
+    assert chosen == [weights, "fp32"]
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]

@@ -15,6 +15,7 @@ import torch
 from families import build
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
+from ort_sessions import register_operators
 
 from tide_export import names
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV, SCALE_BYTES, Manifest, Quantization
@@ -28,18 +29,15 @@ from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.onnxruntime import operators
-from tide_export.runtime.onnxruntime.operators import load_operators, register_operators
-from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.int8_kv import round_to_int8, rounded_kv
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full, check_lossless
-from tide_export.verify.quantized import float32_session
+from tide_export.verify.quantized import float32_engine
 
+BLOCK_TOKENS = 16  # of the prefix cache
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 16
 INT8, FLOAT, ONNX_RUNTIMES = OP_CACHED_ATTENTION[INT8_KV], OP_CACHED_ATTENTION[FLOAT32_KV], "GroupQueryAttention"
@@ -77,7 +75,7 @@ class Attention(ctypes.Structure):
 def test_a_kernel(
     operator_library: Path, instruction_set: str, heads: int, kv_heads: int, head_dim: int, int8: bool
 ) -> None:
-    library = load_operators(operator_library)
+    library = ctypes.CDLL(str(operator_library))
     rng, total, width = np.random.default_rng(0), 530, -(-head_dim // 16) * 16
     queries, keys, values = (
         rng.standard_normal((total, count, head_dim), dtype=np.float32) for count in (heads, kv_heads, kv_heads)
@@ -271,7 +269,7 @@ def test_a_graph_equals_the_model_on_rounded_keys(
     deployed = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, kv_cache=INT8_KV)
     assert deployed.manifest.weights == ("fp32" if bits == 32 else f"int{bits}")
     bundle = deployed.bundle
-    engine = deployed if bits == 32 else Engine(bundle, BranchedBackend(bundle, float32_session(bundle, 1)))
+    engine = deployed if bits == 32 else float32_engine(bundle, 1)
     nodes = list(ir.load(tmp_path / "bundle" / names.GRAPH_FILE).graph.all_nodes())
     assert sum(node.op_type == OP_CACHED_ATTENTION[INT8_KV] for node in nodes) == LAYERS
     assert all(node.op_type != "GroupQueryAttention" for node in nodes)
@@ -348,14 +346,6 @@ def test_the_prefix_cache_holds_int8(bundle: Path) -> None:
         answers.append(handle.result().tokens)
         assert (handle.cached_tokens, scheduler.prefix_cache_bytes) == (cached * BLOCK_TOKENS, 2 * block)
     assert answers[0] == answers[1]
-
-
-def test_without_the_operators_nothing_runs(bundle: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(operators, "LIBRARY", tmp_path / "none.so")
-    with pytest.raises(ProviderError, match="operators for K/V in int8 are not installed"):
-        load(bundle)
-    with pytest.raises(ProviderError, match="or export with --kv-cache float32"):
-        ExportRequest("model", "bundle", config=TideConfig(kv_cache="int8"))
 
 
 def test_a_manifest_with_another_type_is_refused(bundle: Path) -> None:

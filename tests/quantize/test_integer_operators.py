@@ -7,13 +7,13 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from ort_sessions import register_operators
 
 from tide_export.bundle.manifest import Quantization
 from tide_export.lower.onnxruntime.quantized_matmuls import integer_matmul_function
 from tide_export.model.quantized_weights import Blocks
 from tide_export.names import DOMAIN, OP_INTEGER_MATMUL
 from tide_export.quantize.rounding import round_to_nearest
-from tide_export.runtime.onnxruntime.operators import register_operators
 
 
 def matrix(rows: int, columns: int, block_size: int, bits: int = 4) -> Blocks:
@@ -43,7 +43,7 @@ def model(blocks: Blocks, columns: int) -> bytes:
 def opened(proto: bytes, folder: Path) -> ort.InferenceSession:
     """With the operators; skips the test where this CPU has no instructions for this one."""
     options = ort.SessionOptions()
-    register_operators(options, "int8")
+    register_operators(options)
     options.log_severity_level = 4
     options.enable_profiling, options.profile_file_prefix = True, str(folder / "profile")
     return ort.InferenceSession(proto, options)

@@ -16,12 +16,11 @@ from tide_export.errors import BundleError
 from tide_export.names import OP_GATED_MATMUL, OP_INTEGER_MATMUL
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full
-from tide_export.verify.quantized import float32_session, restore
+from tide_export.verify.quantized import float32_engine, restore
 
 PROMPTS = [[7], [5, 9], [(i * 37) % 500 + 3 for i in range(40)]]
 NEW_TOKENS = 24
@@ -46,7 +45,7 @@ def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, operator_
     bundle = deployed.bundle
     assert bundle.manifest.quantization == CASES[family]
     assert bundle.manifest.weights == f"int{CASES[family].bits}"
-    exact = Engine(bundle, BranchedBackend(bundle, float32_session(bundle, 1)))
+    exact = float32_engine(bundle, 1)
 
     full = check_full(exact, source, PROMPTS, NEW_TOKENS)
     assert full.holds, full.differences

@@ -1,26 +1,25 @@
 """Prompts decoded in one batch against one by one: equal, not equal, undecided, and not in the bundle at all."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundles import without
+from caller_networks import CallersNetworks, Run, callers_engine
 
+from tide_export import names
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.cli.main import main
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.branched.backend import BranchedBackend
-from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.segmented.backend import SegmentBackend
-from tide_export.runtime.segmented.memory import SegmentBuffers
-from tide_export.runtime.sequence import Candidates
+from tide_export.runtime.engine import Engine, load, open_engine
 from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.verify import validate as validating
 from tide_export.verify.batch_parity import BatchCheck, check_batch
-from tide_export.verify.parity import Check, Generated, Tolerance
+from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, Generated, Tolerance
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "demo" / "demo-llama")
@@ -39,8 +38,13 @@ def graph(demo_bundle: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def backend(bundle: Bundle) -> SegmentBackend:
-    return open_segments(bundle, threads=1)
+def networks(bundle: Bundle) -> Engine:
+    return open_engine(bundle, "cpu-networks", threads=1)
+
+
+@pytest.fixture(scope="module")
+def callers(bundle: Bundle) -> tuple[Engine, CallersNetworks]:
+    return callers_engine(bundle)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +79,23 @@ def alone(graph: Engine, prompts: list[list[int]]) -> dict[str, Check]:
 
 
 @pytest.fixture(params=["graph", "segments"])
-def engine(request, bundle: Bundle, graph: Engine, backend: SegmentBackend) -> Engine:
-    return graph if request.param == "graph" else Engine(bundle, backend)
+def engine(request, graph: Engine, networks: Engine) -> Engine:
+    return graph if request.param == "graph" else networks
 
 
-def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def rolled(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
     """Sequences are given each other's logits."""
-    graph, networks = PackedBatch._logits, SegmentBuffers.logits
+    name, tokens, _ = run
+    if name == names.HEAD and tokens > 1:
+        tensors[names.LOGITS][...] = np.roll(tensors[names.LOGITS], 1, axis=1)
 
-    def rolled(buffers: SegmentBuffers, *rows) -> tuple[np.ndarray, list[Candidates]]:
-        whole, few = networks(buffers, *rows)
-        return np.roll(whole, 1, axis=0), few[-1:] + few[:-1]
 
-    monkeypatch.setattr(PackedBatch, "_logits", lambda batch, states: np.roll(graph(batch, states), 1, axis=0))
-    monkeypatch.setattr(SegmentBuffers, "logits", rolled)
+@pytest.fixture
+def neighbours(callers: tuple[Engine, CallersNetworks]) -> Iterator[Engine]:
+    engine, networks = callers
+    networks.after = rolled
+    yield engine
+    networks.after = lambda run, tensors: None
 
 
 def test_equal_tokens_need_no_reference(engine: Engine, prompts, alone) -> None:
@@ -102,11 +109,8 @@ def test_equal_tokens_need_no_reference(engine: Engine, prompts, alone) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "exit at 0.5", "lossless"])
-def test_a_neighbour_s_logits_are_found_out(
-    engine: Engine, source, routers, prompts, alone, mode: str, monkeypatch
-) -> None:
-    neighbours(monkeypatch)
-    found = check_batch(engine, source, routers, prompts, {mode: alone[mode]}, PENDING, "segments")
+def test_a_neighbour_s_logits_are_found_out(neighbours: Engine, source, routers, prompts, alone, mode: str) -> None:
+    found = check_batch(neighbours, source, routers, prompts, {mode: alone[mode]}, PENDING, "segments")
     (check,) = found.checks
     assert not found.holds
     assert 0 < check.wrong <= check.tokens == 4 * NEW_TOKENS
@@ -118,7 +122,7 @@ def test_a_neighbour_s_logits_are_found_out(
     assert found.as_dict()["checks"][0]["wrong"] == check.wrong
 
 
-def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts, alone, monkeypatch) -> None:
+def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts, alone) -> None:
     exits = alone["exit at 0.5"]
     full = replace(exits, thresholds=[NEVER_EXIT] * 3, differences=[])
     assert {layer for one in exits.generated for layer in one.exit_layers} > {12}
@@ -126,53 +130,39 @@ def test_another_layer_is_another_answer(graph: Engine, source, routers, prompts
     assert found.holds, "what differs from one by one is held to the reference at the thresholds it ran with"
     ran = replace(exits, generated=[replace(one, exit_layers=[12] * NEW_TOKENS) for one in exits.generated])
     assert check_batch(graph, source, routers, prompts, {"exit at 0.5": ran}, PENDING).holds
-    step = PackedBatch.step
-
-    def deep(*arguments, **options):
-        return {place: result._replace(exit_layer=12) for place, result in step(*arguments, **options).items()}
-
-    monkeypatch.setattr(PackedBatch, "step", deep)
-    wrong = check_batch(graph, source, routers, prompts, {"exit at 0.5": exits}, PENDING)
-    assert not wrong.holds
-    assert all("exited after layer 12 instead of" in line for line in wrong.lines()[1:])
 
 
 def test_where_the_reference_is_undecided_it_is_within_tolerance(
-    graph: Engine, source, routers, prompts, monkeypatch
+    neighbours: Engine, graph: Engine, source, routers, prompts
 ) -> None:
-    neighbours(monkeypatch)
     alone = one_by_one(graph, prompts, Tolerance(1e4, 1e-3))
-    found = check_batch(graph, source, routers, prompts, {"full": alone["full"]}, PENDING)
+    found = check_batch(neighbours, source, routers, prompts, {"full": alone["full"]}, PENDING)
     (check,) = found.checks
     assert found.holds
     assert check.within_tolerance
     assert f"(0 wrong, {check.within_tolerance} within tolerance)" in found.lines()[0]
 
 
-def test_what_a_bundle_does_not_hold_is_said(bundle: Bundle, graph: Engine, backend: SegmentBackend, prompts, alone):
-    files = {name: info for name, info in bundle.manifest.files.items() if not name.startswith("batch/")}
-    smaller = replace(bundle, manifest=replace(bundle.manifest, files=files))
-    without = Engine(smaller, BranchedBackend(smaller, graph.backend.session))
-    single = SegmentBackend(
-        bundle.manifest, replace(backend._info, max_batch_size=1), backend.specs, backend._open_device, "cpu"
-    )
-    for engine in (without, Engine(bundle, single)):
-        assert engine.max_batch_size == 1
-        done: list[float] = []
-        found = check_batch(engine, None, None, prompts, alone, PENDING, "segments", done.append)
-        assert (found.holds, found.checks, sum(done)) == (True, [], 3)
-        assert found.lines() == [
-            "segments, several prompts in a batch: not in this bundle, which takes one at a time (its export said why, "
-            "or --batch-size 1 was given)"
-        ]
-    assert (graph.max_batch_size, Engine(bundle, backend).max_batch_size) == (32, 8)
+def test_what_a_bundle_does_not_hold_is_said(
+    demo_bundle: Path, graph: Engine, networks: Engine, prompts, alone, tmp_path: Path
+) -> None:
+    engine = load(without(demo_bundle, tmp_path / "smaller", "batch/"), provider="cpu", threads=1)
+    assert engine.max_batch_size == 1
+    done: list[float] = []
+    found = check_batch(engine, None, None, prompts, alone, PENDING, "segments", done.append)
+    assert (found.holds, found.checks, sum(done)) == (True, [], 3)
+    assert found.lines() == [
+        "segments, several prompts in a batch: not in this bundle, which takes one at a time (its export said why, "
+        "or --batch-size 1 was given)"
+    ]
+    assert (graph.max_batch_size, networks.max_batch_size) == (32, 8)
     lonely = check_batch(graph, None, None, prompts[:1], alone, PENDING)
     assert lonely.lines() == ["several prompts in a batch: not compared, there is one prompt"]
     assert lonely == BatchCheck("", 0, [], "not compared, there is one prompt")
 
 
-def test_the_command_s_exit_code_is_1(demo_bundle: Path, capsys, monkeypatch) -> None:
-    neighbours(monkeypatch)
+def test_the_command_s_exit_code_is_1(demo_bundle: Path, neighbours: Engine, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(validating, "graph_engines", lambda *_: [EngineUnderTest("", neighbours, TOLERANCES["fp32"])])
     small = ["--prompts", "2", "--new-tokens", "3", "--threshold", "0.5", "--provider", "cpu"]
     assert main(["validate", str(demo_bundle), "--model", MODEL, "--dataset", TEXT, *small]) == 1
     said = capsys.readouterr().out

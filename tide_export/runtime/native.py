@@ -144,6 +144,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sequence_lengths": (c_void_p, (_HANDLE, POINTER(c_int64), POINTER(c_int64))),
     "sequence_capacity": (c_int64, (_HANDLE,)),
     "sequence_free": (c_void_p, (_HANDLE,)),
+    "sample": (None, (c_char_p, c_int64, c_void_p, c_size_t, POINTER(c_int64))),
     "batch_create": (None, (_HANDLE, c_double, c_int64, _OUT)),
     "batch_free_slots": (c_size_t, (_HANDLE,)),
     "batch_join": (None, (_HANDLE, POINTER(c_double), c_size_t, c_int64, POINTER(c_size_t))),

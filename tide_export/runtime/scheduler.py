@@ -24,7 +24,7 @@ from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.hooks import raise_interrupt
-from tide_export.runtime.native import ENDED, AuditState, SchedulerState, call, created, library
+from tide_export.runtime.native import AuditState, SchedulerState, call, created, library
 from tide_export.runtime.request import hooks_of, options_json, prompt_ids
 from tide_export.runtime.tokenizer import LateText, tokenizer_of
 from tide_export.runtime.watch import Watch
@@ -91,25 +91,48 @@ class AuditConfig:
                 raise GenerationError(f"audit {name} must be above 0 and at most 1, not {value}")
 
 
-@dataclass(frozen=True)
 class Audit:
-    """The audit of a scheduler as it stands.
+    """The audit of a scheduler: what it found so far."""
 
-    Attributes:
-        audited: tokens that were chosen, of all requests.
-        checked: those of them that had exited, and were made again at full depth.
-        different: those of them that full depth makes another token of.
-        raises: how often thresholds were raised.
-        upper_bound, lower_bound: the share of tokens that exits change is no larger, and no smaller, since thresholds
-            were raised last.
-    """
+    def __init__(self, scheduler: c_void_p) -> None:
+        """Reads that of a tide_scheduler, which has one."""
+        self._scheduler = scheduler
 
-    audited: int
-    checked: int
-    different: int
-    raises: int
-    upper_bound: float
-    lower_bound: float
+    @property
+    def audited(self) -> int:
+        """Tokens that were chosen, of all requests."""
+        return self._state.audited
+
+    @property
+    def checked(self) -> int:
+        """Those of them that had exited, and were made again at full depth."""
+        return self._state.checked
+
+    @property
+    def different(self) -> int:
+        """Those of them that full depth makes another token of."""
+        return self._state.different
+
+    @property
+    def raises(self) -> int:
+        """How often thresholds were raised."""
+        return self._state.raises
+
+    @property
+    def upper_bound(self) -> float:
+        """The share of tokens that exits change is no larger, since thresholds were raised last."""
+        return self._state.upper_bound
+
+    @property
+    def lower_bound(self) -> float:
+        """And no smaller."""
+        return self._state.lower_bound
+
+    @property
+    def _state(self) -> AuditState:
+        state = AuditState()
+        call("scheduler_audit", self._scheduler, ctypes.byref(state))
+        return state
 
 
 class Scheduler:
@@ -117,6 +140,7 @@ class Scheduler:
 
     Attributes:
         limits: what it holds at most.
+        audit: of mode `exit`; None: there is none.
     """
 
     def __init__(
@@ -139,6 +163,7 @@ class Scheduler:
             options |= {"audit_rate": audit.rate, "audit_epsilon": audit.epsilon}
         self._bundle, self._by_default = bundle, by_default
         self._handle = created("scheduler_create", engine, json.dumps(options).encode())
+        self.audit = None if audit is None else Audit(self._handle)
         self._threaded = False
         self._watches = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watch]()
         weakref.finalize(self, _free, self._handle, self._watches)
@@ -162,14 +187,6 @@ class Scheduler:
     def closed(self) -> bool:
         """Whether it takes no more requests."""
         return bool(self._state.closed)
-
-    @property
-    def audit(self) -> Audit | None:
-        """Of mode `exit`; None: there is none."""
-        state = AuditState()
-        if library().tide_scheduler_audit(self._handle, ctypes.byref(state)) == ENDED:
-            return None
-        return Audit(*(getattr(state, name) for name, *_ in AuditState._fields_))
 
     @property
     def _state(self) -> SchedulerState:

@@ -1,6 +1,7 @@
 """Sequences and batches that are stepped by hand (`Engine.start`, `Engine.start_batch`)."""
 
 import ctypes
+import json
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int64, c_size_t, c_void_p
@@ -195,13 +196,27 @@ def _result(step: Step, checkpoints: int) -> StepResult:
     return StepResult(rows[-1], rows, step.exit_layer, step.segments_run, floats_at(step.scores, checkpoints))
 
 
-def most_likely(logits: np.ndarray) -> int:
-    """Returns the id of the largest logit [V], of equal ones the lowest.
+def sample(
+    logits: np.ndarray,
+    position: int = 0,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | None = None,
+) -> int:
+    """Chooses a token from logits [V] as a generation with these options does.
+
+    Args:
+        position: of the token in its sequence, the prompt's first being at 0.
+        temperature, top_k, top_p, min_p, seed: see `GenerationConfig`.
 
     Raises:
-        GenerationError: it is not finite, so the model is broken.
+        GenerationError: an option is out of range, or the logits are not finite, so the model is broken.
     """
-    best = int(logits.argmax())  # numpy and torch both return the first of equals, and NaN as the largest
-    if not np.isfinite(logits[best]):
-        raise GenerationError("the model's logits are not finite")
-    return best
+    values, token = np.ascontiguousarray(logits, np.float32), c_int64()
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    given = json.dumps({name: value for name, value in options.items() if value is not None}).encode()
+    call("sample", given, position, values.ctypes.data, len(values), ctypes.byref(token))
+    return token.value

@@ -13,7 +13,7 @@ import numpy as np
 
 from tide_export.errors import TuneError
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.stepping import NO_LIMIT, most_likely
+from tide_export.runtime.stepping import NO_LIMIT, sample
 from tide_export.thresholds.pareto import exits
 from tide_export.thresholds.resolve import ALWAYS_EXIT, MAX_THRESHOLD, NEVER_EXIT
 
@@ -104,6 +104,6 @@ def _run(
                 f"bundle {engine.bundle.path}: a token exited after layer {result.exit_layer} instead of {exit_layer} "
                 f"at thresholds {list(thresholds)}; export the bundle again"
             )
-        tokens.append(most_likely(result.logits))
+        tokens.append(sample(result.logits))
         scores.append(result.scores)
     return np.array(tokens), np.array(scores)

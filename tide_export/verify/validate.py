@@ -34,6 +34,7 @@ from tide_export.values import whole_number
 from tide_export.verify.batch_parity import BatchCheck, check_batch
 from tide_export.verify.int8_kv import rounded_kv
 from tide_export.verify.parity import TOLERANCES, Check, EngineUnderTest, check_exit, check_full, check_lossless
+from tide_export.verify.pytorch.networks import open_torch
 from tide_export.verify.quality import Quality, measure_quality, quality_texts
 from tide_export.verify.quality import render as render_quality
 from tide_export.verify.quantized import graph_engines, restore
@@ -290,12 +291,10 @@ def _engines(
         return [EngineUnderTest(str(provider), engine, TOLERANCES[networks.precision if networks else "fp32"])]
     engines = graph_engines(bundle, threads)
     if provider is None and networks is not None:
-        try:
-            engine = open_engine(bundle, "cpu-networks", threads)
-        except ProviderError as error:  # bfloat16: nothing on a CPU can run them
-            logger.warning("the segment networks are not checked: %s", error)
-        else:
-            engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.precision]))
+        # ONNX Runtime runs no bfloat16 on the CPU.
+        half = networks.weights == "bf16"
+        engine = open_torch(bundle) if half else open_engine(bundle, "cpu-networks", threads)
+        engines.append(EngineUnderTest("segments", engine, TOLERANCES[networks.precision]))
     return engines
 
 

@@ -289,6 +289,11 @@ TIDE_API void tide_sequence_lengths(const tide_sequence* sequence, int64_t* leng
 TIDE_API int64_t tide_sequence_capacity(const tide_sequence* sequence); /* tokens the K/V buffers hold before they grow */
 TIDE_API void tide_sequence_free(tide_sequence* sequence);
 
+/* Chooses a token from logits [vocabulary] as a generation with these options does ("temperature", "top_k", "top_p", "min_p",
+ * "seed"): the one at `position` of its sequence, the prompt's first token being at 0. */
+TIDE_API tide_status tide_sample(const char* options, int64_t position, const float* logits, size_t vocabulary,
+                                 int64_t* token);
+
 /* One sequence's part of a step of a batch. logits_to_keep: as above, and the result is then that of full depth; 0: the
  * sequence has its own exit, whatever runs for others. */
 typedef struct {

@@ -43,10 +43,10 @@ class CallersNetwork final : public tide::Network {
     tide_status const status =
         opened_->networks.run(opened_->networks.context, opened_->queue, spec_.name.c_str(), names_.data(),
                               memory.data(), names_.size(), tokens, batch_size, records ? 1 : 0);
-    if (status == TIDE_ENDED && device_ != nullptr) {
-      return device_->end_recording(std::string(opened_->networks.provider) + " cannot record runs of " + spec_.name);
+    if (status != TIDE_ENDED) return Opened::check(status);
+    if (device_ != nullptr) {
+      device_->end_recording(std::string(opened_->networks.provider) + " cannot record runs of " + spec_.name);
     }
-    Opened::check(status);
   }
 
  private:

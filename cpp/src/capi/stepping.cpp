@@ -2,6 +2,8 @@
 #include "capi/objects.h"
 #include "capi/options.h"
 #include "decoding/replay.h"
+#include "decoding/sampling.h"
+#include "request.h"
 
 using namespace tide::capi;
 
@@ -48,6 +50,22 @@ void tide_sequence_lengths(tide_sequence const* sequence, std::int64_t* lengths,
 
 std::int64_t tide_sequence_capacity(tide_sequence const* sequence) { return sequence->state.capacity(); }
 void tide_sequence_free(tide_sequence* sequence) { delete sequence; }
+
+tide_status tide_sample(char const* options, std::int64_t position, float const* logits, std::size_t vocabulary,
+                        std::int64_t* token) {
+  return guarded([&] {
+    tide::GenerationConfig const config = tide::generation_config(options, nullptr);
+    std::optional<std::int64_t> seed;
+    if (config.seed) seed = config.seed->values(1).front();
+    tide::Sampler sampler(config, seed);
+    sampler.rewind(static_cast<std::size_t>(tide::whole_number("position", position, 0)));
+    tide::StepResult result;
+    result.logits = logits;
+    result.rows = 1;
+    result.vocabulary = vocabulary;
+    *token = sampler(result, 0).id;
+  });
+}
 
 tide_status tide_batch_create(tide_engine const* engine, double compaction_threshold, std::int64_t slots,
                               tide_batch** batch) {

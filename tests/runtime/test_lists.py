@@ -1,7 +1,6 @@
 """A list of prompts on the demo model: every sequence gets what it gets alone, whatever else is in the batch."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,7 @@ from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
-from tide_export.runtime.sequence import ExitRule
-from tide_export.thresholds.resolve import NEVER_EXIT
+from tide_export.runtime.scheduler import SchedulerLimits
 
 CHECKPOINTS = (3, 6, 9)
 NEW_TOKENS = 16
@@ -71,42 +67,6 @@ def test_exits_are_those_of_one_by_one(
     assert sum(sum(one.stats.layers_run) for one in along) > sum(sum(one.stats.layers_run) for one in apart)
 
 
-def test_a_lone_row_goes_deep_by_itself(engine: Engine, prompts: list[list[int]]) -> None:
-    """The compaction itself, seen in what each segment is run over."""
-    first, *_ = engine.manifest.checkpoints
-    seen: dict[float, list[list[int]]] = {}
-    for share in (0.0, 1.0):
-        batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, share)
-        places = [batch.join([NEVER_EXIT] * 3, 16) for _ in range(4)]
-        batch.step(dict(zip(places, prompts, strict=False)))
-        batch._rules = {
-            place: ExitRule((-1.0,) * 3, 16) for place in places
-        }  # everyone leaves at the first checkpoint ...
-        batch.step({place: [5] for place in places[:2]})
-        assert [batch.sequences[place].pending[0] for place in places] == [1, 1, 0, 0]
-        runs: list[list[int]] = []
-        for segment in batch._segments[1:]:
-            _record(segment, runs)
-        batch._rules = {place: ExitRule((-1.0,) * 3, 1) for place in places}  # ... but for those of whom two would wait
-        results = batch.step({places[0]: [6], places[2]: [7], places[3]: [8]})
-        assert {result.exit_layer for result in results.values()} == {first}
-        seen[share] = runs
-        idle = batch.sequences[places[1]].lengths
-        assert idle == [len(prompts[1]) + 1, *[len(prompts[1])] * 3], "it was not in the step"
-    assert seen[1.0] == [[places[0]]] * 3
-    assert seen[0.0] == [sorted([places[0], places[2], places[3]])] * 3
-
-
-def _record(segment, runs: list[list[int]]) -> None:
-    run = segment.run
-
-    def recorded(places, *arguments) -> None:
-        runs.append(list(places))
-        run(places, *arguments)
-
-    segment.run = recorded
-
-
 def test_every_sequence_draws_from_its_own_seed(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
     options = {"threshold": mixed, "temperature": 0.9, "top_p": 0.95}
     assert same(
@@ -130,16 +90,13 @@ def test_sequences_end_one_by_one(engine: Engine, prompts: list[list[int]]) -> N
 
 def test_more_prompts_than_slots(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
     """As a sequence ends the next takes its slot; and long prompts are read in parts."""
-    sessions = engine.backend.batch_networks._open(8)
-    batch = PackedBatch(sessions, engine.manifest, 1.0)
     wanted = prompts + prompts[::-1]
     stop = alone(engine, prompts[:1], threshold=mixed, max_pending=4, stop_token_ids=[])[0].tokens[3:5]
     options = {"threshold": mixed, "max_pending": 4, "stop_token_ids": stop}
-    scheduler = Scheduler(engine.bundle, None, batch, SchedulerLimits(prompt_tokens=60))
+    scheduler = engine.scheduler(SchedulerLimits(slots=4, prompt_tokens=60), 1.0)
     handles = [scheduler.submit(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in wanted]
     assert same([handle.result() for handle in handles], alone(engine, wanted, **options))
-    assert batch.free_slots == 8
-    assert not batch.sequences
+    assert (scheduler.running, scheduler.waiting) == (0, 0)
 
 
 def test_the_context_s_end(engine: Engine, demo_text_ids: list[int]) -> None:
@@ -151,37 +108,6 @@ def test_the_context_s_end(engine: Engine, demo_text_ids: list[int]) -> None:
     assert (len(one.tokens), one.finish_reason) == (4, "context")
     assert (len(other.tokens), other.finish_reason) == (8, "length")
     assert one.tokens == engine.generate(long, max_new_tokens=8, mode="full", stop_token_ids=[]).tokens
-
-
-def test_no_memory_for_one_layer_s_cache(engine: Engine, prompts: list[list[int]], monkeypatch) -> None:
-    """Nothing may have changed, also where the sequence is then rewound, stepped without growing, and grows later."""
-    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
-    ids = prompts[2][:40]
-    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, 1.0)
-    slot = batch.join([NEVER_EXIT] * 3, 4)
-    batch.step({slot: ids[:20]})
-    zeros, calls = np.zeros, iter(range(1000))
-
-    def scarce(shape, dtype):
-        if len(shape) == 4 and next(calls) == 5:
-            raise MemoryError
-        return zeros(shape, dtype)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "zeros", scarce)
-        with pytest.raises(GenerationError, match="not enough memory for the K/V cache of 40 tokens"):
-            batch.step({slot: ids[20:21]})
-    batch.sequences[slot].rewind(10)
-    batch.step({slot: ids[30:]})
-    result = batch.step({slot: ids[20:30]})[slot]
-    expected = engine.start([NEVER_EXIT] * 3).step([*ids[:10], *ids[30:], *ids[20:30]])
-    np.testing.assert_allclose(result.logits, expected.logits, atol=1e-4)
-
-
-def test_kv_buffers_grow(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
-    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)
-    found = engine.generate(prompts, max_new_tokens=NEW_TOKENS, min_layers=0, threshold=mixed)
-    assert same(found, alone(engine, prompts, threshold=mixed))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +157,6 @@ def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
         load(folder, threads=1).generate([[5], [6]], max_new_tokens=2)
 
 
-def test_a_propagating_bundle_takes_no_drafts(engine: Engine) -> None:
-    bundle = replace(engine.bundle, manifest=replace(engine.manifest, kv_cache_strategy="propagate"))
+def test_a_propagating_bundle_takes_no_drafts(propagating_bundle: Path) -> None:
     with pytest.raises(GenerationError, match="propagates"):
-        Engine(bundle, engine.backend).generate([[5], [6]], max_new_tokens=2, mode="lossless")
+        load(propagating_bundle, threads=1).generate([[5], [6]], max_new_tokens=2, mode="lossless")

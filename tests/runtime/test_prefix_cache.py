@@ -10,10 +10,7 @@ from tiny_engines import TinyLlama
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.scheduling.prefix_cache import BLOCK_TOKENS, PrefixCache
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
-from tide_export.runtime.sequence import SequenceState
 from tide_export.verify.export_gate import dividing_thresholds
 
 SLOTS = 3
@@ -124,39 +121,6 @@ def test_a_request_uses_a_prompt_that_was_read_while_it_waited(engine: Engine) -
     assert first.result().tokens == second.result().tokens
 
 
-def test_a_request_that_fails_leaves_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, step = scheduler_of(engine, 100), type(engine.start_batch(1.0, SLOTS)).step
-
-    def broken(self: Any, *rest: Any, **options: Any) -> Any:
-        return {slot: one._replace(logits=one.logits * np.nan) for slot, one in step(self, *rest, **options).items()}
-
-    with monkeypatch.context() as patched:
-        patched.setattr(PackedBatch, "step", broken)
-        patched.setattr(type(scheduler._batch), "step", broken)
-        with pytest.raises(GenerationError, match="not finite"):
-            run(scheduler, PROMPT, **FULL)
-    assert scheduler.prefix_cache_bytes == 0
-    assert run(scheduler, PROMPT, **FULL) == (engine.generate(PROMPT, **FULL).tokens, 0)
-
-
-def test_no_memory_for_a_copy_changes_no_request(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(self: Any, *rest: Any) -> Any:
-        raise GenerationError("no memory")
-
-    scheduler = scheduler_of(engine, 100)
-    expected = run(scheduler, PROMPT, **FULL)[0]
-    with monkeypatch.context() as patched:
-        patched.setattr(PackedBatch, "read_kv", full)
-        assert run(scheduler, PROMPT[1:], **FULL)[1] == 0
-        assert "the prefix cache does not grow: no memory" in caplog.text
-        patched.setattr(PackedBatch, "write_kv", full)
-        with pytest.raises(GenerationError, match="no memory"):
-            run(scheduler, PROMPT, **FULL)
-    assert run(scheduler, PROMPT, **FULL) == (expected, 64)
-
-
 def test_what_cannot_be_cached_is_refused(tiny_llama: TinyLlama) -> None:
     with pytest.raises(GenerationError, match="prefix_cache_bytes is for provider 'cpu'"):
         scheduler_of(tiny_llama.networks(), 1)
@@ -165,61 +129,3 @@ def test_what_cannot_be_cached_is_refused(tiny_llama: TinyLlama) -> None:
         graph.scheduler(SchedulerLimits(prefix_cache_bytes=100))
     with pytest.raises(GenerationError, match="prefix_cache_bytes"):
         SchedulerLimits(prefix_cache_bytes=-1)
-
-
-class FakeBatch:
-    """K/V that are the token ids themselves."""
-
-    def __init__(self) -> None:
-        self.texts, self.sequences = dict[int, np.ndarray](), {0: SequenceState(2)}
-
-    def read_kv(self, slot: int, start: int, stop: int) -> np.ndarray:
-        assert stop <= self.sequences[slot].lengths[-1]
-        return self.texts[slot][start:stop].copy()
-
-    def write_kv(self, slot: int, blocks: list[np.ndarray], length: int) -> None:
-        assert sum(map(len, blocks[:-1])) < length <= sum(map(len, blocks))
-        self.texts[slot] = np.concatenate(blocks)[:length]
-
-
-def test_memory_is_bounded_and_the_kv_are_those_of_the_text() -> None:
-    order, batch = random.Random(4), FakeBatch()
-    block = 8 * BLOCK_TOKENS
-    cache = PrefixCache(batch, 20 * block + 5, propagates=False)
-    reused = full = 0
-    for _ in range(5000):
-        shape = [order.randrange(3) for _ in range(order.randrange(6))]
-        prompt = np.repeat(np.array(shape, np.int64), 8)[: order.randrange(1, 60)]
-        if not len(prompt):
-            continue
-        begun = cache.begin(0, prompt)
-        assert begun < len(prompt)
-        if begun:
-            np.testing.assert_array_equal(batch.texts[0], prompt[:begun])
-        answer = [order.randrange(3)] * order.randrange(40)
-        batch.texts[0] = np.concatenate([prompt, np.array(answer, np.int64)])
-        total = len(batch.texts[0])
-        batch.sequences[0].lengths = [total, order.choice((total, total, max(total - 5, 0)))]
-        cache.keep(0, prompt, answer)
-        held = list(cache._blocks.values())
-        assert sum(one.kv.nbytes for one in held) == cache.bytes <= 20 * block
-        assert {before for before, _ in cache._blocks} <= {0, *(one.number for one in held)}, (
-            "no block without its text"
-        )
-        reused, full = reused + begun, full + (cache.bytes == 20 * block)
-    assert reused > 20_000
-    assert full > 1000
-
-
-def test_the_least_recently_used_text_is_dropped() -> None:
-    batch = FakeBatch()
-    cache = PrefixCache(batch, 4 * 8 * BLOCK_TOKENS, propagates=False)
-    texts = [np.full(2 * BLOCK_TOKENS, number, np.int64) for number in range(3)]
-    for text in (texts[0], texts[1], texts[0], texts[2]):
-        batch.texts[0], batch.sequences[0].lengths = text, [len(text)] * 2
-        cache.keep(0, text)
-    assert [cache.begin(0, text) for text in texts] == [31, 0, 31]
-    batch.texts[0] = np.full(9 * BLOCK_TOKENS, 5, np.int64)
-    batch.sequences[0].lengths = [9 * BLOCK_TOKENS] * 2
-    cache.keep(0, batch.texts[0])
-    assert cache.begin(0, batch.texts[0]) == 4 * BLOCK_TOKENS, "of a text that is too long, the beginning"

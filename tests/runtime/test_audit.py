@@ -9,16 +9,15 @@ from judge import TEXT
 from tiny_engines import TinyLlama
 
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.scheduler import RAISES, AuditConfig
-from tide_export.runtime.scheduling.confidence import ConfidenceSequence
+from tide_export.runtime.stepping import sample
+from tide_export.runtime.scheduler import AuditConfig
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 
 SLOTS = 3
+RAISES = 3  # of thresholds; the next step turns exits off
 EVERYTHING = AuditConfig(rate=1.0)
 
 
@@ -49,8 +48,9 @@ def differing(engine: Engine, prompt: list[int], tokens: list[int], options: dic
     """Of each token, whether full depth makes another one after the same text, with the same random number."""
     state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
     logits = state.step([*prompt, *tokens[:-1]], logits_to_keep=len(tokens), full=True).position_logits
-    sampler = Sampler(options.get("temperature", 0.0), options.get("top_k", 0), 1.0, options.get("seed"))
-    return [sampler(row) != token for row, token in zip(logits, tokens, strict=True)]
+    drawn = {name: options[name] for name in ("temperature", "top_k", "seed") if name in options}
+    rows = enumerate(zip(logits, tokens, strict=True), len(prompt))
+    return [sample(row, position, **drawn) != token for position, (row, token) in rows]
 
 
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
@@ -92,7 +92,6 @@ def test_penalties_and_logprobs_are_those_without_an_audit(graph: Engine, exits:
 
 def test_a_sample_is_drawn_whatever_the_tokens_are(graph: Engine, exits: dict[str, Any]) -> None:
     scheduler, audit = audited(graph, AuditConfig(rate=0.3), prefix_cache_bytes=2**20)
-    audit._random.seed(5)
     handles = [scheduler.submit(list(range(3, 40)), **exits) for _ in range(30)]
     assert len({tuple(handle.result().tokens) for handle in handles}) == 1
     layers = handles[0].stats.exit_layer
@@ -101,25 +100,12 @@ def test_a_sample_is_drawn_whatever_the_tokens_are(graph: Engine, exits: dict[st
     assert abs(audit.checked / audit.audited - share) < 0.15
 
 
-def test_cancelled_and_failed_requests_are_no_evidence(
-    graph: Engine, exits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_request_is_no_evidence(graph: Engine, exits: dict[str, Any]) -> None:
     scheduler, audit = audited(graph)
     one = scheduler.submit([5, 6], **exits | {"threshold": 0.0})
     scheduler.step()
     one.cancel()
     assert (one.result().tokens, audit.audited) == ([], 0), "between a token and its audit"
-    step = PackedBatch.step
-
-    def failing(self: Any, new: Any, *rest: Any, full: Any = (), **options: Any) -> Any:
-        if full:
-            raise GenerationError("no memory for this one")
-        return step(self, new, *rest, full=full, **options)
-
-    monkeypatch.setattr(PackedBatch, "step", failing)
-    with pytest.raises(GenerationError, match="no memory"):
-        scheduler.submit([5, 6], **exits | {"threshold": 0.0}).result()
-    assert audit.audited == 0
 
 
 def test_thresholds_are_raised_while_exits_change_too_much(
@@ -130,10 +116,9 @@ def test_thresholds_are_raised_while_exits_change_too_much(
     early = list[float]()
     while audit.raises <= RAISES and len(early) < 60:
         running = scheduler.submit([len(early) + 3], **bad)
-        tokens, raises = running.result().tokens, audit.raises
+        tokens = running.result().tokens
         early.append(sum(layer < layers for layer in running.stats.exit_layer) / len(tokens))
         assert len(tokens) == 100
-        assert audit.raised([0.0, 1.0, NEVER_EXIT])[1:] == [1.0 if raises <= RAISES else NEVER_EXIT, NEVER_EXIT]
     assert audit.raises == RAISES + 1
     assert early[0] == 1.0
     done = scheduler.submit([5], **bad).result()
@@ -154,7 +139,6 @@ def test_nothing_is_raised_where_exits_change_nothing(graph: Engine, exits: dict
 
 def test_lossless_drafts_as_ever(graph: Engine, exits: dict[str, Any]) -> None:
     scheduler, audit = audited(graph, AuditConfig(rate=1.0, epsilon=0.5))
-    audit.raises = RAISES + 1
     options: dict[str, Any] = {"mode": "lossless", "threshold": 0.0, "max_new_tokens": 40, "stop_token_ids": []}
     found, expected = scheduler.submit([5], **options).result(), graph.generate([5], **options)
     assert (found.tokens, found.stats.drafted) == (expected.tokens, expected.stats.drafted)
@@ -171,30 +155,3 @@ def test_wrong_options_are_refused(name: str, value: Any) -> None:
 def test_what_cannot_be_audited_is_refused(tiny_llama: TinyLlama) -> None:
     with pytest.raises(GenerationError, match="an audit needs an exact K/V cache"):
         tiny_llama.graph(tiny_llama.propagating).scheduler(audit=AuditConfig())
-
-
-@pytest.mark.parametrize("rates", [(0.02, 0.02), (0.3, 0.3), (0.0, 0.2), (0.3, 0.0)])
-def test_bounds_hold_at_all_times(rates: tuple[float, float]) -> None:
-    """The mean of the expected losses drifts from one rate to the other."""
-    drawn, runs, steps, delta = np.random.default_rng(4), 120, 300, 0.1
-    means = np.linspace(*rates, steps)
-    running = means.cumsum() / np.arange(1, steps + 1)
-    too_low = too_high = 0
-    for losses in drawn.random((runs, steps)) < means:
-        bounds, uppers, lowers = ConfidenceSequence(delta), np.ones(steps), np.zeros(steps)
-        for step, loss in enumerate(losses):
-            bounds.add(float(loss))
-            uppers[step], lowers[step] = bounds.upper, bounds.lower
-        too_low += bool((uppers < running).any())
-        too_high += bool((lowers > running).any())
-    assert max(too_low, too_high) <= 0.1 * runs
-
-
-def test_bounds_close_in() -> None:
-    assert (ConfidenceSequence(0.05).lower, ConfidenceSequence(0.05).upper) == (0.0, 1.0)
-    nothing, some = ConfidenceSequence(0.05), ConfidenceSequence(0.05)
-    for number in range(4000):
-        nothing.add(0.0)
-        some.add(float(number % 50 == 0))
-    assert nothing.lower == 0 < nothing.upper < 0.0011
-    assert 0.01 < some.lower < 0.02 < some.upper < 0.032

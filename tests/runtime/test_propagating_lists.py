@@ -12,11 +12,8 @@ from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
-from tide_export.runtime.branched.backend import empty_batch
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.packed.propagate import PropagatingBatch
-from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 
 NEW_TOKENS = 16
 
@@ -50,26 +47,9 @@ def test_a_list_is_as_one_by_one(engine: Engine, prompts: list[list[int]], mixed
             assert exits > {3, 12}, "some leave early, some later, some never"
 
 
-def test_sequences_join_as_others_end(
-    engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch
-) -> None:
-    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # and their buffers grow
-    batch = empty_batch(engine.backend.batch_networks._open(8), engine.manifest, 1.0)
-    assert isinstance(batch, PropagatingBatch)
-    wanted = prompts + prompts[::-1]
-    stop = alone(engine, prompts[:1], threshold=mixed, min_layers=0, stop_token_ids=[])[0].tokens[3:5]
-    expected = alone(engine, wanted, threshold=mixed, min_layers=0, stop_token_ids=stop)
-    assert len({len(one.tokens) for one in expected}) > 1
-    scheduler = Scheduler(engine.bundle, None, batch, SchedulerLimits(prompt_tokens=60))
-    options = {"threshold": mixed, "min_layers": 0, "stop_token_ids": stop}
-    handles = [scheduler.submit(prompt, max_new_tokens=NEW_TOKENS, **options) for prompt in wanted]
-    assert same([handle.result() for handle in handles], expected)
-    assert not batch.sequences
-
-
 def test_which_steps_run_every_segment(engine: Engine, prompts: list[list[int]]) -> None:
     """A first step, and one of several tokens; beside them a sequence that leaves as soon as it may."""
-    batch = PropagatingBatch(engine.backend.batch_networks.sessions(4), engine.manifest)
+    batch = engine.start_batch(1.0, 4)
     states = {batch.join([0.0] * 3, 0): engine.start([0.0] * 3) for _ in range(3)}
     one, two, three = sorted(states)
     for feeds in (

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
-from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.packed.segment import SegmentRun
-from tide_export.runtime.sequence import NO_LIMIT
+from tide_export.runtime.stepping import NO_LIMIT
 from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT
 
 LENGTHS = (1, 37, 90, 2, 18, 60)
@@ -98,7 +95,7 @@ def test_who_comes_along_is_verified_at_once(
     engine: Engine, prompts: list[list[int]], full: list[list[int]], share: float
 ) -> None:
     """One sequence asks for full depth while the other, which has a draft waiting, would make the next."""
-    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, share)
+    batch = engine.start_batch(share, 4)
     one, other = (batch.join([ALWAYS] * 3, NO_LIMIT) for _ in range(2))
     first = batch.step({one: prompts[1], other: prompts[2]}, {one: 1, other: 1}, [one, other])
     known = {place: int(result.logits.argmax()) for place, result in first.items()}
@@ -129,7 +126,7 @@ def test_who_comes_along_is_verified_at_once(
 
 def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts: list[list[int]]) -> None:
     """Asked for more, it must not be given its neighbour's."""
-    batch = PackedBatch(engine.backend.batch_networks.sessions(4), engine.manifest, 1.0)
+    batch = engine.start_batch(1.0, 4)
     one, other = (batch.join([NEVER_EXIT] * 3, NO_LIMIT) for _ in range(2))
     result = batch.step({one: prompts[1], other: prompts[3]}, {one: 1, other: 9}, [one, other])
     assert len(prompts[3]) == 2

@@ -11,7 +11,6 @@ from tiny_model import TinyModel
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.errors import GenerationError
-from tide_export.runtime.decoding.sampling import Sampler
 from tide_export.runtime.stats import LOOKUP_DRAFT
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import NEVER_EXIT
@@ -160,7 +159,7 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
     exits or, after a 1, 2 or 4, which the prompt has, from the text."""
     expected = joint(
         lambda tokens: SMALL.reference([*PROMPT, *tokens], [NEVER_EXIT, NEVER_EXIT])[0][-1],
-        Sampler(temperature, 0, top_p),
+        {"temperature": temperature, "top_p": top_p},
         LENGTH,
     )
     engine = small_engine.drafting_as(Drafting((ALWAYS, ALWAYS), 0 if lookup else 8, lookup, FREE[:2], FREE, {}))
@@ -180,8 +179,8 @@ def test_sampled_tokens_are_distributed_as_the_full_model_s(
         return deviation(counts, expected, draws)
 
     assert sample("lossless", 1200) < 5
-    assert (drafted["exits"] > 300) != bool(lookup)
-    assert (drafted["prompt lookup"] > 300) == bool(lookup)
+    assert (drafted["exits"] > 250) != bool(lookup)
+    assert (drafted["prompt lookup"] > 250) == bool(lookup)
     assert sample("exit", 300) > 20, "what is not verified is another distribution, and this test would see it"
 
 

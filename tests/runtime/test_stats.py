@@ -8,9 +8,8 @@ from tide_export.runtime.stats import LOOKUP_DRAFT, ExitStats
 
 
 def filled() -> ExitStats:
-    stats = ExitStats(checkpoints=(4, 8), num_layers=12, prompt_tokens=5)
-    for exit_layer, layers_run in [(12, 12), (4, 4), (4, 4), (8, 8), (4, 12)]:
-        stats.record(exit_layer, layers_run)
+    made = {"exit_layer": [12, 4, 4, 8, 4], "layers_run": [12, 4, 4, 8, 12]}
+    stats = ExitStats(checkpoints=(4, 8), num_layers=12, prompt_tokens=5, **made)
     stats.layer_tokens_run, stats.layer_tokens_total = 90, 108
     stats.prefill_seconds, stats.decode_seconds = 0.5, 0.25
     return stats
@@ -27,8 +26,7 @@ def test_counts() -> None:
 
 
 def test_the_last_layer_is_no_exit() -> None:
-    stats = ExitStats(checkpoints=(4, 8), num_layers=12)
-    stats.record(12, 12)
+    stats = ExitStats(checkpoints=(4, 8), num_layers=12, exit_layer=[12], layers_run=[12])
     assert stats.exits_per_layer == {4: 0, 8: 0}
     assert stats.exit_rate == 0.0
     assert stats.remaining_tokens == 1
@@ -57,9 +55,8 @@ def test_summary_says_what_matters() -> None:
 
 
 def test_summary_of_drafts() -> None:
-    stats = ExitStats(checkpoints=(4,), num_layers=12, prompt_tokens=5)
-    for exit_layer, layers_run in [(12, 12), (LOOKUP_DRAFT, 0), (4, 4), (LOOKUP_DRAFT, 0)]:
-        stats.record(exit_layer, layers_run)
+    made = {"exit_layer": [12, LOOKUP_DRAFT, 4, LOOKUP_DRAFT], "layers_run": [12, 0, 4, 0]}
+    stats = ExitStats(checkpoints=(4,), num_layers=12, prompt_tokens=5, **made)
     stats.drafted, stats.accepted, stats.lookup_drafted, stats.lookup_accepted = 8, 3, 5, 2
     lines = stats.summary().splitlines()
     assert lines[4].split() == ["prompt", "lookup:", "2", "tokens", "50.0%"]

@@ -1,25 +1,25 @@
 """Requests that join, leave and are cancelled at random: each gets the tokens that it gets alone, on every engine."""
 
 import asyncio
-import gc
 import random
+import signal
 import threading
-import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bundles import without
+from caller_networks import CallersNetworks, Run, callers_engine
 from judge import TEXT
 from tiny_engines import TinyLlama
 
 from tide_export import names
+from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError, QueueFullError
 from tide_export.runtime.generation import Generation
-from tide_export.runtime.engine import Engine
-from tide_export.runtime.packed.batch import PackedBatch
-from tide_export.runtime.providers import open_provider
+from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
@@ -90,30 +90,6 @@ def test_requests_that_come_and_go_get_their_own_tokens(engine: Engine, mixed: l
             assert facts(found) == facts(expected)
 
 
-def test_prompts_are_read_in_parts_beside_those_that_write(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, batch = list[list[int]](), type(engine.start_batch(1.0, SLOTS))
-    step = batch.step
-
-    def recorded(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
-        sizes.append(sorted(len(ids) for ids in new.values()))
-        return step(self, new, *rest, **options)
-
-    monkeypatch.setattr(batch, "step", recorded)
-    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS, prompt_tokens=10))
-    options = {"mode": "full", "max_new_tokens": 6, "stop_token_ids": []}
-    short = scheduler.submit([5, 6], **options)
-    scheduler.step()
-    long = scheduler.submit(list(range(21)), **options)
-    while scheduler.step():
-        pass
-    if engine.manifest.kv_cache_strategy == "propagate":  # a step over one token more could exit
-        assert sizes[:4] == [[2], [1, 10], [1, 9], [1, 2]]
-    else:
-        assert sizes[:4] == [[2], [1, 10], [1, 10], [1, 1]]
-    assert short.tokens == engine.generate([5, 6], **options).tokens
-    assert long.tokens == engine.generate(list(range(21)), **options).tokens
-
-
 def test_a_cancelled_request_frees_its_slot_before_the_next_step(graph: Engine) -> None:
     scheduler = graph.scheduler(SchedulerLimits(slots=1))
     first, second, third = (scheduler.submit([5], max_new_tokens=50, stop_token_ids=[]) for _ in range(3))
@@ -136,38 +112,6 @@ def test_a_request_ends_at_its_timeout(graph: Engine) -> None:
     fine = scheduler.submit([5], max_new_tokens=3, stop_token_ids=[], timeout=600.0)
     assert late.result().finish_reason == "timeout"
     assert fine.result().finish_reason == "length"
-
-
-def test_what_has_ended_holds_no_memory(graph: Engine) -> None:
-    scheduler = graph.scheduler(SchedulerLimits(slots=1))
-    handles = [scheduler.submit([5], max_new_tokens=3, stop_token_ids=[]) for _ in range(2)]
-    scheduler.step()
-    (sequence,) = scheduler._batch.sequences.values()
-    buffers = weakref.ref(sequence)
-    del sequence
-    handles[0].result()
-    handles[1].result()
-    gc.collect()
-    assert buffers() is None
-
-
-def test_a_list_that_an_exception_ends_holds_no_memory(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, buffers = PackedBatch.step, list[Any]()
-
-    def interrupted(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
-        step(self, new, *rest, **options)
-        buffers.append(weakref.ref(next(iter(self.sequences.values()))))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(PackedBatch, "step", interrupted)
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            graph.generate([[5], [6]], max_new_tokens=3)
-        assert buffers[0]() is None, "without waiting for the garbage collector"
-    finally:
-        gc.enable()
 
 
 def test_queue_and_memory_are_bounded(graph: Engine) -> None:
@@ -209,57 +153,6 @@ def test_a_prompt_is_divided_at_the_smallest_limit(engine: Engine) -> None:
     prompts = [list(range(size)) for size in range(1, 12)]
     handles = [scheduler.submit(prompt, **options) for prompt in prompts]
     assert [one.result().tokens for one in handles] == [engine.generate(p, **options).tokens for p in prompts]
-
-
-def test_a_slot_that_cannot_be_taken_fails_its_request_alone(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    join, calls = PackedBatch.join, []
-
-    def failing(self: Any, *rule: Any) -> int:
-        calls.append(rule)
-        if len(calls) == 2:
-            raise GenerationError("the device failed")
-        return join(self, *rule)
-
-    monkeypatch.setattr(PackedBatch, "join", failing)
-    scheduler = graph.scheduler(SchedulerLimits(slots=SLOTS))
-    first, second, third = (scheduler.submit([5], max_new_tokens=3, stop_token_ids=[]) for _ in range(3))
-    with pytest.raises(GenerationError, match="the device failed"):
-        second.result()
-    assert first.result().tokens == third.result().tokens
-
-
-def test_a_request_that_fails_fails_alone(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, bad = PackedBatch.step, 77
-
-    def failing(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
-        if any(bad in np.asarray(ids).tolist() for ids in new.values()):
-            raise GenerationError("no memory for this one")
-        return step(self, new, *rest, **options)
-
-    options = {"mode": "full", "max_new_tokens": 8, "stop_token_ids": []}
-    alone = [graph.generate(prompt, **options) for prompt in ([5], [6, 7])]
-    monkeypatch.setattr(PackedBatch, "step", failing)
-    scheduler = graph.scheduler(SchedulerLimits(slots=SLOTS))
-    one, wrong, other = (scheduler.submit(prompt, **options) for prompt in ([5], [bad], [6, 7]))
-    with pytest.raises(GenerationError, match="no memory for this one"):
-        wrong.result()
-    assert [facts(one.result()), facts(other.result())] == list(map(facts, alone))
-    assert scheduler.running == 0
-
-
-def test_logits_that_are_not_finite_end_one_request(graph: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = PackedBatch.step
-
-    def broken(self: Any, new: Any, *rest: Any, **options: Any) -> Any:
-        results = step(self, new, *rest, **options)
-        return {slot: one._replace(logits=one.logits * np.nan) if slot else one for slot, one in results.items()}
-
-    monkeypatch.setattr(PackedBatch, "step", broken)
-    scheduler = graph.scheduler(SchedulerLimits(slots=2))
-    fine, wrong = (scheduler.submit([5], max_new_tokens=3, mode="full", stop_token_ids=[]) for _ in range(2))
-    assert len(fine.result().tokens) == 3
-    with pytest.raises(GenerationError, match="not finite"):
-        list(wrong)
 
 
 def test_a_thread_does_the_steps_for_many_readers(graph: Engine, mixed: list[float]) -> None:
@@ -322,24 +215,58 @@ def test_close(graph: Engine, drain: bool) -> None:
         scheduler.submit([5])
 
 
-def test_readers_hear_of_a_thread_that_fails(
-    graph: Engine, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    def failing(self: Any, *rest: Any, **options: Any) -> Any:
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(PackedBatch, "step", failing)
-    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
-    scheduler = graph.scheduler(SchedulerLimits(slots=1))
-    handles = [scheduler.submit([5]) for _ in range(2)]
-    scheduler.start()
-    for handle in handles:
-        with pytest.raises(GenerationError, match="the scheduler failed: a defect"):
-            handle.result()
+@pytest.fixture
+def callers(tiny_llama: TinyLlama) -> tuple[Engine, CallersNetworks]:
+    return callers_engine(open_bundle(tiny_llama.exact))
 
 
-def test_a_bundle_without_networks_for_batches_is_refused(graph: Engine) -> None:
-    without = {name: file for name, file in graph.manifest.files.items() if name != names.batch_file(names.HEAD)}
-    bundle = replace(graph.bundle, manifest=replace(graph.manifest, files=without))
+def test_a_request_that_fails_fails_alone(callers: tuple[Engine, CallersNetworks]) -> None:
+    (engine, networks), bad = callers, 77
+    options = {"mode": "full", "max_new_tokens": 8, "stop_token_ids": []}
+    alone = [engine.generate(prompt, **options) for prompt in ([5], [6, 7])]
+
+    def failing(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
+        if bad in tensors.get(names.INPUT_IDS, ()):
+            raise GenerationError("no memory for this one")
+
+    networks.after = failing
+    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS))
+    one, wrong, other = (scheduler.submit(prompt, **options) for prompt in ([5], [bad], [6, 7]))
+    with pytest.raises(GenerationError, match="no memory for this one"):
+        wrong.result()
+    assert [facts(one.result()), facts(other.result())] == list(map(facts, alone))
+    assert scheduler.running == 0
+
+
+def test_logits_that_are_not_finite_end_one_request(callers: tuple[Engine, CallersNetworks]) -> None:
+    engine, networks = callers
+
+    def broken(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
+        if run[0] == names.HEAD:
+            tensors[names.LOGITS][:, 1:] = np.nan
+
+    networks.after = broken
+    scheduler = engine.scheduler(SchedulerLimits(slots=2))
+    fine, wrong = (scheduler.submit([5], max_new_tokens=3, mode="full", stop_token_ids=[]) for _ in range(2))
+    assert len(fine.result().tokens) == 3
+    with pytest.raises(GenerationError, match="not finite"):
+        list(wrong)
+
+
+def test_a_signal_ends_a_list_between_two_steps(callers: tuple[Engine, CallersNetworks]) -> None:
+    engine, networks = callers
+
+    def interrupted(run: Run) -> None:
+        if len(networks.runs) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    networks.before = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[5], [6]], max_new_tokens=50, mode="full", stop_token_ids=[])
+    assert len(networks.runs) < 15
+
+
+def test_a_bundle_without_networks_for_batches_is_refused(tiny_llama: TinyLlama, tmp_path: Path) -> None:
+    engine = load(without(tiny_llama.exact, tmp_path / "smaller", "batch/"), provider="cpu", threads=1)
     with pytest.raises(GenerationError, match="no networks for batches"):
-        Engine(bundle, open_provider(bundle, "cpu", 1, None)).scheduler(SchedulerLimits(slots=4))
+        engine.scheduler(SchedulerLimits(slots=4))

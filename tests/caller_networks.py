@@ -1,0 +1,86 @@
+"""The segment networks of a bundle run by onnxruntime's Python package, through the interface for networks that the
+caller runs: what a test lets fail, changes or counts."""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from tide_export import names
+from tide_export.bundle.opened import Bundle
+from tide_export.errors import GenerationError
+from tide_export.runtime.callers_networks import load_networks
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.network_spec import NetworkSpec, specs
+
+Run = tuple[str, int, int]  # the network, tokens of each sequence, and sequences
+
+
+class CallersNetworks:
+    """The networks, and what happens to their runs.
+
+    Attributes:
+        runs: so far.
+        before: called with each run before it; what it raises fails the run.
+        after: called with each run after it, and with its tensors by name.
+        recorded: runs that were captured.
+        opened: sets of buffers that are open.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.specs: Mapping[str, NetworkSpec] = specs(bundle.manifest, bundle.manifest.networks)
+        self._sessions: dict[str, Any] = {}
+        for name in self.specs:
+            options = ort.SessionOptions()
+            options.log_severity_level, options.intra_op_num_threads = 4, 1
+            self._sessions[name] = ort.InferenceSession(str(bundle.path / names.network_file(name)), options)
+        self.runs: list[Run] = []
+        self.before: Callable[[Run], None] = lambda run: None
+        self.after: Callable[[Run, Mapping[str, np.ndarray]], None] = lambda run, tensors: None
+        self.recorded, self.opened = 0, 0
+
+    def __call__(self, stream: int | None) -> "CallersNetworks":
+        self.opened += 1
+        return self
+
+    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+        one = name, tokens, batch_size
+        self.before(one)
+        self.runs.append(one)
+        self.recorded += recording
+        spec = self.specs[name]
+        tensors = {
+            key: _array(addresses[key], tensor.dtype, tensor.dims(tokens, batch_size))
+            for key, tensor in {**spec.inputs, **spec.outputs}.items()
+        }
+        given = {key: tensors[key] for key in spec.inputs}
+        for key, value in zip(spec.outputs, self._sessions[name].run(list(spec.outputs), given), strict=True):
+            tensors[key][...] = value
+        self.after(one, tensors)
+        return True
+
+    def close(self) -> None:
+        self.opened -= 1
+
+    def failing_once(self, network: str) -> None:
+        """Lets the next run of a network fail after it has run."""
+
+        def fails(run: Run, tensors: Mapping[str, np.ndarray]) -> None:
+            if run[0] == network:
+                self.after = lambda run, tensors: None
+                raise GenerationError("injected")
+
+        self.after = fails
+
+
+def _array(address: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
+
+
+def callers_engine(bundle: Bundle, gpu: int | None = None) -> tuple[Engine, CallersNetworks]:
+    """An engine on such networks."""
+    networks = CallersNetworks(bundle)
+    return Engine(bundle, load_networks(bundle, {"verify": False}, "cpu", networks, gpu)), networks

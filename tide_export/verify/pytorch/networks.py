@@ -1,0 +1,111 @@
+"""The segment networks on PyTorch, on the CPU. Tensors are views of the sequences' own memory."""
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+import torch
+
+from tide_export import names
+from tide_export.bundle.opened import Bundle
+from tide_export.errors import BundleError, GenerationError, ProviderError, first_line
+from tide_export.runtime.callers_networks import load_networks
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.network_spec import NetworkSpec, specs
+from tide_export.verify.pytorch.program import Program
+
+
+def open_torch(bundle: Bundle) -> Engine:
+    """Opens an engine on the bundle's segment networks in PyTorch.
+
+    Raises:
+        ProviderError: the bundle has no segment networks, or one computes with what is not known here.
+        BundleError: a network does not load.
+    """
+    info = bundle.manifest.networks
+    if info is None:
+        raise ProviderError(
+            f"bundle '{bundle.path}' holds no segment networks: export it with --target tensorrt or tensorrt-rtx"
+        )
+    networks = TorchNetworks(bundle, specs(bundle.manifest, info))
+    return Engine(bundle, load_networks(bundle, {"verify": False}, "cpu", lambda stream: networks))
+
+
+class TorchNetworks:
+    """The networks of one bundle (see `callers_networks.Networks`)."""
+
+    def __init__(self, bundle: Bundle, expected: Mapping[str, NetworkSpec]) -> None:
+        self._networks = {}
+        for name, spec in expected.items():
+            file = bundle.file(names.network_file(name))
+            try:
+                model = onnx.load(str(file.path))
+            except Exception as error:  # protobuf's exceptions have no name in every release
+                raise BundleError(f"'{file.path}' is no ONNX model: {first_line(error)}") from None
+            program = Program(model, {}, torch.device("cpu"), str(file.path))
+            self._networks[name] = TorchNetwork(program, spec)
+
+    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+        self._networks[name].run(addresses, tokens, batch_size)
+        return False
+
+    def close(self) -> None:
+        """Keeps the networks, which hold nothing of their own for a set of buffers."""
+
+
+class TorchNetwork:
+    """One network."""
+
+    def __init__(self, program: Program, spec: NetworkSpec) -> None:
+        self._program, self._spec = program, spec
+        self._fixed: dict[tuple[int, int], list[Any]] = {}  # the slots that shapes determine, by shape
+
+    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
+        """Runs it. Raises GenerationError: PyTorch failed."""
+        try:
+            with torch.inference_mode():
+                self._run(addresses, tokens, batch_size)
+        except Exception as error:  # of many kinds: RuntimeError, IndexError, ValueError
+            raise GenerationError(f"PyTorch failed in {self._spec.name}: {first_line(error)}") from error
+
+    def _run(self, addresses: Mapping[str, int], tokens: int, batch_size: int) -> None:
+        program, shape = self._program, (tokens, batch_size)
+        views = {
+            name: _on_host(addresses[name], tensor.dtype, tensor.dims(tokens, batch_size))
+            for tensors in (self._spec.inputs, self._spec.outputs)
+            for name, tensor in tensors.items()
+        }
+        fixed = self._fixed.get(shape)
+        slots = list(program.base if fixed is None else fixed)
+        for name, slot in program.inputs.items():
+            slots[slot] = views[name]
+        for step in program.steps:
+            if step.static and fixed is not None:
+                continue
+            inputs: list[Any] = [slots[slot] if slot >= 0 else None for slot in step.inputs]
+            if step.target is not None:
+                result = views[step.target]
+                if result.data_ptr() != inputs[0].data_ptr():
+                    result.copy_(inputs[0])
+                step.call(result, *inputs[1:])
+            else:
+                result = step.call(*inputs)
+            for slot, value in zip(step.outputs, result if isinstance(result, tuple) else (result,), strict=False):
+                slots[slot] = value
+            for slot in step.free:
+                slots[slot] = None
+        for name, slot in program.outputs.items():
+            if slots[slot].data_ptr() != addresses[name]:
+                views[name].copy_(slots[slot])
+        if fixed is None:
+            kept = enumerate(zip(program.base, slots, strict=True))
+            self._fixed[shape] = [value if slot in program.static else base for slot, (base, value) in kept]
+
+
+def _on_host(address: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The memory at an address as a tensor."""
+    kind = getattr(torch, dtype)
+    memory = (ctypes.c_uint8 * (math.prod(shape) * kind.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(kind).reshape(shape)
