@@ -1,14 +1,18 @@
 """Small bundles of names and bytes, for the tests of what becomes of bundles on disk."""
 
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tide_export import names
 from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
-from tide_export.bundle.store import write_manifest, writing_bundle
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import replace_manifest, write_manifest, writing_bundle
 
 
 def make_manifest(name: str = "model") -> Manifest:
@@ -84,6 +88,16 @@ def edit(path: Path, *keys: str | int, value: object) -> None:
 
 def tuned(manifest: Manifest) -> Manifest:
     return replace(manifest, thresholds=(0.25, 0.75), tuning={"epsilon": 0.05, "path": [{"risk": 0.5, "p": None}]})
+
+
+def with_manifest(bundle: Path, folder: Path, **fields: Any) -> Path:
+    """A copy of a bundle, with links to its files, in a new folder under `folder`; its manifest has other `fields`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = Path(tempfile.mkdtemp(dir=folder)) / bundle.name
+    shutil.copytree(bundle, copy, copy_function=os.link)
+    opened = open_bundle(copy, verify=False)
+    replace_manifest(opened, replace(opened.manifest, **fields))
+    return copy
 
 
 def without(bundle: Path, folder: Path, lost: str) -> Path:

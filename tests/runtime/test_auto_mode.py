@@ -1,15 +1,17 @@
 """Mode auto: the mode that was measured to pay, full depth where nothing was, and the same options whatever it is."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bundles import with_manifest
 from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
 from tide_export.bundle.auto_mode import AutoMode, sentence
-from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, PROPAGATE, Drafting, Manifest
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting, Manifest
 from tide_export.bundle.opened import Bundle
 from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, GenerationError
@@ -17,7 +19,6 @@ from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.request import resolve
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 
@@ -28,24 +29,26 @@ FULL = replace(EXIT, mode="full", exit_speedup=0.97)
 LOSSLESS = replace(EXIT, mode="lossless", lossless_speedup=1.5)
 
 
-def with_auto(bundle: Path, auto: AutoMode | None, **fields: Any) -> Engine:
-    engine = load(bundle, threads=1)
-    changed = replace(engine.manifest, auto=auto, **fields)
-    return Engine(replace(engine.bundle, manifest=changed), engine.backend)
+@pytest.fixture
+def with_auto(tmp_path: Path) -> Callable[..., Engine]:
+    def with_auto(bundle: Path, auto: AutoMode | None, **fields: Any) -> Engine:
+        return load(with_manifest(bundle, tmp_path, auto=auto, **fields), threads=1)
+
+    return with_auto
 
 
-def test_it_is_what_was_measured(tiny_bundle: Path, tiny: TinyModel) -> None:
+def test_it_is_what_was_measured(with_auto, tiny_bundle: Path, tiny: TinyModel) -> None:
     depth = {"exit": [0.5, 1.0], "full": [NEVER_EXIT] * 2, "lossless": [NEVER_EXIT] * 2}
     for auto in (EXIT, FULL, LOSSLESS):
         engine = with_auto(tiny_bundle, auto, min_layers=4)
-        assert engine.resolved(GenerationConfig()).mode == auto.mode
+        assert engine.resolved(GenerationConfig())["mode"] == auto.mode
         done = engine.generate(PROMPT, max_new_tokens=30)
         assert done.tokens == tiny.reference_greedy(PROMPT, depth[auto.mode], 30)[0]
         assert (done.stats.total_exited > 0) == (auto.mode == "exit") or auto.mode == "lossless"
         assert (done.stats.drafted > 0) == (auto.mode == "lossless")
 
 
-def test_a_list_gets_the_tokens_of_each_prompt_alone(tiny_llama: TinyLlama) -> None:
+def test_a_list_gets_the_tokens_of_each_prompt_alone(with_auto, tiny_llama: TinyLlama) -> None:
     for auto in (replace(EXIT, slots=3), replace(EXIT, slots=8), replace(LOSSLESS, slots=3), FULL):
         engine = with_auto(tiny_llama.exact, auto)
         alone = [engine.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
@@ -55,18 +58,18 @@ def test_a_list_gets_the_tokens_of_each_prompt_alone(tiny_llama: TinyLlama) -> N
         assert (drafted > 0, exited > 0 or drafted > 0) == (auto.mode == "lossless", auto.mode != "full")
 
 
-def test_more_at_once_than_it_was_measured_to_pay_for_are_full_depth(tiny_llama: TinyLlama) -> None:
+def test_more_at_once_than_it_was_measured_to_pay_for_are_full_depth(with_auto, tiny_llama: TinyLlama) -> None:
     for auto in (EXIT, replace(EXIT, slots=2), LOSSLESS, replace(LOSSLESS, slots=2)):
         engine = with_auto(tiny_llama.exact, auto)
         full = [engine.generate(prompt, max_new_tokens=20, mode="full") for prompt in PROMPTS]
         for done in (engine.generate(PROMPTS, max_new_tokens=20), generated_by(engine, PROMPTS, slots=3)):
             assert [one.tokens for one in done] == [one.tokens for one in full]
             assert [one.stats.total_exited + one.stats.drafted for one in done] == [0] * len(PROMPTS)
-        assert engine.resolved(GenerationConfig(), slots=3) == replace(GenerationConfig(), mode="full")
+        assert engine.resolved(GenerationConfig(), prompts=3)["mode"] == "full"
         assert (engine.auto_of(1), engine.auto_of(3)) == (auto, None)
 
 
-def test_a_scheduler_decides_by_its_slots_and_not_by_how_many_are_taken(tiny_llama: TinyLlama) -> None:
+def test_a_scheduler_decides_by_its_slots_and_not_by_how_many_are_taken(with_auto, tiny_llama: TinyLlama) -> None:
     engine = with_auto(tiny_llama.exact, replace(EXIT, slots=2))
     alone = engine.generate(PROMPT, max_new_tokens=20)
     assert alone.stats.total_exited > 0
@@ -82,12 +85,12 @@ def generated_by(engine: Engine, prompts: list[list[int]], slots: int) -> list[G
     return [handle.result() for handle in [scheduler.submit(prompt, max_new_tokens=20) for prompt in prompts]]
 
 
-def test_more_slots_than_the_networks_have_are_as_many_as_they_have(tiny_llama: TinyLlama) -> None:
+def test_more_slots_than_the_networks_have_are_as_many_as_they_have(with_auto, tiny_llama: TinyLlama) -> None:
     engine = with_auto(tiny_llama.exact, replace(EXIT, slots=32))
     assert engine.auto_of(40) == engine.auto
 
 
-def test_what_was_not_measured_here_is_full_depth(tiny_bundle: Path, tiny: TinyModel) -> None:
+def test_what_was_not_measured_here_is_full_depth(with_auto, tiny_bundle: Path, tiny: TinyModel) -> None:
     for auto in (None, replace(EXIT, provider="tensorrt")):
         engine = with_auto(tiny_bundle, auto)
         assert engine.auto is None
@@ -96,18 +99,19 @@ def test_what_was_not_measured_here_is_full_depth(tiny_bundle: Path, tiny: TinyM
 
 
 @pytest.mark.parametrize("auto", [None, FULL, EXIT, LOSSLESS])
-def test_options_for_exits_make_it_mode_exit(tiny_bundle: Path, auto: AutoMode | None) -> None:
+def test_options_for_exits_make_it_mode_exit(with_auto, tiny_bundle: Path, auto: AutoMode | None) -> None:
     engine = with_auto(tiny_bundle, auto)
     for options in ({"threshold": 0.4}, {"min_layers": 2}, {"threshold": [0.3, 0.6], "max_pending": 1}):
-        given = GenerationConfig(**options)
-        assert engine.resolved(given) == replace(given, mode="exit")
+        resolved = engine.resolved(GenerationConfig(**options))
+        assert resolved == engine.resolved(GenerationConfig(mode="exit", **options))
 
 
 @pytest.mark.parametrize("auto", [None, FULL, EXIT, LOSSLESS])
-def test_the_same_options_are_accepted_whatever_it_is(tiny_bundle: Path, auto: AutoMode | None) -> None:
+def test_the_same_options_are_accepted_whatever_it_is(
+    with_auto, tiny_bundle: Path, tiny_llama: TinyLlama, auto: AutoMode | None) -> None:
     engine = with_auto(tiny_bundle, auto)
     several = GenerationConfig(temperature=1, compaction_threshold=0.5, max_pending=3)
-    assert resolve(engine.bundle, several, batched=True, auto=engine.auto).compaction_threshold in (0.5, 1.0, 0.0)
+    assert engine.resolved(several, prompts=2)["compaction_threshold"] in (0.5, 1.0, 0.0)
     assert len(engine.generate(PROMPT, max_new_tokens=4, max_pending=3).tokens) == 4
     for options, reason in [
         ({"prompt_lookup": 3}, "prompt_lookup is for mode 'lossless', not 'auto'"),
@@ -115,12 +119,12 @@ def test_the_same_options_are_accepted_whatever_it_is(tiny_bundle: Path, auto: A
     ]:
         with pytest.raises(GenerationError, match=reason):
             engine.stream(PROMPT, **options)
-    propagating = with_auto(tiny_bundle, None if auto is LOSSLESS else auto, kv_cache_strategy=PROPAGATE)
+    propagating = with_auto(tiny_llama.propagating, None if auto is LOSSLESS else auto)
     with pytest.raises(GenerationError, match="max_pending is for an exact K/V cache"):
         propagating.stream(PROMPT, max_pending=3)
 
 
-def test_drafting_of_the_bundle_is_used(tiny_bundle: Path) -> None:
+def test_drafting_of_the_bundle_is_used(with_auto, tiny_bundle: Path) -> None:
     drafting = Drafting((0.1, 0.1), 4, 0, (0.4, 0.8), DEFAULT_VERIFY_COSTS, {})
     engine = with_auto(tiny_bundle, LOSSLESS, drafting=drafting)
     auto, named = (engine.generate(PROMPT, max_new_tokens=20, mode=mode) for mode in ("auto", "lossless"))

@@ -10,7 +10,8 @@ import pytest
 
 from tide_export.bundle.engine_fields import Profile
 from tide_export.runtime.network_spec import NetworkSpec
-from tide_export.runtime.tensorrt.engines import _TrtNetwork
+from tide_export.runtime.tensorrt import engines
+from tide_export.runtime.tensorrt.engines import TrtNetwork
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX, kernel_cache
 from tide_export.runtime.tensorrt.kernel_cache import KernelCache
 
@@ -88,22 +89,9 @@ def test_only_rtx_has_kernels_to_keep_and_where(monkeypatch: pytest.MonkeyPatch,
     assert kernels.path.name.startswith("tensorrt-rtx-1.7.1.116-")
 
 
-class Device:
-    stream = 7
-    recording = False
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def synchronize(self) -> None:
-        pass
-
-    def end_recording(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-
 @pytest.mark.parametrize("can", [True, False])
-def test_a_run_that_rtx_cannot_record_ends_recording(can: bool) -> None:
+def test_a_run_that_rtx_cannot_record_is_said(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
+    monkeypatch.setattr(engines, "synchronize", lambda stream: None)
     context = SimpleNamespace(
         set_device_memory=lambda *memory: None,
         set_optimization_profile_async=lambda *profile: True,
@@ -117,8 +105,8 @@ def test_a_run_that_rtx_cannot_record_ends_recording(can: bool) -> None:
         "CudaGraphStrategy": SimpleNamespace(DISABLED=0),
         "DynamicShapesKernelSpecializationStrategy": SimpleNamespace(EAGER=1),
     }
-    library, device, memory = SimpleNamespace(**strategies), Device(), SimpleNamespace(address=0, size=0)
+    library, memory = SimpleNamespace(**strategies), SimpleNamespace(address=0, size=0)
     spec, profiles = NetworkSpec("segment_00", {}, {}), (Profile("decode", 1, 1, 2, 1),)
-    network = _TrtNetwork(TENSORRT_RTX, library, engine, spec, profiles, device, memory)
-    network.run({}, 1)
-    assert device.reasons == ([] if can else ["TensorRT for RTX cannot record runs of segment_00"])
+    network = TrtNetwork(TENSORRT_RTX, library, engine, spec, profiles, 7, memory)
+    assert network.run({}, 1) == can
+    assert network.run({}, 1, recording=True)

@@ -1,5 +1,6 @@
-"""A read or a list that an exception ends at any point: nothing is lost, and nothing is fed twice."""
+"""A read that an exception ends: nothing is lost, and nothing is fed twice."""
 
+import signal
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -7,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interruptions import interrupted
+from caller_networks import callers_engine
+from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
+from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, TokenStream, load
-from tide_export.runtime.sequence import SingleSequence
+from tide_export.runtime.generation import Generation
 
 PROMPT = [5, 17, 3, 17, 3]
-READ, TOKENS = 3, 6  # tokens before the interrupted read, and of the whole stream
+TOKENS = 6
 CASES: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
     "exit": {"mode": "exit", "threshold": [0.5, 0.65], "max_pending": 2},
@@ -27,30 +29,40 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def reading(engine: Engine, options: dict[str, Any], read: int) -> TokenStream:
-    """A stream of which some tokens are read."""
-    stream = engine.stream(PROMPT, max_new_tokens=TOKENS, **options)
-    for _ in range(read):
-        next(stream)
-    return stream
+class Ended(Exception):
+    """What ends a read."""
 
 
-def ended_everywhere(start: Callable[[], TokenStream], fewest: int) -> Iterator[TokenStream]:
-    """A new stream for every point of its next read, which is ended there; there are `fewest` points or more."""
-    for point in count():
-        stream = start()
-        before = stream.tokens
-        if not interrupted(lambda stream=stream: next(stream), point):
-            assert point >= fewest
-            return
-        assert stream.tokens == before
-        assert stream.finish_reason is None
-        yield stream
+class OnceAt:
+    """Raises `error` the time of this number that it is called."""
+
+    def __init__(self, number: int, error: Callable[[], BaseException]) -> None:
+        self.number, self.error, self.calls, self.raised = number, error, 0, False
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == self.number + 1:
+            self.raised = True
+            raise self.error()
+
+
+def read_all(stream: TokenStream) -> int:
+    """Reads to the end; how often a read failed."""
+    failed = 0
+    while True:
+        before = list(stream.tokens)
+        try:
+            next(stream)
+        except StopIteration:
+            return failed
+        except (KeyboardInterrupt, GenerationError):
+            failed += 1
+            assert stream.tokens == before
+            assert stream.finish_reason is None
 
 
 def assert_equal(stream: TokenStream, expected: Generation) -> None:
-    """Reads the stream to its end."""
-    assert stream.tokens + list(stream) == stream.tokens == expected.tokens
+    assert stream.tokens == expected.tokens
     assert stream.finish_reason == expected.finish_reason
     counts = [
         one.as_dict() | {"prefill_seconds": 0, "decode_seconds": 0, "tokens_per_second": 0}
@@ -59,23 +71,69 @@ def assert_equal(stream: TokenStream, expected: Generation) -> None:
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(("name", "read"), [*((name, READ) for name in CASES), ("exit", 0), ("lossless", 0)])
-def test_a_read_ended_at_any_point_makes_the_same_token_next(tiny_engine: Engine, name: str, read: int) -> None:
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("error", [Ended, KeyboardInterrupt])
+def test_a_read_that_fails_makes_the_same_token_next(tiny_engine: Engine, name: str, error) -> None:
+    """A failure of the logits processor, wherever it comes."""
     expected = tiny_engine.generate(PROMPT, max_new_tokens=TOKENS, **CASES[name])
-    for stream in ended_everywhere(lambda: reading(tiny_engine, CASES[name], read), fewest=25):
+    for number in count():
+        once = OnceAt(number, error)
+
+        def process(ids: list[int], logits: np.ndarray, once: OnceAt = once) -> np.ndarray:
+            once()
+            return logits
+
+        stream = tiny_engine.stream(PROMPT, max_new_tokens=TOKENS, logits_processor=process, **CASES[name])
+        assert read_all(stream) == once.raised
         assert_equal(stream, expected)
+        if not once.raised:
+            assert number >= TOKENS
+            return
 
 
-def test_ended_again_while_it_recovers(tiny_engine: Engine) -> None:
-    expected = tiny_engine.generate(PROMPT, max_new_tokens=TOKENS, **CASES["lossless"])
-
-    def ended_once() -> TokenStream:
-        stream = reading(tiny_engine, CASES["lossless"], 0)
-        assert interrupted(lambda: next(stream), 100)
-        return stream
-
-    for stream in ended_everywhere(ended_once, fewest=100):
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_that_fails_has_changed_nothing(tiny_llama: TinyLlama, name: str) -> None:
+    """A failure of any run of any segment, and of the head."""
+    engine, networks = callers_engine(open_bundle(tiny_llama.exact))
+    expected = engine.generate(PROMPT, max_new_tokens=TOKENS, **CASES[name])
+    for number in count():
+        once = OnceAt(number, Ended)
+        networks.after = lambda run, tensors, once=once: once()
+        stream = engine.stream(PROMPT, max_new_tokens=TOKENS, **CASES[name])
+        assert read_all(stream) == once.raised
         assert_equal(stream, expected)
+        if not once.raised:
+            assert number >= TOKENS
+            return
+
+
+@pytest.fixture
+def soon() -> Iterator[Callable[[float], None]]:
+    """A signal that comes after so many seconds and raises Ended."""
+
+    def ended(*_: Any) -> None:
+        raise Ended
+
+    before = signal.signal(signal.SIGALRM, ended)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_ends_a_read_between_steps(tiny_engine: Engine, soon: Callable[[float], None]) -> None:
+    options = {"mode": "lossless", "max_new_tokens": 200, "stop_token_ids": []}
+    expected = tiny_engine.generate(PROMPT, **options)
+    ended = 0
+    for microseconds in range(50, 3000, 150):
+        stream = tiny_engine.stream(PROMPT, **options)
+        soon(microseconds * 1e-6)
+        try:
+            list(stream)
+        except Ended:
+            ended += 1
+        list(stream)
+        assert_equal(stream, expected)
+    assert ended
 
 
 @pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
@@ -95,33 +153,3 @@ def test_after_an_error_the_same_error_comes_again(tiny_engine: Engine, tmp_path
             list(stream)
     assert stream.tokens == expected[: expected.index(broken) + 1]
     assert stream.finish_reason is None
-
-
-def stepped(engine: Engine) -> SingleSequence:
-    """A sequence of 6 tokens, of which some are pending and whose K/V buffers are full."""
-    state = engine.start([0.5, 0.65], max_pending=4, room=1)
-    for ids in (PROMPT, [7]):
-        state.step(ids)
-    assert any(state.pending)
-    assert state.capacity == state.length
-    return state
-
-
-@pytest.mark.parametrize("ids", [[9], [9, 10, 11]])
-def test_a_step_by_hand_ended_at_any_point_has_not_happened(
-    tiny: TinyModel, tiny_engine: Engine, ids: list[int]
-) -> None:
-    sequence = [*PROMPT, 7, *ids, 20, 21]
-    logits, exit_layers, _ = tiny.reference(sequence, [0.5, 0.65])
-    for point in count():
-        state = stepped(tiny_engine)
-        if not interrupted(lambda state=state: state.step(ids), point):
-            break
-        result = state.step(ids)
-        for at in range(6 + len(ids), len(sequence) + 1):
-            np.testing.assert_allclose(result.logits, logits[at - 1], atol=2e-5)
-            assert result.exit_layer == exit_layers[at - 1]
-            assert state.length == at
-            if at < len(sequence):
-                result = state.step(sequence[at : at + 1])
-    assert point > 100

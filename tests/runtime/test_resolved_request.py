@@ -6,30 +6,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bundles import with_manifest
 
-from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, PROPAGATE, Drafting
-from tide_export.bundle.opened import Bundle, open_bundle
+from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
+from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig
-from tide_export.runtime.decoding.lossless import DraftLimits
-from tide_export.runtime.request import check_exits, check_prompt, is_list_of_prompts, resolve, seeds, single_seed
-from tide_export.runtime.sequence import NO_LIMIT
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.request import is_list_of_prompts
 from tide_export.thresholds.resolve import NEVER_EXIT
 
+NO_LIMIT = -1
 COSTS = (0.1, 0.2, 0.3, 0.4, 0.5)
 DRAFTING = Drafting(
     thresholds=(0.3, 0.4), max_drafts=5, prompt_lookup=7, draft_costs=(0.4, 0.8), verify_costs=COSTS, tuning={}
 )
 ALL_GIVEN = {"threshold": 0.5, "max_pending": 1, "compaction_threshold": 0.75}
+DRAFTS = {"max_drafts": 5, "prompt_lookup": 7, "draft_costs": [0.4, 0.8], "verify_costs": list(COSTS)}
 
 
-@pytest.fixture
-def bundle(tiny_bundle: Path) -> Bundle:
-    """Each of its values differs from the program's default."""
-    opened = open_bundle(tiny_bundle)
+@pytest.fixture(scope="module")
+def engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Of a bundle each of whose values differs from the program's default."""
     values = {"thresholds": (0.6, 0.8), "min_layers": 3, "max_pending": 2, "compaction_threshold": 0.25}
-    model = replace(opened.manifest.model, eos_token_ids=(3, 9))
-    return replace(opened, manifest=replace(opened.manifest, **values, model=model, drafting=DRAFTING))
+    model = replace(open_bundle(tiny_bundle).manifest.model, eos_token_ids=(3, 9))
+    folder = tmp_path_factory.mktemp("resolved")
+    return load(with_manifest(tiny_bundle, folder, **values, model=model, drafting=DRAFTING), threads=1)
 
 
 @pytest.mark.parametrize(
@@ -38,42 +40,42 @@ def bundle(tiny_bundle: Path) -> Bundle:
         ({"mode": "exit"}, [NEVER_EXIT, 0.8], 2, 0.25, None),
         ({**ALL_GIVEN, "mode": "exit", "min_layers": 0}, [0.5, 0.5], 1, 0.75, None),
         ({"mode": "full"}, [NEVER_EXIT, NEVER_EXIT], 2, 0.25, None),
-        ({"mode": "lossless"}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, (0.4, 0.8), COSTS)),
+        ({"mode": "lossless"}, [0.3, 0.4], NO_LIMIT, 0.0, DRAFTS),
         (
             {**ALL_GIVEN, "mode": "lossless", "min_layers": 3, "prompt_lookup": 4},
-            *([NEVER_EXIT, 0.5], NO_LIMIT, 0.75, DraftLimits(1, 4, (0.4, 0.8), COSTS)),
+            *([NEVER_EXIT, 0.5], NO_LIMIT, 0.75, DRAFTS | {"max_drafts": 1, "prompt_lookup": 4}),
         ),
-        ({"mode": "lossless", "temperature": 1}, [0.3, 0.4], NO_LIMIT, 0.0, DraftLimits(5, 7, (0.4, 0.8), COSTS)),
+        ({"mode": "lossless", "temperature": 1}, [0.3, 0.4], NO_LIMIT, 0.0, DRAFTS),
         (
             {"mode": "lossless", "temperature": 1, "compaction_threshold": 1.0},
-            *([0.3, 0.4], NO_LIMIT, 1.0, DraftLimits(5, 7, (0.4, 0.8), COSTS)),
+            *([0.3, 0.4], NO_LIMIT, 1.0, DRAFTS),
         ),
     ],
 )
 def test_a_value_is_the_given_one_else_the_bundle_s(
-    bundle: Bundle,
+    engine: Engine,
     options: dict[str, Any],
     thresholds: list[float],
     max_pending: int,
     compaction_threshold: float,
-    drafts: DraftLimits | None,
+    drafts: dict[str, Any] | None,
 ) -> None:
-    config = GenerationConfig(**options)
-    request = resolve(bundle, config, batched=True)
-    assert request.config is config
-    assert request.thresholds == thresholds
-    assert request.max_pending == max_pending
-    assert request.compaction_threshold == compaction_threshold
-    assert request.drafts == drafts
-    assert request.stop == {3, 9}
+    resolved = engine.resolved(GenerationConfig(**options), prompts=2)
+    assert resolved.pop("mode") == options["mode"]
+    drafting = resolved.pop("drafting")
+    limits = {"max_pending": max_pending, "compaction_threshold": compaction_threshold}
+    assert resolved == limits | {"thresholds": thresholds}
+    assert drafting == drafts
 
 
-def test_without_a_drafting_record_the_exits_of_the_bundle_draft(bundle: Bundle) -> None:
+def test_without_a_drafting_record_the_exits_of_the_bundle_draft(engine: Engine, tmp_path: Path) -> None:
     """But the one after 4 of 6 layers, which is not worth its cost."""
-    untuned = replace(bundle, manifest=replace(bundle.manifest, drafting=None))
-    request = resolve(untuned, GenerationConfig(mode="lossless", stop_token_ids=[4]), batched=True)
-    limits = DraftLimits(6, 8, (0.1 + 2 / 6, 0.1 + 4 / 6), DEFAULT_VERIFY_COSTS)
-    assert (request.thresholds, request.drafts, request.stop) == ([0.6, NEVER_EXIT], limits, {4})
+    untuned = load(with_manifest(engine.bundle.path, tmp_path, drafting=None), threads=1)
+    resolved = untuned.resolved(GenerationConfig(mode="lossless", stop_token_ids=[4]), prompts=2)
+    assert resolved["thresholds"] == [0.6, NEVER_EXIT]
+    assert (resolved["drafting"]["max_drafts"], resolved["drafting"]["prompt_lookup"]) == (6, 8)
+    assert resolved["drafting"]["draft_costs"] == pytest.approx([0.1 + 2 / 6, 0.1 + 4 / 6])
+    assert resolved["drafting"]["verify_costs"] == list(DEFAULT_VERIFY_COSTS)
 
 
 @pytest.mark.parametrize(
@@ -83,47 +85,53 @@ def test_without_a_drafting_record_the_exits_of_the_bundle_draft(bundle: Bundle)
         ({"stop_token_ids": [1000]}, "stop_token_ids holds token id 1000"),
     ],
 )
-def test_refused(bundle: Bundle, options: dict[str, Any], sentence: str) -> None:
+def test_refused(engine: Engine, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(GenerationError, match=sentence):
-        resolve(bundle, GenerationConfig(**options), batched=True)
+        engine.resolved(GenerationConfig(**options), prompts=2)
 
 
-def test_where_keys_and_values_are_propagated_nothing_pends(bundle: Bundle) -> None:
-    propagating = replace(bundle, manifest=replace(bundle.manifest, kv_cache_strategy=PROPAGATE))
-    check_exits(propagating, "exit", {"threshold": 0.5, "min_layers": 2})
+def test_where_keys_and_values_are_propagated_nothing_pends(engine: Engine, tiny_llama) -> None:
+    propagating = load(tiny_llama.propagating, threads=1)
+    propagating.resolved(GenerationConfig(mode="exit", threshold=0.5, min_layers=1))
     for name in ("max_pending", "compaction_threshold"):
         with pytest.raises(GenerationError, match=f"{name} is for an exact K/V cache"):
-            check_exits(propagating, "exit", {name: 1}, batched=True)
+            propagating.resolved(GenerationConfig(mode="exit", **{name: 1}), prompts=2)
     with pytest.raises(GenerationError, match="compaction_threshold is for a list of prompts"):
-        check_exits(bundle, "exit", {"compaction_threshold": 1})
+        engine.resolved(GenerationConfig(mode="exit", compaction_threshold=1))
     with pytest.raises(GenerationError, match="mode 'lossless' needs an exact K/V cache"):
-        resolve(propagating, GenerationConfig(mode="lossless"), batched=False)
+        propagating.resolved(GenerationConfig(mode="lossless"))
 
 
-def test_one_prompt_or_several(bundle: Bundle) -> None:
+def test_one_prompt_or_several() -> None:
     several = ([[1], [2, 3]], ([1],), [np.array([1])], np.zeros((1, 3), int))
     assert [is_list_of_prompts(ids) for ids in several] == [True] * 4
     assert not any(is_list_of_prompts(ids) for ids in ([1, 2], np.zeros(3, int), [], "text", np.zeros((1, 1, 3), int)))
-    prompt = check_prompt(bundle.manifest, np.array([3, 1], np.uint8))
-    assert (prompt.dtype, prompt.tolist()) == (np.int64, [3, 1])
-    assert check_prompt(bundle.manifest, [0, 47] * 128).tolist() == [0, 47] * 128
-    for ids, sentence in [
-        ([[1]], "the prompt must be a flat list"),
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        ([[[1]]], "prompt 1 must be a flat list"),
         ([1, 48], r"the prompt holds token id 48, outside the vocabulary 0\.\.47"),
         ([1, -1], "the prompt holds token id -1"),
         ([1] * 257, "the prompt has 257 tokens but the model's context holds 256"),
         ([], "the prompt is empty"),
-    ]:
-        with pytest.raises(GenerationError, match=sentence):
-            check_prompt(bundle.manifest, ids)
+    ],
+)
+def test_prompts_that_are_refused(engine: Engine, ids: Any, sentence: str) -> None:
+    with pytest.raises(GenerationError, match=sentence):
+        engine.generate(ids, max_new_tokens=1)
 
 
-def test_seeds_of_prompts() -> None:
-    config = GenerationConfig(seed=[5, 6])
-    assert list(seeds(config, 2)) == [5, 6]
-    assert list(seeds(GenerationConfig(seed=7), 3)) == [7, 7, 7]
-    assert single_seed(GenerationConfig(seed=7)) == 7
-    with pytest.raises(GenerationError, match="there are 2 seeds for 3 prompts"):
-        seeds(config, 3)
+def test_prompts_of_any_type(engine: Engine) -> None:
+    options = {"max_new_tokens": 1, "mode": "full"}
+    assert engine.generate(np.array([3, 1], np.uint8), **options).tokens == engine.generate([3, 1], **options).tokens
+    assert len(engine.generate([0, 47] * 127, **options).tokens) == 1
+
+
+def test_seeds_of_prompts(engine: Engine) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "max_new_tokens": 8, "stop_token_ids": []}
+    alone = [engine.generate([5, 1], seed=seed, **options).tokens for seed in (5, 6)]
+    assert alone[0] != alone[1]
     with pytest.raises(GenerationError, match=r"seed must be a whole number, 0 or more, not \[5, 6\]"):
-        single_seed(config)
+        engine.generate([1], seed=[5, 6], **options)

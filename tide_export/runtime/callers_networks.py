@@ -104,7 +104,7 @@ class _Callbacks:
             self._opened[self._numbers] = self._opener(stream)
             number[0] = self._numbers
             return native.OK
-        except Exception as error:
+        except BaseException as error:
             return _failed("networks cannot be opened", error)
 
     def _run(
@@ -123,18 +123,20 @@ class _Callbacks:
             named = {tensors[i].decode(): int(addresses[i] or 0) for i in range(count)}
             records = self._opened[number].run(network.decode(), named, tokens, batch_size, bool(recording))
             return native.OK if records else native.ENDED
-        except Exception as error:
+        except BaseException as error:
             return _failed(f"a run of {network.decode()} failed", error)
 
     def _close(self, _: Any, number: int) -> None:
         try:
             self._opened.pop(number).close()
-        except Exception as error:
+        except BaseException as error:
             _failed("networks cannot be closed", error)
 
 
-def _failed(what: str, error: Exception) -> int:
+def _failed(what: str, error: BaseException) -> int:
     """Keeps the sentence for the error that the library raises in its place."""
+    if not isinstance(error, Exception):
+        native.keep_interrupt(error)
     sentence = str(error) if isinstance(error, TideError) else f"{what}: {error}"
     native.library().tide_set_error(sentence.encode())
     return native.GENERATION_ERROR

@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from ctypes import c_int64, c_size_t, c_void_p
 from dataclasses import replace
@@ -274,7 +273,7 @@ class Engine:
         # By its slots, however many are taken: tokens must not depend on the load.
         mode = "full" if (auto := self.auto_of(limits.slots)) is None else auto.mode
         by_default = f"{mode} by default: {sentence(self.auto)}"
-        return Scheduler(self.bundle, self._handle, limits, compaction_threshold, audit, by_default)
+        return Scheduler(self.bundle, self._handle, limits, compaction_threshold, audit, by_default, self._drafting)
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SingleSequence:
         """An empty sequence to `step` by hand.
@@ -342,7 +341,7 @@ class TokenStream(Iterator[int]):
         """
         self.tokens: list[int] = []
         self._handle, self._hooks, self._late, self._with_logprobs = handle, hooks, late, logprobs
-        self._ready = deque[int]()
+        self._made: list[int] = []  # and read, of which some are not returned yet
         self._ended = False
         self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
         self._pointer = ctypes.byref(self._count)
@@ -358,7 +357,7 @@ class TokenStream(Iterator[int]):
         """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
         for it."""
         if self._late is not None:
-            return self._late.of([*self.tokens, *self._ready], self._ended)
+            return self._late.of(self._made, self._ended)
         return self._snapshot().text
 
     @property
@@ -369,23 +368,22 @@ class TokenStream(Iterator[int]):
     @property
     def finish_reason(self) -> FinishReason | None:
         """None until the stream has ended."""
-        return self._snapshot().finish_reason if self._ended and not self._ready else None
+        return self._snapshot().finish_reason if self._ended and len(self.tokens) == len(self._made) else None
 
     def __next__(self) -> int:
-        while not self._ready:
+        while len(self.tokens) == len(self._made):
             if self._ended:
                 raise StopIteration
             self._make_tokens()
-        token = self._ready.popleft()
-        self.tokens.append(token)
+        token = self._made[len(self.tokens)]
+        self.tokens += (token,)  # no call, after which a signal's exception would lose the token
         return token
 
     def finish(self) -> Generation:
         """Generates the remaining tokens; the whole generation."""
         while not self._ended:
             self._make_tokens()
-        self.tokens += self._ready
-        self._ready.clear()
+        self.tokens += self._made[len(self.tokens) :]
         made = self._snapshot()
         assert made.finish_reason is not None
         logprobs = made.logprobs if self._with_logprobs else None
@@ -393,11 +391,11 @@ class TokenStream(Iterator[int]):
 
     def _make_tokens(self) -> None:
         """Runs a step, which may give tokens."""
-        status = self._step(self._handle, self._ids, TOKENS_READ, self._pointer)
+        status = self._step(self._handle, len(self._made), self._ids, TOKENS_READ, self._pointer)
         if status > ENDED:
             raise error_of(status) if self._hooks is None else self._hooks.error_of(status)
+        self._made += self._ids[: self._count.value]
         self._ended = status == ENDED
-        self._ready.extend(self._ids[: self._count.value])
 
     def _snapshot(self) -> Snapshot:
         return take_snapshot(created("token_stream_so_far", self._handle))

@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from ctypes import c_int, c_int64, c_void_p
 from typing import TYPE_CHECKING
@@ -111,7 +110,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
             if self._ended:
                 raise self._end(StopIteration())
             if not self._scheduler.drive():
-                library().tide_request_wait(self._handle, WAIT_SECONDS)
+                library().tide_request_wait(self._handle, len(self._tokens), WAIT_SECONDS)
         return token
 
     async def __anext__(self) -> int:
@@ -140,7 +139,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         """Takes over the tokens that were made since the last call, and the end."""
         while not self._ended:
             status = ctypes.byref(self._status)
-            count = library().tide_request_read(self._handle, self._ids, TOKENS_READ, status)
+            count = library().tide_request_read(self._handle, len(self._tokens), self._ids, TOKENS_READ, status)
             self._tokens += self._ids[:count]
             if self._status.value > ENDED:
                 value = self._status.value

@@ -17,14 +17,6 @@ from tide_export.runtime.grammar import GrammarState
 
 LogitsProcessor = Callable[[list[int], np.ndarray], np.ndarray]
 
-_interrupts: list[BaseException] = []  # KeyboardInterrupt, and what else is no error, raised in a hook
-
-
-def raise_interrupt() -> None:
-    """Raises what a signal handler raised while a hook ran."""
-    if _interrupts:
-        raise _interrupts.pop()
-
 
 class Hooks:
     """The hooks of one request, which must live until it has ended.
@@ -60,7 +52,7 @@ class Hooks:
 
     def error_of(self, status: int) -> TideError:
         """Returns the error that the request failed with."""
-        raise_interrupt()
+        native.raise_interrupt()
         error, self.error = self.error, None
         return native.error_of(status) if error is None else error
 
@@ -99,7 +91,7 @@ class Hooks:
 
     def _failed(self, error: BaseException, what: str) -> int:
         if not isinstance(error, Exception):
-            _interrupts.append(error)
+            native.keep_interrupt(error)
             return native.GENERATION_ERROR
         if isinstance(error, TideError):
             self.error = error

@@ -5,7 +5,9 @@ interface serves every version of Python with one wheel and needs nothing but a 
 the interpreter's lock while a function runs, and runs signal handlers between two calls.
 """
 
+import atexit
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
@@ -26,6 +28,8 @@ from tide_export.errors import (
     TideError,
 )
 from tide_export.version import __version__
+
+logger = logging.getLogger("tide_export")
 
 LIBRARY = Path(__file__).with_name("libtide.so")
 ADVICE = "install tide_export again on this machine"
@@ -82,6 +86,7 @@ class AuditState(Structure):
     )
 
 
+Log = ctypes.CFUNCTYPE(None, c_char_p)
 ProcessLogits = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_void_p, c_size_t)
 AllowsToken = ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t, c_int64)
 Detokenize = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t, POINTER(c_size_t))
@@ -102,6 +107,7 @@ _REQUEST = (_IDS, c_size_t, c_char_p, POINTER(HooksStruct))  # prompt, count, op
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "version": (c_char_p, ()),
     "last_error": (c_char_p, ()),
+    "set_log": (c_void_p, (c_void_p,)),
     "load": (None, (c_char_p, c_char_p, _OUT)),
     "load_networks": (None, (c_char_p, c_char_p, c_void_p, _OUT)),
     "set_error": (c_void_p, (c_char_p,)),
@@ -111,7 +117,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "manifest": (c_void_p, (_HANDLE, POINTER(c_size_t))),
     "resolve": (None, (_HANDLE, c_char_p, c_size_t, c_void_p, c_size_t, POINTER(c_size_t))),
     "token_stream_open": (None, (_HANDLE, *_REQUEST, _OUT)),
-    "token_stream_step": (None, (_HANDLE, c_void_p, c_size_t, POINTER(c_size_t))),
+    "token_stream_step": (None, (_HANDLE, c_size_t, c_void_p, c_size_t, POINTER(c_size_t))),
     "token_stream_so_far": (None, (_HANDLE, _OUT)),
     "token_stream_free": (c_void_p, (_HANDLE,)),
     "generation_tokens": (c_void_p, (_HANDLE, POINTER(c_size_t))),
@@ -130,8 +136,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "scheduler_watch": (None, (_HANDLE, c_int)),
     "scheduler_unwatch": (c_void_p, (_HANDLE, c_int)),
     "submit": (None, (_HANDLE, *_REQUEST, POINTER(c_double), _OUT)),
-    "request_wait": (c_void_p, (_HANDLE, c_double)),
-    "request_read": (c_size_t, (_HANDLE, c_void_p, c_size_t, POINTER(c_int))),
+    "request_wait": (c_void_p, (_HANDLE, c_size_t, c_double)),
+    "request_read": (c_size_t, (_HANDLE, c_size_t, c_void_p, c_size_t, POINTER(c_int))),
     "request_so_far": (None, (_HANDLE, _OUT)),
     "request_mode": (c_char_p, (_HANDLE,)),
     "request_cached_tokens": (c_int64, (_HANDLE,)),
@@ -157,6 +163,14 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+_interrupts: list[BaseException] = []  # KeyboardInterrupt, and what else is no error, raised while the library called back
+
+
+@Log
+def _log(sentence: bytes) -> None:
+    logger.warning("%s", sentence.decode(errors="replace"))
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Opens the library and declares its functions.
@@ -177,6 +191,8 @@ def library() -> ctypes.CDLL:
         raise ProviderError(f"'{LIBRARY}' was compiled from older sources ({error}): {ADVICE}") from None
     if (built := opened.tide_version().decode()) != __version__:
         raise ProviderError(f"'{LIBRARY}' is of tide_export {built}, not {__version__}: {ADVICE}")
+    opened.tide_set_log(ctypes.cast(_log, c_void_p))
+    atexit.register(opened.tide_set_log, None)
     return opened
 
 
@@ -193,8 +209,21 @@ def onnxruntime_library() -> str | None:
     return str(libraries[0]) if libraries else None
 
 
+def keep_interrupt(error: BaseException) -> None:
+    """Keeps what a signal handler raised in a function that the library called, for no exception crosses C."""
+    _interrupts.append(error)
+
+
+def raise_interrupt() -> None:
+    """Raises what `keep_interrupt` kept."""
+    if _interrupts:
+        raise _interrupts.pop()
+
+
 def error_of(status: int) -> TideError:
-    """Returns the error that a status stands for, with the sentence of the last call in this thread that failed."""
+    """Returns the error that a status stands for, with the sentence of the last call in this thread that failed. Raises
+    what a signal handler raised while the library called back."""
+    raise_interrupt()
     sentence = library().tide_last_error().decode(errors="replace")
     return ERRORS.get(status, GenerationError)(sentence)
 

@@ -92,11 +92,17 @@ def _candidates(bundle: Bundle) -> list[str]:
 def _open(
     bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None
 ) -> c_void_p:
+    if provider not in FLAVOURS and options["onnxruntime"] is None and not os.environ.get("TIDE_ONNXRUNTIME"):
+        raise ProviderError(
+            f"provider '{provider}' needs ONNX Runtime: pip install tide_export[cpu], or name its library in the environment "
+            "variable TIDE_ONNXRUNTIME"
+        )
     given = {name: value for name, value in options.items() if value is not None} | {"provider": provider}
     if provider in FLAVOURS:
         handle = open_engines(bundle, provider, given, plugins)
     else:
         handle = created("load", os.fsencode(bundle.path), json.dumps(given).encode())
+    threads = "" if options["threads"] is None else f", {options['threads']} threads"
     titles = {"cuda": "ONNX Runtime on CUDA", **{name: flavour.title for name, flavour in FLAVOURS.items()}}
     logger.info("running '%s' with %s", bundle.path, titles.get(provider, "ONNX Runtime on the CPU"))
     return handle

@@ -83,7 +83,7 @@ def prompt_ids(ids: Sequence[int] | np.ndarray, what: str = "the prompt") -> np.
     """
     prompt = token_ids(what, ids)
     if prompt.dtype.kind == "u" and len(prompt) and prompt.max() > MAX_INT64:
-        raise GenerationError(f"{what} holds token id {prompt.max()}, outside every vocabulary")
+        raise GenerationError(f"{what} holds token id {prompt.max()}, outside the vocabulary")
     return np.ascontiguousarray(prompt, np.int64)
 
 

@@ -19,12 +19,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.handle import RequestHandle
-from tide_export.runtime.hooks import raise_interrupt
-from tide_export.runtime.native import AuditState, SchedulerState, call, created, library
+from tide_export.runtime.native import AuditState, SchedulerState, call, created, library, raise_interrupt
 from tide_export.runtime.request import hooks_of, options_json, prompt_ids
 from tide_export.runtime.tokenizer import LateText, tokenizer_of
 from tide_export.runtime.watch import Watch
@@ -151,17 +151,19 @@ class Scheduler:
         compaction_threshold: float | None,
         audit: AuditConfig | None,
         by_default: str,
+        drafting: Drafting | None,
     ) -> None:
         """Creates the scheduler of a tide_engine; `Engine.scheduler` has the arguments and errors.
 
         Args:
             by_default: says what mode `auto` is.
+            drafting: of lossless mode in place of the bundle's.
         """
         self.limits = limits
         options: dict[str, Any] = asdict(limits) | {"compaction_threshold": compaction_threshold}
         if audit is not None:
             options |= {"audit_rate": audit.rate, "audit_epsilon": audit.epsilon}
-        self._bundle, self._by_default = bundle, by_default
+        self._bundle, self._by_default, self._drafting = bundle, by_default, drafting
         self._handle = created("scheduler_create", engine, json.dumps(options).encode())
         self.audit = None if audit is None else Audit(self._handle)
         self._threaded = False
@@ -216,7 +218,7 @@ class Scheduler:
     def submit_ids(self, prompt: np.ndarray, config: GenerationConfig, timeout: float | None = None) -> RequestHandle:
         """Submits an int64 array [S]; see `submit`."""
         bundle, seconds = self._bundle, None if timeout is None else c_double(real_number("timeout", timeout))
-        options, hooks = options_json(bundle, config), hooks_of(bundle, config, prompt)
+        options, hooks = options_json(bundle, config, self._drafting), hooks_of(bundle, config, prompt)
         handle = created(
             "submit",
             self._handle,

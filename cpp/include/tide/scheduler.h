@@ -64,18 +64,18 @@ class RequestHandle {
   // Waits for the end. Throws what the request failed with.
   Generation result();
 
-  // Writes at most `room` tokens that were not read yet, without waiting, and returns how many.
-  std::size_t read(std::int64_t* ids, std::size_t room);
+  // Writes at most `room` tokens, from the one of number `from` on, without waiting, and returns how many.
+  std::size_t read(std::size_t from, std::int64_t* ids, std::size_t room) const;
 
-  // Waits, without a step, until there are unread tokens or the request has ended, or so many seconds have passed.
-  void wait(double seconds) const;
+  // Waits, without a step, until there are more tokens than `from` or the request has ended, or so many seconds have passed.
+  void wait(std::size_t from, double seconds) const;
 
   // Ends the request before the next step; its tokens so far stay. Does nothing after its end.
   void cancel();
 
   Generation so_far() const;                           // its finish_reason is valid once it has ended
   Mode mode() const;                                   // that it is decoded in
-  bool finished() const;                               // whether it has ended and all its tokens were read
+  bool finished(std::size_t tokens) const;             // whether it has ended with so many
   std::optional<FinishReason> finish_reason() const;   // none until it has ended, and where it failed
   std::exception_ptr error() const;                    // why it failed; null while it has not
   std::int64_t cached_tokens() const;                  // of the prompt, whose K/V came from the prefix cache

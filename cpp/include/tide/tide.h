@@ -71,6 +71,9 @@ TIDE_API const char* tide_last_error(void);
 /* Sets the sentence of the error with which a function of the caller is about to fail, called by this library. */
 TIDE_API void tide_set_error(const char* sentence);
 
+/* Receives the sentences that no error carries: what runs instead, what was raised. NULL, as at first: stderr. */
+TIDE_API void tide_set_log(void (*log)(const char* sentence));
+
 /* --- engines ------------------------------------------------------------------------------------------------------- */
 
 /* Opens a bundle. options: "provider", "threads", "verify", "plugins", "device"; "onnxruntime": the path of its library, of
@@ -141,12 +144,13 @@ TIDE_API tide_status tide_stream(const tide_engine* engine, const int64_t* promp
                                  const tide_hooks* hooks, tide_on_token on_token, void* context,
                                  tide_generation** generation);
 
-/* The same, made as it is read. Each call of `step` writes at most `room` of the tokens that it has not written yet; where
+/* The same, made as it is read. Each call of `step` writes at most `room` tokens, from the one of number `from` on; where
  * there are none it first runs one step, which gives some or, where tokens are drafted, none yet. It returns TIDE_OK while
  * more may follow, and TIDE_ENDED with the last. A step that failed has changed nothing: the next call tries it again. */
 TIDE_API tide_status tide_token_stream_open(const tide_engine* engine, const int64_t* prompt, size_t count,
                                             const char* options, const tide_hooks* hooks, tide_token_stream** stream);
-TIDE_API tide_status tide_token_stream_step(tide_token_stream* stream, int64_t* ids, size_t room, size_t* count);
+TIDE_API tide_status tide_token_stream_step(tide_token_stream* stream, size_t from, int64_t* ids, size_t room,
+                                            size_t* count);
 TIDE_API tide_status tide_token_stream_so_far(const tide_token_stream* stream, tide_generation** generation);
 TIDE_API void tide_token_stream_free(tide_token_stream* stream);
 
@@ -232,12 +236,13 @@ TIDE_API tide_status tide_request_next(tide_request* request, tide_token* token)
 /* Waits for the end. */
 TIDE_API tide_status tide_request_result(tide_request* request, tide_generation** generation);
 
-/* Waits until there are tokens that tide_request_read has not written, or the end, or so many seconds have passed. */
-TIDE_API void tide_request_wait(tide_request* request, double seconds);
+/* Waits until there are more tokens than `from`, or the end, or so many seconds have passed. */
+TIDE_API void tide_request_wait(const tide_request* request, size_t from, double seconds);
 
-/* Writes at most `room` ids that were not written yet, and returns how many. `status`: TIDE_OK while more may come,
+/* Writes at most `room` ids, from the one of number `from` on, and returns how many. `status`: TIDE_OK while more may come,
  * TIDE_ENDED after the last of them, or the error of the request. */
-TIDE_API size_t tide_request_read(tide_request* request, int64_t* ids, size_t room, tide_status* status);
+TIDE_API size_t tide_request_read(const tide_request* request, size_t from, int64_t* ids, size_t room,
+                                  tide_status* status);
 
 /* What was generated so far; the mode that it is decoded in. */
 TIDE_API tide_status tide_request_so_far(const tide_request* request, tide_generation** generation);

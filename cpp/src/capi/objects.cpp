@@ -1,5 +1,6 @@
 #include "capi/objects.h"
 
+#include <atomic>
 #include <stdexcept>
 
 #include "capi/options.h"
@@ -9,6 +10,7 @@ namespace {
 
 constexpr char const* kNoMemory = "not enough memory";
 
+std::atomic<void (*)(char const*)> log_function{nullptr};
 thread_local std::string error_text;
 thread_local char const* last_error = "";
 thread_local std::string callers_error;
@@ -28,6 +30,16 @@ std::string text_by(tide_hooks const& hooks, std::vector<std::int64_t> const& id
 }
 
 }  // namespace
+
+std::function<void(std::string const&)> log() {
+  auto const function = log_function.load();
+  if (function == nullptr) return {};
+  return [](std::string const& sentence) {
+    if (auto const now = log_function.load()) now(sentence.c_str());
+  };
+}
+
+void set_log(void (*function)(char const*)) { log_function = function; }
 
 tide_status fail(tide_status status, char const* text) noexcept {
   try {

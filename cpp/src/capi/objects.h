@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,6 +37,10 @@ class Text {
 using Logprobs = std::vector<tide_logprob>;
 
 namespace capi {
+
+// The function of tide_set_log; none: there is none, and stderr is meant.
+std::function<void(std::string const&)> log();
+void set_log(void (*function)(char const*));
 
 // Keeps `text` for tide_last_error, and returns `status`.
 tide_status fail(tide_status status, char const* text) noexcept;
@@ -114,7 +119,6 @@ struct tide_generation {
 
 struct tide_token_stream {
   tide::TokenStream stream;
-  std::size_t read = 0;  // tokens
 };
 
 struct tide_scheduler {

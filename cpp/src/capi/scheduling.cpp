@@ -6,7 +6,8 @@ using namespace tide::capi;
 
 tide_status tide_scheduler_create(tide_engine const* engine, char const* limits, tide_scheduler** scheduler) {
   return create(scheduler, [&] {
-    auto const [held, audit] = tide::scheduler_options(limits);
+    auto [held, audit] = tide::scheduler_options(limits);
+    if (audit) audit->log = log();
     return tide_scheduler{engine->engine.scheduler(held, audit), engine->text};
   });
 }
@@ -62,12 +63,15 @@ tide_status tide_request_result(tide_request* request, tide_generation** generat
   return create(generation, [&] { return tide_generation(request->handle.result()); });
 }
 
-void tide_request_wait(tide_request* request, double seconds) { request->handle.wait(seconds); }
+void tide_request_wait(tide_request const* request, std::size_t from, double seconds) {
+  request->handle.wait(from, seconds);
+}
 
-std::size_t tide_request_read(tide_request* request, std::int64_t* ids, std::size_t room, tide_status* status) {
-  std::size_t const count = request->handle.read(ids, room);
+std::size_t tide_request_read(tide_request const* request, std::size_t from, std::int64_t* ids, std::size_t room,
+                              tide_status* status) {
+  std::size_t const count = request->handle.read(from, ids, room);
   *status = TIDE_OK;
-  if (!request->handle.finished()) return count;
+  if (!request->handle.finished(from + count)) return count;
   std::exception_ptr const error = request->handle.error();
   *status = error == nullptr ? TIDE_ENDED : guarded([&] { std::rethrow_exception(error); });
   return count;

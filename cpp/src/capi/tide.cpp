@@ -21,9 +21,12 @@ tide_status put_piece(tide_text_stream* stream, char const** piece, std::size_t*
 
 char const* tide_version() { return TIDE_EXPORT_VERSION; }
 
+void tide_set_log(void (*log)(char const*)) { set_log(log); }
+
 tide_status tide_load(char const* bundle, char const* options, tide_engine** engine) {
   return create(engine, [&] {
-    auto const [load, tokenizers] = tide::open_options(options);
+    auto [load, tokenizers] = tide::open_options(options);
+    load.log = log();
     tide::Engine const opened = tide::Engine::load(bundle, load);
     return tide_engine{opened, std::make_shared<tide::Text>(opened, tokenizers)};
   });
@@ -77,13 +80,15 @@ tide_status tide_token_stream_open(tide_engine const* engine, std::int64_t const
   });
 }
 
-tide_status tide_token_stream_step(tide_token_stream* stream, std::int64_t* ids, std::size_t room, std::size_t* count) {
+tide_status tide_token_stream_step(tide_token_stream* stream, std::size_t from, std::int64_t* ids, std::size_t room,
+                                   std::size_t* count) {
   return guarded_status([&] {
     *count = 0;
     tide::TokenStream& tokens = stream->stream;
-    if (stream->read == tokens.tokens().size()) tokens.step();
-    for (; *count < room && stream->read < tokens.tokens().size(); ++*count) ids[*count] = tokens.tokens()[stream->read++].id;
-    return tokens.ended() && stream->read == tokens.tokens().size() ? TIDE_ENDED : TIDE_OK;
+    auto const& made = tokens.tokens();
+    if (from >= made.size()) tokens.step();
+    for (; *count < room && from < made.size(); ++*count) ids[*count] = made[from++].id;
+    return tokens.ended() && from >= made.size() ? TIDE_ENDED : TIDE_OK;
   });
 }
 

@@ -76,14 +76,12 @@ void RequestHandle::cancel() {
   if (auto const loop = loop_.lock()) loop->ask();
 }
 
-std::size_t RequestHandle::read(std::int64_t* ids, std::size_t room) {
-  std::size_t const count = job_->read(read_, ids, room);
-  read_ += count;
-  return count;
+std::size_t RequestHandle::read(std::size_t from, std::int64_t* ids, std::size_t room) const {
+  return job_->read(from, ids, room);
 }
 
-void RequestHandle::wait(double seconds) const { job_->wait(read_, seconds); }
-bool RequestHandle::finished() const { return job_->finished(read_); }
+void RequestHandle::wait(std::size_t from, double seconds) const { job_->wait(from, seconds); }
+bool RequestHandle::finished(std::size_t from) const { return job_->finished(from); }
 Generation RequestHandle::so_far() const { return job_->generation(); }
 Mode RequestHandle::mode() const { return job_->request().mode; }
 std::optional<FinishReason> RequestHandle::finish_reason() const { return job_->finish_reason(); }
