@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from tide_export import names
 from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
 from tide_export.bundle.opened import open_bundle
-from tide_export.bundle.store import replace_manifest, write_manifest, writing_bundle
+from tide_export.bundle.store import write_manifest, writing_bundle
 
 
 def make_manifest(name: str = "model") -> Manifest:
@@ -91,12 +93,18 @@ def tuned(manifest: Manifest) -> Manifest:
 
 
 def with_manifest(bundle: Path, folder: Path, **fields: Any) -> Path:
-    """A copy of a bundle, with links to its files, in a new folder under `folder`; its manifest has other `fields`."""
+    """A copy of a bundle, with links to its files, in a new folder under `folder`; its manifest, and with it its graph, has other
+    `fields`."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = Path(tempfile.mkdtemp(dir=folder)) / bundle.name
     shutil.copytree(bundle, copy, copy_function=os.link)
-    opened = open_bundle(copy, verify=False)
-    replace_manifest(opened, replace(opened.manifest, **fields))
+    manifest = replace(open_bundle(copy, verify=False).manifest, **fields)
+    graph = onnx.load(copy / names.GRAPH_FILE, load_external_data=False)
+    onnx.helper.set_model_props(graph, manifest.graph_metadata)
+    for file in (names.GRAPH_FILE, names.MANIFEST_FILE):
+        (copy / file).unlink()  # a link
+    onnx.save(graph, copy / names.GRAPH_FILE)
+    write_manifest(copy, replace(manifest, files={}))
     return copy
 
 

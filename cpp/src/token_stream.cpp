@@ -45,7 +45,7 @@ class TokenStream::Impl {
   }
 
   bool ended() const { return progress_.ended(); }
-  Generation const& so_far() const { return progress_.so_far(); }
+  Generation so_far() const { return progress_.so_far(); }
   std::vector<Token> const& tokens() const { return tokens_; }
 
  private:

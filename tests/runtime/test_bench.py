@@ -60,7 +60,7 @@ def test_a_bundle_without_a_tokenizer_is_run_on_random_ids_and_says_so(demo_bund
         ({"new_tokens": 0}, ConfigError, "new_tokens"),
         ({"repeat": 0}, ConfigError, "repeat"),
         ({"prompt_tokens": 1000, "new_tokens": 100}, ConfigError, "context"),
-        ({"max_pending": -1}, ConfigError, "max_pending"),
+        ({"max_pending": -1}, GenerationError, "max_pending"),
         ({"threshold": 2.0}, GenerationError, r"\[0, 1\]"),
         ({"threshold": [0.5, 0.5]}, GenerationError, "3 checkpoints"),
         ({"prompt": ""}, GenerationError, "empty"),

@@ -10,9 +10,8 @@ from tiny_model import TinyModel
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import ConfigError, GenerationError, ProviderError
-from tide_export.runtime.engine import Engine
-from tide_export.runtime.providers import open_provider
-from tide_export.runtime.request import check_exits
+from tide_export.runtime.config import GenerationConfig
+from tide_export.runtime.engine import Engine, load, open_engine
 from tide_export.thresholds.resolve import MODES
 from tide_export.verify.validate import validate
 
@@ -52,16 +51,17 @@ def test_an_option_counts_or_is_refused(tiny_engine: Engine, option: str, mode: 
 @pytest.mark.parametrize("option", GIVEN)
 @pytest.mark.parametrize("mode", ["exit", "lossless"])
 def test_without_checkpoints_no_token_leaves(tmp_path: Path, mode: str, option: str) -> None:
-    bundle = open_bundle(TinyModel(checkpoints=()).write(tmp_path / "b"))
-    check_exits(bundle, mode, dict.fromkeys(GIVEN), batched=True)
+    engine = load(TinyModel(checkpoints=()).write(tmp_path / "b"), threads=1)
+    engine.resolved(GenerationConfig(mode=mode))
+    prompts = 2 if option == "compaction_threshold" else None
     with pytest.raises(GenerationError, match=f"{option} is for checkpoints, and bundle .* has none"):
-        check_exits(bundle, mode, {option: GIVEN[option]}, batched=True)
+        engine.resolved(GenerationConfig(mode=mode, **{option: GIVEN[option]}), prompts)
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt", "tensorrt-rtx"])
 def test_threads_are_for_the_cpu(tiny_bundle: Path, provider: str) -> None:
     with pytest.raises(ProviderError, match=f"threads are for the CPU, and provider '{provider}' runs on the GPU"):
-        open_provider(open_bundle(tiny_bundle), provider, threads=2)
+        load(tiny_bundle, provider=provider, threads=2)
 
 
 def test_plugins_are_for_tensorrt(demo_bundle: Path) -> None:
@@ -69,7 +69,7 @@ def test_plugins_are_for_tensorrt(demo_bundle: Path) -> None:
     built = replace(bundle, manifest=replace(bundle.manifest, engines=SimpleNamespace(plugins=object())))
     for provider in ("cpu", "cuda"):
         with pytest.raises(ProviderError, match=f"provider '{provider}' runs no engine that could hold plugins"):
-            open_provider(built, provider, plugins="x.so")
+            open_engine(built, provider, plugins="x.so")
     for provider in (None, "cpu"):
         with pytest.raises(ConfigError, match="plugins are for TensorRT engines"):
             validate(bundle.path, "no-model", "no-text", provider=provider, plugins="x.so")

@@ -5,11 +5,12 @@ import random
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from interruptions import interrupted
+from bundles import with_manifest
 
 from tide_export.bundle.manifest import Drafting
 from tide_export.errors import GenerationError
@@ -127,33 +128,19 @@ def test_tokens_can_be_taken_back_at_random(engine: Engine, kind: dict[str, Any]
     ended = 0
     for _ in range(300):
         if taken and (order.random() < 0.15 or taken[-1] in engine.manifest.model.eos_token_ids):
-            count = order.randint(1, min(3, len(taken)))
-            state.rewind(count)
-            del taken[len(taken) - count :]
+            del taken[len(taken) - order.randint(1, min(3, len(taken))) :]
         else:
             allowed = np.flatnonzero(state.mask()).tolist()
             # Ends are rare among random tokens.
             token = next((end for end in engine.manifest.model.eos_token_ids if end in allowed), order.choice(allowed))
             ended += token in engine.manifest.model.eos_token_ids
-            state.accept(token)
             taken.append(token)
+        state.read(taken)
         if not taken or taken[-1] not in engine.manifest.model.eos_token_ids:
             fresh = grammar.start()
-            fresh.restore(taken)
+            fresh.read(taken)
             assert (state.mask() == fresh.mask()).all()
     assert ended
-
-
-def test_a_grammar_is_followed_after_an_exception_ends_a_read(engine: Engine) -> None:
-    ids = engine.tokenizer.encode(PROMPT)
-    options: dict[str, Any] = {"max_new_tokens": 12, "mode": "lossless", "threshold": 0.3, **GRAMMARS[2]}
-    expected = engine.generate(ids, **options).tokens
-    for point in (0, 40, 90, 140, 190, 240):
-        stream = engine.stream(ids, **options)
-        next(stream)
-        interrupted(lambda stream=stream: next(stream), point)
-        assert list(stream)
-        assert stream.tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -176,12 +163,12 @@ def test_what_is_no_grammar_is_one_sentence(engine: Engine, options: dict[str, A
     assert "\n" not in str(error.value)
 
 
-def test_what_a_grammar_needs(engine: Engine, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_grammar_needs(engine: Engine, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match=r"regex needs a tokenizer, and bundle .* holds no tokenizer.json"):
         tiny_engine.stream([1], regex="a")
-    endless = replace(engine.manifest, model=replace(engine.manifest.model, eos_token_ids=()))
+    endless = with_manifest(engine.bundle.path, tmp_path, model=replace(engine.manifest.model, eos_token_ids=()))
     with pytest.raises(GenerationError, match="regex needs a model with an end-of-sequence token"):
-        Engine(replace(engine.bundle, manifest=endless), engine.backend).stream([1], regex="a")
+        load(endless, threads=1, verify=False).stream([1], regex="a")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(
         GenerationError, match=r"regex needs the package 'llguidance': pip install 'tide_export\[grammar\]'"

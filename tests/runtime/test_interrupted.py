@@ -126,9 +126,10 @@ def test_a_signal_ends_a_read_between_steps(tiny_engine: Engine, soon: Callable[
     ended = 0
     for microseconds in range(50, 3000, 150):
         stream = tiny_engine.stream(PROMPT, **options)
-        soon(microseconds * 1e-6)
         try:
+            soon(microseconds * 1e-6)
             list(stream)
+            soon(0)
         except Ended:
             ended += 1
         list(stream)

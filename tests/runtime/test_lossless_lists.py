@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bundles import with_manifest
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.stepping import NO_LIMIT
 from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT
 
@@ -135,33 +137,6 @@ def test_no_more_logits_come_than_a_sequence_had_tokens(engine: Engine, prompts:
     assert len(result[one].position_logits) == 1
 
 
-def test_coming_along_saves_steps(engine: Engine, prompts: list[list[int]], mixed: list[float], monkeypatch) -> None:
-    """What it is for: the last segment reads its weights for all at once."""
-    runs: list[int] = []
-    run = SegmentRun.run
-
-    def counted(self, places, *arguments) -> None:
-        if self._last:
-            runs.append(len(places))
-        run(self, places, *arguments)
-
-    monkeypatch.setattr(SegmentRun, "run", counted)
-    deep = {}
-    for share in (None, 1.0):
-        engine.generate(
-            prompts[:4],
-            max_new_tokens=NEW_TOKENS,
-            mode="lossless",
-            threshold=mixed,
-            prompt_lookup=0,
-            stop_token_ids=[],
-            compaction_threshold=share,
-        )
-        deep[share] = len(runs)
-        runs.clear()
-    assert deep[None] < deep[1.0]
-
-
 def test_drawn_tokens_are_those_drawn_alone(engine: Engine, prompts: list[list[int]], mixed: list[float]) -> None:
     """Also where others verify in between: the random numbers are used up in the same order."""
     options = {"mode": "lossless", "threshold": mixed, "temperature": 0.9, "top_p": 0.95, "max_pending": 3}
@@ -209,14 +184,12 @@ def test_not_one_token_more_than_asked_for(
 
 @pytest.mark.parametrize("lookup", [0, 6])
 def test_the_context_is_filled_to_its_last_place(
-    engine: Engine, prompts: list[list[int]], full: list[list[int]], lookup: int
+    engine: Engine, prompts: list[list[int]], full: list[list[int]], lookup: int, tmp_path: Path
 ) -> None:
     """Contexts that end at many places of a block, each with another sequence that goes on a little."""
     for room in (0, 1, 2, 5, 8):
         model = replace(engine.manifest.model, context_length=LENGTHS[1] + room)
-        bundle = replace(engine.bundle, manifest=replace(engine.manifest, model=model))
-        short = Engine(bundle, BranchedBackend(bundle, engine.backend.session, threads=1))
-        short.backend.batch_networks = engine.backend.batch_networks
+        short = load(with_manifest(engine.bundle.path, tmp_path, model=model), threads=1, verify=False)
         one, other = short.generate(
             [prompts[1], prompts[0]],
             max_new_tokens=15,
@@ -231,21 +204,13 @@ def test_the_context_is_filled_to_its_last_place(
 
 
 def test_more_prompts_than_places(
-    engine: Engine, prompts: list[list[int]], full: list[list[int]], mixed: list[float], monkeypatch
+    engine: Engine, prompts: list[list[int]], full: list[list[int]], mixed: list[float]
 ) -> None:
     """A prompt takes the place of a sequence that ended while the others draft and verify; its rewinds are its own."""
-    monkeypatch.setattr("tide_export.runtime.branched.backend.MAX_BATCH_SIZE", 2)
-    monkeypatch.setattr("tide_export.runtime.packed.sequence.ROOM", 0)  # buffers grow, too
-    places: list[int] = []
-    join = PackedBatch.join
-    monkeypatch.setattr(engine.backend.batch_networks, "_opened", engine.backend.batch_networks._open(8))
-    monkeypatch.setattr(PackedBatch, "join", lambda batch, *rule: places.append(batch.free_slots) or join(batch, *rule))
-    found = engine.generate(
-        prompts + prompts[::-1], max_new_tokens=NEW_TOKENS, mode="lossless", threshold=mixed, stop_token_ids=[]
-    )
-    assert tokens_of(found) == full + full[::-1]
-    assert len(places) == 12
-    assert min(places) < 7, "several at a time"
+    options = {"max_new_tokens": NEW_TOKENS, "mode": "lossless", "threshold": mixed, "stop_token_ids": []}
+    scheduler = engine.scheduler(SchedulerLimits(slots=2))
+    handles = [scheduler.submit(prompt, **options) for prompt in prompts + prompts[::-1]]
+    assert tokens_of([handle.result() for handle in handles]) == full + full[::-1]
 
 
 def test_the_bundle_s_drafting_is_used(engine: Engine, prompts: list[list[int]], full: list[list[int]]) -> None:

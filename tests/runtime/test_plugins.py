@@ -21,7 +21,7 @@ from tide_export.engines import rebuild as rebuilding
 from tide_export.engines.worker import build as build_one
 from tide_export.errors import BuildError, ConfigError, ProviderError
 from tide_export.pipeline.flow import export
-from tide_export.runtime.providers import open_provider
+from tide_export.runtime.engine import open_engine
 from tide_export.runtime.tensorrt import engines as on_tensorrt
 from tide_export.runtime.tensorrt import plugins as looking
 from tide_export.runtime.tensorrt.flavours import TENSORRT, TENSORRT_RTX
@@ -124,8 +124,8 @@ def test_a_library_that_no_engine_would_use_is_refused(tmp_path: Path, demo_mode
         with pytest.raises(ConfigError, match="--plugins is for building engines of target tensorrt"):
             export(str(demo_model), tmp_path / "out", plugins="x.so", **options)
     with pytest.raises(ProviderError, match=r"no engine of bundle .* holds plugins: omit --plugins"):
-        open_provider(open_bundle(demo_bundle, verify=False), "cpu", plugins="x.so")
-    open_provider(open_bundle(demo_bundle, verify=False), "cpu", plugins="none")
+        open_engine(open_bundle(demo_bundle, verify=False), "cpu", plugins="x.so")
+    open_engine(open_bundle(demo_bundle, verify=False), "cpu", plugins="none")
 
 
 def bundle_with_engines(demo_bundle: Path, folder: Path, plugins: PluginsInfo | None) -> Bundle:
@@ -182,7 +182,7 @@ def test_engines_with_plugins_need_the_library(
     monkeypatch.setattr(on_tensorrt, "_Runtime", stop)
     for _ in range(2):  # a second bundle in the same process
         with pytest.raises(Stop):
-            on_tensorrt.open_engines(bundle, "tensorrt", ours)
+            on_tensorrt.open_engines(bundle, "tensorrt", {}, ours)
     assert registry.loaded == [str(ours)], "before an engine is read, and once"
 
 

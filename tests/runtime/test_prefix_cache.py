@@ -13,6 +13,7 @@ from tide_export.runtime.engine import Engine
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
 
+BLOCK_TOKENS = 16
 SLOTS = 3
 PROMPT = [token % 97 + 3 for token in range(70)]
 FULL: dict[str, Any] = {"mode": "full", "max_new_tokens": 4, "stop_token_ids": []}

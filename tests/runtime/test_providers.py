@@ -1,14 +1,17 @@
 """Which engine runs a bundle: had or refused with one sentence, and never another than the one asked for."""
 
+import json
 import logging
 import re
 import shutil
 from collections.abc import Callable
+from ctypes import c_void_p
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bundles import with_manifest
 
 from tide_export import names
 from tide_export.bundle.engine_fields import EnginesInfo, Profile
@@ -17,9 +20,8 @@ from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime import providers
-from tide_export.runtime.branched.sequence import BranchedSequence
-from tide_export.runtime.engine import load
-from tide_export.runtime.onnxruntime import segments as on_onnxruntime
+from tide_export.runtime.engine import load, open_engine
+from tide_export.runtime.native import created
 from tide_export.runtime.tensorrt import engines as on_tensorrt
 from tide_export.runtime.tensorrt.engines import pick_profile
 from tide_export.runtime.tensorrt.flavours import (
@@ -71,7 +73,7 @@ def changed(built: Path, **changes) -> Bundle:
 
 def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
     with pytest.raises(
-        ProviderError, match="must be one of auto, cpu, cuda, torch, tensorrt, tensorrt-rtx, not 'abacus'"
+        ProviderError, match="must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not 'abacus'"
     ):
         load(tiny_bundle, provider="abacus")
 
@@ -123,7 +125,7 @@ def test_engines_for_another_gpu_are_refused(built: Path, machine) -> None:
 def test_engines_of_another_model_are_refused(built: Path, machine) -> None:
     machine((8, 9))
     with pytest.raises(BundleError, match="were built from other weights than its model's"):
-        on_tensorrt.open_engines(changed(built, weights_sha256="0" * 64), "tensorrt")
+        on_tensorrt.open_engines(changed(built, weights_sha256="0" * 64), "tensorrt", {})
 
 
 def test_a_truncated_engine_is_refused_before_tensorrt_sees_it(built: Path, machine, tmp_path: Path, capsys) -> None:
@@ -197,8 +199,7 @@ def test_a_run_beyond_every_profile_is_refused() -> None:
 def test_auto_falls_back_to_the_cpu_and_says_why_once(built: Path, machine, caplog: pytest.LogCaptureFixture) -> None:
     machine((9, 0))
     with caplog.at_level(logging.INFO, logger="tide_export"):
-        engine = load(built, threads=1, verify=False)
-        assert isinstance(engine.start([0.5] * 3), BranchedSequence)
+        assert load(built, threads=1, verify=False).provider == "cpu"
     messages = [record.getMessage() for record in caplog.records]
     assert [message.split(":")[0] for message in messages[:2]] == ["not running on tensorrt", "not running on cuda"]
     assert "this one has 9.0" in messages[0]
@@ -209,10 +210,16 @@ def test_auto_falls_back_to_the_cpu_and_says_why_once(built: Path, machine, capl
 
 def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     machine((8, 9))
-    backend = SimpleNamespace()
-    monkeypatch.setattr(providers, "open_engines", lambda bundle, provider, plugins, gpu: backend)
+    opened = []
+
+    def open_engines(bundle: Bundle, provider: str, options: dict, plugins: None) -> c_void_p:
+        opened.append(provider)
+        return created("load", str(built).encode(), json.dumps(options | {"provider": "cpu"}).encode())
+
+    monkeypatch.setattr(providers, "open_engines", open_engines)
     with caplog.at_level(logging.INFO, logger="tide_export"):
-        assert load(built, verify=False).backend is backend
+        load(built, verify=False)
+    assert opened == ["tensorrt"]
     (record,) = caplog.records
     assert record.getMessage().endswith("with TensorRT")
 
@@ -220,7 +227,7 @@ def test_auto_takes_engines_that_run_here(built: Path, machine, monkeypatch: pyt
 def test_auto_does_not_hide_a_damaged_bundle(built: Path, machine, tmp_path: Path) -> None:
     machine((8, 9))
     with pytest.raises(BundleError, match="other weights"):
-        providers.open_provider(changed(built, weights_sha256="0" * 64))
+        open_engine(changed(built, weights_sha256="0" * 64))
 
 
 @pytest.mark.parametrize(("provider", "says"), [("cuda", "no CUDAExecutionProvider: pip install tide_export[gpu]")])
@@ -231,15 +238,15 @@ def test_cuda_without_its_package_is_one_line(demo_bundle: Path, capsys, provide
 
 
 def test_a_network_unlike_its_manifest_is_refused(demo_bundle: Path, tmp_path: Path) -> None:
-    opened = open_bundle(demo_bundle, verify=False)
-    assert opened.manifest.networks is not None
-    other = replace(opened.manifest, networks=replace(opened.manifest.networks, exit_size=64))
+    networks = open_bundle(demo_bundle, verify=False).manifest.networks
+    assert networks is not None
+    other = with_manifest(demo_bundle, tmp_path, networks=replace(networks, exit_size=64))
     says = r"segment_00.onnx': input exit_states is float32 \['batch', 1, 1280, 128\], but its man"
     with pytest.raises(BundleError, match=says):
-        on_onnxruntime.open_segments(replace(opened, manifest=other), threads=1)
-    half = replace(opened.manifest, networks=replace(opened.manifest.networks, weights="bf16"))
+        open_engine(open_bundle(other, verify=False), "cpu-networks", threads=1)
+    half = with_manifest(demo_bundle, tmp_path, networks=replace(networks, weights="bf16"))
     with pytest.raises(ProviderError, match="are bfloat16, which ONNX Runtime does not run on the CPU"):
-        on_onnxruntime.open_segments(replace(opened, manifest=half), threads=1)
+        open_engine(open_bundle(half, verify=False), "cpu-networks", threads=1)
 
 
 @pytest.mark.parametrize("listed", [(), RTX_CAPABILITIES])
@@ -251,7 +258,7 @@ def test_rtx_engines_are_refused_on_gpus_that_rtx_does_not_know(built: Path, mac
     here = f"{device[0]}\\.{device[1]}"
     sentence = rf"8\.0, 8\.6, 8\.9, 12\.0, 12\.1, this one has {here}: build others with .*-target tensorrt`"
     with pytest.raises(ProviderError, match=sentence):
-        on_tensorrt.open_engines(bundle, "tensorrt-rtx")
+        on_tensorrt.open_engines(bundle, "tensorrt-rtx", {})
 
 
 def test_tensorrt_builds_for_the_gpu_there_is_and_rtx_for_all_it_knows() -> None:

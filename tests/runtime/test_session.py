@@ -32,12 +32,6 @@ def test_the_provider_chosen_is_logged_once(tiny_bundle: Path, provider: str, ca
     assert "on the CPU, 2 threads" in record.getMessage()
 
 
-def test_session_options_reach_onnxruntime(tiny_bundle: Path) -> None:
-    options = load(tiny_bundle, threads=2).backend.session.get_session_options()
-    assert options.intra_op_num_threads == 2
-    assert options.get_session_config_entry("session.intra_op.spin_duration_us") == "20"
-
-
 def test_onnx_runtime_leaves_nothing_to_send(tiny_bundle: Path, tmp_path: Path) -> None:
     code = "import sys, tide_export; tide_export.load(sys.argv[1], threads=1).generate([1, 2], max_new_tokens=4)"
     left = {name: value for name, value in os.environ.items() if name not in ("ORT_DISABLE_TELEMETRY", "CI")}
@@ -121,5 +115,5 @@ def test_a_name_that_is_no_text_is_one_sentence(tmp_path: Path, tiny: TinyModel)
         data = tiny.described().SerializeToString()
         (folder / names.GRAPH_FILE).write_bytes(data.replace(b"skip_threshold.1", b"skip_threshold.\xce"))
         write_manifest(folder, tiny.manifest())
-    with pytest.raises(BundleError, match="has a tensor whose name is not UTF-8, which its manifest does not know"):
+    with pytest.raises(BundleError, match=r"has no input skip_threshold\.1, which its manifest calls for"):
         load(tmp_path / "b")

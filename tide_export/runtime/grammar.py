@@ -73,9 +73,10 @@ class GrammarState:
         while self._tokens[:kept] != tokens[:kept]:
             kept -= 1
         self._rewind(len(self._tokens) - kept)
+        self._tokens = tokens[:kept]
         for token in tokens[kept:]:
             self._accept(token)
-        self._tokens = tokens
+            self._tokens.append(token)
 
     def mask(self) -> np.ndarray:
         """Which tokens may follow, bool [V].

@@ -163,7 +163,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-_interrupts: list[BaseException] = []  # KeyboardInterrupt, and what else is no error, raised while the library called back
+_interrupts: list[BaseException] = []  # one at most: KeyboardInterrupt, and what else is no error, raised in a callback
 
 
 @Log
@@ -201,7 +201,10 @@ def onnxruntime_library() -> str | None:
     no such package."""
     if os.environ.get("TIDE_ONNXRUNTIME"):
         return None
-    spec = find_spec("onnxruntime")
+    try:
+        spec = find_spec("onnxruntime")
+    except ModuleNotFoundError:  # something keeps it from being imported
+        spec = None
     if spec is None or spec.origin is None:
         return None
     found = sorted((Path(spec.origin).parent / "capi").glob("libonnxruntime*"))
@@ -211,7 +214,7 @@ def onnxruntime_library() -> str | None:
 
 def keep_interrupt(error: BaseException) -> None:
     """Keeps what a signal handler raised in a function that the library called, for no exception crosses C."""
-    _interrupts.append(error)
+    _interrupts[:] = [error]
 
 
 def raise_interrupt() -> None:

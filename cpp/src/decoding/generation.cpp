@@ -46,4 +46,10 @@ void Progress::finish(FinishReason reason) {
   ended_ = true;
 }
 
+Generation Progress::so_far() const {
+  Generation made = generation_;
+  if (text_ && !ended_) made.text->resize(text_->certain(*made.text));
+  return made;
+}
+
 }  // namespace tide

@@ -40,7 +40,10 @@ class Progress {
   // Ends it after the last token; its text is then complete.
   void finish(FinishReason reason);
 
-  Generation const& so_far() const { return generation_; }
+  // A copy; its text is without what may become a stop string, until it has ended.
+  Generation so_far() const;
+
+  FinishReason finish_reason() const { return generation_.finish_reason; }  // once it has ended
 
   // The generation, once it has ended.
   Generation finished() { return std::move(generation_); }

@@ -67,7 +67,7 @@ OrtNetworks::OrtNetworks(Bundle const& bundle, std::optional<std::int64_t> threa
   std::vector<std::string> const providers = Ort::available_providers();
   if (gpu && std::find(providers.begin(), providers.end(), kCudaProvider) == providers.end()) {
     throw ProviderError(std::string("this ONNX Runtime has no ") + kCudaProvider +
-                        ": install its release for GPUs (onnxruntime-gpu), or use provider 'cpu'");
+                        ": pip install tide_export[gpu], or use provider 'cpu'");
   }
   specs_ = network_specs(bundle.manifest);
   loaded_ = std::make_shared<Loaded>();

@@ -140,7 +140,7 @@ Generation Job::finished() {
 std::optional<FinishReason> Job::finish_reason() const {
   std::lock_guard<std::mutex> const lock(mutex_);
   if (!ended_ || error_) return std::nullopt;
-  return progress_.so_far().finish_reason;
+  return progress_.finish_reason();
 }
 
 std::exception_ptr Job::error() const {

@@ -17,6 +17,10 @@ class GeneratedText {
   // Throws GenerationError: the detokenizer threw.
   bool push(std::int64_t token, std::string& text);
 
+  // How much of a text that goes on comes before any stop string, whatever follows: its size without the longest end that is
+  // the beginning of one.
+  std::size_t certain(std::string const& text) const;
+
   // Adds what is left when the tokens end. Throws as `push`.
   void finish(std::string& text);
 
