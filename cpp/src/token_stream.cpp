@@ -74,7 +74,7 @@ std::optional<Token> TokenStream::next() {
 
 std::vector<Token> const& TokenStream::tokens() const { return impl_->tokens(); }
 bool TokenStream::ended() const { return impl_->ended(); }
-Generation const& TokenStream::so_far() const { return impl_->so_far(); }
+Generation TokenStream::so_far() const { return impl_->so_far(); }
 
 TokenStream Engine::open_stream(std::vector<std::int64_t> const& prompt, GenerationConfig const& config,
                                 std::function<bool(Token const&)> on_token) const {

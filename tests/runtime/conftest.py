@@ -13,7 +13,6 @@ from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.runtime.engine import Engine, load
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
-
 LENGTHS = (1, 37, 100, 2, 18)
 
 

@@ -3,16 +3,14 @@
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from judge import TEXT
 from tiny_engines import TinyLlama
 
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
 from tide_export.runtime.stepping import sample
-from tide_export.runtime.scheduler import AuditConfig
-from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 

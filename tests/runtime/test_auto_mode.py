@@ -17,8 +17,8 @@ from tide_export.bundle.store import replace_manifest
 from tide_export.errors import BundleError, GenerationError
 from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.config import GenerationConfig
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.thresholds.resolve import NEVER_EXIT
 
@@ -108,7 +108,8 @@ def test_options_for_exits_make_it_mode_exit(with_auto, tiny_bundle: Path, auto:
 
 @pytest.mark.parametrize("auto", [None, FULL, EXIT, LOSSLESS])
 def test_the_same_options_are_accepted_whatever_it_is(
-    with_auto, tiny_bundle: Path, tiny_llama: TinyLlama, auto: AutoMode | None) -> None:
+    with_auto, tiny_bundle: Path, tiny_llama: TinyLlama, auto: AutoMode | None
+) -> None:
     engine = with_auto(tiny_bundle, auto)
     several = GenerationConfig(temperature=1, compaction_threshold=0.5, max_pending=3)
     assert engine.resolved(several, prompts=2)["compaction_threshold"] in (0.5, 1.0, 0.0)

@@ -9,8 +9,8 @@ from tiny_model import TinyModel
 
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.config import GenerationConfig
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 PROMPT = [5, 17, 3]

@@ -163,7 +163,9 @@ def test_what_is_no_grammar_is_one_sentence(engine: Engine, options: dict[str, A
     assert "\n" not in str(error.value)
 
 
-def test_what_a_grammar_needs(engine: Engine, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_grammar_needs(
+    engine: Engine, tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(GenerationError, match=r"regex needs a tokenizer, and bundle .* holds no tokenizer.json"):
         tiny_engine.stream([1], regex="a")
     endless = with_manifest(engine.bundle.path, tmp_path, model=replace(engine.manifest.model, eos_token_ids=()))

@@ -23,7 +23,9 @@ import tide_export
 try: tide_export.load(sys.argv[1])
 except tide_export.TideError as error: sys.exit(f"{type(error).__name__}: {error}")
 """
-    done = run_blocked(("onnxruntime",), f"import os; os.environ.pop('TIDE_ONNXRUNTIME', None)\n{code}", str(tiny_bundle))
+    done = run_blocked(
+        ("onnxruntime",), f"import os; os.environ.pop('TIDE_ONNXRUNTIME', None)\n{code}", str(tiny_bundle)
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("ProviderError: ")
     assert "pip install tide_export[cpu]" in done.stderr

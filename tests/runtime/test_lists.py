@@ -11,8 +11,8 @@ from tide_export import names
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.errors import BundleError, GenerationError
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
 
 CHECKPOINTS = (3, 6, 9)

@@ -11,8 +11,8 @@ from tiny_model import TinyModel
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.errors import GenerationError
-from tide_export.runtime.stats import LOOKUP_DRAFT
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.stats import LOOKUP_DRAFT
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 ALWAYS, NEVER = 0.0, 1.0

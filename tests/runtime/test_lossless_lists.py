@@ -8,8 +8,8 @@ import pytest
 from bundles import with_manifest
 
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.stepping import NO_LIMIT
 from tide_export.thresholds.resolve import MAX_THRESHOLD, NEVER_EXIT

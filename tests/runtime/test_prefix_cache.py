@@ -3,7 +3,6 @@
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from judge import TEXT
 from tiny_engines import TinyLlama

@@ -72,9 +72,7 @@ def changed(built: Path, **changes) -> Bundle:
 
 
 def test_an_unknown_provider_is_refused(tiny_bundle: Path) -> None:
-    with pytest.raises(
-        ProviderError, match="must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not 'abacus'"
-    ):
+    with pytest.raises(ProviderError, match="must be one of auto, cpu, cuda, tensorrt, tensorrt-rtx, not 'abacus'"):
         load(tiny_bundle, provider="abacus")
 
 

@@ -18,8 +18,8 @@ from tiny_engines import TinyLlama
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError, QueueFullError
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.handle import RequestHandle
 from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 from tide_export.verify.export_gate import dividing_thresholds
@@ -266,7 +266,7 @@ def test_a_signal_ends_a_list_between_two_steps(callers: tuple[Engine, CallersNe
     networks.before = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[5], [6]], max_new_tokens=50, mode="full", stop_token_ids=[])
-    assert len(networks.runs) < 15
+    assert len(networks.runs) < 20, "50 steps have 250"
 
 
 def test_a_bundle_without_networks_for_batches_is_refused(tiny_llama: TinyLlama, tmp_path: Path) -> None:

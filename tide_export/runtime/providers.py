@@ -104,5 +104,5 @@ def _open(
         handle = created("load", os.fsencode(bundle.path), json.dumps(given).encode())
     threads = "" if options["threads"] is None else f", {options['threads']} threads"
     titles = {"cuda": "ONNX Runtime on CUDA", **{name: flavour.title for name, flavour in FLAVOURS.items()}}
-    logger.info("running '%s' with %s", bundle.path, titles.get(provider, "ONNX Runtime on the CPU"))
+    logger.info("running '%s' with %s%s", bundle.path, titles.get(provider, "ONNX Runtime on the CPU"), threads)
     return handle

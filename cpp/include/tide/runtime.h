@@ -178,7 +178,7 @@ class TokenStream {
 
   std::vector<Token> const& tokens() const;  // made so far
   bool ended() const;
-  Generation const& so_far() const;  // its finish_reason is valid once it has ended
+  Generation so_far() const;  // its finish_reason is valid once it has ended
 
  private:
   friend class Engine;

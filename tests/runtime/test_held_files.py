@@ -1,39 +1,36 @@
-"""A loaded engine runs on the files that were checked, whatever becomes of their folder; one body for both runtimes."""
+"""A loaded engine runs on the files that were checked, whatever becomes of their folder, and hashes large ones once."""
 
+import ctypes
 import gc
+import hashlib
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from bundles import without
-from cpp_engine import CppEngine, words
 from tiny_model import TinyModel
 
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import _exchange, write_manifest
-from tide_export.bundle.verification import KEPT
 from tide_export.errors import BundleError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.onnxruntime.bindings import return_free_memory
 
 SINGLE, PROMPTS = [5, 9, 40], [[5, 9, 40], [7], [300, 2, 61, 8]]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "mode": "full", "stop_token_ids": []}
 CHANGED = "was changed after the bundle was loaded: load it again"
-Opens = Callable[..., Engine | CppEngine]
+KEPT = 1000  # notes of verified files
 
 
-@pytest.fixture(params=["python", "cpp"])
-def opens(request: pytest.FixtureRequest) -> Opens:
-    if request.param == "python":
-        return lambda bundle, **options: load(bundle, provider="cpu", threads=1, **options)
-    return request.getfixturevalue("open_cpp")
+def opens(bundle: Path) -> Engine:
+    return load(bundle, provider="cpu", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +67,11 @@ def damage(file: Path) -> None:
         stream.write(weights.tobytes())
 
 
-def list_tokens(engine: Engine | CppEngine) -> list[list[int]]:
-    many = engine.generate_batch if isinstance(engine, CppEngine) else engine.generate
-    return [one.tokens for one in many(PROMPTS, **OPTIONS)]
+def list_tokens(engine: Engine) -> list[list[int]]:
+    return [one.tokens for one in engine.generate(PROMPTS, **OPTIONS)]
 
 
-def tokens_of(engine: Engine | CppEngine) -> tuple[list[int], list[list[int]]]:
+def tokens_of(engine: Engine) -> tuple[list[int], list[list[int]]]:
     return engine.generate(SINGLE, **OPTIONS).tokens, list_tokens(engine)
 
 
@@ -93,17 +89,17 @@ def files_replaced(bundle: Path, other: Path) -> None:
         file.rename(bundle / file.relative_to(other))
 
 
-@pytest.mark.parametrize("replace", [replaced, replaced_and_deleted, files_replaced])
+@pytest.mark.parametrize("exchange", [replaced, replaced_and_deleted, files_replaced])
 def test_an_engine_stays_the_model_that_was_loaded(
-    opens: Opens, bundle: Path, other: Path, expected: tuple[list[int], list[list[int]]], replace: Callable
+    bundle: Path, other: Path, expected: tuple[list[int], list[list[int]]], exchange: Callable
 ) -> None:
     engine = opens(bundle)
-    replace(bundle, other)
+    exchange(bundle, other)
     assert tokens_of(engine) == expected
     assert tokens_of(opens(bundle)) != expected, "the other model is another one"
 
 
-def test_a_deleted_bundle_still_runs(opens: Opens, bundle: Path, expected: tuple[list[int], list[list[int]]]) -> None:
+def test_a_deleted_bundle_still_runs(bundle: Path, expected: tuple[list[int], list[list[int]]]) -> None:
     engine = opens(bundle)
     bundle.rename(bundle.with_name("moved"))
     shutil.rmtree(bundle.with_name("moved"))
@@ -112,7 +108,7 @@ def test_a_deleted_bundle_still_runs(opens: Opens, bundle: Path, expected: tuple
 
 @pytest.mark.parametrize("name", [names.WEIGHTS_FILE, names.batch_file(names.HEAD)])
 def test_a_file_changed_in_place_is_noticed_before_it_is_used(
-    opens: Opens, bundle: Path, expected: tuple[list[int], list[list[int]]], name: str
+    bundle: Path, expected: tuple[list[int], list[list[int]]], name: str
 ) -> None:
     engine = opens(bundle)
     with (bundle / name).open("r+b") as stream:
@@ -129,7 +125,7 @@ def test_a_file_changed_in_place_is_noticed_before_it_is_used(
         opens(bundle)
 
 
-def test_weights_that_one_runtime_verified_are_known_to_the_other(opens: Opens, bundle: Path) -> None:
+def test_weights_are_hashed_again_where_they_were_touched(bundle: Path) -> None:
     folder = Path(os.environ["XDG_CACHE_HOME"], "tide_export", "verified")
 
     def notes() -> set[str]:
@@ -138,7 +134,7 @@ def test_weights_that_one_runtime_verified_are_known_to_the_other(opens: Opens, 
     before, weights = notes(), bundle / names.WEIGHTS_FILE
     opens(bundle)
     (note,) = notes() - before
-    load(bundle, provider="cpu", threads=1)
+    opens(bundle)
     assert notes() - before == {note}
     times = weights.stat()
     damage(weights)
@@ -147,9 +143,38 @@ def test_weights_that_one_runtime_verified_are_known_to_the_other(opens: Opens, 
         opens(bundle)
 
 
-def test_the_oldest_notes_are_removed(
-    opens: Opens, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_verified_file_is_not_hashed_again(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    manifest = open_bundle(bundle, verify=False).manifest
+    wrong = replace(manifest.files[names.WEIGHTS_FILE], sha256="0" * 64)
+    text = (bundle / names.MANIFEST_FILE).read_text()
+    (bundle / names.MANIFEST_FILE).write_text(text.replace(manifest.files[names.WEIGHTS_FILE].sha256, wrong.sha256))
+    with pytest.raises(BundleError, match="is corrupt"):
+        opens(bundle)
+    identity = open_bundle(bundle, verify=False).files[names.WEIGHTS_FILE].identity
+    note = tmp_path / "tide_export" / "verified" / hashlib.sha256(f"{identity} {wrong.sha256}".encode()).hexdigest()
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.touch()
+    assert opens(bundle).generate(SINGLE, max_new_tokens=1).tokens
+
+
+@pytest.mark.parametrize("home", [False, True])
+def test_without_a_cache_files_are_hashed_each_time(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: bool
 ) -> None:
+    if home:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME")
+    opens(bundle)
+    damage(bundle / names.WEIGHTS_FILE)
+    with pytest.raises(BundleError, match="is corrupt"):
+        opens(bundle)
+
+
+def test_the_oldest_notes_are_removed(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "tide_export" / "verified"
     folder.mkdir(parents=True)
@@ -162,7 +187,7 @@ def test_the_oldest_notes_are_removed(
     assert len(notes) == KEPT, "and that of the weights"
 
 
-def test_loads_while_bundles_are_replaced(opens: Opens, tmp_path: Path) -> None:
+def test_loads_while_bundles_are_replaced(tmp_path: Path) -> None:
     """What was one failure in 357 loads: the old folder's files deleted between two of them being opened."""
     models = [TinyModel(seed=seed).write(tmp_path / f"model{seed}") for seed in range(2)]
     for model in models:
@@ -176,71 +201,58 @@ def test_loads_while_bundles_are_replaced(opens: Opens, tmp_path: Path) -> None:
     engine, found = opens(target), set()
     with replacing(target, models):
         for _ in range(100):
-            engine = loaded(opens, engine, target)
+            engine = opens(target)
             found.add(engine.generate([1, 2], max_new_tokens=8).tokens[-1])
     assert found == wanted
 
 
-def test_descriptors_are_closed_with_the_engine(opens: Opens, bundle: Path, tiny_bundle: Path) -> None:
+def test_descriptors_are_closed_with_the_engine(bundle: Path, tiny_bundle: Path) -> None:
     engine = opens(tiny_bundle)
-    folder = Path(f"/proc/{pid_of(engine)}/fd")
+    folder = Path("/proc/self/fd")
 
     def held() -> list[str]:
         files = [str(entry.resolve()) for entry in folder.iterdir()]
         return [file for file in files if file.startswith(str(bundle.resolve()))]
 
     for _ in range(3):
-        engine = loaded(opens, engine, bundle)
+        engine = opens(bundle)
         list_tokens(engine)
-        # Python's mapped files have descriptors too.
         assert set(held()) == {str(bundle.resolve() / name) for name in open_bundle(bundle, verify=False).files}
-    engine = loaded(opens, engine, tiny_bundle)
+    engine = opens(tiny_bundle)
     assert not held()
     (bundle / names.WEIGHTS_FILE).unlink()
     with pytest.raises(BundleError, match="is missing"):
-        loaded(opens, engine, bundle)
+        opens(bundle)
     assert not held()
 
 
-def test_weights_are_mapped_as_long_as_the_engine_is_there(opens: Opens, bundle: Path, tiny_bundle: Path) -> None:
+def test_weights_are_mapped_as_long_as_the_engine_is_there(bundle: Path, tiny_bundle: Path) -> None:
     engine = opens(bundle)
-    maps = Path(f"/proc/{pid_of(engine)}/maps")
+    maps = Path("/proc/self/maps")
     assert f"{bundle.resolve()}/{names.WEIGHTS_FILE}" in maps.read_text()
-    engine = loaded(opens, engine, tiny_bundle)
+    engine = opens(tiny_bundle)
     assert str(bundle.resolve()) not in maps.read_text()
 
 
-def test_memory_returns_to_the_system_with_the_engine(opens: Opens, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_memory_returns_to_the_system_with_the_engine(tiny_bundle: Path, tmp_path: Path) -> None:
     """Of some 150 MiB the C library kept 100."""
     large = TinyModel(vocabulary=400_000).write(tmp_path / "large")
     engine = opens(tiny_bundle)
     gc.collect()
-    return_free_memory()  # that of the tests before, which the engine would take
+    ctypes.CDLL(None).malloc_trim(0)  # that of the tests before, which the engine would take
     before = private_memory(engine)
-    engine = loaded(opens, engine, large)
+    engine = opens(large)
     engine.generate([1, 2], max_new_tokens=2)
     gained = private_memory(engine) - before
     assert gained > 50 << 20
-    engine = loaded(opens, engine, tiny_bundle)
+    engine = opens(tiny_bundle)
     assert private_memory(engine) - before < gained / 3
 
 
-def loaded(opens: Opens, engine: Engine | CppEngine, bundle: Path) -> Engine | CppEngine:
-    """Loads `bundle` in the process of `engine`, of which the caller keeps nothing."""
-    if isinstance(engine, CppEngine):
-        engine.call("load", str(bundle), *words(threads=1))
-        return engine
-    return opens(bundle)
-
-
-def pid_of(engine: Engine | CppEngine) -> int:
-    return engine.pid if isinstance(engine, CppEngine) else os.getpid()
-
-
-def private_memory(engine: Engine | CppEngine) -> int:
+def private_memory(engine: Engine) -> int:
     """Resident bytes that belong to no file."""
     gc.collect()
-    status = Path(f"/proc/{pid_of(engine)}/status").read_text()
+    status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
@@ -249,7 +261,7 @@ def replacing(target: Path, models: list[Path]) -> Iterator[None]:
     """Replaces the bundle at `target` as `export --overwrite` does, and deletes the old one, again and again."""
     done = threading.Event()
 
-    def replace() -> None:
+    def keep_replacing() -> None:
         fresh = target.with_name("fresh")
         while not done.is_set():
             for model in models:
@@ -257,7 +269,7 @@ def replacing(target: Path, models: list[Path]) -> Iterator[None]:
                 assert _exchange(fresh, target)
                 shutil.rmtree(fresh)
 
-    thread = threading.Thread(target=replace)
+    thread = threading.Thread(target=keep_replacing)
     thread.start()
     try:
         yield
