@@ -125,8 +125,10 @@ def _debug_flags() -> list[str]:
 
 def _link_flags(command: Sequence[str]) -> list[str]:
     flags = [*_debug_flags(), "-ldl", "-lpthread"]
-    if sys.platform == "linux" and "ziglang" not in command:  # zig links its own C++ library statically
-        flags += ["-static-libstdc++", "-static-libgcc"]
+    if sys.platform == "linux":
+        flags += [f"-Wl,--version-script={ROOT / 'cpp' / 'src' / 'capi' / 'exports.map'}"]
+        if "ziglang" not in command:  # zig links its own C++ library statically
+            flags += ["-static-libstdc++", "-static-libgcc"]
     return [*flags, "-s"] if not _debug_flags() else flags
 
 

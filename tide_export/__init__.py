@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from tide_export.pipeline.request import ExportRequest
     from tide_export.runtime.bench import bench
     from tide_export.runtime.config import GenerationConfig
-    from tide_export.runtime.generation import Generation
     from tide_export.runtime.engine import Engine, load
+    from tide_export.runtime.generation import Generation
     from tide_export.runtime.handle import RequestHandle
     from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
     from tide_export.tuning.tune import tune

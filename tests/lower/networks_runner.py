@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
+from ort_sessions import session_options
 
 from tide_export import names
-from ort_sessions import session_options
 
 UPDATED = {names.NEXT_PENDING_STATES: names.NEW_PENDING, names.EXIT_STATES: names.NEW_EXIT_STATES}
 

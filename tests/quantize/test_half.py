@@ -12,22 +12,20 @@ import onnxruntime as ort
 import pytest
 import torch
 from families import build
+from ort_sessions import register_operators
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
-from ort_sessions import register_operators
 
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
-from tide_export.errors import ConfigError, ProviderError
+from tide_export.errors import ConfigError
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
 from tide_export.model.source import load_model
 from tide_export.names import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL
 from tide_export.pipeline import flow
-from tide_export.pipeline import weights as stage
 from tide_export.quantize.half import round_to_half
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.engine import load
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.trace.rewriting import HALF
 from tide_export.verify.export_gate import dividing_thresholds

@@ -13,23 +13,23 @@ import onnxruntime as ort
 import pytest
 import torch
 from families import build
+from ort_sessions import register_operators
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
-from ort_sessions import register_operators
 
 from tide_export import names
 from tide_export.bundle.manifest import FLOAT32_KV, INT8_KV, SCALE_BYTES, Manifest, Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.config import TideConfig
-from tide_export.errors import BundleError, ConfigError, ProviderError, UnsupportedModelError
+from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
 from tide_export.lower.onnxruntime.cached_attention import float_attention_function
 from tide_export.names import DOMAIN, OP_CACHED_ATTENTION
 from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.engine import load
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.trace.tracer import trace
 from tide_export.verify.export_gate import dividing_thresholds

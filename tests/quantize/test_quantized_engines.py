@@ -69,9 +69,7 @@ def test_export_builds_engines_that_hold_small_weights(
         assert engines.built[part].weights_bytes < 1.15 * stored
     assert main(["inspect", str(bundle), "--no-verify"]) == 0
     assert shown in capsys.readouterr().out
-    report = validate(
-        bundle, str(two_layers), options["text"][0], prompts=2, longest_prompt=20, new_tokens=6
-    )
+    report = validate(bundle, str(two_layers), options["text"][0], prompts=2, longest_prompt=20, new_tokens=6)
     assert report.holds, report.render()
     assert report.weight_error is not None
     assert report.weight_error > 0.01

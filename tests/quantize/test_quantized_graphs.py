@@ -16,7 +16,6 @@ from tide_export.errors import BundleError
 from tide_export.names import OP_GATED_MATMUL, OP_INTEGER_MATMUL
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
-from tide_export.runtime.engine import Engine
 from tide_export.thresholds.resolve import NEVER_EXIT
 from tide_export.verify.export_gate import dividing_thresholds
 from tide_export.verify.parity import TOLERANCES, check_exit, check_full

@@ -226,11 +226,11 @@ def test_descriptors_are_closed_with_the_engine(bundle: Path, tiny_bundle: Path)
     assert not held()
 
 
-def test_weights_are_mapped_as_long_as_the_engine_is_there(bundle: Path, tiny_bundle: Path) -> None:
+def test_weights_are_mapped_as_long_as_the_engine_is_there(bundle: Path) -> None:
     engine = opens(bundle)
     maps = Path("/proc/self/maps")
     assert f"{bundle.resolve()}/{names.WEIGHTS_FILE}" in maps.read_text()
-    engine = opens(tiny_bundle)
+    del engine
     assert str(bundle.resolve()) not in maps.read_text()
 
 

@@ -1,13 +1,11 @@
 """Text that streams: pieces join to the whole, and no piece ends inside a character."""
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tide_export.errors import BundleError, GenerationError
-from tide_export.runtime.tokenizer import REPLACEMENT, BundleTokenizer, LateText, read_prompts
+from tide_export.runtime.tokenizer import REPLACEMENT, BundleTokenizer, read_prompts
 
 MODEL = Path(__file__).parents[2] / "demo" / "demo-llama"  # a model folder has its tokenizer.json where a bundle has it
 
@@ -17,34 +15,34 @@ def tokenizer() -> BundleTokenizer:
     return BundleTokenizer(MODEL)
 
 
-def pieces_of(tokenizer: BundleTokenizer, prompt: str, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text, and what their end adds."""
-    late = LateText(tokenizer, tokenizer.encode(prompt))
-    texts = ["", *(late.of(ids[:count], False) for count in range(1, len(ids) + 1)), late.of(ids, True)]
-    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
-    return [after[len(before) :] for before, after in itertools.pairwise(texts)]
-
-
 @pytest.mark.parametrize(
     "text", ["return self._lines\n", "naïve £5 — “quoted”", "日本語 🙂🙂 👩‍👩‍👧 end", "\n\n    \t x", "é"]
 )
 @pytest.mark.parametrize("prompt", ["def f(x):", "é", "# 日本"])
 def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: BundleTokenizer, prompt: str, text: str):
     ids = tokenizer.encode(text)
-    pieces = pieces_of(tokenizer, prompt, ids)
+    pieces = list(tokenizer.stream(tokenizer.encode(prompt), ids))
     assert "".join(pieces) == text
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
 def test_text_comes_as_soon_as_it_is_complete(tokenizer: BundleTokenizer):
     ids = tokenizer.encode("one two three four")
-    assert all(pieces_of(tokenizer, "x", ids)[:-1]), "a token of plain ASCII waited for the next"
+    arrived: list[str] = []
+
+    def tokens():
+        for count, token in enumerate(ids):
+            assert len(arrived) == count, "a token of plain ASCII must be out before the next is asked for"
+            yield token
+
+    for piece in tokenizer.stream(tokenizer.encode("x"), tokens()):
+        arrived += [piece]
 
 
 def test_a_character_cut_off_at_the_end_is_shown_as_in_a_plain_decoding(tokenizer: BundleTokenizer):
     ids = tokenizer.encode("🙂")
     assert len(ids) > 1, "the test needs a character of several tokens"
-    pieces = pieces_of(tokenizer, "x", ids[:-1])
+    pieces = list(tokenizer.stream(tokenizer.encode("x"), ids[:-1]))
     assert "".join(pieces) == tokenizer.decode(ids[:-1])
     assert REPLACEMENT in pieces[-1]
 

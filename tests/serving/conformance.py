@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tide_export.runtime.hooks import LogitsProcessor
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.hooks import LogitsProcessor
 from tide_export.runtime.scheduler import SchedulerLimits
 from tide_export.runtime.tokenizer import BundleTokenizer, TextStream
 

@@ -29,7 +29,10 @@ def test_every_mode_gives_the_graph_s_tokens_alone_and_in_a_batch(
     for given in ({"mode": "full"}, {"mode": "exit", **exits}, {"mode": "lossless", **exits}):
         options = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": [], **given}
         expected = [graph.generate(prompt, **options) for prompt in PROMPTS]
-        for found in ([networks.generate(prompt, **options) for prompt in PROMPTS], networks.generate(PROMPTS, **options)):
+        for found in (
+            [networks.generate(prompt, **options) for prompt in PROMPTS],
+            networks.generate(PROMPTS, **options),
+        ):
             assert [one.tokens for one in found] == [one.tokens for one in expected]
         if given["mode"] == "exit":
             assert [one.stats.exit_layer for one in found] == [one.stats.exit_layer for one in expected]

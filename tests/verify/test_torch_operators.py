@@ -10,10 +10,10 @@ import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from tide_export.runtime.network_spec import NetworkSpec, Tensor
+from tide_export.verify.pytorch.networks import TorchNetwork
 from tide_export.verify.pytorch.operators import dequantize_linear, quantize_linear
 from tide_export.verify.pytorch.program import Program, tensor_of
-from tide_export.verify.pytorch.networks import TorchNetwork
-from tide_export.runtime.network_spec import NetworkSpec, Tensor
 
 RNG = np.random.default_rng(0)
 IN_HALF = ("MatMul", "RMSNormalization", "LayerNormalization", "RotaryEmbedding", "Attention", "TensorScatter", "Cast")

@@ -14,8 +14,8 @@ from tide_export.errors import ConfigError, GenerationError
 
 if TYPE_CHECKING:
     from tide_export.runtime.config import GenerationConfig
-    from tide_export.runtime.generation import Generation
     from tide_export.runtime.engine import Engine
+    from tide_export.runtime.generation import Generation
 
 FILES = ("json_schema", "grammar")  # options that name a file with the value
 

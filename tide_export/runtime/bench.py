@@ -179,9 +179,7 @@ def bench(
     return BenchReport(str(bundle), origin, prompt_tokens, new_tokens, threads, depth, engine.auto, modes, runs)
 
 
-def _modes(
-    engine: Engine, exit_options: Mapping[str, Any], total_tokens: int, max_new_tokens: int
-) -> list[Mode]:
+def _modes(engine: Engine, exit_options: Mapping[str, Any], total_tokens: int, max_new_tokens: int) -> list[Mode]:
     manifest = engine.manifest
     exact = manifest.kv_cache_strategy == EXACT
 

@@ -9,8 +9,8 @@ import ctypes
 import json
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from ctypes import c_int64, c_size_t, c_void_p
+from collections.abc import Sequence
+from ctypes import c_size_t, c_void_p
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -22,20 +22,18 @@ from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.callers_networks import release
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
-from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
-from tide_export.runtime.hooks import Hooks
-from tide_export.runtime.native import ENDED, call, created, doubles, error_of, library, text_at
+from tide_export.runtime.generation import Generation
+from tide_export.runtime.native import call, created, doubles, library, text_at
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
 from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
-from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.stepping import ROOM, Batch, SingleSequence
+from tide_export.runtime.token_stream import TokenStream
 from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_of
 from tide_export.values import real_number, whole_number
 
 LIST_PROMPT_TOKENS = 2048  # of a list's prompts in one step: nobody waits for a token of it
 ATTEMPTS = 10  # to open a bundle while exports replace it
-TOKENS_READ = 64  # in one call
 
 
 def load(
@@ -54,7 +52,7 @@ def load(
             holds and this machine runs.
         threads: threads one step may use on the CPU; None: one per physical core.
         verify: check the sha256 of every file (sizes are always checked); that of large files while the engine opens,
-            and only once as long as the file stays untouched (see `bundle.verification`).
+            and only once as long as the file stays untouched.
         plugins: the plugin library, for TensorRT engines that use plugins; None: that of the environment variable
             TIDE_PLUGINS, or an installed one.
         device: the number of the GPU to run on, with a provider that runs on one; None: the first.
@@ -142,7 +140,10 @@ class Engine:
         Raises:
             GenerationError: an option is out of range, or has no effect.
         """
-        options, size = options_json(self.bundle, replace(config, stop=(), detokenize=False), self._drafting), c_size_t()
+        options, size = (
+            options_json(self.bundle, replace(config, stop=(), detokenize=False), self._drafting),
+            c_size_t(),
+        )
         text = ctypes.create_string_buffer(4096)
         for _ in range(2):
             arguments = options, prompts or 0, text, len(text), ctypes.byref(size)
@@ -211,7 +212,7 @@ class Engine:
         ids: Sequence[int] | np.ndarray,
         config: GenerationConfig | None = None,
         **options: Unpack[GenerationOptions],
-    ) -> "TokenStream":
+    ) -> TokenStream:
         """Checks the request and returns an iterator of new token ids; the model runs as it is read.
 
         Args:
@@ -228,7 +229,7 @@ class Engine:
         """
         return self._stream(ids, with_options(config, options))
 
-    def _stream(self, ids: Any, config: GenerationConfig) -> "TokenStream":
+    def _stream(self, ids: Any, config: GenerationConfig) -> TokenStream:
         prompt, options = prompt_ids(ids), options_json(self.bundle, config, self._drafting)
         hooks = hooks_of(self.bundle, config, prompt)
         pointer = None if hooks is None else ctypes.byref(hooks.struct)
@@ -320,82 +321,3 @@ def _free(engine: c_void_p) -> None:
     library().tide_engine_free(engine)
     assert engine.value is not None
     release(engine.value)
-
-
-class TokenStream(Iterator[int]):
-    """Yields the tokens of one generation as they are made.
-
-    An exception that ends a read (KeyboardInterrupt, a time-out from a signal handler, GenerationError) changes
-    nothing: the next read makes the same token.
-
-    Attributes:
-        tokens: the tokens returned so far.
-    """
-
-    def __init__(self, handle: c_void_p, hooks: Hooks | None, late: LateText | None, logprobs: bool) -> None:
-        """Takes over the handle of a tide_token_stream.
-
-        Args:
-            late: makes the text, where the library does not.
-            logprobs: whether they were asked for.
-        """
-        self.tokens: list[int] = []
-        self._handle, self._hooks, self._late, self._with_logprobs = handle, hooks, late, logprobs
-        self._made: list[int] = []  # and read, of which some are not returned yet
-        self._ended = False
-        self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
-        self._pointer = ctypes.byref(self._count)
-        weakref.finalize(self, library().tide_token_stream_free, handle)
-
-    @property
-    def stats(self) -> ExitStats:
-        """Of the tokens made so far, in lossless mode a few more than were returned."""
-        return self._snapshot().stats
-
-    @property
-    def text(self) -> str | None:
-        """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
-        for it."""
-        if self._late is not None:
-            return self._late.of(self._made, self._ended)
-        return self._snapshot().text
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        """Of the tokens returned so far; None: they were not asked for."""
-        return self._snapshot().logprobs[: len(self.tokens)] if self._with_logprobs else None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """None until the stream has ended."""
-        return self._snapshot().finish_reason if self._ended and len(self.tokens) == len(self._made) else None
-
-    def __next__(self) -> int:
-        while len(self.tokens) == len(self._made):
-            if self._ended:
-                raise StopIteration
-            self._make_tokens()
-        token = self._made[len(self.tokens)]
-        self.tokens += (token,)  # no call, after which a signal's exception would lose the token
-        return token
-
-    def finish(self) -> Generation:
-        """Generates the remaining tokens; the whole generation."""
-        while not self._ended:
-            self._make_tokens()
-        self.tokens += self._made[len(self.tokens) :]
-        made = self._snapshot()
-        assert made.finish_reason is not None
-        logprobs = made.logprobs if self._with_logprobs else None
-        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text)
-
-    def _make_tokens(self) -> None:
-        """Runs a step, which may give tokens."""
-        status = self._step(self._handle, len(self._made), self._ids, TOKENS_READ, self._pointer)
-        if status > ENDED:
-            raise error_of(status) if self._hooks is None else self._hooks.error_of(status)
-        self._made += self._ids[: self._count.value]
-        self._ended = status == ENDED
-
-    def _snapshot(self) -> Snapshot:
-        return take_snapshot(created("token_stream_so_far", self._handle))

@@ -5,7 +5,7 @@ import ctypes
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from ctypes import c_int, c_int64, c_void_p
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tide_export.errors import TideError
 from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
@@ -13,12 +13,18 @@ from tide_export.runtime.hooks import Hooks
 from tide_export.runtime.native import ENDED, created, error_of, library
 from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.tokenizer import LateText
-
-if TYPE_CHECKING:
-    from tide_export.runtime.scheduler import Scheduler
+from tide_export.runtime.watch import Watch
 
 TOKENS_READ = 64  # in one call
 WAIT_SECONDS = 0.1  # after which a waiting thread runs signal handlers
+
+
+class Driver(Protocol):
+    """What a handle needs of its scheduler."""
+
+    def drive(self) -> bool: ...
+
+    def watch(self) -> Watch: ...
 
 
 class RequestHandle(Iterator[int], AsyncIterator[int]):
@@ -28,7 +34,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
     """
 
     def __init__(
-        self, scheduler: "Scheduler", handle: c_void_p, hooks: Hooks | None, late: LateText | None, logprobs: bool
+        self, scheduler: Driver, handle: c_void_p, hooks: Hooks | None, late: LateText | None, logprobs: bool
     ) -> None:
         """Takes over the handle of a tide_request; the arguments are those of `TokenStream`."""
         self._scheduler, self._handle, self._hooks, self._late = scheduler, handle, hooks, late

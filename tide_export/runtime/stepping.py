@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tide_export.errors import GenerationError
 from tide_export.runtime.native import SlotStep, Step, call, doubles, floats_at, library
 from tide_export.runtime.request import prompt_ids
 from tide_export.values import whole_number

@@ -4,10 +4,9 @@ Used by the command line's `generate`, `bench` and `tune`; needs the small `toke
 `gpu` extras), not transformers. The rest of the runtime works on token ids alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from tide_export.bundle.opened import Bundle, BundleFile
@@ -90,6 +89,21 @@ class BundleTokenizer:
             )
         return both[len(before) :]
 
+    def stream(self, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+        """Yields pieces of text as `tokens` arrive; joined, they are the text that follows the prompt's.
+
+        A token may end in the middle of a character, and a tokenizer may spell a token differently after another one
+        (leading spaces). So each piece is the difference between two decodings of a short window, and text that still
+        ends in an incomplete character waits for the next token. Bytes that are incomplete when the tokens end come out
+        as U+FFFD, as in a decoding of the whole.
+        """
+        text = TextStream(self, prompt)
+        for token in tokens:
+            if piece := text.push(token):
+                yield piece
+        if piece := text.finish():
+            yield piece
+
     @cached_property
     def _letter(self) -> list[int]:
         return self.encode_plain("a")
@@ -114,36 +128,44 @@ def tokenizer_of(bundle: Bundle) -> BundleTokenizer:
     return _tokenizers[file]
 
 
-class LateText:
-    """The text of a generation, made when somebody asks for it.
-
-    A token may end in the middle of a character, and a tokenizer may spell a token differently after another one
-    (leading spaces). So each piece is the difference between two decodings of a short window, and text that still ends
-    in an incomplete character waits for the next token. Bytes that are incomplete when the tokens end come out as
-    U+FFFD, as in a decoding of the whole.
-    """
+class TextStream:
+    """Converts token ids to text as they arrive; see `BundleTokenizer.stream`."""
 
     def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int]) -> None:
         """Nothing came after `prompt` yet."""
-        self._tokenizer, self._ids, self._prompt_length = tokenizer, list(prompt), len(prompt)
-        # ids[start:shown] are in the text; they give the context
+        self._tokenizer, self._ids = tokenizer, list(prompt)
+        # ids[start:shown] were returned; they give the context
         self._start, self._shown = _window_start(tokenizer, self._ids), len(self._ids)
-        self._text = ""
 
-    def of(self, tokens: Sequence[int], ended: bool) -> str:
-        """The text of `tokens`, which begin with those of the last call; all of it, where they have `ended`."""
-        for token in tokens[len(self._ids) - self._prompt_length :]:
-            self._ids.append(token)
-            piece = self._piece()
-            if piece and not piece.endswith(REPLACEMENT):
-                self._text += piece
-                self._start, self._shown = self._shown, len(self._ids)
-        return self._text + self._piece() if ended else self._text
+    def push(self, token: int) -> str:
+        """Returns the text that a token completes, often "" in the middle of a character."""
+        self._ids.append(token)
+        text = self.finish()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return text
 
-    def _piece(self) -> str:
+    def finish(self) -> str:
+        """Returns what is left when the tokens end; bytes of an incomplete character come out as U+FFFD."""
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         after = self._tokenizer.decode(self._ids[self._start :])
         return after[len(before) :]
+
+
+class LateText:
+    """The text of a generation, made when somebody asks for it."""
+
+    def __init__(self, tokenizer: BundleTokenizer, prompt: Sequence[int]) -> None:
+        """Nothing came after `prompt` yet."""
+        self._stream, self._count, self._text = TextStream(tokenizer, prompt), 0, ""
+
+    def of(self, tokens: Sequence[int], ended: bool) -> str:
+        """Returns the text of `tokens`, which begin with those of the last call; all of it, where they have `ended`."""
+        for token in tokens[self._count :]:
+            self._text += self._stream.push(token)
+        self._count = len(tokens)
+        return self._text + self._stream.finish() if ended else self._text
 
 
 def _window_start(tokenizer: BundleTokenizer, ids: Sequence[int]) -> int:

@@ -7,11 +7,10 @@ from typing import Any
 
 from tide_export.errors import BundleError, ConstraintError, GenerationError, QueueFullError
 from tide_export.runtime.chat_template import ChatTemplate
-from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig
+from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.handle import RequestHandle
-from tide_export.runtime.scheduler import SchedulerLimits
+from tide_export.runtime.scheduler import AUDIT_RATE, AuditConfig, SchedulerLimits
 from tide_export.serving.config import ServerConfig
 from tide_export.serving.metrics import Metrics
 from tide_export.serving.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest

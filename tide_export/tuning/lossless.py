@@ -15,8 +15,8 @@ import numpy as np
 
 from tide_export.errors import TuneError
 from tide_export.progress import stage
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.generation import Generation
 from tide_export.tuning.auto import with_lossless
 from tide_export.tuning.measure import measure_prompts
 from tide_export.tuning.prompts import Prompts

@@ -15,8 +15,8 @@ from tide_export.bundle.manifest import EXACT
 from tide_export.formatting import attributes
 from tide_export.model.source import SourceModel
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.stepping import Batch
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.verify.parity import Check, Generated

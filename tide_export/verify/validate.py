@@ -18,16 +18,16 @@ from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.data.sequences import load_tokenizer, read_sequences
-from tide_export.errors import BundleError, ConfigError, ProviderError
+from tide_export.errors import BundleError, ConfigError
 from tide_export.formatting import attributes, percent, table
 from tide_export.model.source import SourceModel, load_model
 from tide_export.names import ROUTERS_FILE
 from tide_export.progress import stage
 from tide_export.routers.router_set import RouterSet
-from tide_export.runtime.stats import LOOKUP_DRAFT
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import open_engine
 from tide_export.runtime.providers import NAME_A_GPU
+from tide_export.runtime.stats import LOOKUP_DRAFT
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import whole_number

@@ -1,4 +1,4 @@
-/* Uses tide.h from C: service BUNDLE, which has no tokenizer. Prints what it got, a line each, for test_cpp_c.py. */
+/* Uses tide.h from C: service BUNDLE, which has no tokenizer. Prints what it got, a line each, for test_c.py. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -30,11 +30,14 @@ struct taken {
   int64_t layers;
 };
 
-static int only_seven(void* context, const int64_t* ids, size_t count, float* logits, size_t vocabulary) {
+static tide_status only_seven(void* context, const int64_t* ids, size_t count, float* logits, size_t vocabulary) {
   size_t i;
-  if (context != NULL && ids[count - 1] == 7) return 0;
+  if (context != NULL && ids[count - 1] == 7) {
+    tide_set_error("seven twice");
+    return TIDE_GENERATION_ERROR;
+  }
   for (i = 0; i < vocabulary; ++i) logits[i] = i == 7 ? 1.0f : -INFINITY;
-  return 1;
+  return TIDE_OK;
 }
 
 static int take(void* context, const tide_token* token) {
@@ -50,7 +53,7 @@ static int schedule(const tide_engine* engine) {
   tide_token token;
   tide_status status;
   double timeout = 600;
-  const tide_logits_processor sevens = {only_seven, NULL};
+  const tide_hooks sevens = {NULL, only_seven, NULL, NULL};
   if (failed("scheduler", tide_scheduler_create(engine, "{\"slots\": 2, \"waiting\": 1}", &scheduler))) return 1;
   if (failed("submit", tide_submit(scheduler, kPrompt, 3, GREEDY, NULL, NULL, &first))) return 1;
   if (failed("submit", tide_submit(scheduler, kPrompt, 2, GREEDY, NULL, &timeout, &second))) return 1;
@@ -88,7 +91,7 @@ static int logprobs(const tide_engine* engine) {
 }
 
 static int hook_fails(const tide_engine* engine) {
-  const tide_logits_processor once = {only_seven, &engine};
+  const tide_hooks once = {&engine, only_seven, NULL, NULL};
   tide_generation* generation;
   return !failed("hook", tide_generate(engine, kPrompt, 3, GREEDY, &once, &generation));
 }

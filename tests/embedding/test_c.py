@@ -1,26 +1,26 @@
-"""The interface for C: a program in C, and Python's ctypes, have the tokens and errors of the Python runtime."""
+"""The interface for C: a program in C, and ctypes, have the tokens and errors that the Python package has."""
 
 import ctypes
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from ctypes import byref, c_int64, c_size_t, c_void_p
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from c_interface import CEngine, Refused, Token, logprobs_of, processor_of
-from cpp_builds import ROOT, SANITIZE, CppBuild, onnxruntime_library
-from hooks import parity
+from builds import ROOT, Embedding, environment
+from c_interface import CEngine, Refused, Token, hooks_of, logprobs_of, open_library
 
 import tide_export
-from tide_export.runtime.generation import TokenLogprobs
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.tokenizer import TextStream
+from tide_export.runtime.generation import TokenLogprobs
+from tide_export.runtime.native import LIBRARY
+from tide_export.runtime.tokenizer import LateText
 
 PROMPT = [3, 14, 15]
 GREEDY: dict[str, Any] = {"mode": "full", "max_new_tokens": 6, "stop_token_ids": []}
@@ -31,17 +31,22 @@ def engine(tiny_llama) -> Engine:
     return tiny_llama.graph(tiny_llama.exact)
 
 
-def onnxruntime_folder(cpp: CppBuild) -> Path:
-    """The folder of libonnxruntime.so.1, which CMake made where there is none."""
-    link = cpp.driver.parent / "onnxruntime"
-    return link if link.is_dir() else onnxruntime_library().parent
+@pytest.fixture(scope="module")
+def c_library() -> ctypes.CDLL:
+    """The package's library, opened as another program opens it."""
+    return open_library(LIBRARY)
 
 
-def test_a_program_in_c(cpp: CppBuild, tiny_llama, engine: Engine) -> None:
-    service = cpp.driver.parent / "tide_service"
+def parity(ids: list[int], logits: np.ndarray) -> np.ndarray:
+    """Even and odd tokens by turns."""
+    logits[(len(ids) + 1) % 2 :: 2] = -np.inf
+    return logits
+
+
+def test_a_program_in_c(embedding: Embedding, tiny_llama, engine: Engine) -> None:
     done = subprocess.run(
-        [service, tiny_llama.exact],
-        env=os.environ | {"LD_LIBRARY_PATH": str(onnxruntime_folder(cpp))},
+        [embedding.service, tiny_llama.exact],
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -60,7 +65,7 @@ def test_a_program_in_c(cpp: CppBuild, tiny_llama, engine: Engine) -> None:
         f"taken 4 {4 * depth}",
         "empty failed with 4: the prompt is empty: give at least one token",
         "logprobs 2 1",
-        "hook failed with 4: logits_processor failed: it returned 0",
+        "hook failed with 4: logits_processor failed: seven twice",
         f"encode failed with 3: bundle {tiny_llama.exact} holds no tokenizer.json, so it can only be run on token ids",
         f"read {three} ended",
         f"cancelled cancelled {two.split()[0]}",
@@ -95,10 +100,9 @@ def test_ctypes(loaded: CEngine, engine: Engine, options: dict[str, Any]) -> Non
     assert streamed == ours.tokens
     again = loaded.generate(PROMPT, **options)
     assert (again.tokens, again.finish_reason) == (ours.tokens, ours.finish_reason)
-    if options.get("temperature", 0) == 0:  # the two runtimes have other random numbers
-        expected = engine.generate(PROMPT, **options)
-        assert (ours.tokens, ours.finish_reason) == (expected.tokens, expected.finish_reason)
-        assert ours.stats.layer_tokens_run == expected.stats.layer_tokens_run
+    expected = engine.generate(PROMPT, **options)
+    assert (ours.tokens, ours.finish_reason) == (expected.tokens, expected.finish_reason)
+    assert ours.stats.layer_tokens_run == expected.stats.layer_tokens_run
 
 
 def test_logprobs(loaded: CEngine, engine: Engine) -> None:
@@ -125,19 +129,20 @@ def test_logprobs(loaded: CEngine, engine: Engine) -> None:
 
 
 def test_a_logits_processor(loaded: CEngine, engine: Engine) -> None:
-    def in_place(ids: list[int], logits: np.ndarray) -> bool:
-        logits[:] = parity(ids, logits)
-        return True
+    def in_place(ids: list[int], logits: np.ndarray) -> int:
+        parity(ids, logits)
+        return 0
 
-    hook = processor_of(in_place)
+    hook = hooks_of(in_place)
     for mode in ({"mode": "full"}, {"mode": "exit", "threshold": 0.5}, {"mode": "lossless", "threshold": 0.5}):
         options = GREEDY | {"repetition_penalty": 1.2} | mode
         assert (
             loaded.generate(PROMPT, hook, **options).tokens
             == engine.generate(PROMPT, logits_processor=parity, **options).tokens
         )
-    with pytest.raises(Refused, match="logits_processor failed: it returned 0"):
-        loaded.generate(PROMPT, processor_of(lambda ids, logits: False), **GREEDY)
+    with pytest.raises(Refused, match="logits_processor failed") as refused:
+        loaded.generate(PROMPT, hooks_of(lambda ids, logits: 4), **GREEDY)
+    assert refused.value.status == 4
 
 
 def test_text(c_library: ctypes.CDLL, demo_bundle: Path, tokenizers_library: Path) -> None:
@@ -170,8 +175,9 @@ def test_text(c_library: ctypes.CDLL, demo_bundle: Path, tokenizers_library: Pat
 
 
 def _pieces(engine: Engine, prompt: list[int], tokens: list[int]) -> list[str]:
-    stream = TextStream(engine.tokenizer, prompt)
-    return [*(stream.push(token) for token in tokens), stream.finish()]
+    text = LateText(engine.tokenizer, prompt)
+    texts = [*(text.of(tokens[:count], False) for count in range(len(tokens) + 1)), text.of(tokens, True)]
+    return [after[len(before) :] for before, after in pairwise(texts)]
 
 
 @pytest.mark.parametrize(
@@ -226,16 +232,10 @@ def test_a_scheduler(loaded: CEngine, engine: Engine) -> None:
     second.close()
 
 
-def test_the_guide(cpp: CppBuild, tiny_llama, engine: Engine, tmp_path: Path) -> None:
+def test_the_guide(embedding: Embedding, tiny_llama, engine: Engine, tmp_path: Path) -> None:
     """The blocks of docs/guide/c.md run."""
-    if SANITIZE:
-        pytest.skip("they are not built with the sanitizer that the library needs")
-    prefix, libraries = cpp.prefix, onnxruntime_folder(cpp)
-    names = {
-        "out/demo": tiny_llama.exact,
-        '"libonnxruntime.so.1"': f'"{onnxruntime_library()}"',
-        '"libtide.so"': f'"{prefix}/lib/libtide.so"',
-    }
+    prefix = embedding.prefix
+    names = {"out/demo": tiny_llama.exact, '"libtide.so"': f'"{prefix}/lib/libtide.so"'}
     blocks = {}
     for language, text in re.findall(r"```(c|python)\n(.*?)```", (ROOT / "docs/guide/c.md").read_text(), re.DOTALL):
         for name, there in names.items():
@@ -243,38 +243,25 @@ def test_the_guide(cpp: CppBuild, tiny_llama, engine: Engine, tmp_path: Path) ->
         blocks[language] = tmp_path / f"guide.{language}"
         blocks[language].write_text(text)
     expected = engine.generate([5, 17, 3], max_new_tokens=16)
-    environment = os.environ | {"LD_LIBRARY_PATH": f"{prefix}/lib:{libraries}"}
-    link = ["-L", prefix / "lib", "-ltide", f"-Wl,-rpath-link,{libraries}"]
-    subprocess.run(
-        [
-            "cc",
-            "-std=c99",
-            "-x",
-            "c",
-            blocks["c"],
-            "-x",
-            "none",
-            "-o",
-            tmp_path / "guide",
-            "-I",
-            prefix / "include",
-            *link,
-        ],
-        check=True,
-    )
-    done = subprocess.run([tmp_path / "guide"], env=environment, capture_output=True, text=True, check=True)
+    program, flags = tmp_path / "guide", ["-std=c99", "-I", prefix / "include"]
+    subprocess.run(["cc", *flags, "-o", program, blocks["c"], "-L", prefix / "lib", "-ltide"], check=True)
+    variables = environment(LD_LIBRARY_PATH=prefix / "lib")
+    done = subprocess.run([program], env=variables, capture_output=True, text=True, check=True)
     *tokens, stats = done.stdout.splitlines()
     assert [int(token) for token in tokens] == expected.tokens
     assert json.loads(stats)["total_tokens"] == len(expected.tokens)
-    done = subprocess.run([sys.executable, blocks["python"]], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, blocks["python"]], env=variables, capture_output=True, text=True, check=True)
     pairs = zip(expected.tokens[:8], expected.stats.exit_layer, strict=False)
     assert done.stdout.splitlines() == [f"{token} after {layers} layers" for token, layers in pairs]
 
 
-def test_the_header_says_what_the_library_exports(cpp: CppBuild) -> None:
-    exported = subprocess.run(
-        ["nm", "-D", "--defined-only", cpp.prefix / "lib" / "libtide.so"], capture_output=True, text=True, check=True
-    )
-    symbols = {line.split()[-1] for line in exported.stdout.splitlines()}
+@pytest.mark.parametrize("of", ["package", "CMake"])
+def test_the_header_says_what_the_library_exports(embedding: Embedding, of: str) -> None:
+    library = LIBRARY if of == "package" else embedding.prefix / "lib" / "libtide.so"
+    command = ["nm", "-D", "--defined-only", library]
+    exported = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    symbols = {line.split()[-1] for line in exported.splitlines()}
     header = (ROOT / "cpp/include/tide/tide.h").read_text()
-    assert symbols == set(re.findall(r"(tide_\w+)\(", header))
+    declared = set(re.findall(r"(tide_\w+)\(", header))
+    others = {name for name in symbols if name == "RegisterCustomOps" or name.startswith("tide_ops_")}  # of operators
+    assert symbols - others == declared

@@ -1,4 +1,4 @@
-"""tide.h by ctypes, with the interface of the Python runtime as far as tests need it."""
+"""tide.h by ctypes, as a program of another language calls it, and not as the Python package does."""
 
 import ctypes
 import json
@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from cpp_builds import onnxruntime_library
 
 from tide_export.runtime.generation import TokenLogprobs
+from tide_export.runtime.native import onnxruntime_library
 
 ENDED = 1
 ROOM = 4096
@@ -42,15 +42,19 @@ class Token(Structure):
 
 OnToken = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(Token))
 ProcessLogits = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_int64), c_size_t, POINTER(ctypes.c_float), c_size_t)
-Process = Callable[[list[int], np.ndarray], bool]
+Process = Callable[[list[int], np.ndarray], int]
 
 
-class Processor(Structure):
-    _fields_ = (("process", ProcessLogits), ("context", c_void_p))
+class Hooks(Structure):
+    _fields_ = (
+        ("context", c_void_p),
+        ("process_logits", ProcessLogits),
+        ("allows_token", c_void_p),
+        ("detokenize", c_void_p),
+    )
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    ctypes.CDLL(str(onnxruntime_library()), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     for name in ("tide_last_error", "tide_generation_stats", "tide_generation_finish_reason"):
         getattr(library, name).restype = c_char_p
@@ -61,13 +65,13 @@ def open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-def processor_of(process: Process) -> Processor:
-    """A hook that changes the logits in place, and returns whether it could."""
+def hooks_of(process: Process) -> Hooks:
+    """A hook that changes the logits in place, and returns a status."""
 
     def hook(_: int | None, ids: Any, count: int, logits: Any, vocabulary: int) -> int:
-        return int(process(ids[:count], np.ctypeslib.as_array(logits, (vocabulary,))))
+        return process(ids[:count], np.ctypeslib.as_array(logits, (vocabulary,)))
 
-    return Processor(ProcessLogits(hook), None)
+    return Hooks(None, ProcessLogits(hook), None, None)
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,12 @@ def logprobs_of(values: Any, count: int) -> TokenLogprobs:
 
 
 class CEngine:
-    """A loaded bundle; with the library of c_networks.cpp, if `load` is "load_networks", its segment networks."""
+    """A loaded bundle."""
 
-    def __init__(self, functions: ctypes.CDLL, bundle: Path, load: str = "load", **options: Any) -> None:
-        self.functions, self.bundle, self.load, self.handle = functions, bundle, load, c_void_p()
-        self.call(load, str(bundle).encode(), _json({"threads": 1} | options), byref(self.handle))
+    def __init__(self, functions: ctypes.CDLL, bundle: Path, **options: Any) -> None:
+        self.functions, self.handle = functions, c_void_p()
+        options = {"threads": 1, "onnxruntime": onnxruntime_library()} | options
+        self.call("load", str(bundle).encode(), _json(options), byref(self.handle))
 
     def close(self) -> None:
         self.functions.tide_engine_free(self.handle)
@@ -110,12 +115,12 @@ class CEngine:
     def generate(
         self,
         ids: Sequence[int],
-        processor: Processor | None = None,
+        hooks: Hooks | None = None,
         on_token: Callable[[Token], bool] | None = None,
         **options: Any,
     ) -> CGeneration:
         generation = c_void_p()
-        request = (self.handle, *_ids(ids), _json(options), processor and byref(processor))
+        request = (self.handle, *_ids(ids), _json(options), hooks and byref(hooks))
         if on_token is None:
             self.call("generate", *request, byref(generation))
         else:
@@ -177,18 +182,18 @@ class CScheduler:
         self.engine.functions.tide_scheduler_free(self.handle)
 
     def submit(
-        self, ids: Sequence[int], processor: Processor | None = None, timeout: float | None = None, **options: Any
+        self, ids: Sequence[int], hooks: Hooks | None = None, timeout: float | None = None, **options: Any
     ) -> "CRequest":
         handle, seconds = c_void_p(), None if timeout is None else byref(c_double(timeout))
-        hook = processor and byref(processor)
-        self.engine.call("submit", self.handle, *_ids(ids), _json(options), hook, seconds, byref(handle))
-        return CRequest(self.engine, handle, processor)
+        given = hooks and byref(hooks)
+        self.engine.call("submit", self.handle, *_ids(ids), _json(options), given, seconds, byref(handle))
+        return CRequest(self.engine, handle, hooks)
 
 
 class CRequest:
-    def __init__(self, engine: CEngine, handle: c_void_p, processor: Processor | None) -> None:
+    def __init__(self, engine: CEngine, handle: c_void_p, hooks: Hooks | None) -> None:
         self._engine, self._handle = engine, handle
-        self._processor = processor  # which must live until the request has ended
+        self._hooks = hooks  # which must live until the request has ended
 
     def __iter__(self) -> Iterator[Token]:
         token = Token()

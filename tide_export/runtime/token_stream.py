@@ -1,0 +1,93 @@
+"""Reads the tokens of one generation as they are made."""
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from ctypes import c_int64, c_size_t, c_void_p
+
+from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
+from tide_export.runtime.hooks import Hooks
+from tide_export.runtime.native import ENDED, created, error_of, library
+from tide_export.runtime.stats import ExitStats
+from tide_export.runtime.tokenizer import LateText
+
+TOKENS_READ = 64  # in one call
+
+
+class TokenStream(Iterator[int]):
+    """Yields the tokens of one generation as they are made.
+
+    An exception that ends a read (KeyboardInterrupt, a time-out from a signal handler, GenerationError) changes
+    nothing: the next read makes the same token.
+
+    Attributes:
+        tokens: the tokens returned so far.
+    """
+
+    def __init__(self, handle: c_void_p, hooks: Hooks | None, late: LateText | None, logprobs: bool) -> None:
+        """Takes over the handle of a tide_token_stream.
+
+        Args:
+            late: makes the text, where the library does not.
+            logprobs: whether they were asked for.
+        """
+        self.tokens: list[int] = []
+        self._handle, self._hooks, self._late, self._with_logprobs = handle, hooks, late, logprobs
+        self._made: list[int] = []  # and read, of which some are not returned yet
+        self._ended = False
+        self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
+        self._pointer = ctypes.byref(self._count)
+        weakref.finalize(self, library().tide_token_stream_free, handle)
+
+    @property
+    def stats(self) -> ExitStats:
+        """Of the tokens made so far, in lossless mode a few more than were returned."""
+        return self._snapshot().stats
+
+    @property
+    def text(self) -> str | None:
+        """Of the tokens made so far, without what may become a stop string; None: neither `stop` nor `detokenize` asks
+        for it."""
+        if self._late is not None:
+            return self._late.of(self._made, self._ended)
+        return self._snapshot().text
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of the tokens returned so far; None: they were not asked for."""
+        return self._snapshot().logprobs[: len(self.tokens)] if self._with_logprobs else None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None until the stream has ended."""
+        return self._snapshot().finish_reason if self._ended and len(self.tokens) == len(self._made) else None
+
+    def __next__(self) -> int:
+        while len(self.tokens) == len(self._made):
+            if self._ended:
+                raise StopIteration
+            self._make_tokens()
+        token = self._made[len(self.tokens)]
+        self.tokens += (token,)  # no call, after which a signal's exception would lose the token
+        return token
+
+    def finish(self) -> Generation:
+        """Generates the remaining tokens; the whole generation."""
+        while not self._ended:
+            self._make_tokens()
+        self.tokens += self._made[len(self.tokens) :]
+        made = self._snapshot()
+        assert made.finish_reason is not None
+        logprobs = made.logprobs if self._with_logprobs else None
+        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text)
+
+    def _make_tokens(self) -> None:
+        """Runs a step, which may give tokens."""
+        status = self._step(self._handle, len(self._made), self._ids, TOKENS_READ, self._pointer)
+        if status > ENDED:
+            raise error_of(status) if self._hooks is None else self._hooks.error_of(status)
+        self._made += self._ids[: self._count.value]
+        self._ended = status == ENDED
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(created("token_stream_so_far", self._handle))
