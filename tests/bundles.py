@@ -93,7 +93,7 @@ def tuned(manifest: Manifest) -> Manifest:
 
 
 def with_manifest(bundle: Path, folder: Path, **fields: Any) -> Path:
-    """A copy of a bundle, with links to its files, in a new folder under `folder`; its manifest, and with it its graph, has other
+    """A copy of a bundle, with links to its files, in a new folder under `folder`; its manifest and graph have other
     `fields`."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = Path(tempfile.mkdtemp(dir=folder)) / bundle.name

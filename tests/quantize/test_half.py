@@ -182,7 +182,7 @@ def test_a_graph_equals_the_model(
 
 
 def plain_logits(bundle: Path, ids: list[int]) -> np.ndarray:
-    """Logits after a prompt by the bundle's graph in an ONNX Runtime that has no operators of ours: by their functions."""
+    """Logits after a prompt by the bundle's graph in an ONNX Runtime without our operators: by their functions."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     session = ort.InferenceSession(str(bundle / names.GRAPH_FILE), options)

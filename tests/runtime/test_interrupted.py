@@ -14,8 +14,9 @@ from tiny_model import TinyModel
 
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.engine import Engine, TokenStream, load
+from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
+from tide_export.runtime.token_stream import TokenStream
 
 PROMPT = [5, 17, 3, 17, 3]
 TOKENS = 6

@@ -1,5 +1,6 @@
 """What mode auto is: chosen from measured speeds, by one rule, for export and for tune."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from tide_export.bundle.auto_mode import AutoMode
 from tide_export.bundle.manifest import PROPAGATE, Manifest
 from tide_export.names import MANIFEST_FILE
 from tide_export.runtime.config import GenerationConfig
@@ -22,8 +24,14 @@ POINT = {"epsilon": 0.02, "thresholds": [0.7, 0.8, 1.0], "changed": 0.01, "layer
 
 @pytest.fixture
 def engine(demo_bundle: Path) -> Engine:
-    loaded = load(demo_bundle, threads=1)
-    return Engine(replace(loaded.bundle, manifest=replace(loaded.manifest, auto=None)), loaded.backend)
+    return with_auto(load(demo_bundle, threads=1), None)
+
+
+def with_auto(engine: Engine, record: AutoMode | None) -> Engine:
+    """The same engine, of a bundle with another record of what mode auto is."""
+    other = copy.copy(engine)
+    other.bundle = replace(engine.bundle, manifest=replace(engine.manifest, auto=record))
+    return other
 
 
 @pytest.fixture
@@ -87,8 +95,8 @@ def test_delays_by_other_programs_do_not_count(
 
 def test_the_engine_that_serves_is_measured(engine: Engine) -> None:
     assert 0.01 < exit_speedup(engine, [0.0] * 3) < 100
-    without = replace(engine.bundle, files={})
-    assert 0.01 < exit_speedup(Engine(without, engine.backend), [1.0] * 3) < 100
+    engine.bundle = replace(engine.bundle, files={})
+    assert 0.01 < exit_speedup(engine, [1.0] * 3) < 100, "without a tokenizer"
 
 
 def test_export_takes_the_largest_share_that_is_allowed(demo_bundle: Path, speed: list[Any]) -> None:
@@ -136,15 +144,12 @@ def test_a_gain_within_the_error_of_the_measurement_is_none(demo_bundle: Path, s
 def test_tune_of_one_mode_keeps_what_is_known_of_the_other(engine: Engine, speed: list[Any]) -> None:
     exits = with_exits(engine, (0.5, 0.6, 0.7), 0.05, 2)
     assert (exits.mode, exits.epsilon, exits.thresholds) == ("exit", 0.05, (0.5, 0.6, 0.7))
-    tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=exits)), engine.backend)
+    tuned = with_auto(engine, exits)
     for speedup, mode in ((1.5, "lossless"), (1.2, "exit"), (None, "exit")):
         both = with_lossless(tuned, speedup, DRAFTS, [])
         assert (both.mode, both.lossless_speedup, both.exit_speedup) == (mode, speedup, 1.3)
         assert both.thresholds == exits.thresholds
-    drafting = Engine(
-        replace(engine.bundle, manifest=replace(engine.manifest, auto=with_lossless(engine, 1.4, DRAFTS, []))),
-        engine.backend,
-    )
+    drafting = with_auto(engine, with_lossless(engine, 1.4, DRAFTS, []))
     nothing = with_exits(drafting, (1.0,) * 3, 0.01, 2)
     assert (nothing.mode, nothing.exit_speedup, nothing.lossless_speedup) == ("lossless", None, 1.4)
 
@@ -172,7 +177,7 @@ def test_several_exit_where_they_pay_for_all_fewer(
     assert (record.mode, record.slots) == ("exit", expected)
     assert record.evidence["slots"] == {str(count): speeds[count] for count in sorted(speeds)}
     assert asked == [[("full", None), ("exit", (0.5, 0.6, 0.7))]] * len(speeds)
-    tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=record)), engine.backend)
+    tuned = with_auto(engine, record)
     assert with_exits(tuned, (0.5, 0.6, 0.7), 0.05, 2).slots is None, "of other thresholds"
     kept = with_lossless(tuned, 1.2, DRAFTS, [])
     assert (kept.slots, kept.evidence) == (expected, record.evidence)
@@ -197,7 +202,7 @@ def test_several_draft_where_they_pay_for_all_fewer(
     record = with_lossless(engine, 1.5, request, [[5], [7]])
     assert (record.mode, record.slots, record.evidence["slots"]) == ("lossless", 4, {"2": 1.4, "4": 1.02, "8": 0.97})
     assert asked == [(["full", "lossless"], {40}, [[5], [7]])] * 3
-    tuned = Engine(replace(engine.bundle, manifest=replace(engine.manifest, auto=record)), engine.backend)
+    tuned = with_auto(engine, record)
     kept = with_exits(tuned, (0.5, 0.6, 0.7), 0.05, 2, (4,))
     assert (kept.mode, kept.slots, kept.evidence["slots"]) == ("lossless", 4, record.evidence["slots"])
     asked.clear()

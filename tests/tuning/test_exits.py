@@ -15,7 +15,6 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError, TuneError
 from tide_export.names import MANIFEST_FILE
-from tide_export.runtime.engine import Engine
 from tide_export.thresholds.pareto import Point
 from tide_export.tuning.tune import tune as tune_bundle
 
@@ -305,14 +304,15 @@ def test_the_model_s_weights_must_be_the_bundle_s(bundle: Path, demo_model: Path
 def test_a_bundle_without_checkpoints_has_nothing_to_tune(bundle: Path, monkeypatch):
     opened = open_bundle(bundle)
     full_depth = replace(opened.manifest, checkpoints=(), thresholds=())
-    engine = Engine(replace(opened, manifest=full_depth), backend=None)
+    engine = SimpleNamespace(bundle=replace(opened, manifest=full_depth), manifest=full_depth, max_batch_size=1)
     monkeypatch.setattr("tide_export.tuning.tune.load", lambda *arguments, **options: engine)
     with pytest.raises(TuneError, match="no checkpoints"):
         tune_bundle(bundle, str(TEXT), epsilon=0.1, delta=0.1)
 
 
 def test_more_slots_than_the_bundle_decodes_are_told_before_anything_is_measured(bundle: Path, never_run, monkeypatch):
-    engine = Engine(open_bundle(bundle), backend=SimpleNamespace(max_batch_size=1))
+    opened = open_bundle(bundle)
+    engine = SimpleNamespace(bundle=opened, manifest=opened.manifest, max_batch_size=1)
     monkeypatch.setattr("tide_export.tuning.tune.load", lambda *arguments, **options: engine)
     with pytest.raises(ConfigError, match=r"slots 8: bundle .* decodes at most 1 at once"):
         tune_bundle(bundle, str(TEXT), epsilon=0.1, delta=0.1, slots=(4, 8))

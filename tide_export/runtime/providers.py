@@ -92,8 +92,8 @@ def _candidates(bundle: Bundle) -> list[str]:
 def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None) -> c_void_p:
     if provider not in FLAVOURS and options["onnxruntime"] is None and not os.environ.get("TIDE_ONNXRUNTIME"):
         raise ProviderError(
-            f"provider '{provider}' needs ONNX Runtime: pip install tide_export[cpu], or name its library in the environment "
-            "variable TIDE_ONNXRUNTIME"
+            f"provider '{provider}' needs ONNX Runtime: pip install tide_export[cpu], or name its library in the "
+            "environment variable TIDE_ONNXRUNTIME"
         )
     given = {name: value for name, value in options.items() if value is not None} | {"provider": provider}
     if provider in FLAVOURS:

@@ -5,6 +5,7 @@ import json
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int64, c_size_t, c_void_p
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class SequenceState:
     def pending(self) -> list[int]:
         """Tokens pending before segment 1, 2, ... K-1."""
         lengths = self.lengths
-        return [before - after for before, after in zip(lengths, lengths[1:], strict=False)]
+        return [before - after for before, after in pairwise(lengths)]
 
     def rewind(self, length: int) -> None:
         """Forgets all tokens but the first `length`, as if they had never been stepped.

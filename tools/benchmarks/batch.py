@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from tide_export.data.documents import Documents
-from tide_export.runtime.generation import Generation
 from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.generation import Generation
 from tide_export.runtime.tokenizer import BundleTokenizer
 
 

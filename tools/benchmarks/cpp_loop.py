@@ -23,11 +23,11 @@ from statistics import median
 from typing import Any
 
 from harness.interleave import write_json
+from tide_export.runtime.branched.backend import BranchedBackend
+from tide_export.runtime.sequence import Batch
 
 from tide_export.formatting import table
-from tide_export.runtime.branched.backend import BranchedBackend
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.sequence import Batch
 
 CASES: dict[str, dict[str, Any]] = {"full": {"mode": "full"}, "exit at 0.5": {"mode": "exit", "threshold": 0.5}}
 PYTHON, CPP, INSIDE = "Python", "C++", "inside ONNX Runtime"

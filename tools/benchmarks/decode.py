@@ -36,10 +36,10 @@ from harness import genai_case as genai_graph
 from harness.engine_case import RESTART_AFTER, DecodeSteps, steps_after, tokens
 from harness.graphs import BRANCHED, FLOAT32, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
 from harness.interleave import Case, Goal, Seconds, interleave, plot, render_table, summary, write_json
+from tide_export.runtime.onnxruntime import bindings
 
 from tide_export.model.source import SourceModel
 from tide_export.runtime.engine import load
-from tide_export.runtime.onnxruntime import bindings
 
 
 def eager_case(source: SourceModel, context: Sequence[int]) -> Case:

@@ -42,13 +42,13 @@ matplotlib.use("Agg")
 import numpy as np
 from harness.chat import chat_prompts
 from matplotlib.figure import Figure
+from tide_export.runtime.branched.backend import empty_batch
+from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 
 from tide_export.bundle.manifest import EXACT
 from tide_export.formatting import table
 from tide_export.progress import stage
-from tide_export.runtime.branched.backend import empty_batch
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.thresholds.resolve import ALWAYS_EXIT, NEVER_EXIT, resolve_thresholds
 from tide_export.tuning.prompts import draw_prompts

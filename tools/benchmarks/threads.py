@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median
 
 from harness.interleave import write_json
+from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 from tide_export.formatting import table
-from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 ASLEEP, ALONE = "sleep at once", "alone"
 MIN_GAIN, MIN_ELSEWHERE = 1.1, 0.9  # times as fast as sleeping

@@ -23,13 +23,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from tide_export.runtime.onnxruntime.segments import open_segments
+from tide_export.runtime.pytorch.segments import open_torch
+from tide_export.runtime.segmented.backend import SegmentBackend
 
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import TideError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.onnxruntime.segments import open_segments
-from tide_export.runtime.pytorch.segments import open_torch
-from tide_export.runtime.segmented.backend import SegmentBackend
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 # By weights: what logits may differ by, as a share of the largest, and scores, before a threshold between is undecided.

@@ -1,4 +1,4 @@
-"""The few calls of the CUDA runtime that opening TensorRT's engines takes, by NVIDIA's bindings (package cuda-bindings)."""
+"""The calls of the CUDA runtime that opening TensorRT's engines takes, by NVIDIA's package cuda-bindings."""
 
 from types import ModuleType
 from typing import Any

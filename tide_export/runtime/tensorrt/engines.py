@@ -2,9 +2,9 @@
 
 The two flavours share this module; `flavours` has the differences. An engine runs on one version of one flavour, on the
 GPUs it was built for: all of that is compared before the library loads it, because the library's messages about an
-engine that does not fit are for its developers. The library runs the engines by a callback (`callers_networks`). Every set of
-buffers has one execution context per network and optimization profile; all of them share one block of working memory,
-because one network runs at a time.
+engine that does not fit are for its developers. The library runs the engines by a callback (`callers_networks`). Every
+set of buffers has one execution context per network and optimization profile; all of them share one block of working
+memory, because one network runs at a time.
 """
 
 import mmap

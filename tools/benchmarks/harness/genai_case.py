@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 from harness.interleave import Case
-from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 from tide_export.cli.torch_environment import SPIN_ROUNDS
-from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 CHILD = Path(__file__).with_name("peer_process.py")
 START_LIMIT, STEP_LIMIT = 3600.0, 300.0  # seconds: of a start that exports, and of a step
