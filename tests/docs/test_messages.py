@@ -14,9 +14,9 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Every string in the package's sources; NUL stands for a value that is filled in."""
+    """Every string in the sources of the package and of the runtime; NUL stands for a value that is filled in."""
     found = []
-    for path in (ROOT / "tide_export").rglob("*.py"):
+    for path in [*(ROOT / "tide_export").rglob("*.py"), ROOT / "packaging" / "tide_build.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 found.append(
@@ -26,7 +26,22 @@ def texts() -> list[str]:
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(re.sub(r"%[.\d]*[sdrf]", "\0", node.value))
+    for path in (ROOT / "cpp" / "src").rglob("*.cpp"):
+        found += cpp_texts(path.read_text())
     return found
+
+
+def cpp_texts(source: str) -> list[str]:
+    """The strings of a source in C++; those of one expression are one, with NUL around them for what is filled in."""
+    found, end = [""], 0
+    for literal in re.finditer(r'"((?:[^"\\\n]|\\.)*)"', source):
+        between, end = source[end : literal.start()], literal.end()
+        if re.search("[;{}]", between):
+            found.append("")
+        if between.strip():
+            found[-1] += "\0"
+        found[-1] += re.sub(r"\\(.)", r"\1", literal[1])
+    return [text + "\0" for text in found]
 
 
 def test_every_message_of_the_page_is_one_of_the_code(texts: list[str]) -> None:
