@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRITON := $(shell grep '^nvidia-pytriton==' constraints.txt)
 
-.PHONY: demo test lint docs format clean
+.PHONY: demo test lint docs wheels format clean
 
 demo: $(VENV)/.runs
 	PATH="$(abspath $(BIN)):$$PATH" sh demo/run.sh $(OUT)
@@ -30,6 +30,12 @@ lint: $(VENV)/.tests
 
 docs: $(VENV)/.tests
 	$(BIN)/mkdocs build --strict
+
+# For each machine, by the compiler in PyPI's ziglang, which brings the C library of each.
+wheels:
+	for machine in x86_64 aarch64; do \
+		TIDE_WHEEL=$$machine $(PYTHON) -m pip wheel --no-deps --wheel-dir out/wheels . || exit; \
+	done
 
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .

@@ -32,8 +32,8 @@ RUNTIME_FLAGS, OPERATOR_FLAGS = ("-O2",), ("-O3", "-ffp-contract=fast")
 WITH_TENSORRT = {"flavours.cpp", "kernel_cache.cpp", "trt_networks.cpp"}
 WITHOUT_TENSORRT = {"no_tensorrt.cpp"}
 NO_COMPILER = (
-    "tide_export needs a C++17 compiler: install g++ or clang, or let pip install ziglang (it does where an index can be "
-    "reached and --no-build-isolation is not given)"
+    "tide_export needs a C++17 compiler: install g++ or clang, or let pip install ziglang (it does where an index "
+    "can be reached and --no-build-isolation is not given)"
 )
 
 

@@ -14,7 +14,7 @@
 namespace tide_ops {
 namespace {
 
-TIDE_BEGIN_TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")
+TIDE_BEGIN_TARGET(TIDE_AVX512 ",avx512vnni")
 
 #define TIDE_LANES 16
 #include "lanes.inc"
@@ -218,7 +218,7 @@ void multiply(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const&
 }  // namespace
 
 bool integers_supported() {
-  return cpu_has_avx512() && __builtin_cpu_supports("avx512vnni");
+  return cpu().avx512_vnni;
 }
 
 void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weights, RoundedInputs* row) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernel.h"
+#include "targets.h"
 
 namespace tide_ops {
 
@@ -66,7 +67,7 @@ inline void add_rows_baseline(Rows const& rows, float const* weights, std::int64
 
 inline AddRows best_add_rows() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return add_rows_avx2;
+  if (cpu().avx2) return add_rows_avx2;
 #endif
   return add_rows_baseline;
 }
