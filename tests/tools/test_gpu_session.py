@@ -15,7 +15,7 @@ import pytest
 from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.options import build_parser
-from tide_export.runtime.engine import load
+from tide_export.runtime.engine import load, open_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,17 +173,17 @@ def test_what_was_brought_along_is_found_and_kept(
 def test_archive_and_page_are_written_with_every_step(session: ModuleType, run, tmp_path: Path) -> None:
     archive, page = tmp_path / "session.tgz", tmp_path / "gpu.md"
     figures = {
-        "device": "CPU", "weights": "bf16", "kernels": False, "graphs": 0, "wrong": ["step 3: logits"],
+        "engine": "cuda", "precision": "bf16", "wrong": ["step 3: logits"],
         "steps": {"steps": 7, "largest": 0.01},
         "rows": [
-            {"mode": "full", "sequences": 1, "equal": 9, "alone": 8, "tokens": 9, "speeds": {"torch": 12.34, "x": 5}}
+            {"mode": "full", "sequences": 1, "equal": 9, "alone": 8, "tokens": 9, "speeds": {"cuda": 12.34, "x": 5}}
         ],
     }  # fmt: skip
     folder = tmp_path / "out"
     early = str(folder / "early.tgz")
     todo = [
         session.Step(
-            "torch-cpu-bf16",
+            "networks-cuda-bf16",
             "y",
             script(f"import shutil; shutil.copy({str(archive)!r}, {str(folder / 'early.tgz')!r})"),
         ),
@@ -191,19 +191,19 @@ def test_archive_and_page_are_written_with_every_step(session: ModuleType, run, 
         session.Step("rests", "z", script(""), after=("gone",)),
     ]
     folder.mkdir()
-    (folder / "torch-cpu-bf16.json").write_text(json.dumps(figures))
+    (folder / "networks-cuda-bf16.json").write_text(json.dumps(figures))
     (folder / "kernels.json").write_text(json.dumps({"gpu": "X", "times": [{"step": "exit", "ours": 1.234}]}))
     code, _ = run(todo, "--archive", str(archive), "--page", str(page))
     assert code == 0
     with tarfile.open(early) as first:
         started = json.load(first.extractfile("report.json"))["results"]
-        assert [(entry["step"], entry["outcome"]) for entry in started] == [("torch-cpu-bf16", "started")]
+        assert [(entry["step"], entry["outcome"]) for entry in started] == [("networks-cuda-bf16", "started")]
     with tarfile.open(archive) as last:
-        assert {"report.json", "report.md", "torch-cpu-bf16.log", "kernels.json"} <= set(last.getnames())
+        assert {"report.json", "report.md", "networks-cuda-bf16.log", "kernels.json"} <= set(last.getnames())
     text = page.read_text()
     assert "| gone | skipped: no abacus here | 0 | z |" in text
     assert "1 more steps rest on steps that have not passed." in text
-    assert "| CPU, bf16 | full | 1 | 12.3 | x 5.0 | 9 / 8 of 9 |" in text
+    assert "| cuda, bf16 | full | 1 | 12.3 | x 5.0 | 9 / 8 of 9 |" in text
     assert "**differs: step 3: logits**" in text
     assert "| exit | 1.23 |" in text
     assert ("**Nothing has run on a GPU yet.**" in text) == (
@@ -271,7 +271,7 @@ def test_without_a_gpu_every_step_on_one_is_skipped(
     given = plan.Given({"fp32": tmp_path / "b"}, tmp_path / "kernels.so")
     words = (
         "kernel-t",
-        "torch-fp32",
+        "networks-",
         "cuda-",
         "engine-tests",
         "sanitizer",
@@ -290,7 +290,10 @@ def test_without_a_gpu_every_step_on_one_is_skipped(
     assert len(of_gpu) > 20
     assert session.PASSED not in of_gpu.values()
     assert (
-        of_gpu["torch-fp32"] == of_gpu["kernel-tests"] == of_gpu["engine-tests-tensorrt-rtx"] == "skipped: no GPU here"
+        of_gpu["kernel-times"]
+        == of_gpu["kernel-tests"]
+        == of_gpu["engine-tests-tensorrt-rtx"]
+        == "skipped: no GPU here"
     )
 
 
@@ -344,4 +347,5 @@ def test_a_bundle_is_packed_without_what_a_session_does_not_read(carry: ModuleTy
         assert (names.WEIGHTS_FILE in files) == (name == "fp32")
     prompt = [3, 5, 7]
     expected = load(tiny_llama.exact, provider="cpu").generate(prompt, max_new_tokens=4).tokens
-    assert load(tmp_path / "bf16", provider="torch").generate(prompt, max_new_tokens=4).tokens == expected
+    networks = open_engine(open_bundle(tmp_path / "bf16"), "cpu-networks")
+    assert networks.generate(prompt, max_new_tokens=4).tokens == expected

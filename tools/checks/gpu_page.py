@@ -27,7 +27,7 @@ def page(machine: Mapping[str, str], results: Sequence[Mapping[str, Any]], folde
     parts += ["## Steps", table(["step", "outcome", "seconds", "shows"], map(_step, shown))]
     if len(shown) < len(results):
         parts.append(f"{len(results) - len(shown)} more steps rest on steps that have not passed.")
-    parts += _of_torch(folder, results)
+    parts += _of_networks(folder, results)
     parts += _of_kernels(folder)
     for file in sorted(folder.glob("batch-*.json")):
         rows = json.loads(file.read_text())
@@ -44,24 +44,23 @@ def _step(result: Mapping[str, Any]) -> list[object]:
     return [result["step"], result["outcome"], f"{result['seconds']:g}", result["shows"]]
 
 
-def _of_torch(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The segment networks in PyTorch: a row per mode and number of sequences."""
+def _of_networks(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The segment networks: a row per engine, mode and number of sequences."""
     rows, notes = [], []
     for result in results:
         file = folder / f"{result['step']}.json"
-        if not result["step"].startswith("torch-") or not file.is_file() or result["outcome"].startswith("skipped"):
+        if not result["step"].startswith("networks-") or not file.is_file() or result["outcome"].startswith("skipped"):
             continue
         found = json.loads(file.read_text())
-        engine = f"{found['device']}, {found['weights']}" + (", TideExit by the kernel" if found["kernels"] else "")
+        engine = f"{found['engine']}, {found['precision']}"
         steps = found["steps"]
         notes.append(
             f"- {engine}: {steps['steps']} steps on the same tokens, logits within {steps['largest']:.1e} of the "
-            f"largest; {found['graphs']} runs recorded"
-            + "".join(f"; **differs: {sentence}**" for sentence in found["wrong"])
+            "largest" + "".join(f"; **differs: {sentence}**" for sentence in found["wrong"])
         )
         for row in found["rows"]:
             speeds = dict(row["speeds"])
-            own = speeds.pop("torch")
+            own = speeds.pop(found["engine"])
             beside = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
             equal = f"{row['equal']} / {row['alone']} of {row['tokens']}"
             rows.append([engine, row["mode"], row["sequences"], f"{own:.1f}", beside, equal])
@@ -75,7 +74,7 @@ def _of_torch(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
         "beside, tokens/s",
         "tokens equal to the CPU's graph / to one by one",
     ]
-    return ["## Segment networks in PyTorch", table(heads, iter(rows)), "\n".join(notes)]
+    return ["## Segment networks", table(heads, iter(rows)), "\n".join(notes)]
 
 
 def _of_kernels(folder: Path) -> list[str]:

@@ -11,11 +11,10 @@ before and after every step, so that a session that is cut off leaves what it ha
 `--resume` goes on: what passed, failed or timed out stays, and a step in which the session ended comes last, once.
 `--only` runs some steps again; the results of the others stay in the report.
 
-Uses what is installed and downloads nothing: the extras `gpu`, `rtx`, `torch` and `export` for all of it; TENSORRT_ROOT
-for the plugin library and, like TENSORRT_RTX_ROOT, for the C++ runtime, which also needs the headers of ONNX Runtime
-and nlohmann/json (in ONNXRUNTIME_INCLUDE_DIR and NLOHMANN_JSON_INCLUDE_DIR where they are not installed). `--carried`
-names what `gpu_carry.py` has packed: bundles and compiled kernels. Without bundles the demo model is exported here, in
-three precisions. Exit code 1 when a step failed.
+Uses what is installed and downloads nothing: the extras `gpu`, `rtx` and `export` for all of it; TENSORRT_ROOT for the
+plugin library and, like TENSORRT_RTX_ROOT, for the C++ runtime. `--carried` names what `gpu_carry.py` has packed:
+bundles and compiled kernels. Without bundles the demo model is exported here, in three precisions. The package's
+library is compiled where it was not brought along. Exit code 1 when a step failed.
 """
 
 import argparse

@@ -16,16 +16,21 @@ from gpu_machine import (
     libraries,
     onnxruntime_on_gpu,
     package,
-    package_folder,
     program,
     torch_on_gpu,
 )
 
 WEIGHTS = ("fp32", "fp16", "bf16")
 ROOTS = {"tensorrt": "TENSORRT_ROOT", "tensorrt-rtx": "TENSORRT_RTX_ROOT"}  # variables that name a flavour's headers
-HEADERS = ("ONNXRUNTIME_INCLUDE_DIR", "NLOHMANN_JSON_INCLUDE_DIR")  # and other headers of the C++ runtime's
 MAX_SECONDS = 540  # of a step: who lends a machine for so many minutes a command gets every step whole
 PYTHON = sys.executable
+LIBRARY = """
+import subprocess, sys
+from tide_export.runtime.native import LIBRARY, library
+if not LIBRARY.is_file():
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True)
+print(library())
+"""
 SANITIZERS = {
     "memcheck": "bad address",
     "racecheck": "race",
@@ -77,10 +82,11 @@ def steps(folder: Path, given: Given) -> list[Step]:
     build = folder / "build"
     kernels = given.kernels or build / "plugins" / "libtide_kernels.so"
     plugins = build / "plugins" / "libtide_plugins.so"
-    bundles, exported = dict(given.bundles), dict[str, tuple[str, ...]]()
+    bundles, exported = dict(given.bundles), dict[str, tuple[str, ...]]()  # the latter: steps they rest on
     found = [
         Step("gpu", "which GPU and driver", ("nvidia-smi",), 30, (), (program("nvidia-smi"),)),
         Step("packages", "which versions", (PYTHON, "-m", "pip", "freeze"), 60),
+        Step("library", "the runtime's library is there, or compiles", (PYTHON, "-c", LIBRARY), MAX_SECONDS),
         *_kernel_steps(given, kernels, folder),
     ]
     if not bundles:
@@ -89,24 +95,16 @@ def steps(folder: Path, given: Given) -> list[Step]:
         found += [_export_step(weights, target) for weights, target in bundles.items()]
     reference = next(iter(bundles.values()))
     for name, bundle in bundles.items():
-        found += _torch_steps(name, bundle, reference, kernels, folder, exported.get(name, ()))
-        found.append(
-            Step(
-                f"cuda-{name}",
-                "ONNX Runtime on CUDA runs the segment networks; its times",
-                cli("bench", bundle, "--provider", "cuda", "--json"),
-                300,
-                exported.get(name, ()),
-                (onnxruntime_on_gpu,),
-            )
-        )
+        found += _cuda_steps(name, bundle, reference, folder, exported.get(name, ("library",)))
     found += _plugin_build_steps(build)
     for one in FLAVOURS.values():
         found += _cpp_build_steps(one.name, build.with_name(f"cpp-{one.name}"))
         for bundle_name, bundle in bundles.items():
             for library in (None, plugins) if one.has_plugins else (None,):
                 name = f"{one.name}-{bundle_name}" + ("-plugins" if library else "")
-                found += _engine_steps(name, one.name, bundle, folder / name, exported.get(bundle_name, ()), library)
+                found += _engine_steps(
+                    name, one.name, bundle, folder / name, exported.get(bundle_name, ("library",)), library
+                )
     return [*found, *_test_steps(plugins), *_sanitizer_steps(kernels)]
 
 
@@ -180,47 +178,33 @@ def _export_step(weights: str, target: Path) -> Step:
         f"the demo model's segment networks in {weights}",
         cli("export", "demo/demo-llama", "-o", target, "--weights", weights, *options),
         MAX_SECONDS,
-        (),
+        ("library",),
         tuple(package(name) for name in ("torch", "transformers", "onnxscript", "pydantic", "datasets")),
     )
 
 
-def _torch_steps(
-    name: str, bundle: Path, reference: Path, kernels: Path, folder: Path, after: tuple[str, ...]
-) -> list[Step]:
-    """The networks in PyTorch: on the CPU, on the GPU in CUDA graphs, and there with our kernel."""
-    after = after if bundle == reference else (*after, *(("export-fp32",) if after else ()))
-
-    def check(step: str, *more: object) -> tuple[str, ...]:
-        given = (bundle, "--reference", reference, "--json", folder / f"{step}.json", *more)
-        return tool("checks/torch_networks", *given)
-
-    shows = "the segment networks in PyTorch: logits, exits and tokens against the graph on the CPU, and times; "
-    cpu, cuda, with_kernel = f"torch-cpu-{name}", f"torch-{name}", f"torch-{name}-kernel"
+def _cuda_steps(name: str, bundle: Path, reference: Path, folder: Path, after: tuple[str, ...]) -> list[Step]:
+    """The segment networks in ONNX Runtime on CUDA."""
+    step = f"networks-cuda-{name}"
+    given = ("cuda", "--reference", reference, "--new-tokens", "128", "--json", folder / f"{step}.json")
+    if bundle != reference and after != ("library",):
+        after = (*after, "export-fp32")
     return [
         Step(
-            cuda,
-            f"{shows}recorded in CUDA graphs and not",
-            check(cuda, "--device", "cuda", "--new-tokens", "128"),
+            step,
+            "ONNX Runtime on CUDA: logits, exits and tokens against the graph on the CPU, and times",
+            tool("checks/networks", bundle, *given),
             MAX_SECONDS,
             after,
-            (torch_on_gpu, package("onnx"), package("onnxruntime")),
+            (onnxruntime_on_gpu,),
         ),
         Step(
-            with_kernel,
-            f"{shows}TideExit by the kernel",
-            check(with_kernel, "--device", "cuda", "--kernels", kernels, "--new-tokens", "128"),
-            MAX_SECONDS,
-            (cuda, "kernels"),
-            (torch_on_gpu,),
-        ),
-        Step(
-            cpu,
-            f"{shows}on the CPU",
-            check(cpu, "--new-tokens", "16", "--rounds", "1"),
-            MAX_SECONDS,
+            f"cuda-{name}",
+            "ONNX Runtime on CUDA: decode times",
+            cli("bench", bundle, "--provider", "cuda", "--json"),
+            300,
             after,
-            (package("torch"), package("onnx"), package("onnxruntime")),
+            (onnxruntime_on_gpu,),
         ),
     ]
 
@@ -306,11 +290,11 @@ def _engine_steps(
         ),
         Step(
             f"cpp-{name}",
-            "the C++ runtime on these engines gives Python's tokens, exit layers and counts; its times",
-            tool("checks/cpp_runtime", bundle, program_of(bundle.with_name(f"cpp-{flavour_name}")), *run),
+            "a program in C++ runs these engines",
+            (str(program_of(bundle.with_name(f"cpp-{flavour_name}"))), str(bundle), "--ids", "5,17,3", *run),
             300,
             (*loaded, f"cpp-build-{flavour_name}"),
-            (package("tokenizers"),),
+            (),
             (("LD_LIBRARY_PATH", libraries(f"{FLAVOURS[flavour_name].module}_libs")),),
         ),
     ]
@@ -319,10 +303,8 @@ def _engine_steps(
 def _cpp_build_steps(name: str, build: Path) -> list[Step]:
     """The C++ runtime with one flavour's headers."""
     variable, configure = ROOTS[name], f"cpp-configure-{name}"
-    library = next(Path(package_folder("onnxruntime")).glob("capi/libonnxruntime.so.*"), "")
-    options = {"TENSORRT_ROOT": os.environ.get(variable, ""), "ONNXRUNTIME_LIBRARY": library}
-    options |= {name: os.environ[name] for name in HEADERS if name in os.environ}
-    given = [f"-D{name}={value}" for name, value in {"TIDE_WITH_TENSORRT": "ON", **options}.items()]
+    options = {"TIDE_WITH_TENSORRT": "ON", "TENSORRT_ROOT": os.environ.get(variable, "")}
+    given = [f"-D{name}={value}" for name, value in options.items()]
     return [
         Step(
             configure,
@@ -330,7 +312,7 @@ def _cpp_build_steps(name: str, build: Path) -> list[Step]:
             ("cmake", "--preset", "runtime", "-B", str(build), *given),
             120,
             (),
-            (flavour(name), program("cmake"), headers(variable), package("onnxruntime")),
+            (flavour(name), program("cmake"), headers(variable)),
         ),
         Step(
             f"cpp-build-{name}",
@@ -348,7 +330,9 @@ def _test_steps(plugins: Path) -> list[Step]:
     shows = "engines give the tokens of the branched graph, in every mode"
     return [
         *(
-            Step(f"engine-tests-{name}", shows, (*engines, chosen), MAX_SECONDS, (), (flavour(name), *exports))
+            Step(
+                f"engine-tests-{name}", shows, (*engines, chosen), MAX_SECONDS, ("library",), (flavour(name), *exports)
+            )
             for name, chosen in (("tensorrt", "tensorrt and not rtx and not plugins"), ("tensorrt-rtx", "rtx"))
         ),
         Step(
@@ -356,7 +340,7 @@ def _test_steps(plugins: Path) -> list[Step]:
             "so do engines with plugins",
             (*engines, "plugins"),
             MAX_SECONDS,
-            ("plugins",),
+            ("library", "plugins"),
             (flavour("tensorrt"), *exports),
             (("TIDE_PLUGINS", str(plugins)),),
         ),
