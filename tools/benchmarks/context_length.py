@@ -41,10 +41,10 @@ from harness.graphs import (
 )
 from harness.interleave import Case, Goal, Seconds, goal_lines, interleave, summary, write_json
 from harness.peer_case import check_logits
-from tide_export.runtime.sequence import ROOM
 
 from tide_export.formatting import table
 from tide_export.runtime.engine import load
+from tide_export.runtime.stepping import ROOM
 
 FULL, MAY_EXIT, ALL_EXIT, LIMITED, WAITING, PEER = (
     "full depth",

@@ -36,7 +36,7 @@ from harness import genai_case as genai_graph
 from harness.engine_case import RESTART_AFTER, DecodeSteps, steps_after, tokens
 from harness.graphs import BRANCHED, FLOAT32, GENAI, PLAIN, Graphs, add_recipe_options, genai_installed, recipe_of
 from harness.interleave import Case, Goal, Seconds, interleave, plot, render_table, summary, write_json
-from tide_export.runtime.onnxruntime import bindings
+from harness.spinning import SPIN_MICROSECONDS, spin
 
 from tide_export.model.source import SourceModel
 from tide_export.runtime.engine import load
@@ -61,9 +61,10 @@ def eager_case(source: SourceModel, context: Sequence[int]) -> Case:
 
 
 def load_cases(
-    graphs: Graphs, context: list[int], threads: int, order: random.Random, with_eager: bool, deep_runs: Sequence[int]
+    graphs: Graphs, context: list[int], arguments: argparse.Namespace, order: random.Random, deep_runs: Sequence[int]
 ) -> dict[str, Case]:
     """Fresh sessions of every exported graph, loaded in random order, and the cases that run on them."""
+    threads = arguments.threads
     room = steps_after(len(context), graphs.manifest.model.context_length)
 
     def plain() -> dict[str, Case]:
@@ -87,10 +88,12 @@ def load_cases(
         folder = graphs.folder / GENAI
         if not folder.exists():
             return {}
-        return {"genai": genai_graph.decode_case(genai_graph.GenaiGraph(folder, threads), context, room)}
+        return {
+            "genai": genai_graph.decode_case(genai_graph.GenaiGraph(folder, threads, arguments.spin), context, room)
+        }
 
     def eager() -> dict[str, Case]:
-        return {"Hugging Face eager": eager_case(graphs.source, context)} if with_eager else {}
+        return {"Hugging Face eager": eager_case(graphs.source, context)} if arguments.eager else {}
 
     loaders = [plain, float32, branched, genai, eager]
     cases: dict[str, Case] = {}
@@ -123,7 +126,7 @@ GOALS = [
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     torch.set_num_threads(arguments.threads)
-    bindings.SPIN_MICROSECONDS = arguments.spin
+    spin(arguments.spin)
     recipe = recipe_of(
         arguments,
         weights=arguments.weights,
@@ -143,7 +146,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict:
     max_pending = [int(number) for number in arguments.max_pending.split(",") if number]
     deep_runs = [8, *(number + 1 for number in max_pending if number != 7)]
     for _ in range(arguments.loads):
-        cases = load_cases(graphs, context, arguments.threads, order, arguments.eager, deep_runs)
+        cases = load_cases(graphs, context, arguments, order, deep_runs)
         interleave(cases, arguments.rounds, order, seconds)
         del cases
     found = summary(seconds, [*CASES, *map(deep_run, deep_runs[1:])], "no branches", GOALS)
@@ -199,7 +202,7 @@ def main() -> int:
     parser.add_argument("--block-size", type=int, help="of int8 and int4")
     parser.add_argument("--accuracy-level", type=int, help="of int8 and int4")
     parser.add_argument(
-        "--spin", type=int, default=bindings.SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
+        "--spin", type=int, default=SPIN_MICROSECONDS, help="microseconds that threads wait before they sleep"
     )
     parser.add_argument("--context", type=int, default=128, help="tokens in the cache before the step")
     parser.add_argument(

@@ -42,8 +42,6 @@ matplotlib.use("Agg")
 import numpy as np
 from harness.chat import chat_prompts
 from matplotlib.figure import Figure
-from tide_export.runtime.branched.backend import empty_batch
-from tide_export.runtime.packed.networks import MAX_BATCH_SIZE, BatchNetworks
 
 from tide_export.bundle.manifest import EXACT
 from tide_export.formatting import table
@@ -140,17 +138,12 @@ def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], text: T
 
 
 def read_batch(
-    engine: Engine,
-    networks: BatchNetworks,
-    thresholds: Sequence[float],
-    prompts: list[list[int]],
-    texts: list[Text],
+    engine: Engine, thresholds: Sequence[float], prompts: list[list[int]], texts: list[Text]
 ) -> Iterator[Seen]:
     """Steps along several continuations at once."""
     manifest = engine.manifest
     sizes = np.cumsum(manifest.segment_sizes)
-    sessions = networks.sessions(len(prompts))
-    batch = empty_batch(sessions, manifest, manifest.compaction_threshold)
+    batch = engine.start_batch(manifest.compaction_threshold, len(prompts))
     slots = [batch.join(thresholds, manifest.max_pending) for _ in prompts]
     batch.step(dict(zip(slots, prompts, strict=True)))
     for number in range(len(texts[0].tops)):
@@ -180,10 +173,9 @@ def cases_of(name: str, engine: Engine, options: argparse.Namespace) -> list[Cas
     if engine.auto is not None and engine.auto.mode == "exit":
         settings["auto"] = list(engine.auto.thresholds)
     if batch_size > 1:
-        networks = BatchNetworks(engine.bundle, options.threads)
         wanted = [("full", "", [NEVER_EXIT] * count), *(("exit", *one) for one in settings.items())]
         return [
-            Case(name, mode, setting, partial(read_batch, engine, networks, values), batch_size)
+            Case(name, mode, setting, partial(read_batch, engine, values), batch_size)
             for mode, setting, values in wanted
         ]
     cases = [Case(name, "exit", setting, partial(read, engine, values)) for setting, values in settings.items()]
@@ -282,9 +274,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(2)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = parser.parse_args()
-    if not 1 <= options.batch_size <= min(options.prompts, MAX_BATCH_SIZE):
-        parser.error(f"--batch-size takes 1 to {MAX_BATCH_SIZE}, and no more than there are prompts")
     engines = {path.name: load(path, provider="cpu", threads=options.threads) for path in options.bundles}
+    most = min(engine.max_batch_size for engine in engines.values())
+    if not 1 <= options.batch_size <= min(options.prompts, most):
+        parser.error(f"--batch-size takes 1 to {most}, and no more than there are prompts")
     first = next(iter(engines.values()))
     if options.prompts_file is not None:
         prompts, of = chat_prompts(first.bundle, options.prompts_file)[: options.prompts], options.prompts_file.name

@@ -2,8 +2,8 @@
 
     python tools/benchmarks/threads.py BUNDLE [--threads 2] [--rounds 5] [--seconds 2] [--json FILE] [--plot FILE.png]
 
-A worker thread of ONNX Runtime with nothing to do sleeps at once, spins for some microseconds first (as this package
-has it: `runtime.onnxruntime.bindings.SPIN_MICROSECONDS`), or spins for milliseconds (ONNX Runtime's own default).
+A worker thread of ONNX Runtime with nothing to do sleeps at once, spins for some microseconds first (as the runtime
+sets it: `kSpinMicroseconds`), or spins for milliseconds (ONNX Runtime's own default).
 Sleeping costs a wake-up for every operator, spinning takes cores from whoever else needs them; so each way is measured
 where nothing else runs, with several sequences on one engine, beside a program that keeps one core busy, and beside a
 second engine. Every figure is from a separate process, decoding at full depth; the ways are interleaved in a
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 from harness.interleave import write_json
-from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
+from harness.spinning import SPIN_MICROSECONDS
 
 from tide_export.formatting import table
 
@@ -33,10 +33,11 @@ OURS = f"spin {SPIN_MICROSECONDS} us"
 
 CHILD = """
 import os, sys, threading, time
-from tide_export.runtime.onnxruntime import bindings
+tools, bundle, microseconds, threads, sequences, seconds = *sys.argv[1:3], *map(int, sys.argv[3:6]), float(sys.argv[6])
+sys.path.insert(0, tools)
+from harness.spinning import spin
 from tide_export.runtime.engine import load
-bundle, spin, threads, sequences, seconds = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])
-bindings.SPIN_MICROSECONDS = spin
+spin(microseconds)
 engine = load(bundle, "cpu", threads, verify=False)
 prompt = [(i * 7919) % engine.manifest.model.vocab_size for i in range(1, 65)]
 done = [0] * sequences
@@ -63,7 +64,8 @@ class Decoder:
     """A process that decodes until it is closed."""
 
     def __init__(self, arguments: argparse.Namespace, spin: int, sequences: int):
-        line = [sys.executable, "-c", CHILD, arguments.bundle, spin, arguments.threads, sequences, arguments.seconds]
+        given = arguments.bundle, spin, arguments.threads, sequences, arguments.seconds
+        line = [sys.executable, "-c", CHILD, Path(__file__).parent, *given]
         self._process = subprocess.Popen(
             list(map(str, line)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )

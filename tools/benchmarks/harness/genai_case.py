@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
 from harness.interleave import Case
+from harness.spinning import SPIN_MICROSECONDS
 
 CHUNK = 512  # tokens a context is read in: attention over thousands at once takes gigabytes
 
@@ -20,10 +20,10 @@ CHUNK = 512  # tokens a context is read in: attention over thousands at once tak
 class GenaiGraph:
     """A session of the builder's graph."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, spin: int = SPIN_MICROSECONDS) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_MICROSECONDS))
+        options.add_session_config_entry("session.intra_op.spin_duration_us", str(spin))
         self.session = onnxruntime.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
         decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
         self.kv_shape = (decoder["num_key_value_heads"], decoder["head_size"])

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tide_export.runtime.onnxruntime.bindings import SPIN_MICROSECONDS
 
+from harness.spinning import SPIN_MICROSECONDS
 from tide_export.cli.torch_environment import SPIN_ROUNDS
 
 CHILD = Path(__file__).with_name("peer_process.py")
