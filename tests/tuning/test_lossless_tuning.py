@@ -44,7 +44,7 @@ def test_what_pays_is_stored_and_used(capsys, bundle: Path, monkeypatch) -> None
     assert drafting.tuning["dataset_sha256"] == said["dataset_sha256"]
     assert said["expected_speedup"] > 1.0
     engine = tide_export.load(bundle, threads=1)
-    ids = list(range(40, 60))
+    ids = [5, 17, 3, 17, 3]  # text that varies, so that some tokens exit
     out = engine.generate(ids, max_new_tokens=40, mode="lossless", stop_token_ids=[])
     assert out.tokens == engine.generate(ids, max_new_tokens=40, mode="full", stop_token_ids=[]).tokens
     assert out.stats.drafted
