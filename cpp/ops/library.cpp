@@ -1,4 +1,4 @@
-// What the library in the Python package exports: for ONNX Runtime, and for Python to check it before.
+// What the library exports of the operators: for sessions that others open, and for tests of the kernels.
 #include <string>
 #include <vector>
 

@@ -16,7 +16,7 @@
 namespace tide {
 namespace {
 
-// Of a list's prompts in one step, as in Python: nobody waits for a token of it.
+// Of a list's prompts in one step: nobody waits for a token of it.
 constexpr std::int64_t kListPromptTokens = 2048;
 
 // With fewer a prompt of a bundle that propagates could not be divided.

@@ -1,4 +1,4 @@
-// Formats values in messages as the Python runtime does.
+// Formats values in messages, as Python does.
 #pragma once
 
 #include <filesystem>

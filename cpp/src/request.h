@@ -1,5 +1,5 @@
 // A `GenerationConfig` checked and completed from a bundle's manifest before any step is run. All functions throw
-// GenerationError in a sentence that names the option; the sentences are those of tide_export/runtime/request.py.
+// GenerationError in a sentence that names the option.
 #pragma once
 
 #include <optional>

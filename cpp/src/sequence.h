@@ -1,6 +1,6 @@
 // The interfaces of a backend, which runs an opened bundle, of one sequence on it, behind `State`, and of several, which a
-// scheduler steps; as in tide_export/runtime/sequence.py. In the branched graph the graph decides how deep a token goes
-// (branched/sequence.cpp); with a network per segment the step does (packed/batch.cpp, segmented/steps.cpp).
+// scheduler steps. The step graph decides by itself how deep a token goes (branched/sequence.cpp); with a network per segment
+// the step does (packed/batch.cpp, segmented/steps.cpp).
 #pragma once
 
 #include <cstddef>

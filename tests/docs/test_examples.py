@@ -16,7 +16,7 @@ import tide_export
 from tide_export.report import plots
 
 EXAMPLES = ROOT / "examples"
-ELSEWHERE = {"embed_cpp": "tests/cpp/test_cpp_example.py"}
+ELSEWHERE = {"embed_cpp": "tests/embedding/test_cpp.py"}
 
 
 @pytest.fixture

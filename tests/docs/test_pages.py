@@ -29,7 +29,7 @@ ELSEWHERE = {
     "tide-export export demo/demo-llama -o out/demo": "the slow test of demo/run.sh",
     "tide-export serve": "tests/serving: it runs until it is told to stop",
 }
-PYTHON_ELSEWHERE = {"adapters.md": "tests/model/test_structure.py", "c.md": "tests/cpp/test_cpp_c.py"}
+PYTHON_ELSEWHERE = {"adapters.md": "tests/model/test_structure.py", "c.md": "tests/embedding/test_c.py"}
 # The same commands with less to do: of an option that is given twice the last one counts.
 LESS_TEXT = [
     "--calibration-samples",

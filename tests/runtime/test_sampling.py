@@ -26,7 +26,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int
 
 
 def noise(seed: int, position: int, token: int) -> float:
-    """Gumbel noise, as docs/guide/seeds.md has it."""
+    """Gumbel noise, as docs/reference/decoding.md has it."""
     counter = (token // 4, position & 0xFFFFFFFF, position >> 32, 0)
     word = philox(counter, (seed & 0xFFFFFFFF, seed >> 32))[token % 4]
     return -math.log(-math.log((word + 0.5) / 2**32))

@@ -43,7 +43,7 @@ def run_sizes(capacity: int, max_pending: int, batch_size: int = 1, bound: int |
     Args:
         capacity: tokens the K/V buffers hold.
         max_pending: tokens that may be pending. A run that catches up, and so the head in verifying, takes the power of
-            two that the pending tokens and the new one are padded to (see `runtime.segmented`).
+            two that the pending tokens and the new one are padded to (cpp/src/segmented/run_plan.h).
         batch_size: sequences of a run.
         bound: tokens of one run, of all its sequences, if fewer than PREFILL_TOKENS.
     """

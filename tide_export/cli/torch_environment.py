@@ -1,14 +1,14 @@
 """Sets the environment variables of PyTorch's threads and memory, which must be set before it is loaded.
 
 `cli.main.main` calls `prepare` first; a program that calibrates or validates from Python may do the same. It changes
-only speed. ONNX Runtime's threads are configured in `runtime.onnxruntime.session`.
+only speed. ONNX Runtime's threads are configured in cpp/src/onnxruntime/session.cpp.
 """
 
 import os
 from pathlib import Path
 
 # Rounds, some tens of nanoseconds each, in which a thread of GNU OpenMP waits for work before it sleeps: about as long
-# as ONNX Runtime's do (`runtime.onnxruntime.bindings.SPIN_MICROSECONDS`).
+# as ONNX Runtime's do (kSpinMicroseconds of cpp/src/onnxruntime/session.cpp).
 SPIN_ROUNDS = 1000
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 

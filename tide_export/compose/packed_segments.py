@@ -2,7 +2,7 @@
 
 `lower.onnxruntime` lowers the model by the passes of the step graph, gives each sequence its attention, and saves a
 network per part. Between segments the runtime decides which sequences go on, so the parts are not connected: it passes
-one part's outputs to the next (`runtime.packed.batch`).
+one part's outputs to the next (cpp/src/packed/batch.h).
 
 The tokens of all sequences are concatenated on one axis, [1, N, ..], so that everything but attention reads each weight
 once for all of them and no token is padding.

@@ -1,8 +1,8 @@
 """Composes one network per segment, and those that give tokens: what engines without control flow run.
 
 A conditional inside TensorRT saves no time and may not hold attention, so the runtime decides which network runs
-(`runtime.segmented`; `step_graph` holds the same state machine in one graph). What sequences leave for later runs stays
-on the device, in buffers with a block for each slot that the networks update in place:
+(cpp/src/segmented/steps.h; `step_graph` holds the same state machine in one graph). What sequences leave for later runs
+stays on the device, in buffers with a block for each slot that the networks update in place:
 
 - K/V buffers, [B, heads, C, width].
 - Hidden states pending before every segment but the first, [B, 1, P, D]. A run takes as many as it has tokens, from the

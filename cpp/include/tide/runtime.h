@@ -1,6 +1,5 @@
-// Runs a bundle of tide_export in a C++ program: `Engine::load`, then `generate` or `stream`. The counterpart of the
-// Python runtime, on ONNX Runtime (CPU, CUDA) or on the bundle's TensorRT engines, with the same rule, defaults and errors;
-// greedy tokens are the same.
+// Runs a bundle of tide_export in a C++ program, on ONNX Runtime (CPU, CUDA) or on the bundle's TensorRT engines:
+// `Engine::load`, then `generate` or `stream`. The Python package binds this runtime by the C interface (tide.h).
 //
 // Takes and returns token ids; `Engine::tokenizer` makes them of text.
 #pragma once

@@ -1,4 +1,4 @@
-// Statistics of a generation: exits per layer, layers run, and time. The names are those of the Python runtime's
+// Statistics of a generation: exits per layer, layers run, and time. The names are those of the Python package's
 // ExitStats, and `json` returns the fields of its `as_dict`.
 #pragma once
 

@@ -1,5 +1,9 @@
-// Verifies the files of an open bundle while an engine is made of it, and remembers large ones that it verified, as the
-// Python package does (tide_export/bundle/verification.py), with the same notes.
+// Verifies the files of an open bundle while an engine is made of it, and remembers large ones that it verified.
+//
+// Hashing the weights takes longer than mapping them. So a thread hashes large files meanwhile, and a file that this user
+// verified before is not hashed again: it is the same inode with the same size and times. Its time of change (ctime) cannot
+// be set back, so that copies, edits and restored files are hashed. The newest notes are kept; a file whose note is gone is
+// hashed again.
 #pragma once
 
 #include <future>

@@ -1,5 +1,4 @@
-// Which sequences of a step run through a segment: one rule for every engine, that of
-// tide_export/runtime/decoding/depth_rule.py.
+// Decides which sequences of a step run through a segment: one rule for every engine (docs/architecture/lazy-depth.md).
 #pragma once
 
 #include <cstddef>

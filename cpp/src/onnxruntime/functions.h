@@ -1,6 +1,6 @@
 // The functions of ONNX Runtime's C interface that the runtime calls, by their position in its table, so that it compiles
-// with a compiler alone: the wheel of ONNX Runtime has no headers. That interface only grows: positions do not change.
-// tests/cpp/onnxruntime_positions.cpp compares them with onnxruntime_c_api.h.
+// with a compiler alone: the wheel of ONNX Runtime has no headers. The table, in onnxruntime_c_api.h, only grows:
+// positions do not change.
 #pragma once
 
 #include <cstddef>

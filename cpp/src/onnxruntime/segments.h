@@ -37,10 +37,10 @@ class OrtNetworks {
 // A backend on these networks on the CPU.
 std::shared_ptr<Backend> open_networks(Bundle bundle, std::optional<std::int64_t> threads);
 
-bool has_gpu();  // whether CUDA finds one; without CUDA in this build: no
+bool has_gpu();  // whether CUDA finds one; without CUDA: no
 
-// A backend on these networks on a GPU, by its number. Throws ProviderError: this build has no CUDA, as `OrtNetworks`, or
-// the GPU cannot be used. BundleError: as `OrtNetworks`.
+// A backend on these networks on a GPU, by its number. Throws ProviderError: as `OrtNetworks`, or the GPU cannot be
+// used. BundleError: as `OrtNetworks`.
 std::shared_ptr<Backend> open_cuda(Bundle bundle, int gpu);
 
 }  // namespace tide

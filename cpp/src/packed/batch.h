@@ -1,5 +1,4 @@
-// Steps several sequences at once: after every segment it decides which of them run the next. The rule, and the meaning
-// of `compaction_threshold`, are those of tide_export/runtime/decoding/depth_rule.py.
+// Steps several sequences at once: after every segment it decides, by decoding/depth_rule.h, which of them run the next.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,4 @@
-// Keeps the K/V of texts for requests that begin with the same tokens: exact, bounded, least recently used out first. The
-// counterpart of tide_export/runtime/scheduling/prefix_cache.py, with the same blocks in the same order.
+// Keeps the K/V of texts for requests that begin with the same tokens: exact, bounded, least recently used out first.
 #pragma once
 
 #include <array>

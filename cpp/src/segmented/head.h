@@ -1,5 +1,4 @@
-// Runs the head over rows of the exit states, and brings to the host what tokens are chosen from, no more; as in
-// tide_export/runtime/segmented/head.py.
+// Runs the head over rows of the exit states, and brings to the host what tokens are chosen from, no more.
 //
 // All logits stay on the device. Of positions that need few of them, the networks kBest and kCandidates find these there:
 // of the most likely token 8 bytes cross, of the kMaxCandidates most likely 12 bytes each, and of all V 4 bytes each.

@@ -1,5 +1,4 @@
-// Which slots of a batch a segment is run over in one run, and how far runs are padded; as in
-// tide_export/runtime/segmented/run_plan.py.
+// Plans which slots of a batch a segment is run over in one run, and how far runs are padded.
 //
 // A network takes adjacent slots, because their K/V buffers are contiguous, and the same number of tokens of each. A run
 // reads its weights once however many slots it takes, so slots in between that have nothing to run are included as

@@ -1,6 +1,5 @@
-// A step of some sequences over networks of one segment each: after every router, the depth rule selects which go on. The
-// same rule as in the branched graph; as in tide_export/runtime/segmented/steps.py. `SegmentBuffers` holds the memory and
-// runs the networks.
+// A step of some sequences over networks of one segment each: after every router, the depth rule selects which go on,
+// as in the step graph. `SegmentBuffers` holds the memory and runs the networks.
 #pragma once
 
 #include <memory>

@@ -40,7 +40,7 @@ NOT_TAKEN = {
 }
 SCATTERS = {"ScatterElements", "ScatterND"}  # taken without a reduction alone
 EXTERNAL_BYTES = 1024  # smaller tensors stay in the .onnx
-ALIGNMENT = 256  # bytes; of every address a network is given (see `runtime.segmented.device`)
+ALIGNMENT = 256  # bytes; of every address a network is given (cpp/src/segmented/device.h)
 
 
 @dataclass(frozen=True)
