@@ -3,7 +3,8 @@
 Used by `tuning.lossless`. The recording is a `Measurement` of the model's own continuations: every router's score at
 every position, and whether the early token is the one that was chosen. With the cost of a draft and of a verifying run
 on this machine, the runtime's own decoder runs on the recording for any setting without the model. What follows a
-wrong draft is not recorded; the replay takes the scores of the right text there, which only affects how much is drafted in vain.
+wrong draft is not recorded; the replay takes the scores of the right text there, which only affects how much is
+drafted in vain.
 """
 
 import json
