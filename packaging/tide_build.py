@@ -102,14 +102,16 @@ def build(target: Path, folder: Path, version: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     unity = folder / "runtime.cpp"
     unity.write_text("".join(f'#include "{path}"\n' for path in runtime))
-    flags = [*FLAGS, f'-DTIDE_EXPORT_VERSION="{version}"', *_debug_flags()]
+    flags = [*FLAGS, f'-DTIDE_EXPORT_VERSION="{version}"']
     includes = [f"-I{ROOT / 'cpp' / 'include'}", f"-I{ROOT / 'cpp' / 'src'}"]
     if root := os.environ.get("TENSORRT_ROOT"):
         includes += ["-isystem", f"{root}/include", "-isystem", f"{_cuda_home()}/include"]
-    commands = [[*command, *flags, *RUNTIME_FLAGS, *includes, "-c", str(unity), "-o", str(folder / "runtime.o")]]
+    commands = [
+        [*command, *flags, *RUNTIME_FLAGS, *_more_flags(), *includes, "-c", str(unity), "-o", str(folder / "runtime.o")]
+    ]
     for source in operators:
         object_file = str(folder / f"{source.stem}.o")
-        commands.append([*command, *flags, *OPERATOR_FLAGS, "-c", str(source), "-o", object_file])
+        commands.append([*command, *flags, *OPERATOR_FLAGS, *_more_flags(), "-c", str(source), "-o", object_file])
     with ThreadPoolExecutor(os.cpu_count()) as executor:
         list(executor.map(_run, commands))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -118,18 +120,18 @@ def build(target: Path, folder: Path, version: str) -> None:
     part.replace(target)
 
 
-def _debug_flags() -> list[str]:
-    """Returns more flags for a development build, such as sanitizers."""
+def _more_flags() -> list[str]:
+    """Returns those of TIDE_CXXFLAGS, for a development build: sanitizers, symbols, less optimization."""
     return shlex.split(os.environ.get("TIDE_CXXFLAGS", ""))
 
 
 def _link_flags(command: Sequence[str]) -> list[str]:
-    flags = [*_debug_flags(), "-ldl", "-lpthread"]
+    flags = [*_more_flags(), "-ldl", "-lpthread"]
     if sys.platform == "linux":
         flags += [f"-Wl,--version-script={ROOT / 'cpp' / 'src' / 'capi' / 'exports.map'}"]
         if "ziglang" not in command:  # zig links its own C++ library statically
             flags += ["-static-libstdc++", "-static-libgcc"]
-    return [*flags, "-s"] if not _debug_flags() else flags
+    return [*flags, "-s"] if not _more_flags() else flags
 
 
 def _cuda_home() -> str:

@@ -1,6 +1,8 @@
 """The wheel in an empty environment, what the sdist holds, and the versions that are accepted and pinned."""
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +10,9 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,18 +25,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # pip must reach an index; .ci/run sets this, so that there a failure is one.
 REQUIRED = "TIDE_REQUIRE_INDEX"
 PROMPT, NEW_TOKENS = [1, 2, 3, 4], 12
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 NATIVE = ("cpp", "plugins", "cmake")
 # The interpreter's own path must not lead back to the checkout.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
-def run(*command: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def run(*command: object, cwd: Path, environment: Mapping[str, str] | None = None) -> "CompletedProcess[str]":
     words = [str(word) for word in command]
-    return subprocess.run(words, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    variables = ENVIRONMENT | dict(environment or {})
+    return subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
 
 
-def pip(*arguments: object, cwd: Path) -> None:
-    done = run(sys.executable, "-m", "pip", "--retries", "1", *arguments, cwd=cwd)
+def pip(*arguments: object, cwd: Path, environment: Mapping[str, str] | None = None) -> None:
+    done = run(sys.executable, "-m", "pip", "--retries", "1", *arguments, cwd=cwd, environment=environment)
     if done.returncode and REQUIRED not in os.environ and "No matching distribution" in done.stderr:
         pytest.skip("pip reaches no index")
     assert done.returncode == 0, done.stderr
@@ -51,12 +57,17 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def build_wheel(sdist: Path, machine: str, flags: str = "") -> Path:
+    """Builds a wheel from the sdist, as pip does where there is no wheel: by zig, as there is no other compiler."""
+    environment = {"TIDE_WHEEL": machine, "TIDE_CXXFLAGS": flags}
+    pip("wheel", "--no-deps", "--wheel-dir", sdist.parent, sdist, cwd=sdist.parent, environment=environment)
+    (path,) = sdist.parent.glob(f"*_{machine}.whl")
+    return path
+
+
 @pytest.fixture(scope="session")
 def wheel(sdist: Path) -> Path:
-    """Built from the sdist, as pip does where there is no wheel."""
-    pip("wheel", "--no-deps", "--wheel-dir", sdist.parent, sdist, cwd=sdist.parent)
-    (path,) = sdist.parent.glob("*.whl")
-    return path
+    return build_wheel(sdist, platform.machine())
 
 
 def test_the_sdist_holds_the_native_sources(sdist: Path) -> None:
@@ -72,14 +83,31 @@ def test_the_sdist_holds_the_native_sources(sdist: Path) -> None:
     assert needed - held == set()
 
 
+def check_library(wheel: Path, elf_machine: int) -> None:
+    """The wheel's library is for this machine (an ELF number), and needs nothing newer or other than manylinux_2_28."""
+    library = zipfile.ZipFile(wheel).read("tide_export/runtime/libtide.so")
+    assert int.from_bytes(library[18:20], "little") == elf_machine
+    needed = {(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)}
+    assert (2, 2) < max(needed) <= (2, 28)
+    assert b"GLIBCXX" not in library
+
+
 def test_the_wheel_is_whole_and_for_any_python_of_this_platform(wheel: Path) -> None:
-    assert wheel.name.startswith(f"tide_export-{tide_export.__version__}-py3-none-linux_")
+    machine = platform.machine()
+    assert wheel.name == f"tide_export-{tide_export.__version__}-py3-none-manylinux_2_28_{machine}.whl"
     package = ROOT / "tide_export"
     needed = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")}
     needed |= {"tide_export/py.typed", "tide_export/report/style.css"}
-    needed.add("tide_export/runtime/onnxruntime/libtide_ops.so")
+    needed |= {"tide_export/runtime/libtide.so", "tide_export/include/tide/tide.h"}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == needed
+    check_library(wheel, ELF_MACHINES[machine])
+
+
+def test_a_wheel_for_the_other_machine_is_compiled_here(sdist: Path) -> None:
+    """Nothing runs it here: tools/checks/arm64_wheel.sh does, in an emulator."""
+    (machine,) = ELF_MACHINES.keys() - {platform.machine()}
+    check_library(build_wheel(sdist, machine, flags="-O0"), ELF_MACHINES[machine])
 
 
 def constraints() -> dict[str, str]:
