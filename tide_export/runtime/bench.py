@@ -160,7 +160,7 @@ def bench(
         whole_number(name, value, minimum=1, error=ConfigError)
     engine = load(bundle, provider=provider, threads=threads, verify=verify, plugins=plugins, device=device)
     manifest = engine.manifest
-    exit_options = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
+    exit_options: dict[str, Any] = {"threshold": threshold, "min_layers": min_layers, "max_pending": max_pending}
     engine.resolved(GenerationConfig(mode="exit", **exit_options))
     context = manifest.model.context_length
     if context is not None and prompt_tokens + new_tokens > context:

@@ -17,8 +17,10 @@ from tide_export.runtime.tokenizer import tokenizer_of
 
 MAX_INT64 = 2**63 - 1
 # Options that the library takes as they are.
-PLAIN = ("mode", "threshold", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
-PLAIN += ("frequency_penalty", "stop_token_ids", "compaction_threshold")
+PLAIN = (
+    *("mode", "threshold", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop_token_ids", "compaction_threshold"),
+)
 WHOLE = ("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "top_k", "logprobs")
 DEFAULTS = GenerationConfig()
 
@@ -40,7 +42,8 @@ def options_json(bundle: Bundle, config: GenerationConfig, drafting: Drafting | 
             raise GenerationError(f"{option} needs a tokenizer, and bundle {bundle.path} holds no {TOKENIZER_FILE}")
     if config.seed is not None:
         options["seed"] = config.seed
-        for seed in config.seed if isinstance(config.seed, Sequence) else [config.seed]:
+        seeds = [config.seed] if isinstance(config.seed, int) else config.seed
+        for seed in seeds:
             if seed > MAX_INT64:
                 raise GenerationError(f"seed must be a whole number from 0 to {MAX_INT64}, not {seed}")
     if config.logit_bias:
