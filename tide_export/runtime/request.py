@@ -47,7 +47,7 @@ def options_json(bundle: Bundle, config: GenerationConfig, drafting: Drafting | 
             if seed > MAX_INT64:
                 raise GenerationError(f"seed must be a whole number from 0 to {MAX_INT64}, not {seed}")
     if config.logit_bias:
-        options["logit_bias"] = {str(token): bias for token, bias in config.logit_bias}
+        options["logit_bias"] = {str(token): bias for token, bias in dict(config.logit_bias).items()}
     if config.stop:
         options["stop"] = config.stop
     if _grammar_kind(config) and config.stop_token_ids is not None:
