@@ -26,8 +26,9 @@ def texts() -> list[str]:
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(re.sub(r"%[.\d]*[sdrf]", "\0", node.value))
-    for path in (ROOT / "cpp" / "src").rglob("*.cpp"):
-        found += cpp_texts(path.read_text())
+    for path in (ROOT / "cpp" / "src").rglob("*"):
+        if path.suffix in (".cpp", ".h"):
+            found += cpp_texts(path.read_text())
     return found
 
 
