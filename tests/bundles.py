@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 
 from tide_export import names
+from tide_export.bundle.engine_fields import EnginesInfo, Profile
 from tide_export.bundle.manifest import Manifest, ModelInfo, TensorInfo
 from tide_export.bundle.opened import open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
@@ -106,6 +107,21 @@ def with_manifest(bundle: Path, folder: Path, **fields: Any) -> Path:
     onnx.save(graph, copy / names.GRAPH_FILE)
     write_manifest(copy, replace(manifest, files={}))
     return copy
+
+
+PROFILES = (Profile("decode", 1, 1, 1, 8), Profile("catch-up", 1, 16, 32, 8), Profile("prefill", 1, 512, 1024, 1))
+
+
+def with_engines(bundle: Path, folder: Path) -> Path:
+    """A copy of a bundle with segment networks, with files in the place of their engines, which no engine can read."""
+    shutil.copytree(bundle, folder)
+    manifest = open_bundle(bundle, verify=False).manifest
+    (folder / names.ENGINES_FOLDER).mkdir()
+    for part in (*(names.segment(k) for k in range(len(manifest.segment_sizes))), *names.AFTER_SEGMENTS):
+        (folder / names.engine_file(part)).write_bytes(b"engine" * 1000)
+    engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
+    write_manifest(folder, replace(manifest, engines=engines))
+    return folder
 
 
 def without(bundle: Path, folder: Path, lost: str) -> Path:

@@ -4,6 +4,7 @@
 #include "decoding/decoder.h"
 #include "decoding/generation.h"
 #include "request.h"
+#include "room.h"
 #include "sequence.h"
 #include "tide/runtime.h"
 
@@ -25,22 +26,21 @@ class TokenStream::Impl {
   bool step() {
     if (ended()) return false;
     auto const started = std::chrono::steady_clock::now();
-    if (!result_) {
-      StepRequest const& request = decoder_->request();
-      result_ = state_.step(request.ids, request.logits_to_keep, request.full);
+    if (!begun_) progress_.begin(*decoder_);
+    begun_ = true;
+    if (!block_) {
+      if (!result_) {
+        StepRequest const& request = decoder_->request();
+        result_ = state_.step(request.ids, request.logits_to_keep, request.full);
+      }
+      block_ = decoder_->take(*result_);
+      result_.reset();
+      std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
+      seconds_ += seconds.count();
     }
-    std::vector<Token> const block = decoder_->take(*result_);  // where it throws, the next call tries it again
-    result_.reset();
-    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - started;
-    seconds_ += seconds.count();
     if (state_.length() > decoder_->length()) state_.rewind(decoder_->length());
-    if (block.empty()) return true;
-    progress_.take(block, *decoder_, state_.computed(), seconds_, [this](Token const& token) {
-      tokens_.push_back(token);
-      return !on_token_ || on_token_(token);
-    });
-    seconds_ = 0;
-    if (!ended()) progress_.begin(*decoder_);
+    if (!block_->empty()) take();
+    block_.reset();
     return !ended();
   }
 
@@ -49,14 +49,25 @@ class TokenStream::Impl {
   std::vector<Token> const& tokens() const { return tokens_; }
 
  private:
+  void take() {
+    make_room(tokens_, block_->size());
+    std::size_t const count = progress_.take(*block_, *decoder_, state_.computed(), seconds_, on_token_);
+    for (std::size_t i = 0; i < count; ++i) tokens_.push_back(std::move((*block_)[i]));
+    seconds_ = 0;
+    begun_ = false;
+  }
+
   std::unique_ptr<Request> const request_;
   std::function<bool(Token const&)> const on_token_;
   State state_;
   std::unique_ptr<Decoder> const decoder_;
   Progress progress_;
   std::vector<Token> tokens_;
-  std::optional<StepResult> result_;  // of a step whose tokens are not chosen yet
-  double seconds_ = 0;                // that the steps of the block took so far
+  // What the next call goes on with, where one threw.
+  bool begun_ = true;                         // whether the decoder has begun the next block
+  std::optional<StepResult> result_;          // of a step whose tokens are not chosen yet
+  std::optional<std::vector<Token>> block_;  // that is chosen, and is not yet part of the generation
+  double seconds_ = 0;                        // that the steps of the block took so far
 };
 
 TokenStream::TokenStream(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

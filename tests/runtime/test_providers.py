@@ -11,12 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from bundles import with_manifest
+from bundles import PROFILES, with_engines, with_manifest
 
 from tide_export import names
-from tide_export.bundle.engine_fields import EnginesInfo, Profile
 from tide_export.bundle.opened import Bundle, open_bundle
-from tide_export.bundle.store import write_manifest
 from tide_export.cli.main import main
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime import providers
@@ -34,21 +32,11 @@ from tide_export.runtime.tensorrt.flavours import (
     check_header,
 )
 
-PROFILES = (Profile("decode", 1, 1, 1, 8), Profile("catch-up", 1, 16, 32, 8), Profile("prefill", 1, 512, 1024, 1))
-
 
 @pytest.fixture(scope="module")
 def built(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo bundle with files in the place of engines, which no test here lets TensorRT see."""
-    bundle = tmp_path_factory.mktemp("providers") / "bundle"
-    shutil.copytree(demo_bundle, bundle)
-    (bundle / names.ENGINES_FOLDER).mkdir()
-    for part in (*(names.segment(k) for k in range(4)), *names.AFTER_SEGMENTS):
-        (bundle / names.engine_file(part)).write_bytes(b"engine" * 1000)
-    manifest = open_bundle(demo_bundle, verify=False).manifest
-    engines = EnginesInfo("tensorrt", "11.1.0.106", ("8.9",), manifest.model.weights_sha256, PROFILES, 12.5)
-    write_manifest(bundle, replace(manifest, engines=engines))
-    return bundle
+    return with_engines(demo_bundle, tmp_path_factory.mktemp("providers") / "bundle")
 
 
 @pytest.fixture

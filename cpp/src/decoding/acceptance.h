@@ -1,5 +1,4 @@
-// What drafts of one sequence gain and cost, by what verification showed before in it. The shares and the rules are those
-// of tide_export/runtime/decoding/acceptance.py.
+// What drafts of one sequence gain and cost, by what verification showed before in it.
 #pragma once
 
 #include <cstddef>

@@ -20,9 +20,11 @@ class OneByOne final : public Decoder {
 
   std::vector<Token> take(StepResult const& result) override {
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
+    std::vector<Token> tokens(1);  // before anything changes
     Choice choice = sampler_(result, result.rows - 1);
     length_ += static_cast<std::int64_t>(request_.ids.size());
-    return {{choice.id, result.exit_layer, passes, std::move(choice.logprobs)}};
+    tokens[0] = {choice.id, result.exit_layer, passes, std::move(choice.logprobs)};
+    return tokens;
   }
 
  private:

@@ -1,5 +1,7 @@
 #include "decoding/generation.h"
 
+#include "room.h"
+
 namespace tide {
 
 Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& prompt, Request const& request)
@@ -12,9 +14,37 @@ Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& pr
   generation_.text.emplace();
 }
 
-void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
-                    double seconds, std::function<bool(Token const&)> const& on_token) {
+std::size_t Progress::take(std::vector<Token> const& block, Decoder const& decoder,
+                           std::vector<std::int64_t> const& computed, double seconds,
+                           std::function<bool(Token const&)> const& on_token) {
   ExitStats& stats = generation_.stats;
+  std::optional<GeneratedText> text = text_;
+  std::optional<std::string> shown = generation_.text;
+  std::vector<TokenLogprobs> logprobs;
+  std::optional<FinishReason> reason;
+  std::size_t count = 0;
+  while (count < block.size() && !reason) {
+    Token const& token = block[count++];
+    if (token.logprobs) logprobs.push_back(*token.logprobs);
+    bool const stops = text && text->push(token.id, *shown);
+    bool const wanted = !on_token || on_token(token);
+    if (stops || request_.stop_token_ids.count(token.id) == 1) {
+      reason = FinishReason::stop;
+    } else if (stats.total_tokens() + static_cast<std::int64_t>(count) == request_.max_new_tokens) {
+      reason = FinishReason::length;
+    } else if (!wanted) {
+      reason = FinishReason::cancelled;
+    }
+  }
+  if (!reason && computed[0] == context_) reason = FinishReason::context;  // no step can run over the last token
+  if (reason && text) text->finish(*shown);
+  std::vector<std::int64_t> next_ids{block[count - 1].id};
+  make_room(generation_.tokens, count);
+  make_room(generation_.logprobs, count);
+  make_room(stats.exit_layer, count);
+  make_room(stats.layers_run, count);
+
+  // From here on nothing throws.
   (generation_.tokens.empty() ? stats.prefill_seconds : stats.decode_seconds) += seconds;
   stats.drafted = decoder.drafted;
   stats.accepted = decoder.accepted;
@@ -25,19 +55,18 @@ void Progress::take(std::vector<Token> const& block, Decoder const& decoder, std
     stats.layer_tokens_run += (computed[k] - cached_tokens) * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));
   }
   stats.layer_tokens_total = stats.num_layers * (computed[0] - cached_tokens);
-  for (Token const& token : block) {
-    generation_.tokens.push_back(token.id);
-    stats.exit_layer.push_back(token.exit_layer);
-    stats.layers_run.push_back(token.layers_run);
-    if (token.logprobs) generation_.logprobs.push_back(*token.logprobs);
-    bool const stops = text_ && text_->push(token.id, *generation_.text);
-    bool const wanted = !on_token || on_token(token);
-    if (stops || request_.stop_token_ids.count(token.id) == 1) return finish(FinishReason::stop);
-    if (stats.total_tokens() == request_.max_new_tokens) return finish(FinishReason::length);
-    if (!wanted) return finish(FinishReason::cancelled);
+  for (std::size_t i = 0; i < count; ++i) {
+    generation_.tokens.push_back(block[i].id);
+    stats.exit_layer.push_back(block[i].exit_layer);
+    stats.layers_run.push_back(block[i].layers_run);
   }
-  if (computed[0] == context_) finish(FinishReason::context);  // no step can run over the last token
-  next_ids_ = {generation_.tokens.back()};
+  for (TokenLogprobs& one : logprobs) generation_.logprobs.push_back(std::move(one));
+  text_ = std::move(text);
+  generation_.text = std::move(shown);
+  generation_.finish_reason = reason.value_or(generation_.finish_reason);
+  ended_ = reason.has_value();
+  next_ids_ = std::move(next_ids);
+  return count;
 }
 
 void Progress::finish(FinishReason reason) {

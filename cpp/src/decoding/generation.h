@@ -26,15 +26,16 @@ class Progress {
   // The tokens that the sequence has not run yet: the prompt, or the last token.
   std::vector<std::int64_t> const& next_ids() const { return next_ids_; }
 
-  // Begins the next block.
+  // Begins the next block. Where it throws, it is to be called again.
   void begin(Decoder& decoder) const {
     decoder.begin(next_ids_, request_.max_new_tokens - generation_.stats.total_tokens());
   }
 
-  // Adds a block's tokens, up to one that ends the generation, and calls `on_token` with each.
+  // Adds a block's tokens, up to one that ends the generation, and calls `on_token` with each. Returns how many. Where it
+  // throws, nothing has changed.
   //
   // computed: tokens that each segment of the sequence has run over. seconds: that the block took.
-  void take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
+  std::size_t take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
             double seconds, std::function<bool(Token const&)> const& on_token);
 
   // Ends it after the last token; its text is then complete.

@@ -5,6 +5,7 @@
 
 #include "decoding/acceptance.h"
 #include "decoding/prompt_lookup.h"
+#include "room.h"
 
 namespace tide {
 namespace {
@@ -50,6 +51,7 @@ class LosslessDecoder final : public Decoder {
     max_tokens_ = length_ == 0 ? 1 : max_tokens;  // a prompt needs every layer: no draft
     drafts_.clear();
     cost_ = 0;
+    sampler_.undo(sampler_.length());
     request_step(ids);
   }
 
@@ -65,16 +67,28 @@ class LosslessDecoder final : public Decoder {
         throw;
       }
     }
-    Draft const draft{{sampler_.draft(result), result.exit_layer, passes}, std::nullopt};
+    double const cost = draft_costs_[static_cast<std::size_t>(result.segments_run - 1)];
+    std::size_t const before = sampler_.with_drafts();
+    make_room(drafts_, 1);
+    std::int64_t const drafted_id = sampler_.draft(result);
+    drafts_.push_back({{drafted_id, result.exit_layer, passes}, std::nullopt});
     length_ += ran;
-    drafts_.push_back(draft);
-    cost_ += draft_costs_[static_cast<std::size_t>(result.segments_run - 1)];
-    request_step({draft.token.id});
+    cost_ += cost;
+    try {
+      request_step({drafted_id});
+    } catch (...) {
+      drafts_.pop_back();
+      length_ -= ran;
+      cost_ -= cost;
+      sampler_.undo(before);
+      throw;
+    }
     return {};
   }
 
  private:
-  // Requests the step over `ids`, which drafts one more token or verifies all drafts.
+  // Requests the step over `ids`, which drafts one more token or verifies all drafts. Where it throws, only the sampler may
+  // have changed.
   void request_step(std::vector<std::int64_t> const& ids) {
     std::int64_t const length = length_ + static_cast<std::int64_t>(ids.size());
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
@@ -82,12 +96,12 @@ class LosslessDecoder final : public Decoder {
     bool const context_full = context_ && length == *context_;
     std::int64_t const limit = std::min(max_drafts_, max_tokens_ - 1);
     bool const may_exit = drafts < limit && cost_ < exits_.steps() && !ends && !context_full;
-    ngram_.clear();
-    if (!ends) draft_ngram(max_tokens_ - 1 - drafts, length);
-    request_.ids = ids;
-    for (Draft const& draft : ngram_) request_.ids.push_back(draft.token.id);
-    request_.logits_to_keep = drafts + static_cast<std::int64_t>(ngram_.size()) + 1;
-    request_.full = !ngram_.empty() || !may_exit;
+    std::vector<Draft> ngram;
+    if (!ends) ngram = ngram_drafts(max_tokens_ - 1 - drafts, length);
+    StepRequest next{ids, drafts + static_cast<std::int64_t>(ngram.size()) + 1, !ngram.empty() || !may_exit};
+    for (Draft const& draft : ngram) next.ids.push_back(draft.token.id);
+    ngram_ = std::move(ngram);
+    request_ = std::move(next);
   }
 
   // Adds tokens to the text that is searched.
@@ -97,27 +111,29 @@ class LosslessDecoder final : public Decoder {
 
   // Drafts by prompt lookup after a sequence of `length` tokens that ends in the drafts: up to a stop token, and as
   // long as the next token is expected to save more than its verification costs.
-  void draft_ngram(std::int64_t max_tokens, std::int64_t length) {
+  std::vector<Draft> ngram_drafts(std::int64_t max_tokens, std::int64_t length) {
     if (context_) max_tokens = std::min(max_tokens, *context_ - length);
     max_tokens = std::min(max_tokens, max_ngram_);
+    std::vector<Draft> made;
     std::vector<std::int64_t> tokens;
     for (Draft const& draft : drafts_) tokens.push_back(draft.token.id);
     double share = 1;
-    while (static_cast<std::int64_t>(ngram_.size()) < max_tokens) {
-      if (!ngram_.empty() && stops_.count(tokens.back()) == 1) return;
+    while (static_cast<std::int64_t>(made.size()) < max_tokens) {
+      if (!made.empty() && stops_.count(tokens.back()) == 1) break;
       auto const match = lookup_.next(tokens);
       double const cost = verify_cost(verify_costs_, tokens.size());
-      if (!match || cost - verify_cost(verify_costs_, drafts_.size()) > ngrams_.steps()) return;
+      if (!match || cost - verify_cost(verify_costs_, drafts_.size()) > ngrams_.steps()) break;
       share *= acceptance_.of(match->source);
-      if (share * kTokenValue < verify_cost(verify_costs_, tokens.size() + 1) - cost) return;
-      if (!sampler_.take_draft(match->token)) return;
-      ngram_.push_back({{match->token, 0, 0}, match->source});
+      if (share * kTokenValue < verify_cost(verify_costs_, tokens.size() + 1) - cost) break;
+      if (!sampler_.take_draft(match->token)) break;
+      made.push_back({{match->token, 0, 0}, match->source});
       tokens.push_back(match->token);
     }
+    return made;
   }
 
   // The accepted drafts, and the full model's token after them, from its logits of every draft; `length` is that of the
-  // sequence after the step. Chooses all tokens before anything else changes.
+  // sequence after the step. Does all that may throw before anything but the sampler changes.
   std::vector<Token> verify(StepResult const& result, std::int64_t passes, std::int64_t length) {
     std::size_t const exits = drafts_.size();
     std::vector<Draft> all = drafts_;
@@ -133,21 +149,20 @@ class LosslessDecoder final : public Decoder {
     std::int64_t rejected_passes = 0;
     for (std::size_t i = num_accepted; i < all.size(); ++i) rejected_passes += all[i].token.layers_run;
     tokens.push_back({last.id, result.exit_layer, passes + rejected_passes, std::move(last.logprobs)});
-    settle(all.size(), exits, num_accepted, ngram_accepted);
-    length_ = length - static_cast<std::int64_t>(all.size() - num_accepted);
     std::vector<std::int64_t> ids;
     for (Token const& token : tokens) ids.push_back(token.id);
+    std::vector<std::size_t> sources;
+    for (Draft const& draft : ngram_) sources.push_back(*draft.source);
     extend(ids);
+    settle(all.size(), exits, num_accepted, ngram_accepted, sources);
+    length_ = length - static_cast<std::int64_t>(all.size() - num_accepted);
     return tokens;
   }
 
-  // Counts a verification of `all` drafts, of which the first `exits` are early exits.
-  void settle(std::size_t all, std::size_t exits, std::size_t num_accepted, std::size_t ngram_accepted) {
-    if (num_accepted >= exits) {
-      std::vector<std::size_t> sources;
-      for (Draft const& draft : ngram_) sources.push_back(*draft.source);
-      acceptance_.record(sources, ngram_accepted);
-    }
+  // Counts a verification of `all` drafts, of which the first `exits` are early exits. sources: of the others.
+  void settle(std::size_t all, std::size_t exits, std::size_t num_accepted, std::size_t ngram_accepted,
+              std::vector<std::size_t> const& sources) noexcept {
+    if (num_accepted >= exits) acceptance_.record(sources, ngram_accepted);
     double const exits_cost = verify_cost(verify_costs_, exits);
     exits_.settle(num_accepted - ngram_accepted, cost_ + exits_cost, num_accepted + 1);
     ngrams_.settle(ngram_accepted, verify_cost(verify_costs_, all) - exits_cost, num_accepted + 1);

@@ -2,6 +2,7 @@
 
 #include "generation_error.h"
 #include "request.h"
+#include "room.h"
 
 namespace tide {
 namespace {
@@ -34,17 +35,19 @@ bool LogitsProcessing::needed(GenerationConfig const& config) {
 
 void LogitsProcessing::begin(std::vector<std::int64_t> const& prompt) {
   ids_ = prompt;
-  prompt_length_ = prompt.size();
+  counts_.clear();
   if (repetition_ == 1) return;  // the other penalties count what is generated
   for (std::int64_t const id : prompt) ++counts_[id].all;
 }
 
 void LogitsProcessing::accept(std::int64_t token) {
+  make_room(ids_, 1);
+  if (counts_tokens_) {
+    Count& count = counts_[token];
+    ++count.all;
+    ++count.generated;
+  }
   ids_.push_back(token);
-  if (!counts_tokens_) return;
-  Count& count = counts_[token];
-  ++count.all;
-  ++count.generated;
 }
 
 bool LogitsProcessing::allows(std::int64_t token) const {

@@ -21,10 +21,10 @@ class LogitsProcessing {
   // Whether any of these options changes logits.
   static bool needed(GenerationConfig const& config);
 
-  // Reads the prompt of a sequence that has no tokens yet.
+  // Reads the prompt of a sequence that has no tokens yet. It may be called again, as where it threw.
   void begin(std::vector<std::int64_t> const& prompt);
 
-  // Adds a token to the sequence.
+  // Adds a token to the sequence. Where it throws, nothing has changed.
   void accept(std::int64_t token);
 
   // Removes all tokens but the first `length`.
@@ -51,7 +51,6 @@ class LogitsProcessing {
   std::vector<std::pair<std::size_t, float>> bias_;
   bool const counts_tokens_;
   std::vector<std::int64_t> ids_;
-  std::size_t prompt_length_ = 0;
   std::unordered_map<std::int64_t, Count> counts_;  // of the tokens that occur
   std::vector<float> logits_;
 };

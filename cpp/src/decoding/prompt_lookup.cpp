@@ -4,32 +4,32 @@
 
 namespace tide {
 
-PromptLookup::Ngram PromptLookup::last(std::vector<std::int64_t> const& ids, std::size_t count) {
+PromptLookup::Ngram PromptLookup::before(std::vector<std::int64_t> const& ids, std::size_t end, std::size_t count) {
   Ngram ngram;
   ngram.fill(-1);
-  auto const size = static_cast<std::ptrdiff_t>(count);
-  std::copy(ids.end() - size, ids.end(), ngram.end() - size);
+  auto const from = ids.begin() + static_cast<std::ptrdiff_t>(end - count);
+  std::copy_n(from, count, ngram.end() - static_cast<std::ptrdiff_t>(count));
   return ngram;
 }
 
-void PromptLookup::extend(std::vector<std::int64_t> const& ids) {
-  for (std::int64_t const token : ids) {
-    for (std::size_t n = 1; n <= std::min(kMaxNgram, text_.size()); ++n) {
-      auto const [entry, is_new] = follows_.try_emplace(last(text_, n), Following{text_.size(), 0});
-      if (is_new) continue;
-      Following& following = entry->second;
-      following = {text_.size(), text_[following.position] == token ? following.agreements + 1 : 0};
-    }
-    text_.push_back(token);
+// A note that an exception ended is made again: what it has noted stays.
+void PromptLookup::note(std::size_t position) {
+  for (std::size_t n = 1; n <= std::min(kMaxNgram, position); ++n) {
+    auto const [entry, is_new] = follows_.try_emplace(before(text_, position, n), Following{position, 0});
+    Following& following = entry->second;
+    if (is_new || following.position == position) continue;
+    bool const agrees = text_[following.position] == text_[position];
+    following = {position, agrees ? following.agreements + 1 : 0};
   }
 }
 
-std::optional<PromptLookup::Match> PromptLookup::next(std::vector<std::int64_t> const& drafts) const {
+std::optional<PromptLookup::Match> PromptLookup::next(std::vector<std::int64_t> const& drafts) {
+  for (; noted_ < text_.size(); ++noted_) note(noted_);
   std::vector<std::int64_t> tail(text_.end() - static_cast<std::ptrdiff_t>(std::min(kMaxNgram, text_.size())),
                                  text_.end());
   tail.insert(tail.end(), drafts.begin(), drafts.end());
   for (std::size_t n = std::min(kMaxNgram, tail.size()); n > 0; --n) {
-    auto const match = follows_.find(last(tail, n));
+    auto const match = follows_.find(before(tail, tail.size(), n));
     if (match != follows_.end()) return Match{text_[match->second.position], ngram_source(n, match->second.agreements)};
   }
   return std::nullopt;

@@ -1,5 +1,4 @@
-// Prompt lookup decoding: drafts the tokens that followed an earlier occurrence of the text's last n-gram. See
-// tide_export/runtime/decoding/prompt_lookup.py.
+// Prompt lookup decoding: drafts the tokens that followed an earlier occurrence of the text's last n-gram.
 #pragma once
 
 #include <array>
@@ -21,11 +20,11 @@ class PromptLookup {
   };
 
   // Adds tokens that are certain to the text.
-  void extend(std::vector<std::int64_t> const& ids);
+  void extend(std::vector<std::int64_t> const& ids) { text_.insert(text_.end(), ids.begin(), ids.end()); }
 
   // The token that followed the longest n-gram at the end of the text and then `drafts` where it occurred last; none
-  // if no token of it occurred before.
-  std::optional<Match> next(std::vector<std::int64_t> const& drafts) const;
+  // if no token of it occurred before. Where it throws, the next call finds the same.
+  std::optional<Match> next(std::vector<std::int64_t> const& drafts);
 
  private:
   using Ngram = std::array<std::int64_t, kMaxNgram>;  // padded in front with -1, which is no token
@@ -34,9 +33,13 @@ class PromptLookup {
     std::int64_t agreements;  // times in a row that the same token was there before
   };
 
-  static Ngram last(std::vector<std::int64_t> const& ids, std::size_t count);
+  // The `count` tokens before index `end` of `ids`.
+  static Ngram before(std::vector<std::int64_t> const& ids, std::size_t end, std::size_t count);
+
+  void note(std::size_t position);  // what the token at this index of the text follows
 
   std::vector<std::int64_t> text_;
+  std::size_t noted_ = 0;  // tokens of the text, from the first on
   std::map<Ngram, Following> follows_;
 };
 

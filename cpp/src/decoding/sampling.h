@@ -39,6 +39,12 @@ class Sampler {
   std::size_t length() const { return length_; }
   void rewind(std::size_t length) { length_ = length; }
 
+  // Tokens that drafts are added to, which `undo` goes back to.
+  std::size_t with_drafts() const { return processing_ ? processing_->length() : 0; }
+  void undo(std::size_t with_drafts) {
+    if (processing_) processing_->rewind(with_drafts);
+  }
+
   // How many of the largest logits it chooses from; 0: it needs all of them.
   std::size_t candidates() const;
 

@@ -1,0 +1,27 @@
+// Prints what rules of the runtime give that no other interface shows: `philox C0 C1 C2 C3 K0 K1` four random words, in
+// hexadecimal as the arguments; `bounds DELTA` the lower and the upper bound after each loss from the standard input.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "decoding/random.h"
+#include "scheduling/confidence.h"
+
+int main(int count, char** arguments) {
+  if (count == 8 && std::strcmp(arguments[1], "philox") == 0) {
+    std::uint32_t words[6];
+    for (int i = 0; i < 6; ++i) words[i] = static_cast<std::uint32_t>(std::strtoul(arguments[2 + i], nullptr, 16));
+    auto const made = tide::philox({words[0], words[1], words[2], words[3]}, {words[4], words[5]});
+    std::printf("%08x %08x %08x %08x\n", made[0], made[1], made[2], made[3]);
+    return 0;
+  }
+  if (count == 3 && std::strcmp(arguments[1], "bounds") == 0) {
+    tide::ConfidenceSequence bounds(std::atof(arguments[2]));
+    for (double loss = 0; std::scanf("%lf", &loss) == 1;) {
+      bounds.add(loss);
+      std::printf("%.9g %.9g\n", bounds.lower(), bounds.upper());
+    }
+    return 0;
+  }
+  return 2;
+}

@@ -1,0 +1,39 @@
+"""Memory that ends: every allocation of an operation fails in turn (memory.cpp). Nothing has changed then, and the same
+operation succeeds with the same results."""
+
+import re
+
+import pytest
+from builds import Embedding, run
+from tiny_engines import TinyLlama
+
+# Operations by the bundle and the provider, with the fewest allocations that each makes.
+OPERATIONS: list[tuple[str, str, dict[str, int]]] = [
+    ("exact", "cpu", {"sequence-grow": 90, "sequence-one": 80, "sequence-rewind": 3, "load": 5, "list": 30}),
+    ("exact", "cpu", {"batch-grow": 200, "batch-alone": 100, "batch-join": 10, "submit": 20}),
+    ("exact", "cpu", {"stream-full": 400, "stream-lossless": 500, "stream-all": 500}),
+    ("exact", "cpu", {"schedule-0": 150, "schedule-9": 150, "schedule-60": 150, "schedule-cache": 150}),
+    ("propagating", "cpu", {"sequence-grow": 90, "sequence-one": 80, "batch-grow": 150, "batch-alone": 100}),
+    ("propagating", "cpu", {"stream-exit": 400, "schedule-0": 150}),
+    ("exact", "cpu-networks", {"sequence-grow": 70, "sequence-one": 70, "batch-grow": 300, "batch-alone": 80}),
+    ("exact", "cpu-networks", {"batch-join": 3, "stream-exit": 700, "schedule-0": 300}),
+]
+
+
+@pytest.mark.parametrize(
+    ("bundle", "provider", "operation", "fewest"),
+    [(bundle, provider, *one) for bundle, provider, all in OPERATIONS for one in all.items()],
+)
+def test_an_allocation_that_fails(
+    embedding: Embedding, tiny_llama: TinyLlama, bundle: str, provider: str, operation: str, fewest: int
+) -> None:
+    *differences, counts = run(
+        [str(embedding.memory), str(getattr(tiny_llama, bundle)), provider, operation]
+    ).splitlines()
+    assert differences == []
+    failures, errors = (int(number) for number in re.fullmatch(r"(\d+) failures, (\d+) errors", counts).groups())
+    assert failures >= fewest
+    if operation in ("schedule-0", "schedule-cache"):  # a step that fails is repeated for each request alone
+        assert 0 < errors < failures / 5
+    else:
+        assert errors > failures / 2

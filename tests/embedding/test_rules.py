@@ -1,0 +1,47 @@
+"""Rules that only the C++ sources show (rules.cpp): the random generator, and the bounds of an audit."""
+
+import numpy as np
+import pytest
+from builds import Embedding, run
+
+
+@pytest.mark.parametrize(
+    ("counter_and_key", "words"),
+    [
+        ("0 0 0 0 0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (" ".join(["ffffffff"] * 6), "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_the_generator_is_philox(embedding: Embedding, counter_and_key: str, words: str) -> None:
+    """The vectors of Random123, its authors' library, for Philox4x32-10."""
+    assert run([str(embedding.rules), "philox", *counter_and_key.split()]).split() == words.split()
+
+
+def bounds(embedding: Embedding, losses: np.ndarray, delta: float) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and the upper bound after each loss."""
+    lines = run([str(embedding.rules), "bounds", str(delta)], " ".join(map(str, losses.astype(float)))).splitlines()
+    return tuple(np.array([line.split() for line in lines], float).T)
+
+
+@pytest.mark.parametrize("rates", [(0.02, 0.02), (0.3, 0.3), (0.0, 0.2), (0.3, 0.0)])
+def test_bounds_hold_at_all_times(embedding: Embedding, rates: tuple[float, float]) -> None:
+    """The mean of the expected losses drifts from one rate to the other."""
+    drawn, runs, steps, delta = np.random.default_rng(4), 120, 300, 0.1
+    means = np.linspace(*rates, steps)
+    running = means.cumsum() / np.arange(1, steps + 1)
+    found = [bounds(embedding, losses, delta) for losses in drawn.random((runs, steps)) < means]
+    assert sum((lower > running).any() for lower, _ in found) <= delta * runs
+    assert sum((upper < running).any() for _, upper in found) <= delta * runs
+
+
+def test_bounds_close_in(embedding: Embedding) -> None:
+    nothing, some = np.zeros(4000), np.arange(4000) % 50 == 0
+    lower, upper = bounds(embedding, nothing, 0.05)
+    assert lower[-1] == 0 < upper[-1] < 0.0011
+    lower, upper = bounds(embedding, some, 0.05)
+    assert 0.01 < lower[-1] < 0.02 < upper[-1] < 0.032
+    assert (lower[0], upper[0]) == (0, 1)
