@@ -20,7 +20,9 @@ BatchState& BatchState::operator=(BatchState&& other) noexcept {
   taken_ = std::move(other.taken_);
   return *this;
 }
-BatchState::~BatchState() = default;
+BatchState::~BatchState() {
+  if (backend_ != nullptr && !backend_->process().is_this()) batch_.release();
+}
 
 std::size_t BatchState::free_slots() const { return batch_->free_slots(); }
 
@@ -41,6 +43,7 @@ void BatchState::leave(std::size_t slot) {
 }
 
 std::vector<StepResult> BatchState::step(std::vector<SlotStep> const& steps) {
+  backend_->process().check();
   std::vector<StepRequest> requests;
   std::vector<SlotRequest> slots;
   requests.reserve(steps.size());  // `slots` refers to them

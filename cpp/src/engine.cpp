@@ -29,7 +29,11 @@ std::string_view name_of(FinishReason reason) {
   return names[static_cast<std::size_t>(reason)];
 }
 
-Engine::Engine(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
+Engine::Engine(std::shared_ptr<Backend> backend) {
+  Process const process = backend->process();
+  auto* const owner = new std::shared_ptr<Backend>(std::move(backend));
+  backend_ = std::shared_ptr<Backend>(owner->get(), [owner, process](Backend*) { process(owner); });
+}
 
 Engine Engine::load(std::filesystem::path const& bundle, LoadOptions const& options) {
   Bundle opened = open_bundle(bundle, false);
@@ -80,6 +84,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   auto const request = std::make_shared<Request>(
       backend_->bundle(), resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
   if (prompts.empty()) return {};
+  backend_->process().check();
   SchedulerLimits limits;
   limits.slots = static_cast<std::int64_t>(prompts.size());
   limits.prompt_tokens = kListPromptTokens;
@@ -103,6 +108,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
 Scheduler Engine::scheduler(SchedulerLimits const& limits) const { return scheduler(limits, std::nullopt); }
 
 Scheduler Engine::scheduler(SchedulerLimits const& limits, std::optional<AuditConfig> const& audit) const {
+  backend_->process().check();
   std::shared_ptr<Audit> opened = open_audit(backend_->bundle(), audit);
   whole_number("slots", limits.slots, 1);
   whole_number("prompt_tokens", limits.prompt_tokens, kMinPromptTokens);
@@ -112,7 +118,7 @@ Scheduler Engine::scheduler(SchedulerLimits const& limits, std::optional<AuditCo
   double const share = limits.compaction_threshold.value_or(manifest().compaction_threshold);
   number_within("compaction_threshold", share, 0, 1);
   auto batch = backend_->start_batch(share, static_cast<std::size_t>(limits.slots));
-  auto loop = std::make_shared<StepLoop>(backend_, std::move(batch), limits, opened);
+  std::shared_ptr<StepLoop> loop(new StepLoop(backend_, std::move(batch), limits, opened), backend_->process());
   return Scheduler(*this, limits.slots, std::move(loop), std::move(opened));
 }
 
@@ -125,6 +131,7 @@ GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<s
 }
 
 BatchState Engine::start_batch(double compaction_threshold, std::int64_t slots) const {
+  backend_->process().check();
   return BatchState(backend_, compaction_threshold, static_cast<std::size_t>(whole_number("slots", slots, 1)));
 }
 
@@ -134,6 +141,7 @@ Tokenizer Engine::tokenizer(std::optional<std::filesystem::path> const& library)
 
 State Engine::start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending,
                     std::int64_t room) const {
+  backend_->process().check();
   check_thresholds(manifest(), thresholds);
   room = std::min(whole_number("room", room, 0), kNoLimit);
   std::int64_t const limit = pending_limit(manifest(), max_pending);

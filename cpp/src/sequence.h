@@ -10,6 +10,7 @@
 
 #include "bundle/store.h"
 #include "decoding/decoder.h"
+#include "process.h"
 #include "tide/runtime.h"
 
 namespace tide {
@@ -115,6 +116,7 @@ class Backend {
   Bundle const& bundle() const { return bundle_; }
   Manifest const& manifest() const { return bundle_.manifest; }
   std::string const& provider() const { return provider_; }
+  Process const& process() const { return process_; }
 
   // Starts an empty sequence, which must not outlive the backend. The arguments are those of `Engine::start`, checked;
   // `room` is ignored where K/V buffers do not grow.
@@ -136,6 +138,7 @@ class Backend {
  private:
   Bundle bundle_;
   std::string provider_;
+  Process process_;
 };
 
 // Opens a bundle with the provider of `options`. Throws ProviderError: the provider is unknown or cannot run this

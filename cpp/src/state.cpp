@@ -18,9 +18,12 @@ State& State::operator=(State&& other) noexcept {
   backend_ = std::move(other.backend_);
   return *this;
 }
-State::~State() = default;
+State::~State() {
+  if (backend_ != nullptr && !backend_->process().is_this()) sequence_.release();
+}
 
 StepResult State::step(std::int64_t const* ids, std::size_t count, std::int64_t logits_to_keep, bool full) {
+  backend_->process().check();
   std::int64_t const vocabulary = backend_->manifest().model.vocab_size;
   for (std::size_t i = 0; i < count; ++i) {
     if (ids[i] >= 0 && ids[i] < vocabulary) continue;

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import TideError
 from tide_export.runtime import native
+from tide_export.runtime.native import Owned
 
 logger = logging.getLogger("tide_export")
 
@@ -62,13 +63,10 @@ class _Struct(ctypes.Structure):
     )
 
 
-_kept = dict[int, "_Callbacks"]()  # by the address of the engine, as long as that lives
-
-
 def load_networks(
     bundle: Bundle, options: dict[str, Any], provider: str, opener: Opener, gpu: int | None = None
-) -> c_void_p:
-    """Opens an engine on networks that `opener` opens; the handle of a tide_engine.
+) -> Owned:
+    """Opens an engine on networks that `opener` opens; a tide_engine.
 
     Args:
         options: as of tide_load.
@@ -78,17 +76,8 @@ def load_networks(
         ProviderError, BundleError: as `engine.load`.
     """
     callbacks = _Callbacks(provider, opener, -1 if gpu is None else gpu)
-    handle = c_void_p()
     arguments = os.fsencode(bundle.path), json.dumps(options).encode(), ctypes.byref(callbacks.struct)
-    native.call("load_networks", *arguments, ctypes.byref(handle))
-    assert handle.value is not None
-    _kept[handle.value] = callbacks
-    return handle
-
-
-def release(engine: int) -> None:
-    """Forgets the functions of an engine that is gone."""
-    _kept.pop(engine, None)
+    return native.created("load_networks", *arguments, needed=(callbacks,))
 
 
 class _Callbacks:

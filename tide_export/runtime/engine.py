@@ -8,9 +8,8 @@ The library does the work (`native`); this module checks types, and holds what b
 import ctypes
 import json
 import os
-import weakref
 from collections.abc import Sequence
-from ctypes import c_size_t, c_void_p
+from ctypes import c_size_t
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -20,10 +19,9 @@ from tide_export.bundle.auto_mode import AutoMode, sentence
 from tide_export.bundle.manifest import Drafting, Manifest
 from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import BundleError, GenerationError
-from tide_export.runtime.callers_networks import release
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.generation import Generation
-from tide_export.runtime.native import call, created, doubles, library, text_at
+from tide_export.runtime.native import Owned, call, created, doubles, library, text_at
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
 from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
@@ -45,6 +43,9 @@ def load(
     device: int | None = None,
 ) -> "Engine":
     """Opens a bundle for generation.
+
+    The engine belongs to the process that loads it. In a child that `os.fork` makes, where its threads are missing, every
+    use of it is a GenerationError: such a child loads the bundle again, or is started by spawn.
 
     Args:
         bundle: the folder that `tide-export export` wrote.
@@ -98,7 +99,6 @@ def open_engine(
     size = c_size_t()
     text = text_at(library().tide_manifest(handle, ctypes.byref(size)), size.value)
     if Manifest.from_json(text.encode(), str(bundle.path)) != bundle.manifest:
-        _free(handle)
         raise ReplacedError(f"bundle '{bundle.path}' was replaced while it was opened: load it again")
     return Engine(bundle, handle)
 
@@ -106,12 +106,11 @@ def open_engine(
 class Engine:
     """A loaded bundle. Safe to use from several threads."""
 
-    def __init__(self, bundle: Bundle, handle: c_void_p, drafting: Drafting | None = None) -> None:
-        """Takes over the handle of a tide_engine; `open_engine` makes one. `drafting`: in place of the bundle's."""
+    def __init__(self, bundle: Bundle, handle: Owned, drafting: Drafting | None = None) -> None:
+        """Takes a tide_engine; `open_engine` makes one. `drafting`: in place of the bundle's."""
         self.bundle, self._handle, self._drafting = bundle, handle, drafting
         self.provider: str = library().tide_provider(handle).decode()
         self.max_batch_size: int = library().tide_max_batch_size(handle)
-        self._owner = _Owner(handle)
 
     @property
     def manifest(self) -> Manifest:
@@ -233,7 +232,8 @@ class Engine:
         prompt, options = prompt_ids(ids), options_json(self.bundle, config, self._drafting)
         hooks = hooks_of(self.bundle, config, prompt)
         pointer = None if hooks is None else ctypes.byref(hooks.struct)
-        handle = created("token_stream_open", self._handle, prompt.ctypes.data, len(prompt), options, pointer)
+        given = self._handle, prompt.ctypes.data, len(prompt), options, pointer
+        handle = created("token_stream_open", *given, needed=(self._handle,))
         late = LateText(self.tokenizer, prompt.tolist()) if config.detokenize and not config.stop else None
         return TokenStream(handle, hooks, late, config.logprobs is not None)
 
@@ -292,7 +292,8 @@ class Engine:
             real_number("a threshold", value)
         limit = self.manifest.max_pending if max_pending is None else max_pending
         limits = whole_number("max_pending", limit, minimum=0), whole_number("room", room, minimum=0)
-        handle = created("sequence_create", self._handle, doubles(thresholds), len(thresholds), *limits)
+        given = self._handle, doubles(thresholds), len(thresholds), *limits
+        handle = created("sequence_create", *given, needed=(self._handle,))
         return SingleSequence(handle, len(self.manifest.segment_sizes), len(self.manifest.checkpoints))
 
     def start_batch(self, compaction_threshold: float, slots: int) -> Batch:
@@ -306,18 +307,5 @@ class Engine:
         Raises:
             GenerationError: the bundle holds no networks for batches, or there is no memory.
         """
-        handle = created("batch_create", self._handle, compaction_threshold, slots)
+        handle = created("batch_create", self._handle, compaction_threshold, slots, needed=(self._handle,))
         return Batch(handle, len(self.manifest.segment_sizes))
-
-
-class _Owner:
-    """Frees a tide_engine with the last `Engine` on it; what runs on the engine holds its own reference to it."""
-
-    def __init__(self, handle: c_void_p) -> None:
-        weakref.finalize(self, _free, handle)
-
-
-def _free(engine: c_void_p) -> None:
-    library().tide_engine_free(engine)
-    assert engine.value is not None
-    release(engine.value)

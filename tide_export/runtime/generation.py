@@ -2,11 +2,11 @@
 
 import ctypes
 import json
-from ctypes import c_int64, c_size_t, c_void_p
+from ctypes import c_int64, c_size_t
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tide_export.runtime.native import library, text_at
+from tide_export.runtime.native import Owned, library, text_at
 from tide_export.runtime.stats import ExitStats
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "timeout"]
@@ -49,23 +49,20 @@ class Snapshot(NamedTuple):
     text: str | None
 
 
-def take_snapshot(handle: c_void_p) -> Snapshot:
-    """Reads a tide_generation, and frees it."""
+def take_snapshot(handle: Owned) -> Snapshot:
+    """Reads a tide_generation."""
     functions, count = library(), c_size_t()
-    try:
-        at = functions.tide_generation_tokens(handle, ctypes.byref(count))
-        tokens = list((c_int64 * count.value).from_address(at)) if count.value else []
-        stats = ExitStats.from_dict(json.loads(functions.tide_generation_stats(handle)))
-        reason = functions.tide_generation_finish_reason(handle)
-        address = functions.tide_generation_text(handle, ctypes.byref(count))
-        text = None if address is None else text_at(address, count.value)
-        logprobs = []
-        for number in range(len(tokens)):
-            entries = functions.tide_generation_logprobs(handle, number, ctypes.byref(count))
-            if not count.value:
-                break
-            (_, own), *top = ((entry.id, entry.logprob) for entry in entries[: count.value])
-            logprobs.append(TokenLogprobs(own, tuple(top)))
-    finally:
-        functions.tide_generation_free(handle)
+    at = functions.tide_generation_tokens(handle, ctypes.byref(count))
+    tokens = list((c_int64 * count.value).from_address(at)) if count.value else []
+    stats = ExitStats.from_dict(json.loads(functions.tide_generation_stats(handle)))
+    reason = functions.tide_generation_finish_reason(handle)
+    address = functions.tide_generation_text(handle, ctypes.byref(count))
+    text = None if address is None else text_at(address, count.value)
+    logprobs = []
+    for number in range(len(tokens)):
+        entries = functions.tide_generation_logprobs(handle, number, ctypes.byref(count))
+        if not count.value:
+            break
+        (_, own), *top = ((entry.id, entry.logprob) for entry in entries[: count.value])
+        logprobs.append(TokenLogprobs(own, tuple(top)))
     return Snapshot(tokens, stats, reason.decode() if reason else None, logprobs, text)

@@ -2,15 +2,13 @@
 
 import asyncio
 import ctypes
-import weakref
 from collections.abc import AsyncIterator, Iterator
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_int64
 from typing import Protocol
 
-from tide_export.errors import TideError
 from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
 from tide_export.runtime.hooks import Hooks
-from tide_export.runtime.native import ENDED, created, error_of, library
+from tide_export.runtime.native import ENDED, Owned, created, error_of, library
 from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.tokenizer import LateText
 from tide_export.runtime.watch import Watch
@@ -26,6 +24,8 @@ class Driver(Protocol):
 
     def watch(self) -> Watch: ...
 
+    def forget(self, request: Owned) -> None: ...
+
 
 class RequestHandle(Iterator[int], AsyncIterator[int]):
     """A submitted request. Iterating gives its tokens as they are made; `async for` does too.
@@ -34,17 +34,16 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
     """
 
     def __init__(
-        self, scheduler: Driver, handle: c_void_p, hooks: Hooks | None, late: LateText | None, logprobs: bool
+        self, scheduler: Driver, handle: Owned, hooks: Hooks | None, late: LateText | None, logprobs: bool
     ) -> None:
-        """Takes over the handle of a tide_request; the arguments are those of `TokenStream`."""
+        """Takes a tide_request; the arguments are those of `TokenStream`."""
         self._scheduler, self._handle, self._hooks, self._late = scheduler, handle, hooks, late
         self._with_logprobs = logprobs
         self._tokens: list[int] = []
         self._returned = 0
         self._ended = False
-        self._error: TideError | None = None
+        self._error: BaseException | None = None
         self._ids, self._status = (c_int64 * TOKENS_READ)(), c_int()
-        weakref.finalize(self, library().tide_request_free, handle)
 
     @property
     def tokens(self) -> list[int]:
@@ -53,7 +52,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         return self._tokens
 
     @property
-    def error(self) -> TideError | None:
+    def error(self) -> BaseException | None:
         """Why it failed; None while it has not."""
         self._read()
         return self._error
@@ -138,7 +137,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         self._returned += 1
         return self._tokens[self._returned - 1]
 
-    def _end(self, otherwise: Exception) -> Exception:
+    def _end(self, otherwise: Exception) -> BaseException:
         return otherwise if self._error is None else self._error
 
     def _read(self) -> None:
@@ -151,6 +150,8 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
                 value = self._status.value
                 self._error = error_of(value) if self._hooks is None else self._hooks.error_of(value)
             self._ended = self._status.value >= ENDED
+            if self._ended:
+                self._scheduler.forget(self._handle)
             if count < TOKENS_READ:
                 return
 

@@ -22,7 +22,7 @@ class Hooks:
     """The hooks of one request, which must live until it has ended.
 
     Attributes:
-        error: what a hook failed with; None: none has.
+        error: what a hook failed with, but for what a signal handler raised; None: none has.
         struct: the tide_hooks.
     """
 
@@ -39,7 +39,7 @@ class Hooks:
             prompt_tokens: of its prompt, which a grammar does not see.
             decode: gives the text of token ids; None: no text is needed.
         """
-        self.error: TideError | None = None
+        self.error: BaseException | None = None
         self._processor, self._grammar, self._decode = processor, grammar, decode
         self._prompt_tokens, self._text = prompt_tokens, ctypes.create_string_buffer(0)
         self.struct = native.HooksStruct()
@@ -50,15 +50,15 @@ class Hooks:
         if decode is not None:
             self.struct.detokenize = native.Detokenize(self._detokenize)
 
-    def error_of(self, status: int) -> TideError:
-        """Returns the error that the request failed with."""
+    def error_of(self, status: int) -> BaseException:
+        """Returns what the request failed with. Raises what a signal handler raised in a hook."""
         native.raise_interrupt()
         error, self.error = self.error, None
         return native.error_of(status) if error is None else error
 
     def _process_logits(self, _: Any, ids: int, count: int, logits: int, vocabulary: int) -> int:
         try:
-            values = np.frombuffer((c_float * vocabulary).from_address(logits), np.float32)
+            values = np.ctypeslib.as_array((c_float * vocabulary).from_address(logits))
             text = _ids_at(ids, count)
             if self._processor is not None:
                 values[:] = _processed(self._processor, text, values.copy())
@@ -90,10 +90,9 @@ class Hooks:
             return None
 
     def _failed(self, error: BaseException, what: str) -> int:
-        if not isinstance(error, Exception):
-            native.keep_interrupt(error)
+        if not isinstance(error, Exception) and native.keep_interrupt(error):
             return native.GENERATION_ERROR
-        if isinstance(error, TideError):
+        if isinstance(error, TideError) or not isinstance(error, Exception):
             self.error = error
         else:
             self.error = GenerationError(f"{what}: {first_line(error)}")

@@ -9,6 +9,9 @@ import atexit
 import ctypes
 import logging
 import os
+import struct
+import threading
+import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
@@ -72,7 +75,13 @@ class SlotStep(Structure):
 
 
 class SchedulerState(Structure):
-    _fields_ = (("waiting", c_size_t), ("running", c_size_t), ("prefix_cache_bytes", c_int64), ("closed", c_int))
+    _fields_ = (
+        ("waiting", c_size_t),
+        ("running", c_size_t),
+        ("prefix_cache_bytes", c_int64),
+        ("closed", c_int),
+        ("in_step", c_int),
+    )
 
 
 class AuditState(Structure):
@@ -163,6 +172,19 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+# Of an object that a function creates, the function that frees it.
+_FREES = {
+    "load": "engine_free",
+    "load_networks": "engine_free",
+    "token_stream_open": "token_stream_free",
+    "token_stream_so_far": "generation_free",
+    "scheduler_create": "scheduler_free",
+    "submit": "request_free",
+    "request_so_far": "generation_free",
+    "sequence_create": "sequence_free",
+    "batch_create": "batch_free",
+}
+
 _interrupts: list[BaseException] = []  # one at most: KeyboardInterrupt, and what else is no error, raised in a callback
 
 
@@ -176,13 +198,16 @@ def library() -> ctypes.CDLL:
     """Opens the library and declares its functions.
 
     Raises:
-        ProviderError: it is missing, was built for another machine, or is of another version.
+        ProviderError: it is missing or damaged, was built for another machine, or is of another version.
     """
-    try:
-        opened = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
-        reason = "it is missing" if not LIBRARY.is_file() else str(error)
-        raise ProviderError(f"the runtime's library '{LIBRARY}' cannot be opened ({reason}): {ADVICE}") from None
+    defect, opened = _defect(LIBRARY), None
+    if defect is None:
+        try:
+            opened = ctypes.CDLL(str(LIBRARY))
+        except OSError as error:
+            defect = str(error)
+    if opened is None:
+        raise ProviderError(f"the runtime's library '{LIBRARY}' cannot be opened ({defect}): {ADVICE}")
     try:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(opened, f"tide_{name}")
@@ -194,6 +219,25 @@ def library() -> ctypes.CDLL:
     opened.tide_set_log(ctypes.cast(_log, c_void_p))
     atexit.register(opened.tide_set_log, None)
     return opened
+
+
+def _defect(path: Path) -> str | None:
+    """What is wrong with a library that the loader would not say, or would not survive; None: nothing that is known."""
+    if not path.is_file():
+        return "it is missing"
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:5] != b"\x7fELF\2" or len(header) < 64:  # of 64 bits
+        return None
+    own = Path("/proc/self/exe")  # Python's
+    if own.exists():
+        with own.open("rb") as file:
+            same = file.read(20)
+        if (header[4:6], header[18:20]) != (same[4:6], same[18:20]):
+            return "it is for another kind of CPU"
+    (sections,), (entry, count) = struct.unpack_from("=Q", header, 40), struct.unpack_from("=HH", header, 58)
+    size = path.stat().st_size
+    return f"it is truncated: {size} of {sections + entry * count} bytes" if size < sections + entry * count else None
 
 
 def onnxruntime_library() -> str | None:
@@ -212,15 +256,23 @@ def onnxruntime_library() -> str | None:
     return str(libraries[0]) if libraries else None
 
 
-def keep_interrupt(error: BaseException) -> None:
-    """Keeps what a signal handler raised in a function that the library called, for no exception crosses C."""
+def keep_interrupt(error: BaseException) -> bool:
+    """Keeps what a signal handler raised in a function that the library called, for no exception crosses C; whether it
+    did: signal handlers run in the main thread alone."""
+    if not _in_main_thread():
+        return False
     _interrupts[:] = [error]
+    return True
 
 
 def raise_interrupt() -> None:
     """Raises what `keep_interrupt` kept."""
-    if _interrupts:
+    if _interrupts and _in_main_thread():
         raise _interrupts.pop()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def error_of(status: int) -> TideError:
@@ -246,10 +298,39 @@ def call(name: str, *arguments: Any) -> None:
     check(getattr(library(), f"tide_{name}")(*arguments))
 
 
-def created(name: str, *arguments: Any) -> c_void_p:
-    """Calls a function whose last argument receives a new object, and returns its handle. Raises as `call`."""
-    handle = c_void_p()
-    call(name, *arguments, ctypes.byref(handle))
+class Owned:
+    """The handle of an object of the library, which is freed with its last reference: also where a signal handler's
+    exception ends the call that creates it.
+
+    Attributes:
+        pointer: what the function that creates it takes.
+    """
+
+    def __init__(self, creates: str, needed: tuple[Any, ...] = ()) -> None:
+        """Prepares for a function, by name, that creates an object.
+
+        Args:
+            needed: what the library uses while it frees the object; nothing that refers to this.
+        """
+        self._as_parameter_ = c_void_p()
+        self.pointer = ctypes.byref(self._as_parameter_)
+        free = getattr(library(), f"tide_{_FREES[creates]}")
+        weakref.finalize(self, _free, free, self._as_parameter_, needed)
+
+    def __bool__(self) -> bool:
+        """Whether there is an object."""
+        return bool(self._as_parameter_)
+
+
+def _free(free: Any, handle: c_void_p, needed: tuple[Any, ...]) -> None:
+    free(handle)  # and then `needed`
+
+
+def created(name: str, *arguments: Any, needed: tuple[Any, ...] = ()) -> Owned:
+    """Calls a function whose last argument receives a new object, and returns that. Raises as `call`; `needed` is that
+    of `Owned`."""
+    handle = Owned(name, needed)
+    call(name, *arguments, handle.pointer)
     return handle
 
 

@@ -8,12 +8,11 @@ all but TensorRT's engines, whose runs it is given (`tensorrt.engines`).
 import json
 import logging
 import os
-from ctypes import c_void_p
 from typing import Any
 
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import ConfigError, ProviderError
-from tide_export.runtime.native import created, onnxruntime_library
+from tide_export.runtime.native import Owned, created, onnxruntime_library
 from tide_export.runtime.tensorrt.engines import open_engines
 from tide_export.runtime.tensorrt.flavours import FLAVOURS
 from tide_export.runtime.tensorrt.gpu import compute_capability
@@ -37,8 +36,8 @@ def open_library_engine(
     plugins: str | os.PathLike[str] | None,
     device: int | None,
     graph: str | os.PathLike[str] | None,
-) -> c_void_p:
-    """Opens `bundle`; arguments as of `engine.open_engine`. Returns the handle of a tide_engine.
+) -> Owned:
+    """Opens `bundle`; arguments as of `engine.open_engine`. Returns a tide_engine.
 
     Raises:
         ProviderError: the provider is unknown, or cannot run this bundle here; or plugins are given for a bundle or a
@@ -89,7 +88,7 @@ def _candidates(bundle: Bundle) -> list[str]:
     return candidates
 
 
-def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None) -> c_void_p:
+def _open(bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None) -> Owned:
     if provider not in FLAVOURS and options["onnxruntime"] is None and not os.environ.get("TIDE_ONNXRUNTIME"):
         raise ProviderError(
             f"provider '{provider}' needs ONNX Runtime: pip install tide_export[cpu], or name its library in the "

@@ -10,9 +10,10 @@ import asyncio
 import ctypes
 import json
 import logging
+import threading
 import weakref
 from collections.abc import Sequence
-from ctypes import c_double, c_void_p
+from ctypes import byref, c_double, c_int
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Unpack
@@ -24,7 +25,8 @@ from tide_export.bundle.opened import Bundle
 from tide_export.errors import GenerationError
 from tide_export.runtime.config import GenerationConfig, GenerationOptions, with_options
 from tide_export.runtime.handle import RequestHandle
-from tide_export.runtime.native import AuditState, SchedulerState, call, created, library, raise_interrupt
+from tide_export.runtime.hooks import Hooks
+from tide_export.runtime.native import OK, AuditState, Owned, SchedulerState, call, created, library, raise_interrupt
 from tide_export.runtime.request import hooks_of, options_json, prompt_ids
 from tide_export.runtime.tokenizer import LateText, tokenizer_of
 from tide_export.runtime.watch import Watch
@@ -34,6 +36,7 @@ PROMPT_TOKENS = 512
 MIN_PROMPT_TOKENS = 4  # with fewer a prompt of a bundle that propagates could not be divided
 MINIMA = {"slots": 1, "prompt_tokens": MIN_PROMPT_TOKENS, "waiting": 1, "kv_tokens": 1, "prefix_cache_bytes": 0}
 AUDIT_RATE = 0.01  # costs 2 % of the time at most (docs/measurements/audit.md)
+ALL_TOKENS = 2**63  # more than a request has
 
 logger = logging.getLogger("tide_export.scheduling")
 
@@ -94,7 +97,7 @@ class AuditConfig:
 class Audit:
     """The audit of a scheduler: what it found so far."""
 
-    def __init__(self, scheduler: c_void_p) -> None:
+    def __init__(self, scheduler: Owned) -> None:
         """Reads that of a tide_scheduler, which has one."""
         self._scheduler = scheduler
 
@@ -146,7 +149,7 @@ class Scheduler:
     def __init__(
         self,
         bundle: Bundle,
-        engine: c_void_p,
+        engine: Owned,
         limits: SchedulerLimits,
         compaction_threshold: float | None,
         audit: AuditConfig | None,
@@ -164,11 +167,13 @@ class Scheduler:
         if audit is not None:
             options |= {"audit_rate": audit.rate, "audit_epsilon": audit.epsilon}
         self._bundle, self._by_default, self._drafting = bundle, by_default, drafting
-        self._handle = created("scheduler_create", engine, json.dumps(options).encode())
+        self._hooks = dict[Owned, Hooks]()  # of requests that may not have ended, whoever keeps their handles
+        given, needed = json.dumps(options).encode(), (engine, self._hooks)
+        self._handle = created("scheduler_create", engine, given, needed=needed)
         self.audit = None if audit is None else Audit(self._handle)
         self._threaded = False
         self._watches = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watch]()
-        weakref.finalize(self, _free, self._handle, self._watches)
+        weakref.finalize(self, _close_watches, self._watches)
 
     @property
     def waiting(self) -> int:
@@ -219,29 +224,57 @@ class Scheduler:
         """Submits an int64 array [S]; see `submit`."""
         bundle, seconds = self._bundle, None if timeout is None else c_double(real_number("timeout", timeout))
         options, hooks = options_json(bundle, config, self._drafting), hooks_of(bundle, config, prompt)
-        handle = created(
-            "submit",
-            self._handle,
-            prompt.ctypes.data,
-            len(prompt),
-            options,
-            None if hooks is None else ctypes.byref(hooks.struct),
-            None if seconds is None else ctypes.byref(seconds),
-        )
+        handle = Owned("submit")
+        if hooks is not None:
+            self._forget_ended()
+            self._hooks[handle] = hooks
+        pointers = hooks and byref(hooks.struct), seconds and byref(seconds), handle.pointer
+        try:
+            call("submit", self._handle, prompt.ctypes.data, len(prompt), options, *pointers)
+        except BaseException:
+            if handle:  # a signal's exception came after it
+                library().tide_request_cancel(handle)
+            else:
+                self.forget(handle)
+            raise
         late = LateText(tokenizer_of(bundle), prompt.tolist()) if config.detokenize and not config.stop else None
         return RequestHandle(self, handle, hooks, late, config.logprobs is not None)
 
+    def forget(self, request: Owned) -> None:
+        """Drops the hooks of a request that has ended."""
+        self._hooks.pop(request, None)
+
+    def _forget_ended(self) -> None:
+        """Drops the hooks of the requests that have ended and that nobody has read to the end."""
+        status = c_int()
+        for request in list(self._hooks):
+            if request:
+                library().tide_request_read(request, ALL_TOKENS, None, 0, byref(status))
+                if status.value != OK:
+                    self.forget(request)
+
     def step(self) -> bool:
-        """Does one step over all requests with a slot; False: there was nothing to do."""
+        """Does one step over all requests with a slot; False: there was nothing to do.
+
+        Raises:
+            GenerationError: it is called in a step, by a hook of a request.
+        """
+        self._check_caller()
         more = bool(library().tide_scheduler_step(self._handle))
         raise_interrupt()
         return more
 
     def drive(self) -> bool:
-        """Does a step for the reader of a handle; False: a thread does them."""
+        """Does a step for the reader of a handle; False: a thread does them. Raises as `step`."""
         if not self._threaded:
             self.step()
+        else:
+            self._check_caller()
         return not self._threaded
+
+    def _check_caller(self) -> None:
+        if self._state.in_step:
+            raise GenerationError("a hook of a request cannot wait for the scheduler that calls it")
 
     def watch(self) -> Watch:
         """Returns what wakes coroutines of the running event loop."""
@@ -258,9 +291,26 @@ class Scheduler:
         return self
 
     def close(self, drain: bool = True) -> None:
-        """Takes no more requests, and returns when those submitted have ended; without `drain` these are cancelled."""
-        library().tide_scheduler_close(self._handle, drain)
-        self._threaded = False
+        """Takes no more requests, and returns when those submitted have ended; without `drain` these are cancelled, as
+        they are where a signal's exception, such as KeyboardInterrupt, ends the wait.
+
+        Raises:
+            GenerationError: as `step`.
+        """
+        self._check_caller()
+        closing = threading.Thread(target=library().tide_scheduler_close, args=(self._handle, drain))
+        try:
+            closing.start()
+        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            closing.run()
+        try:
+            if closing.is_alive():
+                closing.join()  # signal handlers run meanwhile, as they would not in a function of the library
+        except BaseException:
+            library().tide_scheduler_close(self._handle, False)
+            raise
+        finally:
+            self._threaded = False
 
     def __enter__(self) -> "Scheduler":
         return self.start()
@@ -269,7 +319,6 @@ class Scheduler:
         self.close(drain=kind is None)
 
 
-def _free(scheduler: c_void_p, watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watch]) -> None:
+def _close_watches(watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Watch]) -> None:
     for watch in list(watches.values()):
         watch.close()
-    library().tide_scheduler_free(scheduler)

@@ -2,15 +2,14 @@
 
 import ctypes
 import json
-import weakref
 from collections.abc import Collection, Mapping, Sequence
-from ctypes import c_int64, c_size_t, c_void_p
+from ctypes import c_int64, c_size_t
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from tide_export.runtime.native import SlotStep, Step, call, doubles, floats_at, library
+from tide_export.runtime.native import Owned, SlotStep, Step, call, doubles, floats_at, library
 from tide_export.runtime.request import prompt_ids
 from tide_export.values import whole_number
 
@@ -74,11 +73,10 @@ class SingleSequence(SequenceState):
     """One sequence that is stepped alone. Serves one thread at a time; where a method raises, the sequence is as it was
     before the call."""
 
-    def __init__(self, handle: c_void_p, segments: int, checkpoints: int) -> None:
-        """Takes over the handle of a tide_sequence."""
+    def __init__(self, handle: Owned, segments: int, checkpoints: int) -> None:
+        """Takes a tide_sequence."""
         super().__init__(segments)
         self._handle, self._checkpoints = handle, checkpoints
-        weakref.finalize(self, library().tide_sequence_free, handle)
 
     @property
     def capacity(self) -> int:
@@ -118,11 +116,10 @@ class Batch:
     """Several sequences, each in a slot. Serves one thread at a time; where a method raises, the sequences are as they
     were before the call."""
 
-    def __init__(self, handle: c_void_p, segments: int) -> None:
-        """Takes over the handle of a tide_batch."""
+    def __init__(self, handle: Owned, segments: int) -> None:
+        """Takes a tide_batch."""
         self._handle, self._segments = handle, segments
         self._sequences: dict[int, _Slot] = {}
-        weakref.finalize(self, library().tide_batch_free, handle)
 
     @property
     def sequences(self) -> Mapping[int, SequenceState]:
@@ -179,7 +176,7 @@ class Batch:
 class _Slot(SequenceState):
     """One sequence of a batch."""
 
-    def __init__(self, batch: c_void_p, slot: int, segments: int) -> None:
+    def __init__(self, batch: Owned, slot: int, segments: int) -> None:
         super().__init__(segments)
         self._batch, self._slot = batch, slot
 

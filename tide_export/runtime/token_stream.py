@@ -1,13 +1,12 @@
 """Reads the tokens of one generation as they are made."""
 
 import ctypes
-import weakref
 from collections.abc import Iterator
-from ctypes import c_int64, c_size_t, c_void_p
+from ctypes import c_int64, c_size_t
 
 from tide_export.runtime.generation import FinishReason, Generation, Snapshot, TokenLogprobs, take_snapshot
 from tide_export.runtime.hooks import Hooks
-from tide_export.runtime.native import ENDED, created, error_of, library
+from tide_export.runtime.native import ENDED, Owned, created, error_of, library
 from tide_export.runtime.stats import ExitStats
 from tide_export.runtime.tokenizer import LateText
 
@@ -24,8 +23,8 @@ class TokenStream(Iterator[int]):
         tokens: the tokens returned so far.
     """
 
-    def __init__(self, handle: c_void_p, hooks: Hooks | None, late: LateText | None, logprobs: bool) -> None:
-        """Takes over the handle of a tide_token_stream.
+    def __init__(self, handle: Owned, hooks: Hooks | None, late: LateText | None, logprobs: bool) -> None:
+        """Takes a tide_token_stream.
 
         Args:
             late: makes the text, where the library does not.
@@ -37,7 +36,6 @@ class TokenStream(Iterator[int]):
         self._ended = False
         self._step, self._ids, self._count = library().tide_token_stream_step, (c_int64 * TOKENS_READ)(), c_size_t()
         self._pointer = ctypes.byref(self._count)
-        weakref.finalize(self, library().tide_token_stream_free, handle)
 
     @property
     def stats(self) -> ExitStats:

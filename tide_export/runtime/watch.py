@@ -8,9 +8,8 @@ import asyncio
 import contextlib
 import os
 import weakref
-from ctypes import c_void_p
 
-from tide_export.runtime.native import call, library
+from tide_export.runtime.native import Owned, call, library
 
 READ_BYTES = 4096  # at a time; what is left wakes once more
 
@@ -18,8 +17,8 @@ READ_BYTES = 4096  # at a time; what is left wakes once more
 class Watch:
     """The news of one scheduler in one event loop, which must be the running one."""
 
-    def __init__(self, scheduler: c_void_p) -> None:
-        """`scheduler`: the handle of a tide_scheduler."""
+    def __init__(self, scheduler: Owned) -> None:
+        """`scheduler`: a tide_scheduler."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
@@ -44,7 +43,7 @@ class Watch:
                 future.set_result(None)
 
 
-def _close(loop: weakref.ref[asyncio.AbstractEventLoop], scheduler: c_void_p, reading: int, writing: int) -> None:
+def _close(loop: weakref.ref[asyncio.AbstractEventLoop], scheduler: Owned, reading: int, writing: int) -> None:
     library().tide_scheduler_unwatch(scheduler, writing)
     os.close(writing)
     running = loop()

@@ -188,7 +188,8 @@ class TokenStream {
   std::size_t read_ = 0;  // tokens that `next` returned
 };
 
-// A loaded bundle. Copies share it. May be used by several threads at once: each generation has its own State.
+// A loaded bundle. Copies share it. May be used by several threads at once: each generation has its own State. It belongs to
+// the process that loaded it: in a child that is forked, where its threads are missing, a use of it throws GenerationError.
 class Engine {
  public:
   // Opens a bundle. Throws BundleError: it is missing, damaged or of another release, or a graph or engine does not

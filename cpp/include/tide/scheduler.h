@@ -59,6 +59,7 @@ struct AuditState {
 class RequestHandle {
  public:
   // The next token; none: the request has ended. Throws what the request failed with, after its last token.
+  // GenerationError: a callback of a request of the same scheduler would wait for itself.
   std::optional<Token> next();
 
   // Waits for the end. Throws what the request failed with.
@@ -83,6 +84,7 @@ class RequestHandle {
  private:
   friend class Scheduler;
   RequestHandle(std::shared_ptr<Job> job, std::weak_ptr<StepLoop> loop);
+  Job& job() const;  // throws GenerationError: in a child of the process that submitted it
 
   std::shared_ptr<Job> job_;
   std::weak_ptr<StepLoop> loop_;
@@ -118,6 +120,7 @@ class Scheduler {
   std::size_t waiting() const;  // requests without a slot
   std::size_t running() const;  // requests with a slot
   bool closed() const;          // whether it takes no more requests
+  bool in_step() const;         // whether this thread does a step of it now: a callback asks
   std::int64_t prefix_cache_bytes() const;  // of K/V in the prefix cache now
 
   std::optional<AuditState> audit() const;  // none: there is no audit

@@ -76,7 +76,8 @@ TIDE_API void tide_set_log(void (*log)(const char* sentence));
 
 /* --- engines ------------------------------------------------------------------------------------------------------- */
 
-/* Opens a bundle. options: "provider", "threads", "verify", "plugins", "device"; "onnxruntime": the path of its library, of
+/* Opens a bundle. In a child that this process forks, a use of the engine is an error, for its threads are missing there: load
+ * the bundle again. options: "provider", "threads", "verify", "plugins", "device"; "onnxruntime": the path of its library, of
  * which a process opens one, none: that of the environment variable TIDE_ONNXRUNTIME, else where the system finds it;
  * "graph": a file whose graph is run in place of the bundle's; "tokenizers": see below. */
 TIDE_API tide_status tide_load(const char* bundle, const char* options, tide_engine** engine);
@@ -121,7 +122,8 @@ TIDE_API tide_status tide_resolve(const tide_engine* engine, const char* options
 typedef int (*tide_on_token)(void* context, const tide_token* token);
 
 /* Functions of the caller that a generation calls, in the thread that does the steps. Each gets `context`, which is needed
- * until the generation or the request has ended; each may be NULL.
+ * until the generation or the request has ended; each may be NULL. They may use the engine, and wait for no request of the
+ * scheduler that calls them: that is an error.
  *
  * process_logits changes the logits [vocabulary] from which the next token is chosen: one at -INFINITY cannot come. ids: the
  *     prompt's and those generated, in lossless mode with the drafts that follow them; it may be called again for fewer, for
@@ -199,11 +201,13 @@ TIDE_API tide_status tide_scheduler_create(const tide_engine* engine, const char
 TIDE_API tide_status tide_scheduler_start(tide_scheduler* scheduler);
 TIDE_API int tide_scheduler_step(tide_scheduler* scheduler);
 
-/* Requests without a slot, and with one; bytes in the prefix cache; whether it takes no more requests. */
+/* Requests without a slot, and with one; bytes in the prefix cache; whether it takes no more requests; whether this thread
+ * does a step of it now, so that a hook asks. */
 typedef struct {
   size_t waiting, running;
   int64_t prefix_cache_bytes;
   int closed;
+  int in_step;
 } tide_scheduler_state;
 TIDE_API tide_scheduler_state tide_scheduler_describe(const tide_scheduler* scheduler);
 

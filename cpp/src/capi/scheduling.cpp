@@ -22,7 +22,8 @@ void tide_scheduler_free(tide_scheduler* scheduler) { delete scheduler; }
 
 tide_scheduler_state tide_scheduler_describe(tide_scheduler const* scheduler) {
   tide::Scheduler const& described = scheduler->scheduler;
-  return {described.waiting(), described.running(), described.prefix_cache_bytes(), described.closed() ? 1 : 0};
+  return {described.waiting(), described.running(), described.prefix_cache_bytes(), described.closed() ? 1 : 0,
+          described.in_step() ? 1 : 0};
 }
 
 tide_status tide_scheduler_audit(tide_scheduler const* scheduler, tide_audit* audit) {
@@ -64,16 +65,18 @@ tide_status tide_request_result(tide_request* request, tide_generation** generat
 }
 
 void tide_request_wait(tide_request const* request, std::size_t from, double seconds) {
-  request->handle.wait(from, seconds);
+  guarded([&] { request->handle.wait(from, seconds); });
 }
 
 std::size_t tide_request_read(tide_request const* request, std::size_t from, std::int64_t* ids, std::size_t room,
                               tide_status* status) {
-  std::size_t const count = request->handle.read(from, ids, room);
-  *status = TIDE_OK;
-  if (!request->handle.finished(from + count)) return count;
-  std::exception_ptr const error = request->handle.error();
-  *status = error == nullptr ? TIDE_ENDED : guarded([&] { std::rethrow_exception(error); });
+  std::size_t count = 0;
+  *status = guarded_status([&] {
+    count = request->handle.read(from, ids, room);
+    if (!request->handle.finished(from + count)) return TIDE_OK;
+    if (auto const error = request->handle.error()) std::rethrow_exception(error);
+    return TIDE_ENDED;
+  });
   return count;
 }
 

@@ -23,22 +23,24 @@ constexpr char const* kNames[] = {"libonnxruntime.so.1", "libonnxruntime.so"};
 [[maybe_unused]] int const kNoTelemetry = ::setenv("ORT_DISABLE_TELEMETRY", "1", 0);
 
 std::mutex mutex;
-std::optional<std::filesystem::path> chosen;
+std::optional<std::filesystem::path> chosen;  // by the last call of `use_library`
 
 constexpr char const* kAdvice =
     ": install it (pip install onnxruntime), or name its library in the option onnxruntime or in TIDE_ONNXRUNTIME";
 
-void* open_library() {
+// The library, and what to call it.
+std::pair<void*, std::string> open_library() {
   std::lock_guard<std::mutex> const lock(mutex);
   char const* const named = std::getenv("TIDE_ONNXRUNTIME");
-  if (!chosen && named != nullptr && *named != '\0') chosen = named;
+  std::optional<std::filesystem::path> path = chosen;
+  if (!path && named != nullptr && *named != '\0') path = named;
   std::string reason;
-  if (chosen) {
-    if (void* const handle = ::dlopen(chosen->c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
+  if (path) {
+    if (void* const handle = ::dlopen(path->c_str(), RTLD_NOW | RTLD_LOCAL)) return {handle, tide::quoted(*path)};
     reason = ::dlerror();
   } else {
     for (char const* const name : kNames) {
-      if (void* const handle = ::dlopen(name, RTLD_NOW | RTLD_LOCAL)) return handle;
+      if (void* const handle = ::dlopen(name, RTLD_NOW | RTLD_LOCAL)) return {handle, tide::quoted(name)};
       if (reason.empty()) reason = ::dlerror();
     }
   }
@@ -47,14 +49,14 @@ void* open_library() {
 
 struct Library {
   Library() {
-    void* const handle = open_library();
+    auto const [handle, name] = open_library();
     auto const base_of = reinterpret_cast<abi::ApiBase const* (*)()>(::dlsym(handle, "OrtGetApiBase"));
-    if (base_of == nullptr) throw tide::ProviderError(std::string("that is no library of ONNX Runtime") + kAdvice);
+    if (base_of == nullptr) throw tide::ProviderError(name + " is no library of ONNX Runtime" + kAdvice);
     base = base_of();
     abi::Function const* const table = base->GetApi(abi::kVersion);
     if (table == nullptr) {
-      throw tide::ProviderError(std::string("the ONNX Runtime library is version ") + base->GetVersionString() +
-                                ": use one from 1." + std::to_string(abi::kVersion) + " on");
+      throw tide::ProviderError(name + " is ONNX Runtime " + base->GetVersionString() + ", which is older than 1." +
+                                std::to_string(abi::kVersion) + kAdvice);
     }
     functions = std::make_unique<Functions>(table);
   }
@@ -86,7 +88,7 @@ std::string taken(char* text) {
 
 void use_library(std::filesystem::path const& path) {
   std::lock_guard<std::mutex> const lock(mutex);
-  if (!chosen) chosen = path;
+  chosen = path;
 }
 
 Functions const& functions() { return *library().functions; }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "room.h"
+
 namespace tide {
 
 double seconds_now() {
@@ -61,15 +63,14 @@ bool Job::take(StepResult const& result, double seconds) {
   stepped_ += count_;
   if (stepped_ < decoder_->request().ids.size()) return false;
   stepped_ = 0;
-  std::vector<Token> const block = decoder_->take(result);
+  std::vector<Token> block = decoder_->take(result);
   if (sequence_->length() > decoder_->length()) sequence_->rewind(decoder_->length());
   if (block.empty()) return false;  // another step is requested
   {
     std::lock_guard<std::mutex> const lock(mutex_);
-    progress_.take(block, *decoder_, sequence_->computed(), seconds_, [this](Token const& token) {
-      tokens_.push_back(token);
-      return !on_token_ || on_token_(token);
-    });
+    make_room(tokens_, block.size());
+    std::size_t const count = progress_.take(block, *decoder_, sequence_->computed(), seconds_, on_token_);
+    for (std::size_t i = 0; i < count; ++i) tokens_.push_back(std::move(block[i]));
   }
   changed_.notify_all();
   seconds_ = 0;
@@ -110,14 +111,14 @@ void Job::wait(std::size_t read, std::optional<double> seconds) const {
 
 std::size_t Job::read(std::size_t from, std::int64_t* ids, std::size_t room) const {
   std::lock_guard<std::mutex> const lock(mutex_);
-  std::size_t const count = std::min(room, tokens_.size() - from);
+  std::size_t const count = std::min(room, tokens_.size() - std::min(from, tokens_.size()));
   for (std::size_t i = 0; i < count; ++i) ids[i] = tokens_[from + i].id;
   return count;
 }
 
 bool Job::finished(std::size_t read) const {
   std::lock_guard<std::mutex> const lock(mutex_);
-  return ended_ && tokens_.size() == read;
+  return ended_ && tokens_.size() <= read;
 }
 
 std::optional<Token> Job::token(std::size_t number) const {

@@ -30,6 +30,7 @@ class Job {
       std::size_t number, std::optional<double> deadline, std::function<bool(Token const&)> on_token);
 
   Request const& request() const { return *request_; }
+  Process const& process() const { return process_; }
   std::int64_t reserved() const { return reserved_; }  // tokens of K/V that it may need
   bool has_deadline() const { return deadline_.has_value(); }
   bool expired(double now) const { return deadline_ && now >= *deadline_; }
@@ -89,6 +90,7 @@ class Job {
  private:
   bool is_ready(std::size_t read) const { return ended_ || tokens_.size() > read; }
 
+  Process const process_;
   std::vector<std::int64_t> const prompt_;
   std::shared_ptr<Request> const request_;
   std::int64_t const reserved_;

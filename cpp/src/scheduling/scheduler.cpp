@@ -32,7 +32,7 @@ RequestHandle Scheduler::submit(std::vector<std::int64_t> const& prompt, Generat
       std::make_shared<Request>(bundle, without_auto(bundle, config, engine_.auto_mode(slots_), false), std::nullopt);
   std::optional<double> deadline;
   if (timeout) deadline = seconds_now() + real_number("timeout", *timeout);
-  auto const job = std::make_shared<Job>(bundle.manifest, prompt, request, 0, deadline, nullptr);
+  std::shared_ptr<Job> const job(new Job(bundle.manifest, prompt, request, 0, deadline, nullptr), Process());
   RequestHandle handle(job, loop_);
   loop_->add(job);
   return handle;
@@ -44,6 +44,7 @@ void Scheduler::close(bool drain) { loop_->close(drain); }
 std::size_t Scheduler::waiting() const { return loop_->waiting(); }
 std::size_t Scheduler::running() const { return loop_->running(); }
 bool Scheduler::closed() const { return loop_->closed(); }
+bool Scheduler::in_step() const { return loop_->in_step(); }
 std::int64_t Scheduler::prefix_cache_bytes() const { return loop_->prefix_cache_bytes(); }
 std::optional<AuditState> Scheduler::audit() const {
   return audit_ == nullptr ? std::nullopt : std::optional(audit_->state());
@@ -55,9 +56,17 @@ void Scheduler::unwatch(int descriptor) { loop_->unwatch(descriptor); }
 RequestHandle::RequestHandle(std::shared_ptr<Job> job, std::weak_ptr<StepLoop> loop)
     : job_(std::move(job)), loop_(std::move(loop)) {}
 
+Job& RequestHandle::job() const {
+  job_->process().check();
+  return *job_;
+}
+
 std::optional<Token> RequestHandle::next() {
-  while (!job_->ready(read_)) {
+  while (!job().ready(read_)) {
     auto const loop = loop_.lock();
+    if (loop != nullptr && loop->in_step()) {
+      throw GenerationError("a hook of a request cannot wait for the scheduler that calls it");
+    }
     if (loop == nullptr || !loop->drive()) job_->wait(read_, std::nullopt);
   }
   std::optional<Token> token = job_->token(read_);
@@ -77,14 +86,14 @@ void RequestHandle::cancel() {
 }
 
 std::size_t RequestHandle::read(std::size_t from, std::int64_t* ids, std::size_t room) const {
-  return job_->read(from, ids, room);
+  return job().read(from, ids, room);
 }
 
-void RequestHandle::wait(std::size_t from, double seconds) const { job_->wait(from, seconds); }
-bool RequestHandle::finished(std::size_t from) const { return job_->finished(from); }
-Generation RequestHandle::so_far() const { return job_->generation(); }
+void RequestHandle::wait(std::size_t from, double seconds) const { job().wait(from, seconds); }
+bool RequestHandle::finished(std::size_t from) const { return job().finished(from); }
+Generation RequestHandle::so_far() const { return job().generation(); }
 Mode RequestHandle::mode() const { return job_->request().mode; }
-std::optional<FinishReason> RequestHandle::finish_reason() const { return job_->finish_reason(); }
+std::optional<FinishReason> RequestHandle::finish_reason() const { return job().finish_reason(); }
 std::exception_ptr RequestHandle::error() const { return job_->error(); }
 std::int64_t RequestHandle::cached_tokens() const { return job_->cached_tokens(); }
 

@@ -26,6 +26,7 @@ StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batc
 }
 
 void StepLoop::add(std::shared_ptr<Job> job) {
+  process_.check();
   if (limits_.kv_tokens && job->reserved() > *limits_.kv_tokens) {
     throw GenerationError("prompt and max_new_tokens have " + std::to_string(job->reserved()) +
                           " tokens, and the scheduler has K/V memory for " + std::to_string(*limits_.kv_tokens));
@@ -45,7 +46,9 @@ void StepLoop::add(std::shared_ptr<Job> job) {
 }
 
 bool StepLoop::step() noexcept {
+  if (!process_.is_this() || in_step()) return false;
   std::lock_guard<std::mutex> const stepping(stepping_);
+  stepper_ = std::this_thread::get_id();
   end_cancelled();
   admit();
   choose_steps();
@@ -53,15 +56,18 @@ bool StepLoop::step() noexcept {
   if (runs) run(requests_);
   if (news_) tell_watchers();
   news_ = false;
+  stepper_ = std::thread::id();
   return runs || waiting() + running() > 0;
 }
 
 void StepLoop::watch(int descriptor) {
+  process_.check();
   std::lock_guard<std::mutex> const lock(mutex_);
   watchers_.push_back(descriptor);
 }
 
 void StepLoop::unwatch(int descriptor) {
+  if (!process_.is_this()) return;
   std::lock_guard<std::mutex> const lock(mutex_);
   watchers_.erase(std::remove(watchers_.begin(), watchers_.end(), descriptor), watchers_.end());
 }
@@ -82,6 +88,7 @@ bool StepLoop::drive() noexcept {
 }
 
 void StepLoop::start() {
+  process_.check();
   std::lock_guard<std::mutex> const starting(starting_);
   if (thread_.joinable() || closed()) return;
   thread_ = or_generation_error("cannot start the scheduler's thread", [&] { return std::thread([this] { work(); }); });
@@ -89,12 +96,14 @@ void StepLoop::start() {
 }
 
 void StepLoop::close(bool drain) {
+  if (!process_.is_this()) return;
   {
     std::lock_guard<std::mutex> const lock(mutex_);
     closing_ = true;
     cancelling_ = cancelling_ || !drain;
   }
   changed_.notify_all();
+  if (in_step()) return;  // it ends after the step
   std::lock_guard<std::mutex> const starting(starting_);
   if (thread_.joinable()) thread_.join();
   threaded_ = false;
@@ -103,16 +112,19 @@ void StepLoop::close(bool drain) {
 }
 
 std::size_t StepLoop::waiting() const {
+  if (!process_.is_this()) return 0;
   std::lock_guard<std::mutex> const lock(mutex_);
   return waiting_.size();
 }
 
 std::size_t StepLoop::running() const {
+  if (!process_.is_this()) return 0;
   std::lock_guard<std::mutex> const lock(mutex_);
   return running_;
 }
 
 bool StepLoop::closed() const {
+  if (!process_.is_this()) return true;
   std::lock_guard<std::mutex> const lock(mutex_);
   return closing_;
 }

@@ -35,6 +35,7 @@ class StepLoop {
   std::size_t waiting() const;
   std::size_t running() const;
   bool closed() const;
+  bool in_step() const { return stepper_ == std::this_thread::get_id(); }
   std::int64_t prefix_cache_bytes() const { return prefixes_ == nullptr ? 0 : prefixes_->bytes(); }
 
   // A step by the reader of a handle; false: the thread does them.
@@ -62,12 +63,14 @@ class StepLoop {
   void end(std::size_t slot, std::optional<FinishReason> reason, std::exception_ptr error) noexcept;
   std::optional<FinishReason> ends(Job const& job, double now) const;
 
+  Process const process_;  // in a child of it nothing is locked, because no thread may ever unlock it
   std::shared_ptr<Backend> const backend_;
   std::unique_ptr<Batch> const batch_;
   SchedulerLimits const limits_;
   std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
   std::shared_ptr<Audit> const audit_;           // null: there is none
 
+  std::atomic<std::thread::id> stepper_{};      // the thread that does a step; none: no step is done
   std::mutex stepping_;                         // of what follows up to `mutex_`
   std::vector<std::shared_ptr<Job>> slots_;     // by slot; null: free
   std::vector<std::size_t> order_;              // slots of the present step, in the order in which they get tokens

@@ -10,7 +10,6 @@ memory, because one network runs at a time.
 import mmap
 import os
 from collections.abc import Mapping
-from ctypes import c_void_p
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ from tide_export.bundle.engine_fields import EnginesInfo, NetworksInfo, Profile
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError, GenerationError, ProviderError
 from tide_export.runtime.callers_networks import load_networks
+from tide_export.runtime.native import Owned
 from tide_export.runtime.network_spec import NetworkSpec, from_tensorrt, kv_aliases, of_network, specs
 from tide_export.runtime.tensorrt.cudart import CudaMemory, select_gpu, synchronize
 from tide_export.runtime.tensorrt.flavours import (
@@ -40,8 +40,8 @@ ALIGNMENT = 256  # bytes; what CUDA allocates at and TensorRT requires of an add
 
 def open_engines(
     bundle: Bundle, provider: str, options: dict[str, Any], plugins: str | os.PathLike[str] | None = None
-) -> c_void_p:
-    """The bundle's engines, ready to run; the handle of a tide_engine.
+) -> Owned:
+    """The bundle's engines, ready to run; a tide_engine.
 
     Args:
         provider: the flavour, tensorrt or tensorrt-rtx.

@@ -1,0 +1,34 @@
+// The process that an object belongs to. A child that is forked has copies of all objects and none of the threads that they
+// wait for, so that it can neither use them nor free them.
+#pragma once
+
+#include <unistd.h>
+
+#include "tide/errors.h"
+
+namespace tide {
+
+// That which made it.
+class Process {
+ public:
+  bool is_this() const { return ::getpid() == id_; }
+
+  // Throws GenerationError: this is a child of it.
+  void check() const {
+    if (is_this()) return;
+    throw GenerationError(
+        "the engine was loaded before this process was forked, which has none of its threads: load the bundle in this "
+        "process, or start it by spawn in place of fork");
+  }
+
+  // As a deleter: frees an object in its process alone.
+  template <typename T>
+  void operator()(T* object) const {
+    if (is_this()) delete object;
+  }
+
+ private:
+  ::pid_t id_ = ::getpid();
+};
+
+}  // namespace tide
