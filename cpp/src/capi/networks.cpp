@@ -67,7 +67,7 @@ std::shared_ptr<tide::Backend> open_callers_networks(tide::Bundle bundle, tide_n
     tide::DeviceNetworks opened;
     tide::CudaDevice* device = nullptr;
     if (given.gpu >= 0) {
-      auto made = std::make_unique<tide::CudaDevice>(given.gpu);
+      auto made = std::make_unique<tide::CudaDevice>(given.gpu, true, log());
       device = made.get();
       opened.device = std::move(made);
     } else {

@@ -18,7 +18,7 @@ thread_local int current_gpu = -1;  // the one that CUDA uses in this thread; -1
 
 std::string reason_of(cuda::Error error) {
   return error == cuda::kNoMemory ? "the GPU has not enough free memory for the sequence's buffers"
-                                            : cuda::functions().GetErrorString(error);
+                                  : cuda::functions().GetErrorString(error);
 }
 
 // Throws GenerationError unless a call of the runtime API succeeded.
@@ -40,7 +40,8 @@ void select_gpu(int gpu) {
   current_gpu = gpu;
 }
 
-CudaDevice::CudaDevice(int gpu, bool records) : gpu_(gpu), records_(records) {
+CudaDevice::CudaDevice(int gpu, bool records, std::function<void(std::string const&)> log)
+    : gpu_(gpu), records_(records), log_(std::move(log)) {
   select_gpu(gpu);
   try {
     require(cuda::functions().StreamCreateWithFlags(&stream_, cuda::kNonBlocking), "cudaStreamCreateWithFlags");
@@ -144,7 +145,9 @@ void CudaDevice::end_recording(std::string const& reason) {
   records_ = false;
   static std::once_flag warned;  // one warning, however many devices there are
   std::call_once(warned, [&] {
-    std::cerr << "tide_runtime: runs are not recorded as CUDA graphs, which makes decoding slower: " + reason + "\n";
+    std::string const sentence = "runs are not recorded as CUDA graphs, which makes decoding slower: " + reason;
+    if (log_) return log_(sentence);
+    std::cerr << "tide_runtime: " + sentence + "\n";
   });
 }
 

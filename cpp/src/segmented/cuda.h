@@ -2,9 +2,10 @@
 //
 // Work is queued the first time its key is seen, queued and recorded the second time (TensorRT requires a run between a
 // change of shape and the recording), and replayed in one launch from then on. Where recording fails the device records
-// no more and queues every run, which is slower: one warning on stderr.
+// no more and queues every run, which is slower: one warning in the process.
 #pragma once
 
+#include <functional>
 #include <list>
 #include <map>
 #include <set>
@@ -22,9 +23,9 @@ void select_gpu(int gpu);
 
 class CudaDevice final : public Device {
  public:
-  // gpu: its number. records: whether launches may be recorded; work on other streams cannot be. Throws ProviderError, as
-  // `select_gpu`.
-  explicit CudaDevice(int gpu = 0, bool records = true);
+  // gpu: its number. records: whether launches may be recorded; work on other streams cannot be. log: receives the
+  // warning; none: stderr. Throws ProviderError, as `select_gpu`.
+  explicit CudaDevice(int gpu = 0, bool records = true, std::function<void(std::string const&)> log = {});
   CudaDevice(CudaDevice const&) = delete;
   CudaDevice& operator=(CudaDevice const&) = delete;
   ~CudaDevice() override;
@@ -54,6 +55,7 @@ class CudaDevice final : public Device {
   int gpu_;
   cuda::Stream stream_ = nullptr;
   bool records_, recording_ = false;
+  std::function<void(std::string const&)> log_;
   std::set<WorkKey> seen_;                       // keys seen once
   Recorded recorded_;                            // least recently used first
   std::map<WorkKey, Recorded::iterator> index_;  // of `recorded_`

@@ -153,7 +153,7 @@ SegmentBuffers::RunBuffers& SegmentBuffers::run_buffers(std::size_t k, std::size
     existing.push_back(std::make_unique<RunBuffers>(RunBuffers{
         Block(*device_, {of_slots, of_slots, of_slots, of_slots, k == 0 ? ids : 0}), Block(*device_, {of_slots, of_slots})}));
   }
-  if (existing[index]->queued) synchronize();
+  if (existing[index]->queued) wait();
   return *existing[index];
 }
 
@@ -191,7 +191,7 @@ void SegmentBuffers::logits(std::vector<HeadRow>& rows) {
   nothing_queued();
 }
 
-void SegmentBuffers::synchronize() {
+void SegmentBuffers::wait() {
   device_->synchronize();
   nothing_queued();
 }

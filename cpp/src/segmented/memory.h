@@ -64,8 +64,8 @@ class SegmentBuffers {
   void run(std::size_t k, std::vector<SlotRun> const& runs, std::vector<std::int64_t> const& lengths,
            std::vector<std::int64_t> const& following);
 
-  // Waits for the last run, which was not the last segment's.
-  void wait_for_exits() { synchronize(); }
+  // Waits for all runs. Throws GenerationError: one of them failed.
+  void wait();
 
   // Whether the last token of a slot exits after the segment of the last run, which is over.
   bool exits(std::size_t slot) const;
@@ -110,7 +110,6 @@ class SegmentBuffers {
   void add_segment(std::size_t k);
   RunBuffers& run_buffers(std::size_t k, std::size_t index);
   void launch(std::size_t k, std::size_t index, Run const& run, RunBuffers& buffers);
-  void synchronize();
   void nothing_queued();
 
   std::vector<NetworkSpec> const& specs_;

@@ -80,6 +80,7 @@ void SegmentedSteps::run_first_parts(SlotStep& one) {
     one.total = one.start + max_tokens;
     one.ids = one.request->request.ids.data() + (lengths_[0][one.slot] - one.before[0]);
     for (std::size_t k = 0; k < lengths_.size(); ++k) run(k, {&one}, {kNever});
+    buffers_->wait();
     // The next part's states take the place of those that were pending, which are not any more if it fails.
     std::fill(one.sequence->lengths.begin(), one.sequence->lengths.end(), one.before[0]);
     std::int64_t const kept = std::max(one.first, one.start);
@@ -109,7 +110,7 @@ void SegmentedSteps::run_segments(std::vector<SlotStep>& all, double compaction_
     run(k, steps, thresholds);
     for (SlotStep* const one : steps) one->segments_run = k + 1;
     if (std::none_of(thresholds.begin(), thresholds.end(), [](float threshold) { return threshold < kSure; })) continue;
-    buffers_->wait_for_exits();
+    buffers_->wait();
     for (SlotStep* const one : steps) {
       if (!one->exit && buffers_->exits(one->slot)) one->exit = k;
     }
