@@ -3,7 +3,7 @@ caller runs: what a test lets fail, changes or counts."""
 
 import ctypes
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
@@ -18,6 +18,13 @@ from tide_export.runtime.network_spec import NetworkSpec, specs
 Run = tuple[str, int, int]  # the network, tokens of each sequence, and sequences
 
 
+class Gpu(Protocol):
+    """A stand-in for one (runtime/gpu/fake_cudart.py)."""
+
+    def queue(self, stream: int, work: Callable[[], object]) -> None: ...
+    def check(self, address: int, size: int) -> None: ...
+
+
 class CallersNetworks:
     """The networks, and what happens to their runs.
 
@@ -29,7 +36,9 @@ class CallersNetworks:
         opened: sets of buffers that are open.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, gpu: Gpu | None = None) -> None:
+        """`gpu`: on whose streams the runs are queued."""
+        self.gpu = gpu
         self.specs: Mapping[str, NetworkSpec] = specs(bundle.manifest, bundle.manifest.networks)
         self._sessions: dict[str, Any] = {}
         for name in self.specs:
@@ -41,9 +50,9 @@ class CallersNetworks:
         self.after: Callable[[Run, Mapping[str, np.ndarray]], None] = lambda run, tensors: None
         self.recorded, self.opened = 0, 0
 
-    def __call__(self, stream: int | None) -> "CallersNetworks":
+    def __call__(self, stream: int | None) -> "CallersNetworks | Queued":
         self.opened += 1
-        return self
+        return self if stream is None else Queued(self, stream)
 
     def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
         one = name, tokens, batch_size
@@ -75,12 +84,34 @@ class CallersNetworks:
         self.after = fails
 
 
+class Queued:
+    """The networks on one stream of a GPU, which runs them when it is waited for."""
+
+    def __init__(self, networks: CallersNetworks, stream: int) -> None:
+        self._networks, self._stream = networks, stream
+        self._last: dict[str, Run] = {}
+        self.close = networks.close
+
+    def run(self, name: str, addresses: Mapping[str, int], tokens: int, batch_size: int, recording: bool) -> bool:
+        networks, gpu, one = self._networks, self._networks.gpu, (name, tokens, batch_size)
+        assert gpu is not None
+        if recording and self._last.get(name) != one:
+            raise GenerationError("TensorRT requires a run between a change of shape and a recording")
+        self._last[name] = one
+        networks.recorded += recording
+        spec = networks.specs[name]
+        for key, tensor in {**spec.inputs, **spec.outputs}.items():
+            gpu.check(addresses[key], tensor.size(tokens, batch_size))
+        gpu.queue(self._stream, lambda: networks.run(name, addresses, tokens, batch_size, False))
+        return True
+
+
 def _array(address: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_char * size).from_address(address), dtype).reshape(shape)
 
 
-def callers_engine(bundle: Bundle, gpu: int | None = None) -> tuple[Engine, CallersNetworks]:
-    """An engine on such networks."""
-    networks = CallersNetworks(bundle)
-    return Engine(bundle, load_networks(bundle, {"verify": False}, "cpu", networks, gpu)), networks
+def callers_engine(bundle: Bundle, gpu: Gpu | None = None, number: int = 0) -> tuple[Engine, CallersNetworks]:
+    """An engine on such networks; `number`: of the GPU, where there is one."""
+    networks, device = CallersNetworks(bundle, gpu), None if gpu is None else number
+    return Engine(bundle, load_networks(bundle, {"verify": False}, "cpu", networks, device)), networks
