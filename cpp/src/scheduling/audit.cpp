@@ -5,6 +5,7 @@
 #include <iostream>
 #include <string>
 
+#include "formatting.h"
 #include "request.h"
 #include "tide/errors.h"
 
