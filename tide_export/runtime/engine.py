@@ -44,8 +44,8 @@ def load(
 ) -> "Engine":
     """Opens a bundle for generation.
 
-    The engine belongs to the process that loads it. In a child that `os.fork` makes, where its threads are missing, every
-    use of it is a GenerationError: such a child loads the bundle again, or is started by spawn.
+    The engine belongs to the process that loads it. In a child that `os.fork` makes, where its threads are missing,
+    every use of it is a GenerationError: such a child loads the bundle again, or is started by spawn.
 
     Args:
         bundle: the folder that `tide-export export` wrote.
