@@ -33,7 +33,7 @@ from harness.interleave import write_json
 from tide_export.bundle.opened import open_bundle
 from tide_export.formatting import table
 from tide_export.runtime.engine import Engine
-from tide_export.runtime.native import call, library
+from tide_export.runtime.native import call, created, library
 
 INCLUDE = Path(__file__).resolve().parents[2] / "cpp" / "include"
 NETWORKS = r"""
@@ -80,11 +80,10 @@ class Host:
     """A bundle on such networks."""
 
     def __init__(self, path: Path, new_tokens: int) -> None:
-        self._networks, self._new_tokens, self._handle = compiled(), new_tokens, c_void_p()
-        bundle = open_bundle(path)
-        given = ctypes.byref(c_void_p.in_dll(self._networks, "networks")), ctypes.byref(self._handle)
-        call("load_networks", os.fsencode(path), b'{"verify": false}', *given)
-        self._engine = Engine(bundle, self._handle)
+        self._networks, self._new_tokens = compiled(), new_tokens
+        networks = ctypes.byref(c_void_p.in_dll(self._networks, "networks"))
+        self._handle = created("load_networks", os.fsencode(path), b'{"verify": false}', networks)
+        self._engine = Engine(open_bundle(path), self._handle)
         self._seconds = c_double.in_dll(self._networks, "seconds")
         library().tide_generate.argtypes = [c_void_p, c_void_p, c_size_t, c_char_p, c_void_p, c_void_p]
         library().tide_generate.restype = c_int
