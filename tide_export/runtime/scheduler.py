@@ -225,11 +225,11 @@ class Scheduler:
         bundle, seconds = self._bundle, None if timeout is None else c_double(real_number("timeout", timeout))
         options, hooks = options_json(bundle, config, self._drafting), hooks_of(bundle, config, prompt)
         handle = Owned("submit")
-        if hooks is not None:
-            self._forget_ended()
-            self._hooks[handle] = hooks
         pointers = hooks and byref(hooks.struct), seconds and byref(seconds), handle.pointer
+        self._forget_ended()
         try:
+            if hooks is not None:
+                self._hooks[handle] = hooks
             call("submit", self._handle, prompt.ctypes.data, len(prompt), options, *pointers)
         except BaseException:
             if handle:  # a signal's exception came after it
