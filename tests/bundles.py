@@ -1,7 +1,6 @@
 """Small bundles of names and bytes, for the tests of what becomes of bundles on disk."""
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -94,16 +93,13 @@ def tuned(manifest: Manifest) -> Manifest:
 
 
 def with_manifest(bundle: Path, folder: Path, **fields: Any) -> Path:
-    """A copy of a bundle, with links to its files, in a new folder under `folder`; its manifest and graph have other
-    `fields`."""
+    """A copy of a bundle in a new folder under `folder`; its manifest and graph have other `fields`."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = Path(tempfile.mkdtemp(dir=folder)) / bundle.name
-    shutil.copytree(bundle, copy, copy_function=os.link)
+    shutil.copytree(bundle, copy)
     manifest = replace(open_bundle(copy, verify=False).manifest, **fields)
     graph = onnx.load(copy / names.GRAPH_FILE, load_external_data=False)
     onnx.helper.set_model_props(graph, manifest.graph_metadata)
-    for file in (names.GRAPH_FILE, names.MANIFEST_FILE):
-        (copy / file).unlink()  # a link
     onnx.save(graph, copy / names.GRAPH_FILE)
     write_manifest(copy, replace(manifest, files={}))
     return copy

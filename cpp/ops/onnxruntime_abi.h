@@ -1,6 +1,6 @@
 // The parts of ONNX Runtime's C interface that the operators use, so that they compile with a compiler alone: the wheel
 // of ONNX Runtime has no headers. That interface only grows: the positions in its table and in an operator do not
-// change. cpp/src/onnxruntime/operators.cpp compares them with onnxruntime_c_api.h.
+// change. tests/embedding/onnxruntime_header.cpp compares them with onnxruntime_c_api.h.
 #pragma once
 
 #include <cstddef>

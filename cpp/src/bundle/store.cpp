@@ -14,6 +14,11 @@
 #include "formatting.h"
 #include "tide/errors.h"
 
+#ifdef __APPLE__  // POSIX's names of a file's times
+#define st_mtim st_mtimespec
+#define st_ctim st_ctimespec
+#endif
+
 namespace tide {
 namespace {
 

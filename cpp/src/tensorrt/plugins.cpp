@@ -54,11 +54,22 @@ constexpr char kFound = '+', kFailed = '-';  // the first byte of an answer
   _exit(0);
 }
 
+// A pipe that no program started meanwhile keeps open; false: there is none.
+bool open_pipe(int (&ends)[2]) {
+#ifdef __APPLE__  // it has no pipe2
+  if (pipe(ends) != 0) return false;
+  for (int const end : ends) fcntl(end, F_SETFD, FD_CLOEXEC);
+  return true;
+#else
+  return pipe2(ends, O_CLOEXEC) == 0;
+#endif
+}
+
 // The two versions of the library at `path`. Throws ProviderError: it does not return them; `what` is its name in
 // messages.
 std::string versions_of(std::filesystem::path const& path, std::string const& what) {
   int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) throw ProviderError(what + " cannot be asked: " + std::strerror(errno));
+  if (!open_pipe(ends)) throw ProviderError(what + " cannot be asked: " + std::strerror(errno));
   pid_t const child = fork();
   if (child == 0) answer_in_child(path.c_str(), ends[1]);
   int const fork_error = errno;

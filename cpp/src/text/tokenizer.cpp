@@ -34,7 +34,11 @@ using Free = void (*)(Handle);
 namespace {
 
 constexpr char const* kTokenizersVariable = "TIDE_TOKENIZERS";
+#ifdef __APPLE__
+constexpr char const* kTokenizersLibrary = "libtokenizers_c.dylib";
+#else
 constexpr char const* kTokenizersLibrary = "libtokenizers_c.so";
+#endif
 
 std::string reason() {
   char const* const text = dlerror();
