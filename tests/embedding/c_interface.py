@@ -51,6 +51,7 @@ class Hooks(Structure):
         ("process_logits", ProcessLogits),
         ("allows_token", c_void_p),
         ("detokenize", c_void_p),
+        ("reports", c_int),
     )
 
 
@@ -71,7 +72,7 @@ def hooks_of(process: Process) -> Hooks:
     def hook(_: int | None, ids: Any, count: int, logits: Any, vocabulary: int) -> int:
         return process(ids[:count], np.ctypeslib.as_array(logits, (vocabulary,)))
 
-    return Hooks(None, ProcessLogits(hook), None, None)
+    return Hooks(None, ProcessLogits(hook), None, None, 0)
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,13 @@ def logprobs_of(values: Any, count: int) -> TokenLogprobs:
 
 
 class CEngine:
-    """A loaded bundle."""
+    """A loaded bundle. An option that is None is not given."""
 
     def __init__(self, functions: ctypes.CDLL, bundle: Path, **options: Any) -> None:
         self.functions, self.handle = functions, c_void_p()
         options = {"threads": 1, "onnxruntime": onnxruntime_library()} | options
-        self.call("load", str(bundle).encode(), _json(options), byref(self.handle))
+        given = {name: value for name, value in options.items() if value is not None}
+        self.call("load", str(bundle).encode(), _json(given), byref(self.handle))
 
     def close(self) -> None:
         self.functions.tide_engine_free(self.handle)

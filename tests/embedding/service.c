@@ -53,7 +53,7 @@ static int schedule(const tide_engine* engine) {
   tide_token token;
   tide_status status;
   double timeout = 600;
-  const tide_hooks sevens = {NULL, only_seven, NULL, NULL};
+  const tide_hooks sevens = {NULL, only_seven, NULL, NULL, 0};
   if (failed("scheduler", tide_scheduler_create(engine, "{\"slots\": 2, \"waiting\": 1}", &scheduler))) return 1;
   if (failed("submit", tide_submit(scheduler, kPrompt, 3, GREEDY, NULL, NULL, &first))) return 1;
   if (failed("submit", tide_submit(scheduler, kPrompt, 2, GREEDY, NULL, &timeout, &second))) return 1;
@@ -91,7 +91,7 @@ static int logprobs(const tide_engine* engine) {
 }
 
 static int hook_fails(const tide_engine* engine) {
-  const tide_hooks once = {&engine, only_seven, NULL, NULL};
+  const tide_hooks once = {&engine, only_seven, NULL, NULL, 0};
   tide_generation* generation;
   return !failed("hook", tide_generate(engine, kPrompt, 3, GREEDY, &once, &generation));
 }

@@ -60,6 +60,7 @@ class _Struct(ctypes.Structure):
         ("open", Open),
         ("run", Run),
         ("close", Close),
+        ("reports", c_int),
     )
 
 
@@ -85,16 +86,18 @@ class _Callbacks:
 
     def __init__(self, provider: str, opener: Opener, gpu: int) -> None:
         self._opener, self._opened, self._numbers = opener, dict[int, Networks](), 0
-        self.struct = _Struct(None, provider.encode(), gpu, Open(self._open), Run(self._run), Close(self._close))
+        functions = Open(self._open), Run(self._run), Close(self._close)
+        self.struct = _Struct(None, provider.encode(), gpu, *functions, 1)
 
     def _open(self, _: Any, stream: int | None, number: Any) -> int:
         try:
             self._numbers += 1
             self._opened[self._numbers] = self._opener(stream)
             number[0] = self._numbers
-            return native.OK
+            _report(native.OK)
         except BaseException as error:
-            return _failed("networks cannot be opened", error)
+            _failed("networks cannot be opened", error)
+        return native.OK  # what is reported counts
 
     def _run(
         self,
@@ -111,9 +114,10 @@ class _Callbacks:
         try:
             named = {tensors[i].decode(): int(addresses[i] or 0) for i in range(count)}
             records = self._opened[number].run(network.decode(), named, tokens, batch_size, bool(recording))
-            return native.OK if records else native.ENDED
+            _report(native.OK if records else native.ENDED)
         except BaseException as error:
-            return _failed(f"a run of {network.decode()} failed", error)
+            _failed(f"a run of {network.decode()} failed", error)
+        return native.OK
 
     def _close(self, _: Any, number: int) -> None:
         try:
@@ -122,10 +126,14 @@ class _Callbacks:
             _failed("networks cannot be closed", error)
 
 
-def _failed(what: str, error: BaseException) -> int:
+def _report(status: int) -> None:
+    native.library().tide_report(status)
+
+
+def _failed(what: str, error: BaseException) -> None:
     """Keeps the sentence for the error that the library raises in its place."""
+    _report(native.GENERATION_ERROR)
     if not isinstance(error, Exception):
         native.keep_interrupt(error)
     sentence = str(error) if isinstance(error, TideError) else f"{what}: {error}"
     native.library().tide_set_error(sentence.encode())
-    return native.GENERATION_ERROR

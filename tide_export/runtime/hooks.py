@@ -42,7 +42,8 @@ class Hooks:
         self.error: BaseException | None = None
         self._processor, self._grammar, self._decode = processor, grammar, decode
         self._prompt_tokens, self._text = prompt_tokens, ctypes.create_string_buffer(0)
-        self.struct = native.HooksStruct()
+        self.struct = native.HooksStruct(reports=1)
+        self._report = native.library().tide_report
         if processor is not None or grammar is not None:
             self.struct.process_logits = native.ProcessLogits(self._process_logits)
         if grammar is not None:
@@ -65,18 +66,21 @@ class Hooks:
             if self._grammar is not None:
                 self._grammar.read(text[self._prompt_tokens :])
                 values[~self._grammar.mask()] = -np.inf
-            return native.OK
+            self._report(native.OK)
         except BaseException as error:
-            return self._failed(error, "logits_processor failed")
+            self._failed(error, "logits_processor failed")
+        return native.OK  # what is reported counts
 
     def _allows_token(self, _: Any, ids: int, count: int, token: int) -> int:
         assert self._grammar is not None
         try:
             self._grammar.read(_ids_at(ids, count)[self._prompt_tokens :])
-            return int(self._grammar.allows(token))
+            allowed = int(self._grammar.allows(token))
+            self._report(native.OK)
+            return allowed
         except BaseException as error:
             self._failed(error, "the grammar failed")
-            return 0  # the token is not drafted; the next call of `_process_logits` says why
+            return 0
 
     def _detokenize(self, _: Any, ids: int, count: int, size: Any) -> int | None:
         assert self._decode is not None
@@ -84,20 +88,22 @@ class Hooks:
             text = self._decode(_ids_at(ids, count)).encode()
             self._text = ctypes.create_string_buffer(text, len(text) + 1)
             size[0] = c_size_t(len(text)).value
-            return ctypes.addressof(self._text)
+            address = ctypes.addressof(self._text)
+            self._report(native.OK)
+            return address
         except BaseException as error:
             self._failed(error, "the detokenizer failed")
             return None
 
-    def _failed(self, error: BaseException, what: str) -> int:
+    def _failed(self, error: BaseException, what: str) -> None:
+        self._report(native.CONSTRAINT_ERROR if isinstance(error, ConstraintError) else native.GENERATION_ERROR)
         if not isinstance(error, Exception) and native.keep_interrupt(error):
-            return native.GENERATION_ERROR
+            return
         if isinstance(error, TideError) or not isinstance(error, Exception):
             self.error = error
         else:
             self.error = GenerationError(f"{what}: {first_line(error)}")
             self.error.__cause__ = error
-        return native.CONSTRAINT_ERROR if isinstance(error, ConstraintError) else native.GENERATION_ERROR
 
 
 def _processed(processor: LogitsProcessor, ids: list[int], logits: np.ndarray) -> np.ndarray:

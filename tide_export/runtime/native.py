@@ -10,11 +10,12 @@ import ctypes
 import logging
 import os
 import struct
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_void_p
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ class HooksStruct(Structure):
         ("process_logits", ProcessLogits),
         ("allows_token", AllowsToken),
         ("detokenize", Detokenize),
+        ("reports", c_int),
     )
 
 
@@ -120,6 +122,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "load": (None, (c_char_p, c_char_p, _OUT)),
     "load_networks": (None, (c_char_p, c_char_p, c_void_p, _OUT)),
     "set_error": (c_void_p, (c_char_p,)),
+    "report": (c_void_p, (c_int,)),
     "engine_free": (c_void_p, (_HANDLE,)),
     "max_batch_size": (c_int64, (_HANDLE,)),
     "provider": (c_char_p, (_HANDLE,)),
@@ -217,6 +220,7 @@ def library() -> ctypes.CDLL:
     if (built := opened.tide_version().decode()) != __version__:
         raise ProviderError(f"'{LIBRARY}' is of tide_export {built}, not {__version__}: {ADVICE}")
     opened.tide_set_log(ctypes.cast(_log, c_void_p))
+    sys.unraisablehook = partial(_keep_ignored, sys.unraisablehook)
     atexit.register(opened.tide_set_log, None)
     return opened
 
@@ -263,6 +267,15 @@ def keep_interrupt(error: BaseException) -> bool:
         return False
     _interrupts[:] = [error]
     return True
+
+
+def _keep_ignored(otherwise: Callable[[Any], object], ignored: Any) -> None:
+    """Keeps what a signal handler raised before the first line of a function that the library called: ctypes ignores
+    it, the function has reported nothing, so that the call fails, and the caller raises this."""
+    ours = __package__ in f"{ignored.err_msg} {ignored.object!r}" and "ctypes" in str(ignored.err_msg)
+    error = ignored.exc_value
+    if not ours or error is None or isinstance(error, Exception) or not keep_interrupt(error):
+        otherwise(ignored)
 
 
 def raise_interrupt() -> None:

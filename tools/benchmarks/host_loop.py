@@ -56,7 +56,7 @@ static tide_status run(void* context, int64_t number, const char* network, const
   seconds += now() - started;
   return TIDE_OK;
 }
-tide_networks const networks = {NULL, "nothing", -1, open_set, run, close_set};
+tide_networks const networks = {NULL, "nothing", -1, open_set, run, close_set, 0};
 """
 LIBRARY, GENERATE, STREAM = "the library", "Engine.generate", "Engine.stream"
 MODES: dict[str, dict[str, Any]] = {"full": {"mode": "full"}, "exit": {"mode": "exit", "threshold": 0.5}}

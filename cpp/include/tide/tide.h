@@ -71,6 +71,11 @@ TIDE_API const char* tide_last_error(void);
 /* Sets the sentence of the error with which a function of the caller is about to fail, called by this library. */
 TIDE_API void tide_set_error(const char* sentence);
 
+/* Reports what a function of the caller comes to, whose `reports` is not 0: what it returns then counts only after TIDE_OK, and
+ * one that ends without a report has failed. It is for languages that may end such a function before its first line, as a
+ * signal ends one of Python's ctypes. */
+TIDE_API void tide_report(tide_status status);
+
 /* Receives the sentences that no error carries: what runs instead, what was raised. NULL, as at first: stderr. */
 TIDE_API void tide_set_log(void (*log)(const char* sentence));
 
@@ -98,6 +103,7 @@ typedef struct {
   tide_status (*run)(void* context, int64_t number, const char* network, const char* const* tensors, void* const* addresses,
                      size_t count, int64_t tokens, int64_t batch_size, int recording);
   void (*close)(void* context, int64_t number);
+  int reports; /* whether open and run call tide_report */
 } tide_networks;
 TIDE_API tide_status tide_load_networks(const char* bundle, const char* options, const tide_networks* networks,
                                         tide_engine** engine);
@@ -136,6 +142,7 @@ typedef struct {
   tide_status (*process_logits)(void* context, const int64_t* ids, size_t count, float* logits, size_t vocabulary);
   int (*allows_token)(void* context, const int64_t* ids, size_t count, int64_t token);
   const char* (*detokenize)(void* context, const int64_t* ids, size_t count, size_t* size);
+  int reports; /* whether they call tide_report */
 } tide_hooks;
 
 /* Generates the tokens that follow a prompt of `count` token ids. options: fields of GenerationConfig, and "drafting": how

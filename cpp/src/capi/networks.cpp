@@ -13,7 +13,9 @@ namespace {
 struct Opened {
   Opened(tide_networks const& given, void* stream) : networks(given) {
     std::int64_t number = 0;
-    check(networks.open(networks.context, stream, &number));
+    begin_report();
+    tide_status const status = networks.open(networks.context, stream, &number);
+    check(reported(networks.reports, status));
     queue = number;
   }
   ~Opened() { networks.close(networks.context, queue); }
@@ -40,12 +42,14 @@ class CallersNetwork final : public tide::Network {
   void run(std::vector<std::byte*> const& addresses, std::int64_t tokens, std::int64_t batch_size) override {
     bool const records = device_ != nullptr && device_->recording();
     std::vector<void*> const memory(addresses.begin(), addresses.end());
-    tide_status const status =
-        opened_->networks.run(opened_->networks.context, opened_->queue, spec_.name.c_str(), names_.data(),
-                              memory.data(), names_.size(), tokens, batch_size, records ? 1 : 0);
+    tide_networks const& networks = opened_->networks;
+    begin_report();
+    tide_status const returned = networks.run(networks.context, opened_->queue, spec_.name.c_str(), names_.data(),
+                                              memory.data(), names_.size(), tokens, batch_size, records ? 1 : 0);
+    tide_status const status = reported(networks.reports, returned);
     if (status != TIDE_ENDED) return Opened::check(status);
     if (device_ != nullptr) {
-      device_->end_recording(std::string(opened_->networks.provider) + " cannot record runs of " + spec_.name);
+      device_->end_recording(std::string(networks.provider) + " cannot record runs of " + spec_.name);
     }
   }
 

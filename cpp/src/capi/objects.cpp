@@ -14,6 +14,7 @@ std::atomic<void (*)(char const*)> log_function{nullptr};
 thread_local std::string error_text;
 thread_local char const* last_error = "";
 thread_local std::string callers_error;
+thread_local std::optional<tide_status> report;  // of the caller's function that runs now
 
 // Throws what a status says that a caller's function returned.
 void throw_as(tide_status status) {
@@ -24,7 +25,9 @@ void throw_as(tide_status status) {
 
 std::string text_by(tide_hooks const& hooks, std::vector<std::int64_t> const& ids) {
   std::size_t size = 0;
+  begin_report();
   char const* const text = hooks.detokenize(hooks.context, ids.data(), ids.size(), &size);
+  throw_as(reported(hooks.reports, TIDE_OK));
   if (text == nullptr) throw std::runtime_error(callers_sentence(TIDE_GENERATION_ERROR));
   return {text, size};
 }
@@ -55,6 +58,14 @@ std::string callers_sentence(tide_status status) {
   std::string sentence = std::move(callers_error);
   callers_error.clear();
   return sentence.empty() ? "it returned " + std::to_string(static_cast<int>(status)) : sentence;
+}
+
+void begin_report() { report.reset(); }
+
+tide_status reported(int reports, tide_status returned) {
+  if (reports == 0) return returned;
+  if (!report) callers_error = "it ended without a report";
+  return report.value_or(TIDE_GENERATION_ERROR);
 }
 
 tide_status fail() noexcept {
@@ -89,12 +100,17 @@ GenerationConfig config_of(Text& text, char const* options, tide_hooks const* ho
   });
   if (given.process_logits != nullptr) {
     config.logits_processor = [given](std::vector<std::int64_t> const& ids, float* logits, std::size_t vocabulary) {
-      throw_as(given.process_logits(given.context, ids.data(), ids.size(), logits, vocabulary));
+      begin_report();
+      tide_status const status = given.process_logits(given.context, ids.data(), ids.size(), logits, vocabulary);
+      throw_as(reported(given.reports, status));
     };
   }
   if (given.allows_token != nullptr) {
     config.allows_token = [given](std::vector<std::int64_t> const& ids, std::int64_t token) {
-      return given.allows_token(given.context, ids.data(), ids.size(), token) != 0;
+      begin_report();
+      int const allowed = given.allows_token(given.context, ids.data(), ids.size(), token);
+      throw_as(reported(given.reports, TIDE_OK));
+      return allowed != 0;
     };
   }
   return config;
@@ -115,3 +131,4 @@ tide_token token_of(Token const& token, Logprobs const& logprobs) {
 
 char const* tide_last_error() { return tide::capi::last_error; }
 void tide_set_error(char const* sentence) { tide::capi::callers_error = sentence; }
+void tide_report(tide_status status) { tide::capi::report = status; }

@@ -48,6 +48,12 @@ tide_status fail(tide_status status, char const* text) noexcept;
 // The sentence of tide_set_error in this thread, which is then forgotten; else "it returned" and the status.
 std::string callers_sentence(tide_status status);
 
+// Before a call of a function of the caller: it has not reported yet.
+void begin_report();
+
+// After it, its status: what it reported, where it `reports`, else what it returned.
+tide_status reported(int reports, tide_status returned);
+
 // The status of the exception that is being handled.
 tide_status fail() noexcept;
 
