@@ -13,6 +13,7 @@ constexpr int kHostToDevice = 1, kDeviceToHost = 2, kDeviceToDevice = 3;  // cud
 constexpr int kCaptureInThread = 1;                                       // cudaStreamCaptureModeThreadLocal
 constexpr int kMajor = 75, kMinor = 76;                                   // cudaDevAttrComputeCapability...
 constexpr unsigned kNonBlocking = 1;                                      // cudaStreamNonBlocking
+constexpr std::size_t kPropertiesSize = 4096;                             // above cudaDeviceProp's; a name comes first
 
 using Stream = void*;
 using Graph = void*;
@@ -24,6 +25,7 @@ using GraphExec = void*;
   X(SetDevice, (int))                                                                       \
   X(GetLastError, ())                                                                       \
   X(DeviceGetAttribute, (int*, int, int))                                                   \
+  X(GetDeviceProperties, (void*, int))                                                      \
   X(DriverGetVersion, (int*))                                                               \
   X(RuntimeGetVersion, (int*))                                                              \
   X(Malloc, (void**, std::size_t))                                                          \

@@ -1,5 +1,4 @@
-// The buffers of up to `slots` sequences on a device, and the runs of the networks over them; as in
-// tide_export/runtime/segmented/memory.py.
+// The buffers of up to `slots` sequences on a device, and the runs of the networks over them.
 //
 // `SegmentedSteps` decides which slots run a segment. What sequences leave for later runs is in buffers with a block for
 // each slot: K/V, the hidden states pending before each segment but the first, and the exit states that the head reads.

@@ -4,7 +4,6 @@
 
 #ifdef TRT_MAJOR_RTX
 
-#include <cuda_runtime_api.h>
 #include <unistd.h>
 
 #include <cctype>
@@ -15,6 +14,7 @@
 
 #include "bundle/user_cache.h"
 #include "formatting.h"
+#include "segmented/cudart.h"
 #include "tensorrt/flavours.h"
 
 namespace tide {
@@ -24,10 +24,10 @@ namespace fs = std::filesystem;
 
 // The GPU's name as part of a file's name, such as `NVIDIA-H100-PCIe`; "none" where there is none.
 std::string device_name(int gpu) {
-  cudaDeviceProp properties{};
-  if (cudaGetDeviceProperties(&properties, gpu) != cudaSuccess) return "none";
+  char properties[cuda::kPropertiesSize] = {};
+  if (cuda::functions().GetDeviceProperties(properties, gpu) != cuda::kSuccess) return "none";
   std::string name;
-  for (char const* at = properties.name; *at != '\0'; ++at) {
+  for (char const* at = properties; *at != '\0'; ++at) {
     bool const kept = std::isalnum(static_cast<unsigned char>(*at)) != 0 || *at == '.';
     if (kept) name += *at;
     if (!kept && !name.empty() && name.back() != '-') name += '-';
