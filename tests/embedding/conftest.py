@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,14 @@ from builds import Embedding
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))  # the hand-made model
 
 from tiny_model import TinyModel
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_cuda() -> Iterator[None]:
+    """No test here looks for a GPU: the CUDA runtime that a process opens stays open, and others bring their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIDE_CUDART", "none")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,53 @@
+"""Engines of a bundle that the stand-ins for TensorRT read (fake_nvinfer.cpp): text files."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tide_export import names
+from tide_export.bundle.engine_fields import EnginesInfo, Profile
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.profiles import profiles_for
+from tide_export.bundle.store import write_manifest
+from tide_export.runtime.network_spec import BATCH, TOKENS, of_network, specs
+
+SIZES = {TOKENS: -1, BATCH: -2}
+
+
+def with_engines(
+    bundle: Path, folder: Path, flavour: str, version: str, wrong: str = "", profiles: tuple[Profile, ...] | None = None
+) -> Path:
+    """A copy of a bundle with engines; `wrong`: a defect of segment 1's, and `profiles`: that the files have."""
+    shutil.copytree(bundle, folder)
+    manifest = open_bundle(folder).manifest
+    info = manifest.networks
+    assert info is not None
+    (folder / names.ENGINES_FOLDER).mkdir()
+    for name, spec in specs(manifest, info).items():
+        lines = ["an engine", name, wrong if name == names.segment(1) else ""]
+        takes = of_network(name, profiles or profiles_for(info), info)
+        lines += [f"profile {profile.max_tokens} {profile.batch_size}" for profile in takes]
+        for kind, tensors in (("input", spec.inputs), ("output", spec.outputs)):
+            for key, tensor in tensors.items():
+                lines.append(f"{kind} {key} {tensor.dtype} {' '.join(str(SIZES.get(d, d)) for d in tensor.shape)}")
+        (folder / names.engine_file(name)).write_text("\n".join(lines) + "\n")
+    built_for = ("8.9",) if flavour == "tensorrt" else ()
+    engines = EnginesInfo(flavour, version, built_for, manifest.model.weights_sha256, profiles_for(info), 12.5)
+    write_manifest(folder, replace(manifest, engines=engines))
+    return folder
+
+
+def change(bundle: Path, **changes: Any) -> None:
+    """Changes what the manifest says of the engines."""
+    manifest = open_bundle(bundle, verify=False).manifest
+    assert manifest.engines is not None
+    write_manifest(bundle, replace(manifest, engines=replace(manifest.engines, **changes)))
+
+
+def with_header(bundle: Path, header: str) -> None:
+    """Gives the engine of segment 1 another header; an empty one is all there is."""
+    manifest, file = open_bundle(bundle, verify=False).manifest, bundle / names.engine_file(names.segment(1))
+    lines = file.read_text().splitlines()[1:] if header else []
+    file.write_text("\n".join([header, *lines]))
+    write_manifest(bundle, manifest)
