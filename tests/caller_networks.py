@@ -2,6 +2,7 @@
 caller runs: what a test lets fail, changes or counts."""
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ class CallersNetworks:
         runs: so far.
         before: called with each run before it; what it raises fails the run.
         after: called with each run after it, and with its tensors by name.
-        recorded: runs that were captured.
+        recorded: how often runs were captured.
         opened: sets of buffers that are open.
     """
 
@@ -48,7 +49,7 @@ class CallersNetworks:
         self.runs: list[Run] = []
         self.before: Callable[[Run], None] = lambda run: None
         self.after: Callable[[Run, Mapping[str, np.ndarray]], None] = lambda run, tensors: None
-        self.recorded, self.opened = 0, 0
+        self.recorded, self.opened = Counter[Run](), 0
 
     def __call__(self, stream: int | None) -> "CallersNetworks | Queued":
         self.opened += 1
@@ -58,7 +59,7 @@ class CallersNetworks:
         one = name, tokens, batch_size
         self.before(one)
         self.runs.append(one)
-        self.recorded += recording
+        self.recorded[one] += recording
         spec = self.specs[name]
         tensors = {
             key: _array(addresses[key], tensor.dtype, tensor.dims(tokens, batch_size))
@@ -98,7 +99,7 @@ class Queued:
         if recording and self._last.get(name) != one:
             raise GenerationError("TensorRT requires a run between a change of shape and a recording")
         self._last[name] = one
-        networks.recorded += recording
+        networks.recorded[one] += recording
         spec = networks.specs[name]
         for key, tensor in {**spec.inputs, **spec.outputs}.items():
             gpu.check(addresses[key], tensor.size(tokens, batch_size))

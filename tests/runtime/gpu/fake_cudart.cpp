@@ -146,6 +146,10 @@ Error cudaDeviceGetAttribute(int* value, int attribute, int gpu) {
   *value = attribute == kMajor ? fake_cuda_capability / 10 : fake_cuda_capability % 10;
   return kSuccess;
 }
+Error cudaGetDeviceProperties(void* properties, int) {
+  std::strcpy(static_cast<char*>(properties), "Fake GPU (8.9)");
+  return kSuccess;
+}
 Error cudaDriverGetVersion(int* version) {
   *version = fake_cuda_driver;
   return kSuccess;

@@ -33,8 +33,8 @@ def compiled(source: Path, library: Path, *options: str) -> Path:
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.is_file() or library.stat().st_mtime < source.stat().st_mtime:
-            flags = ("-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'cpp' / 'src'}", *options)
-            subprocess.run([*command, *flags, str(source), "-o", str(library)], check=True)
+            flags = ("-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'cpp' / 'src'}")
+            subprocess.run([*command, *flags, str(source), *options, "-o", str(library)], check=True)
     return library
 
 

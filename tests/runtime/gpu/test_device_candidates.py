@@ -140,3 +140,17 @@ def test_requests_with_and_without_all_logits_share_a_step(graph: Engine, on_gpu
     assert crossed <= size + 3 * 512, "of one request"
     expected = [graph.generate(TEXT[n : n + 4], **given, **more) for n, more in enumerate(requests)]
     assert [handle.result().tokens for handle in handles] == [one.tokens for one in expected]
+
+
+def test_requests_of_all_kinds_share_steps(graph: Engine, engine: Engine) -> None:
+    """As they come and go, the same number of rows is of other kinds."""
+    kinds: list[dict[str, Any]] = [{}, {"logprobs": 1}, {"temperature": 1.0, "top_k": 5, "seed": 3}]
+    scheduler, requests = engine.scheduler(SchedulerLimits(slots=3)), []
+    for number in range(30):
+        more = kinds[number * 7 % 5 % 3] | {"mode": "full", "max_new_tokens": 3 + number % 7, "stop_token_ids": []}
+        requests.append((scheduler.submit(TEXT[number : number + 4], **more), TEXT[number : number + 4], more))
+    for handle, prompt, more in requests:
+        found, expected = handle.result(), graph.generate(prompt, **more)
+        assert found.tokens == expected.tokens
+        for one, other in zip(found.logprobs or [], expected.logprobs or [], strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)

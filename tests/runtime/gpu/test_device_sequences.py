@@ -12,6 +12,7 @@ from fake_cudart import FakeCudart
 from generations import NEW_TOKENS, alone, facts
 from judge import TEXT
 from tiny_configs import CHECKPOINTS, CONTEXT, LAYERS
+from tiny_engines import MAX_TOKENS
 
 from tide_export import names
 from tide_export.errors import GenerationError
@@ -44,6 +45,12 @@ def test_everything_is_the_graph_s(graph: Engine, engine: Engine, thresholds: li
     else:
         layers = {layer for one in expected for layer in one.stats.exit_layer}
         assert layers == ({LAYERS} if name == "full" else {*CHECKPOINTS, LAYERS})
+
+
+def test_no_more_is_pending_than_a_run_takes(graph: Engine, engine: Engine) -> None:
+    exits = {"threshold": 0.0, "min_layers": 0, "max_new_tokens": 60}
+    expected = alone(graph, PROMPTS, max_pending=(MAX_TOKENS - 1) // 2, **exits)  # before each of two segments
+    assert [facts(one) for one in alone(engine, PROMPTS, max_pending=1000, **exits)] == [facts(one) for one in expected]
 
 
 def test_the_whole_context_and_no_token_more(graph: Engine, engine: Engine, thresholds: list[float]) -> None:
