@@ -93,7 +93,6 @@ for name in sys.argv[1:]:
     except ImportError as error: print(f"{name}: {error}")
 """
     light = [module for module in structure.modules(ROOT) if structure.unit(module) in LIGHT]
-    light = [module for module in light if not module.startswith("tide_export.runtime.pytorch.")]  # an engine's own
     done = run_blocked((*EXPORT, *ENGINES, "tokenizers"), code, *light)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""

@@ -1,4 +1,4 @@
-"""The segment networks and the head as the runtime runs them: tensors by name, at addresses, for a number of tokens.
+"""Lists the tensors of the segment networks and of the head, by name.
 
 `NetworkSpec` lists the tensors of a network, from the manifest alone; every engine checks its networks against it
 before anything is bound, because only addresses are bound.
@@ -6,7 +6,6 @@ before anything is bound, because only addresses are bound.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
 
 from tide_export import names
 from tide_export.bundle.engine_fields import NetworksInfo, Profile
@@ -95,35 +94,6 @@ def kv_aliases(spec: NetworkSpec) -> dict[str, str]:
     }
 
 
-def shared_kv(spec: NetworkSpec) -> list[str]:
-    """Inputs that are K/V buffers of earlier networks, which this one only reads."""
-    own = kv_aliases(spec).values()
-    return [name for name in spec.inputs if name.startswith("past_key_values.") and name not in own]
-
-
-class KvBuffer(NamedTuple):
-    """The layout of a K/V buffer: of each sequence `heads` blocks of `capacity` tokens of `size` bytes."""
-
-    name: str
-    heads: int
-    capacity: int
-    size: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of one sequence."""
-        return self.heads * self.capacity * self.size
-
-
-def kv_buffers(spec: NetworkSpec) -> list[KvBuffer]:
-    """The K/V buffers that a network writes, by the names of its inputs."""
-    buffers = []
-    for name in kv_aliases(spec).values():
-        _, heads, capacity, _ = spec.inputs[name].dims(1)
-        buffers.append(KvBuffer(name, heads, capacity, spec.inputs[name].size() // (heads * capacity)))
-    return buffers
-
-
 def from_tensorrt(spec: NetworkSpec, described: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tensor]:
     """Tensors as TensorRT describes them, a dynamic dimension as -1, for `NetworkSpec.check`."""
     tensors = {}
@@ -133,15 +103,6 @@ def from_tensorrt(spec: NetworkSpec, described: Mapping[str, tuple[str, Sequence
         dims = tuple(want if dim == -1 else dim for want, dim in zip(wanted, shape, strict=True))
         tensors[name] = Tensor(TENSORRT_TYPES.get(dtype, dtype), dims)
     return tensors
-
-
-class Network(Protocol):
-    """A network that can be run on one device."""
-
-    def run(self, addresses: Mapping[str, int], tokens: int, batch_size: int = 1) -> None:
-        """Queues a run over `tokens` tokens of each of `batch_size` sequences; `addresses` holds every input and
-        output, for an output of `aliases` the address of its input."""
-        ...
 
 
 def specs(manifest: Manifest, info: NetworksInfo) -> dict[str, NetworkSpec]:

@@ -1,7 +1,6 @@
 """Resolves mode, threshold and min_layers into one float per checkpoint, as the graph reads it.
 
-Used by the runtime for every generation, by the oracle and by `validate`; plain Python, so that the runtime needs
-nothing but numpy and its engine.
+Used by `validate`, the oracle and `inspect`, which have no engine; the library does the same for every generation.
 """
 
 from collections.abc import Sequence
