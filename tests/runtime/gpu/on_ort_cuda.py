@@ -1,0 +1,35 @@
+"""Run by test_gpu_onnxruntime in a process of its own, as a process opens one ONNX Runtime: generates on the CPU and on
+GPU 1 of the stand-in. Arguments: the bundle, the stand-in for the CUDA runtime, JSON lists of prompts and options."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from fake_cudart import FakeCudart
+
+from tide_export.runtime.engine import Engine, load
+
+
+def generated(engine: Engine, ids: list[Any], options: dict[str, Any]) -> list[Any]:
+    found = engine.generate(ids, max_new_tokens=24, stop_token_ids=[], **options)
+    return [(one.tokens, one.stats.exit_layer) for one in (found if isinstance(found, list) else [found])]
+
+
+if __name__ == "__main__":
+    bundle, cudart, prompts, settings = sys.argv[1], Path(sys.argv[2]), *map(json.loads, sys.argv[3:])
+    os.environ["TIDE_CUDART"] = str(cudart)
+    gpu = FakeCudart(cudart)
+    gpu.reset(devices=2)
+    gpu.only = 1
+    cpu, cuda = load(bundle, provider="cpu", threads=1), load(bundle, provider="cuda", device=1)
+    assert (cpu.provider, cuda.provider) == ("cpu", "cuda")
+    for options in settings:
+        expected = [generated(cpu, prompt, options) for prompt in prompts]
+        assert [generated(cuda, prompt, options) for prompt in prompts] == expected, options
+        if options.get("mode") == "exit":
+            assert generated(cuda, prompts, options) == [one for (one,) in expected], options
+    assert gpu.calls("cudaMemcpyAsync") > 100
+    assert gpu.calls("cudaStreamBeginCapture") == 0, "runs on another stream are not recorded"
+    print("the same")
