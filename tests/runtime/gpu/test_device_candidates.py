@@ -25,6 +25,7 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_k": 127, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 20, "min_p": 0.1},
     {"temperature": 1.0, "top_k": 128},
+    {"temperature": 1.0, "top_k": 300},
     {"temperature": 1.0, "top_p": 0.9},
 ]
 
@@ -116,9 +117,10 @@ def test_what_crosses_to_the_host(on_gpu: Any, cudart: FakeCudart) -> None:
     some, ran = bytes_of(temperature=1.0, top_k=40)
     assert greedy < some <= 12 * names.MAX_CANDIDATES * MAX_LOGITS + 512 + scores
     assert ran == {names.HEAD, names.CANDIDATES}
-    every, ran = bytes_of(logprobs=2)
-    assert size <= every <= size + scores
-    assert ran == {names.HEAD}
+    for sampling in ({"logprobs": 2}, {"temperature": 1.0, "top_k": names.MAX_CANDIDATES}, {"temperature": 1.0}):
+        every, ran = bytes_of(**sampling)
+        assert size <= every <= size + scores
+        assert ran == {names.HEAD}
 
 
 def test_requests_with_and_without_all_logits_share_a_step(graph: Engine, on_gpu: Any, cudart: FakeCudart) -> None:
