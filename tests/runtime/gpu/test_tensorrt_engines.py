@@ -1,0 +1,246 @@
+"""`runtime.tensorrt.engines` on stand-ins for TensorRT's package, whose engines run in ONNX Runtime, and for CUDA. The
+stand-in refuses what TensorRT refuses, and overwrites its working memory."""
+
+import ctypes
+import shutil
+from ctypes import byref, c_int, c_void_p
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from caller_networks import CallersNetworks
+from fake_cudart import ALIGNMENT, FakeCudart
+from generations import PROMPTS, alone, exits, facts, together, tokens_of
+from tiny_engines import TinyLlama
+
+from tide_export import names
+from tide_export.bundle.engine_fields import EnginesInfo, Profile
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.profiles import profiles_for
+from tide_export.bundle.store import write_manifest
+from tide_export.errors import ProviderError
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.network_spec import BATCH, TENSORRT_TYPES, TOKENS, NetworkSpec, of_network
+from tide_export.runtime.tensorrt import cudart as calls
+from tide_export.runtime.tensorrt import engines as opening
+
+DTYPES = {dtype: name for name, dtype in TENSORRT_TYPES.items()}
+
+
+class Bindings:
+    """What of NVIDIA's package cuda-bindings is used, on the stand-in."""
+
+    cudaError_t = SimpleNamespace(cudaSuccess=0, cudaErrorMemoryAllocation=2)
+
+    def __init__(self, cudart: FakeCudart) -> None:
+        self._functions = cudart.functions
+
+    def cudaGetDeviceCount(self) -> tuple[int, int]:
+        count = c_int()
+        return self._functions.cudaGetDeviceCount(byref(count)), count.value
+
+    def cudaSetDevice(self, gpu: int) -> tuple[int]:
+        return (self._functions.cudaSetDevice(gpu),)
+
+    def cudaMalloc(self, size: int) -> tuple[int, int | None]:
+        address = c_void_p()
+        return self._functions.cudaMalloc(byref(address), ctypes.c_size_t(size)), address.value
+
+    def cudaFree(self, address: int) -> tuple[int]:
+        return (self._functions.cudaFree(c_void_p(address)),)
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
+        return (self._functions.cudaStreamSynchronize(c_void_p(stream)),)
+
+
+class Context:
+    """An execution context."""
+
+    def __init__(self, engine: "FoundEngine", library: "Library") -> None:
+        self._engine, self._library = engine, library
+        self.memory: tuple[int, int] | None = None
+        self._profile: Profile | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._last: tuple[int, int] | None = None
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        self.memory = address, size
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self._profile = self._engine.profiles[profile]
+        return True
+
+    def set_input_shape(self, name: str, dims: tuple[int, ...]) -> bool:
+        assert self._profile is not None
+        most = {TOKENS: self._profile.max_tokens, BATCH: self._profile.batch_size}
+        self._shapes[name] = dims
+        return all(
+            1 <= given <= most[size] if isinstance(size, str) else given == size
+            for given, size in zip(dims, self._engine.spec.inputs[name].shape, strict=True)
+        )
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self._addresses[name] = address
+        return address % ALIGNMENT == 0
+
+    def execute_async_v3(self, stream: int) -> bool:
+        spec, sizes = self._engine.spec, {TOKENS: 1, BATCH: 1}
+        for name, tensor in spec.inputs.items():
+            sizes |= {size: dim for size, dim in zip(tensor.shape, self._shapes[name], strict=True) if size in sizes}
+        run, cudart = (sizes[TOKENS], sizes[BATCH]), self._library.cudart
+        assert all(tensor.dims(*run) == self._shapes[name] for name, tensor in spec.inputs.items())
+        if cudart.functions.fake_cuda_is_capturing(c_void_p(stream)) and self._last != run:
+            return False
+        if self.memory is None or self.memory[1] < self._engine.device_memory_size_v2:
+            return False
+        (address, size), addresses, self._last = self.memory, dict(self._addresses), run
+
+        def work() -> None:
+            ctypes.memset(address, 0xFF, size)
+            self._library.networks.run(spec.name, addresses, *run, False)
+
+        cudart.queue(stream, work)
+        return addresses.keys() == {*spec.inputs, *spec.outputs}
+
+
+class FoundEngine:
+    """An engine of a network, which runs in ONNX Runtime."""
+
+    def __init__(self, library: "Library", spec: NetworkSpec, profiles: tuple[Profile, ...]) -> None:
+        self._library, self.spec, self.profiles = library, spec, profiles
+        self._described = {**spec.inputs, **spec.outputs}
+        self._tensors = [*((name, "INPUT") for name in spec.inputs), *((name, "OUTPUT") for name in spec.outputs)]
+        self.num_io_tensors, self.num_optimization_profiles = len(self._tensors), len(profiles)
+        self.device_memory_size_v2 = 100_000 + 1000 * len(spec.inputs)
+        self.contexts: list[Context] = []
+
+    def get_tensor_name(self, index: int) -> str:
+        return self._tensors[index][0]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return SimpleNamespace(name=dict(self._tensors)[name])
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return SimpleNamespace(name=DTYPES[self._described[name].dtype])
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return [-1 if isinstance(dim, str) else dim for dim in self._described[name].shape]
+
+    def get_aliased_input_tensor(self, name: str) -> None:
+        return None
+
+    def get_tensor_profile_shape(self, name: str, number: int) -> list[tuple[int, ...]]:
+        profile = self.profiles[number]
+        return [self.spec.inputs[name].dims(profile.max_tokens, profile.batch_size)] * 3
+
+    def create_runtime_config(self) -> Any:
+        config = SimpleNamespace(strategy=None)
+        config.set_execution_context_allocation_strategy = lambda strategy: setattr(config, "strategy", strategy)
+        return config
+
+    def create_execution_context(self, config: Any) -> Context | None:
+        if config.strategy != self._library.ExecutionContextAllocationStrategy.USER_MANAGED:
+            return None
+        self.contexts.append(Context(self, self._library))
+        return self.contexts[-1]
+
+
+class Library:
+    """What of the package `tensorrt` is used."""
+
+    __version__ = "11.1"
+
+    class ILogger:
+        class Severity(Enum):
+            INTERNAL_ERROR, ERROR = range(2)
+
+    class ExecutionContextAllocationStrategy(Enum):
+        STATIC, USER_MANAGED = range(2)
+
+    def __init__(self, cudart: FakeCudart, networks: CallersNetworks, info: Any) -> None:
+        self.cudart, self.networks = cudart, networks
+        self.engines = {
+            name: FoundEngine(self, spec, of_network(name, profiles_for(info), info))
+            for name, spec in networks.specs.items()
+        }
+
+    def Runtime(self, log: Any) -> Any:
+        return SimpleNamespace(deserialize_cuda_engine=lambda data: self.engines[bytes(data).decode()])
+
+
+@pytest.fixture
+def library(tiny_llama: TinyLlama, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> Library:
+    bundle = open_bundle(tiny_llama.exact)
+    library = Library(cudart, CallersNetworks(bundle), bundle.manifest.networks)
+    monkeypatch.setattr(opening, "import_library", lambda flavour: library)
+    monkeypatch.setattr(opening, "compute_capability", lambda gpu=0: (8, 9))
+    monkeypatch.setattr(calls, "import_cudart", lambda: Bindings(cudart))
+    return library
+
+
+@pytest.fixture
+def built(tiny_llama: TinyLlama, library: Library, tmp_path: Path) -> Path:
+    """A tiny Llama's bundle with engines."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(tiny_llama.exact, folder)
+    (folder / names.ENGINES_FOLDER).mkdir()
+    for name in library.engines:
+        (folder / names.engine_file(name)).write_bytes(name.encode())
+    manifest = open_bundle(folder).manifest
+    profiles = profiles_for(manifest.networks)
+    engines = EnginesInfo("tensorrt", library.__version__, ("8.9",), manifest.model.weights_sha256, profiles, 1.0)
+    write_manifest(folder, replace(manifest, engines=engines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "full"}, {"mode": "exit"}, {"mode": "exit", "max_pending": 2}, {"mode": "lossless"}, {"logprobs": 1}],
+    ids=str,
+)
+def test_engines_give_the_graph_s_tokens(
+    graph: Engine, built: Path, cudart: FakeCudart, thresholds: list[float], options: dict[str, Any]
+) -> None:
+    options = options | ({"threshold": thresholds, "min_layers": 0} if options.get("mode") == "exit" else {})
+    engine, before = load(built, provider="tensorrt", verify=False), cudart.calls("cudaGraphLaunch")
+    assert engine.provider == "tensorrt"
+    expected = alone(graph, **options)
+    assert [facts(one) for one in alone(engine, **options)] == [facts(one) for one in expected]
+    found = together(engine, **options)
+    assert tokens_of(found) == tokens_of(expected)
+    if options.get("mode") != "lossless":  # when drafts are verified depends on the others
+        assert [exits(one) for one in found] == [exits(one) for one in expected]
+    assert cudart.calls("cudaGraphLaunch") - before > 50, "runs are recorded and replayed"
+
+
+def test_the_contexts_of_a_set_of_buffers_share_one_working_memory(
+    built: Path, library: Library, thresholds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the size of the engine that needs most, whatever the number of networks, profiles and contexts; it is freed
+    with the engine."""
+    sizes: list[int] = []
+    allocate = Bindings.cudaMalloc
+    monkeypatch.setattr(Bindings, "cudaMalloc", lambda self, size: (sizes.append(size), allocate(self, size))[1])
+    needs, before = {engine.device_memory_size_v2 for engine in library.engines.values()}, library.cudart.allocated
+    engine = load(built, provider="tensorrt", verify=False)
+    alone(engine, threshold=thresholds)
+    together(engine, threshold=thresholds)
+    assert len(needs) > 2
+    assert sizes == [max(needs)] * 2, "one sequence alone and a batch run on streams of their own"
+    contexts = [context for found in library.engines.values() for context in found.contexts]
+    assert len(contexts) > 8
+    assert len({context.memory for context in contexts}) == 2
+    del engine
+    assert library.cudart.allocated == before
+
+
+def test_the_gpu_that_was_asked_for(graph: Engine, built: Path, cudart: FakeCudart) -> None:
+    cudart.devices, cudart.only = 2, 1
+    engine = load(built, provider="tensorrt", verify=False, device=1)
+    assert tokens_of(alone(engine, PROMPTS[:2])) == tokens_of(alone(graph, PROMPTS[:2]))
+    with pytest.raises(ProviderError, match="there is no GPU 2: CUDA finds 2, numbered from 0"):
+        load(built, provider="tensorrt", verify=False, device=2)
