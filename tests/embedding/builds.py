@@ -25,7 +25,7 @@ class Embedding:
         self.program, self.service = build / "cpp" / "tide_generate", programs / "tide_service"
         self.memory, self.callbacks, self.rules = (programs / f"tide_{n}" for n in ("memory", "callbacks", "rules"))
         if shutil.which("cmake") is None:
-            pytest.fail("there is no cmake: pip install -e .[dev]")
+            pytest.fail("there is no cmake")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,5 +1,6 @@
-"""Mutated manifests are parsed and described, or refused in one sentence; in C++ too (tests/cpp/test_cpp_manifest)."""
+"""Mutated manifests are parsed and described, or refused in one sentence: the same in Python and in the library."""
 
+import re
 from pathlib import Path
 from random import Random
 
@@ -8,14 +9,17 @@ from fuzz.settings import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from manifests import TEXTS, manifests
-from mutations import mutated_json
+from mutations import mutated_bytes, mutated_json
 
 from tide_export.bundle.inspect import describe_bundle, render
 from tide_export.bundle.manifest import Manifest
-from tide_export.bundle.opened import Bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.errors import BundleError
+from tide_export.names import MANIFEST_FILE
+from tide_export.runtime.native import created
 
 KINDS = manifests()
+MISSING_FILE = r"bundle file '.*' is missing; "  # whichever it looks for first
 # Records as `calibrate` and `tune` write them, whose contents only `inspect` and `tune` read.
 REPORT = {"1": {"exit_rate": 0.5, "precision": 1.0, "tokens": 3}, "2": {"exit_rate": None}}
 RECORDS = KINDS[0] | {
@@ -24,15 +28,49 @@ RECORDS = KINDS[0] | {
 }
 
 
+class Parsers:
+    """Both parsers, on a bundle that has a manifest alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def verdict(self, text: bytes) -> str | None:
+        """The sentence that refuses the manifest, the same of both; None: they accept it, and miss the files."""
+        (self._folder / MANIFEST_FILE).write_bytes(text)
+        with pytest.raises(BundleError) as python:
+            open_bundle(self._folder, verify=False)
+        with pytest.raises(BundleError) as library:
+            created("load", str(self._folder).encode(), b'{"provider": "cpu"}')
+        sentences = [str(error.value) for error in (python, library)]
+        if all(re.match(MISSING_FILE, sentence) for sentence in sentences):
+            return None
+        assert sentences[0] == sentences[1]
+        assert "\n" not in sentences[0]
+        return sentences[0]
+
+
+@pytest.fixture(scope="module")
+def parsers(tmp_path_factory: pytest.TempPathFactory) -> Parsers:
+    return Parsers(tmp_path_factory.mktemp("manifests"))
+
+
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts_that_parsers_take_differently(name: str) -> None:
+def test_texts_that_parsers_take_differently(parsers: Parsers, name: str) -> None:
     text, refused = TEXTS[name]
-    if refused is None:
-        assert Manifest.from_json(text)
-        return
-    with pytest.raises(BundleError) as error:
-        Manifest.from_json(text, source="'tide.json'")
-    assert refused in str(error.value)
+    sentence = parsers.verdict(text)
+    assert sentence is None if refused is None else refused in str(sentence)
+
+
+@cases(1500)
+@given(random=st.randoms(use_true_random=False))
+def test_mutated_fields(parsers: Parsers, random: Random) -> None:
+    parsers.verdict(mutated_json(random, random.choice(KINDS)).encode())
+
+
+@cases(500)
+@given(random=st.randoms(use_true_random=False))
+def test_mutated_bytes(parsers: Parsers, random: Random) -> None:
+    parsers.verdict(mutated_bytes(random, mutated_json(random, random.choice(KINDS), times=1).encode()))
 
 
 @cases(500)

@@ -340,7 +340,7 @@ def _add_exit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_provider(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--provider", help="engine to run on: auto, cpu, cuda, torch, tensorrt, tensorrt-rtx (auto)")
+    parser.add_argument("--provider", help="engine to run on: auto, cpu, cuda, tensorrt, tensorrt-rtx (auto)")
     _add_device(parser)
     _add_plugins(parser)
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (the engine's own choice)")
