@@ -1,4 +1,4 @@
-"""Functions of the caller that a step calls: they raise, block, return nonsense, use the engine, and live long enough."""
+"""Functions of the caller that a step calls: they raise, block, return nonsense, use the engine, and are kept."""
 
 import gc
 import threading
