@@ -10,6 +10,10 @@
 
 using namespace Ort;
 
+extern "C" {
+int fake_ort_on_gpu = 0;  // descriptions of a GPU's memory
+}
+
 namespace {
 
 constexpr int kFunctions = 275;  // of the table, as far as it is used
@@ -28,7 +32,9 @@ RawStatus* release_available(char**, int) { return nullptr; }
 
 RawStatus* memory_info(char const* name, int allocator, int, int type, RawMemory** made) {
   Functions const functions(real->GetApi(abi::kVersion));
-  return functions.CreateMemoryInfo(std::strcmp(name, "Cuda") == 0 ? "Cpu" : name, allocator, 0, type, made);
+  bool const on_gpu = std::strcmp(name, "Cuda") == 0;
+  fake_ort_on_gpu += on_gpu;
+  return functions.CreateMemoryInfo(on_gpu ? "Cpu" : name, allocator, 0, type, made);
 }
 
 RawStatus* options(RawCuda** made) {

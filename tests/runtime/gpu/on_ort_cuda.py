@@ -1,6 +1,7 @@
 """Run by test_gpu_onnxruntime in a process of its own, as a process opens one ONNX Runtime: generates on the CPU and on
 GPU 1 of the stand-in. Arguments: the bundle, the stand-in for the CUDA runtime, JSON lists of prompts and options."""
 
+import ctypes
 import json
 import os
 import sys
@@ -32,4 +33,5 @@ if __name__ == "__main__":
             assert generated(cuda, prompts, options) == [one for (one,) in expected], options
     assert gpu.calls("cudaMemcpyAsync") > 100
     assert gpu.calls("cudaStreamBeginCapture") == 0, "runs on another stream are not recorded"
+    assert ctypes.c_int.in_dll(ctypes.CDLL(os.environ["TIDE_ONNXRUNTIME"]), "fake_ort_on_gpu").value
     print("the same")

@@ -147,9 +147,10 @@ def test_requests_with_and_without_all_logits_share_a_step(graph: Engine, on_gpu
 def test_requests_of_all_kinds_share_steps(graph: Engine, engine: Engine) -> None:
     """As they come and go, the same number of rows is of other kinds."""
     kinds: list[dict[str, Any]] = [{}, {"logprobs": 1}, {"temperature": 1.0, "top_k": 5, "seed": 3}]
-    scheduler, requests = engine.scheduler(SchedulerLimits(slots=3)), []
-    for number in range(30):
-        more = kinds[number * 7 % 5 % 3] | {"mode": "full", "max_new_tokens": 3 + number % 7, "stop_token_ids": []}
+    scheduler, random, requests = engine.scheduler(SchedulerLimits(slots=3)), np.random.default_rng(0), []
+    for number in range(36):
+        drawn = {"max_new_tokens": int(random.integers(2, 9)), "stop_token_ids": []}
+        more = {"mode": "full", **drawn, **kinds[random.integers(3) if number > 9 else 1 + number % 2]}
         requests.append((scheduler.submit(TEXT[number : number + 4], **more), TEXT[number : number + 4], more))
     for handle, prompt, more in requests:
         found, expected = handle.result(), graph.generate(prompt, **more)
