@@ -42,6 +42,7 @@ class Token(Structure):
 
 OnToken = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(Token))
 ProcessLogits = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_int64), c_size_t, POINTER(ctypes.c_float), c_size_t)
+Detokenize = ctypes.CFUNCTYPE(c_void_p, c_void_p, POINTER(c_int64), c_size_t, POINTER(c_size_t))
 Process = Callable[[list[int], np.ndarray], int]
 
 
@@ -50,7 +51,7 @@ class Hooks(Structure):
         ("context", c_void_p),
         ("process_logits", ProcessLogits),
         ("allows_token", c_void_p),
-        ("detokenize", c_void_p),
+        ("detokenize", Detokenize),
         ("reports", c_int),
     )
 
@@ -66,13 +67,28 @@ def open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-def hooks_of(process: Process) -> Hooks:
-    """A hook that changes the logits in place, and returns a status."""
+def hooks_of(process: Process | None = None, decode: Callable[[list[int]], str | None] | None = None) -> Hooks:
+    """Hooks that change the logits in place and return a status, and that give the text of tokens; None: it fails."""
+    hooks, texts = Hooks(), list[Any]()
 
-    def hook(_: int | None, ids: Any, count: int, logits: Any, vocabulary: int) -> int:
+    def process_logits(_: int | None, ids: Any, count: int, logits: Any, vocabulary: int) -> int:
+        assert process is not None
         return process(ids[:count], np.ctypeslib.as_array(logits, (vocabulary,)))
 
-    return Hooks(None, ProcessLogits(hook), None, None, 0)
+    def detokenize(_: int | None, ids: Any, count: int, size: Any) -> int | None:
+        assert decode is not None
+        text = decode(ids[:count])
+        if text is None:
+            return None
+        texts[:] = [ctypes.create_string_buffer(text.encode())]  # until the next call
+        size[0] = len(text.encode())
+        return ctypes.addressof(texts[0])
+
+    if process is not None:
+        hooks.process_logits = ProcessLogits(process_logits)
+    if decode is not None:
+        hooks.detokenize = Detokenize(detokenize)
+    return hooks
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,9 @@ class CScheduler:
 
     def close(self) -> None:
         self.engine.functions.tide_scheduler_free(self.handle)
+
+    def step(self) -> bool:
+        return bool(self.engine.functions.tide_scheduler_step(self.handle))
 
     def submit(
         self, ids: Sequence[int], hooks: Hooks | None = None, timeout: float | None = None, **options: Any
