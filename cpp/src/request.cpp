@@ -50,7 +50,11 @@ void check_sampling(GenerationConfig const& config) {
 
 // How lossless mode drafts.
 Drafting drafting_of(Manifest const& manifest, GenerationConfig const& config) {
-  if (config.drafting) return *config.drafting;
+  if (config.drafting) {
+    check_drafting(*config.drafting, manifest.checkpoints.size());
+    if (config.drafting->thresholds.size() == manifest.checkpoints.size()) return *config.drafting;
+    throw GenerationError("drafting.thresholds must have one value per checkpoint");
+  }
   return manifest.drafting.value_or(default_drafting(manifest));
 }
 

@@ -6,6 +6,8 @@
 
 #define GREEDY "{\"mode\": \"full\", \"max_new_tokens\": 6, \"stop_token_ids\": []}"
 
+#define DRAWN "{\"mode\": \"full\", \"max_new_tokens\": 12, \"stop_token_ids\": [], \"temperature\": 1.3, \"seed\": 7}"
+
 #define LOGPROBS "{\"mode\": \"full\", \"max_new_tokens\": 2, \"stop_token_ids\": [], \"logprobs\": 1}"
 
 static const int64_t kPrompt[] = {3, 14, 15};
@@ -90,6 +92,24 @@ static int logprobs(const tide_engine* engine) {
   return 0;
 }
 
+/* The same by every way that there is. */
+static int drawn(const tide_engine* engine) {
+  tide_scheduler* scheduler;
+  tide_request *first, *second;
+  tide_generation* generation;
+  if (failed("draw", tide_generate(engine, kPrompt, 3, DRAWN, NULL, &generation))) return 1;
+  print_generation("drawn", generation);
+  if (failed("scheduler", tide_scheduler_create(engine, NULL, &scheduler))) return 1;
+  if (failed("submit", tide_submit(scheduler, kPrompt, 2, DRAWN, NULL, NULL, &first))) return 1;
+  if (failed("submit", tide_submit(scheduler, kPrompt, 3, DRAWN, NULL, NULL, &second))) return 1;
+  if (failed("result", tide_request_result(second, &generation))) return 1;
+  print_generation("drawn", generation);
+  tide_request_free(first);
+  tide_request_free(second);
+  tide_scheduler_free(scheduler);
+  return 0;
+}
+
 static int hook_fails(const tide_engine* engine) {
   const tide_hooks once = {&engine, only_seven, NULL, NULL, 0};
   tide_generation* generation;
@@ -124,7 +144,7 @@ int main(int count, char** arguments) {
   print_generation("streamed", generation);
   printf("taken %d %lld\n", taken.count, (long long)taken.layers);
   if (!failed("empty", tide_generate(engine, kPrompt, 0, NULL, NULL, &generation))) return 1;
-  if (logprobs(engine) || hook_fails(engine) || text(engine) || schedule(engine)) return 1;
+  if (drawn(engine) || logprobs(engine) || hook_fails(engine) || text(engine) || schedule(engine)) return 1;
   tide_engine_free(engine);
   tide_engine_free(NULL);
   return 0;

@@ -116,6 +116,7 @@ tide_status tide_replay(char const* drafting, std::int64_t const* prompt, std::s
                         std::size_t checkpoints, std::int64_t* counts, std::int64_t* exits, std::int64_t* runs) {
   return guarded([&] {
     tide::Drafting const given = tide::drafting_options(drafting);
+    tide::check_drafting(given, checkpoints);
     tide::DraftLimits const limits{given.max_drafts, given.prompt_lookup, given.draft_costs, given.verify_costs};
     tide::Recording const recording{vector_of(prompt, count), checkpoints, left, early, full, positions};
     tide::Replayed const replayed = tide::replay(recording, limits);

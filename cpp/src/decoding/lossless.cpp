@@ -6,6 +6,7 @@
 #include "decoding/acceptance.h"
 #include "decoding/prompt_lookup.h"
 #include "room.h"
+#include "tide/errors.h"
 
 namespace tide {
 namespace {
@@ -191,6 +192,21 @@ class LosslessDecoder final : public Decoder {
 };
 
 }  // namespace
+
+void check_drafting(Drafting const& drafting, std::size_t checkpoints) {
+  auto const require = [](bool holds, char const* what) {
+    if (!holds) throw GenerationError(std::string("drafting.") + what);
+  };
+  auto const costs = [](std::vector<double> const& values) {
+    return std::all_of(values.begin(), values.end(), [](double value) { return value >= 0; });
+  };
+  require(drafting.max_drafts >= 0, "max_drafts must be 0 or more");
+  require(drafting.prompt_lookup >= 0, "prompt_lookup must be 0 or more");
+  require(drafting.draft_costs.size() >= checkpoints, "draft_costs must have one value per checkpoint");
+  require(drafting.verify_costs.size() == 5, "verify_costs must have five values");
+  require(costs(drafting.draft_costs), "draft_costs holds a negative value");
+  require(costs(drafting.verify_costs), "verify_costs holds a negative value");
+}
 
 Drafting default_drafting(Manifest const& manifest) {
   Drafting drafting{manifest.thresholds, 6, 8, {}, {0.13, 0.18, 0.3, 0.54, 1.0}};

@@ -28,6 +28,9 @@ struct DraftLimits {
   std::vector<double> verify_costs;
 };
 
+// Throws GenerationError unless the limits and costs are those of a model with so many checkpoints.
+void check_drafting(Drafting const& drafting, std::size_t checkpoints);
+
 // How a bundle drafts that was not tuned: by its exits, where an accepted one is expected to be worth its cost.
 Drafting default_drafting(Manifest const& manifest);
 

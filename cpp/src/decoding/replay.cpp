@@ -24,7 +24,8 @@ Replayed replay(Recording const& recording, DraftLimits const& limits) {
       auto const count = static_cast<std::int64_t>(step.ids.size());
       length += count;
       auto const last = static_cast<std::size_t>(length - before);
-      auto const left = step.full ? recording.checkpoints : static_cast<std::size_t>(recording.left[last]);
+      auto const leaves = static_cast<std::size_t>(recording.left[last]);
+      auto const left = step.full ? recording.checkpoints : std::min(leaves, recording.checkpoints);
       std::vector<Candidates> choices;  // of which there is one at each position
       if (left < recording.checkpoints) {
         ++replayed.exits[left];
