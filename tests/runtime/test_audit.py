@@ -98,12 +98,16 @@ def test_a_sample_is_drawn_whatever_the_tokens_are(graph: Engine, exits: dict[st
     assert abs(audit.checked / audit.audited - share) < 0.15
 
 
-def test_a_cancelled_request_is_no_evidence(graph: Engine, exits: dict[str, Any]) -> None:
+def test_cancelled_and_failed_requests_are_no_evidence(graph: Engine, exits: dict[str, Any]) -> None:
     scheduler, audit = audited(graph)
     one = scheduler.submit([5, 6], **exits | {"threshold": 0.0})
     scheduler.step()
     one.cancel()
     assert (one.result().tokens, audit.audited) == ([], 0), "between a token and its audit"
+    options = exits | {"threshold": 0.0, "logits_processor": lambda ids, logits: 1 / 0}
+    with pytest.raises(GenerationError, match="division by zero"):
+        scheduler.submit([5, 6], **options).result()
+    assert audit.audited == 0
 
 
 def test_thresholds_are_raised_while_exits_change_too_much(

@@ -121,6 +121,24 @@ def test_a_request_uses_a_prompt_that_was_read_while_it_waited(engine: Engine) -
     assert first.result().tokens == second.result().tokens
 
 
+def test_the_least_recently_used_text_is_dropped(engine: Engine) -> None:
+    scheduler = scheduler_of(engine, 4)
+    first, second, third = ([number] * 34 for number in (5, 6, 7))  # of two blocks each
+    cached = [run(scheduler, text, **FULL)[1] for text in (first, second, first, third, first, third, second)]
+    assert cached == [0, 0, 32, 0, 32, 32, 0]
+    assert scheduler.prefix_cache_bytes == scheduler.limits.prefix_cache_bytes
+    long = [8] * 150
+    assert [run(scheduler, long, **FULL)[1] for _ in range(2)] == [0, 64], "of a text that is too long, the beginning"
+
+
+def test_a_request_that_fails_leaves_nothing(engine: Engine) -> None:
+    scheduler = scheduler_of(engine, 100)
+    with pytest.raises(GenerationError, match="division by zero"):
+        run(scheduler, PROMPT, logits_processor=lambda ids, logits: 1 / 0, **FULL)
+    assert scheduler.prefix_cache_bytes == 0
+    assert run(scheduler, PROMPT, **FULL) == (engine.generate(PROMPT, **FULL).tokens, 0)
+
+
 def test_what_cannot_be_cached_is_refused(tiny_llama: TinyLlama) -> None:
     with pytest.raises(GenerationError, match="prefix_cache_bytes is for provider 'cpu'"):
         scheduler_of(tiny_llama.networks(), 1)

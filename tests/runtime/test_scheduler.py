@@ -155,6 +155,19 @@ def test_a_prompt_is_divided_at_the_smallest_limit(engine: Engine) -> None:
     assert [one.result().tokens for one in handles] == [engine.generate(p, **options).tokens for p in prompts]
 
 
+@pytest.mark.parametrize(("size", "steps"), [(10, 1), (20, 2), (21, 3)])
+def test_a_prompt_is_read_in_parts_beside_those_that_write(engine: Engine, size: int, steps: int) -> None:
+    scheduler = engine.scheduler(SchedulerLimits(slots=SLOTS, prompt_tokens=10))
+    options = {"mode": "full", "max_new_tokens": 6, "stop_token_ids": []}
+    writes = scheduler.submit([5, 6], **options)
+    scheduler.step()
+    reads = scheduler.submit(list(range(size)), **options)
+    for step in range(1, 6):
+        scheduler.step()
+        assert (len(writes.tokens), len(reads.tokens)) == (1 + step, max(0, step - steps + 1))
+    assert reads.result().tokens == engine.generate(list(range(size)), **options).tokens
+
+
 def test_a_thread_does_the_steps_for_many_readers(graph: Engine, mixed: list[float]) -> None:
     requests = requests_of(graph, mixed, 24, seed=4)
     alone = [graph.generate(prompt, **options) for prompt, options in requests]
@@ -251,6 +264,20 @@ def test_logits_that_are_not_finite_end_one_request(callers: tuple[Engine, Calle
     assert len(fine.result().tokens) == 3
     with pytest.raises(GenerationError, match="not finite"):
         list(wrong)
+
+
+def test_coming_along_saves_runs(callers: tuple[Engine, CallersNetworks], mixed: list[float]) -> None:
+    """What it is for: the last segment reads its weights once for all who have drafts to verify."""
+    (engine, networks), last = callers, names.segment(2)
+    options = {"mode": "lossless", "threshold": mixed, "prompt_lookup": 0, "max_new_tokens": 30, "stop_token_ids": []}
+    deep, tokens = dict[float | None, int](), list[list[list[int]]]()
+    for share in (None, 1.0):
+        networks.runs.clear()
+        made = engine.generate([TEXT[:5], TEXT[7:11], TEXT[20:22]], compaction_threshold=share, **options)
+        deep[share] = sum(name == last for name, *_ in networks.runs)
+        tokens.append([one.tokens for one in made])
+    assert deep[None] < deep[1.0]
+    assert tokens[0] == tokens[1]
 
 
 def test_a_signal_ends_a_list_between_two_steps(callers: tuple[Engine, CallersNetworks]) -> None:
