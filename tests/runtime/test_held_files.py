@@ -106,13 +106,17 @@ def test_a_deleted_bundle_still_runs(bundle: Path, expected: tuple[list[int], li
     assert tokens_of(engine) == expected
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("name", [names.WEIGHTS_FILE, names.batch_file(names.HEAD)])
 def test_a_file_changed_in_place_is_noticed_before_it_is_used(
-    bundle: Path, expected: tuple[list[int], list[list[int]]], name: str
+    bundle: Path, expected: tuple[list[int], list[list[int]]], name: str, truncated: bool
 ) -> None:
-    engine = opens(bundle)
+    engine, half = opens(bundle), (bundle / name).stat().st_size // 2
     with (bundle / name).open("r+b") as stream:
-        stream.write(bytes((bundle / name).stat().st_size // 2))
+        if truncated:
+            stream.truncate(half)
+        else:
+            stream.write(bytes(half))
     if name == names.WEIGHTS_FILE:  # the open session shares them
         with pytest.raises(BundleError, match=f"{Path(name).name}' {CHANGED}"):
             engine.generate(SINGLE, **OPTIONS)
@@ -121,7 +125,7 @@ def test_a_file_changed_in_place_is_noticed_before_it_is_used(
     for _ in range(2):
         with pytest.raises(BundleError, match=f"{Path(name).name}' {CHANGED}"):
             list_tokens(engine)
-    with pytest.raises(BundleError, match="is corrupt"):
+    with pytest.raises(BundleError, match="is truncated" if truncated else "is corrupt"):
         opens(bundle)
 
 
