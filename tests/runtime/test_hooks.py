@@ -213,8 +213,11 @@ def test_a_hook_lives_as_long_as_its_request(threaded: Scheduler) -> None:
     others = [native.ProcessLogits(lambda *_: calls.append(-1) or native.GENERATION_ERROR) for _ in range(500)]
     go.set()
     assert threaded.submit([6, 7], **GREEDY).result().tokens
-    threaded.close()
+    read = threaded.submit(PROMPT, logits_processor=unlikely, **GREEDY)
     assert calls == list(range(3, 9))
+    assert len(threaded._hooks) == 1, "those of the request that has ended are dropped"
+    assert read.result().tokens
+    assert not threaded._hooks
     assert others
 
 

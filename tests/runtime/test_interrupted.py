@@ -12,9 +12,10 @@ from caller_networks import callers_engine
 from tiny_engines import TinyLlama
 from tiny_model import TinyModel
 
+from tide_export import names
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import GenerationError
-from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.engine import Engine, load, open_engine
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.token_stream import TokenStream
 
@@ -136,6 +137,28 @@ def test_a_signal_ends_a_read_between_steps(tiny_engine: Engine, soon: Callable[
         list(stream)
         assert_equal(stream, expected)
     assert ended
+
+
+def test_a_load_that_a_signal_ends_leaves_no_engine(wide_bundle: Path, soon: Callable[[float], None]) -> None:
+    """Nor the weights that it maps: most of a load is in the library, where the signal waits for its end."""
+
+    def mapped() -> bool:
+        return str(wide_bundle / names.WEIGHTS_FILE) in Path("/proc/self/maps").read_text()
+
+    bundle, ended = open_bundle(wide_bundle, verify=False), 0
+    for microseconds in range(200, 8000, 200):
+        try:
+            soon(microseconds * 1e-6)
+            engine = open_engine(bundle, "cpu", threads=1)
+            soon(0)
+            del engine
+        except Ended:
+            ended += 1
+        assert not mapped()
+    assert ended > 5
+    engine = open_engine(bundle, "cpu", threads=1)
+    assert mapped()
+    assert engine.generate(PROMPT, max_new_tokens=1).tokens
 
 
 @pytest.mark.parametrize("mode", ["full", "exit", "lossless"])
