@@ -162,6 +162,13 @@ std::vector<Value> IoBinding::GetOutputValues() const {
   require(functions().GetBoundOutputValues(raw_, allocator(), &raw, &count));
   if (count == 0) return {};
   std::vector<Value> values;
+  try {
+    values.reserve(count);
+  } catch (...) {
+    for (std::size_t i = 0; i < count; ++i) functions().ReleaseValue(raw[i]);
+    require(functions().AllocatorFree(allocator(), raw));
+    throw;
+  }
   for (std::size_t i = 0; i < count; ++i) values.emplace_back(raw[i]);
   require(functions().AllocatorFree(allocator(), raw));
   return values;
@@ -172,8 +179,9 @@ std::vector<Value> Session::Run(RunOptions const& options, char const* const* in
   std::vector<RawValue const*> given;
   for (std::size_t i = 0; i < count; ++i) given.push_back(values[i].get());
   std::vector<RawValue*> made(output_count);
-  require(functions().Run(raw_, options.get(), inputs, given.data(), count, outputs, output_count, made.data()));
   std::vector<Value> results;
+  results.reserve(output_count);  // before there is something to lose
+  require(functions().Run(raw_, options.get(), inputs, given.data(), count, outputs, output_count, made.data()));
   for (RawValue* const value : made) results.emplace_back(value);
   return results;
 }
