@@ -145,11 +145,11 @@ void check_networks(Manifest const& manifest, Require const& require) {
     std::pair<char const*, std::int64_t> const sizes[] = {
         {"capacity", networks->capacity},             {"max_tokens", networks->max_tokens},
         {"max_logits", networks->max_logits},         {"exit_size", networks->exit_size},
-        {"max_batch_size", networks->max_batch_size}, {"max_slot_tokens", networks->max_slot_tokens},
-        {"state_rows", networks->state_rows}};
+        {"max_batch_size", networks->max_batch_size}, {"max_slot_tokens", networks->max_slot_tokens}};
     for (auto const& [name, size] : sizes) require(size >= 1, std::string("networks.") + name, "must be 1 or more");
     require(networks->max_tokens <= networks->capacity, "networks.max_tokens", "must be at most capacity");
-    require(networks->max_tokens + names::kFinalRow <= networks->state_rows, "networks.state_rows",
+    bool const has_rows = networks->state_rows > 0 && networks->max_tokens <= networks->state_rows - names::kFinalRow;
+    require(has_rows, "networks.state_rows",
             "must be " + std::to_string(names::kFinalRow) + " more than max_tokens or larger");
     for (std::size_t const i : {std::size_t{2}, std::size_t{5}}) {
       require(sizes[i].second <= networks->max_tokens, std::string("networks.") + sizes[i].first,
