@@ -1,5 +1,6 @@
 """The C++ runtime, built and installed once for all workers."""
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -8,10 +9,14 @@ from pathlib import Path
 
 import pytest
 from builds import Embedding
+from c_interface import CEngine, open_library
 
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))  # the hand-made model
 
 from tiny_model import TinyModel
+
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.native import LIBRARY
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,3 +45,21 @@ def tokenizers_library() -> Path:
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TinyModel().write(tmp_path_factory.mktemp("bundles") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama) -> Engine:
+    return tiny_llama.graph(tiny_llama.exact)
+
+
+@pytest.fixture(scope="module")
+def c_library() -> ctypes.CDLL:
+    """The package's library, opened as another program opens it."""
+    return open_library(LIBRARY)
+
+
+@pytest.fixture(scope="module")
+def loaded(c_library: ctypes.CDLL, tiny_llama) -> Iterator[CEngine]:
+    engine = CEngine(c_library, tiny_llama.exact)
+    yield engine
+    engine.close()

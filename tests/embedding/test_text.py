@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from c_interface import CEngine, Hooks, Refused, hooks_of, open_library
-from tiny_engines import TinyLlama
+from c_interface import CEngine, Hooks, Refused, hooks_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tide_export.bundle.manifest import Manifest
 from tide_export.bundle.store import write_manifest
 from tide_export.names import MANIFEST_FILE, TOKENIZER_FILE
-from tide_export.runtime.native import LIBRARY
 from tide_export.runtime.tokenizer import BundleTokenizer
 
 TEXTS = [
@@ -83,11 +81,6 @@ def with_tokenizer(bundle: Path, folder: Path, content: str) -> Path:
     (folder / TOKENIZER_FILE).write_text(content)
     write_manifest(folder, Manifest.from_json((folder / MANIFEST_FILE).read_text()))
     return folder
-
-
-@pytest.fixture(scope="module")
-def c_library() -> ctypes.CDLL:
-    return open_library(LIBRARY)
 
 
 @pytest.fixture(scope="module")
@@ -208,13 +201,6 @@ def following(plan: list[int], prompt: int) -> Hooks:
         return 0
 
     return hooks_of(process, decoded)
-
-
-@pytest.fixture(scope="module")
-def loaded(c_library: ctypes.CDLL, tiny_llama: TinyLlama) -> Iterator[CEngine]:
-    engine = CEngine(c_library, tiny_llama.exact)
-    yield engine
-    engine.close()
 
 
 @pytest.mark.parametrize(
