@@ -22,15 +22,12 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tide_export.bundle.opened import open_bundle  # noqa: E402
-from tide_export.errors import TideError  # noqa: E402
-from tide_export.runtime.engine import Engine, load, open_engine  # noqa: E402
-from tide_export.runtime.generation import Generation  # noqa: E402
-from tide_export.runtime.providers import NETWORKS  # noqa: E402
-from tide_export.thresholds.resolve import MAX_THRESHOLD  # noqa: E402
+from tide_export.bundle.opened import open_bundle
+from tide_export.errors import TideError
+from tide_export.runtime.engine import Engine, load, open_engine
+from tide_export.runtime.generation import Generation
+from tide_export.runtime.providers import NETWORKS
+from tide_export.thresholds.resolve import MAX_THRESHOLD
 
 # By precision: what logits may differ by, as a share of the largest, and scores, before a threshold between is
 # undecided.
