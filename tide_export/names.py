@@ -21,14 +21,14 @@ OP_INTEGER_MATMUL = {4: "TideInt4MatMul", 8: "TideInt8MatMul"}
 OP_GATED_MATMUL = {
     name: name.replace("Tide", "TideGated") for name in (*OP_HALF_MATMUL.values(), *OP_INTEGER_MATMUL.values())
 }
-# GroupQueryAttention, by the type of the K/V buffers; operators of cpp/ops, and a function too in float32.
-OP_CACHED_ATTENTION = {"float32": "TideFloatAttention", "int8": "TideInt8Attention"}
+# Attention to K/V pages, by their type; functions and operators of cpp/ops alike.
+OP_PAGED_ATTENTION = {"float32": "TidePagedAttention", "int8": "TideInt8PagedAttention"}
 # Last token's (lens +) norm + router; model-local functions and operators of cpp/ops.
 OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 # Of cpp/ops.
 OPERATORS = (
     *(*OP_HALF_MATMUL.values(), *OP_INTEGER_MATMUL.values(), *OP_GATED_MATMUL.values()),
-    *(*OP_CACHED_ATTENTION.values(), OP_CANDIDATE, OP_LENS_CANDIDATE),
+    *(*OP_PAGED_ATTENTION.values(), OP_CANDIDATE, OP_LENS_CANDIDATE),
 )
 OP_EXIT = "TideExit"  # lens + norm + router + exit scatter; model-local function and TensorRT plugin
 WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters that hold its quantized rows, one a line
