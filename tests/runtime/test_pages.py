@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ off = [2.0] * len(engine.manifest.checkpoints)
 
 
 def fill(said):
-    """Starts sequences of 100 tokens until there is no page, and returns them."""
+    # Starts sequences of 100 tokens until there is no page, and returns them.
     states = []
     while True:
         state = engine.start(off, 0)

@@ -183,7 +183,6 @@ def test_what_is_refused_changes_nothing(
         ((["x", 0.5],), "a threshold must be a number"),
         (([0.5, float("nan")],), "a threshold must be a number, not nan"),
         (([0.5, 0.5], -1), "max_pending must be a whole number, 0 or more, not -1"),
-        (([0.5, 0.5], 4, -8), "room must be a whole number, 0 or more, not -8"),
     ],
 )
 def test_a_sequence_that_cannot_be_started(tiny_engine: Engine, arguments: tuple, sentence: str) -> None:

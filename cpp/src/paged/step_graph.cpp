@@ -36,7 +36,7 @@ StepGraph::StepGraph(Ort::Session& session, Manifest const& manifest, PagePool c
       scores_(exit_thresholds_.size(), std::numeric_limits<float>::quiet_NaN()),
       logits_(static_cast<std::size_t>(manifest.model.vocab_size)) {
   for (std::size_t k = 1; k <= scores_.size() && !propagates_; ++k) pending_.push_back({names::pending(k)});
-  // Outputs of unknown size first: `GetOutputValues` returns them in the order of the first binding.
+  // Outputs of unknown size: `GetOutputValues` returns them after the pages, in the order of the first binding.
   if (!pending_.empty()) binding_.BindOutput(names::kNewPending, memory_);
   select_logits(1);
   if (scores_.empty()) return;
@@ -70,13 +70,14 @@ StepResult StepGraph::step(PagedSequence& sequence, std::int64_t const* ids, std
     bool const leaves_pending = !pending_.empty() && segments_run < depths_.size();
     std::vector<Ort::Value> outputs;
     if (leaves_pending || num_logits_ > 1) outputs = binding_.GetOutputValues();
-    rows_ = num_logits_ > 1 ? std::move(outputs[pending_.empty() ? 0 : 1]) : Ort::Value(nullptr);
+    std::size_t const first = 2 * all_layers(manifest_).size();
+    rows_ = num_logits_ > 1 ? std::move(outputs[first + (pending_.empty() ? 0 : 1)]) : Ort::Value(nullptr);
     result.rows = rows_ ? static_cast<std::size_t>(rows_.shape()[0]) : 1;
     result.logits = rows_ ? rows_.data<float>() : logits_.data();
     std::vector<float> pending;
     if (leaves_pending) {
-      float const* const states = outputs[0].data<float>();
-      pending.assign(states, states + outputs[0].count());
+      float const* const states = outputs[first].data<float>();
+      pending.assign(states, states + outputs[first].count());
     }
     no_pending_output_ = !leaves_pending;
     commit(sequence, segments_run, total, std::move(pending));
