@@ -92,9 +92,10 @@ class StepGraph:
         return outputs[names.LOGITS], depth[min(exits, default=-1)]
 
     def _keep(self, states: np.ndarray, exits: list[int]) -> None:
-        """What is pending before the first segment that did not run; before the others nothing is."""
+        """What is pending before the first segment that did not run; nothing is before those that ran, and before those
+        after it what was."""
         first = min(exits, default=len(self.pending))
-        self.pending = [states if k == first else states[:, :0] for k in range(len(self.pending))]
+        self.pending = [states[:, :0]] * first + [states, *self.pending[first + 1 :]][: len(self.pending) - first]
 
 
 class Batch:

@@ -72,7 +72,7 @@ def propagating(tmp_path_factory: pytest.TempPathFactory, traces: Callable) -> M
 
 
 def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
-    np.testing.assert_allclose(found, expected, atol=tolerance * max(1, np.abs(expected).max()))
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(initial=1))
 
 
 def check_full_depth(made: Made, tolerance: float = 1e-4) -> None:
