@@ -1,8 +1,8 @@
 """A hand-made early-exit transformer that obeys the graph contract, and the same model in plain numpy.
 
 The runtime's tests need a graph long before an exporter exists, small enough to run thousands of steps, and a judge
-that shares nothing with it. `TinyModel.graph` is ONNX with one `If` per segment and attention that writes pages in place;
-`TinyModel.reference` runs every layer over the whole sequence and picks the earliest exit afterwards.
+that shares nothing with it. `TinyModel.graph` is ONNX with one `If` per segment and attention that writes pages in
+place; `TinyModel.reference` runs every layer over the whole sequence and picks the earliest exit afterwards.
 """
 
 from dataclasses import dataclass
