@@ -15,8 +15,7 @@ namespace tide_ops {
 namespace {
 
 using Kernel = AttentionKernel;
-constexpr std::int64_t kBlock = 64;                     // keys widened at a time
-constexpr std::int64_t kAhead = 2048;                    // bytes from keys that are read to those that are prefetched
+constexpr std::int64_t kBlock = 64;                     // keys that all queries read, one after another
 constexpr float kLowest = -1e30f, kHidden = -2 * 1e30f;  // of all scores; of a key that a query does not attend to
 
 #define TIDE_KERNEL "attention.inc"
@@ -24,10 +23,12 @@ constexpr float kLowest = -1e30f, kHidden = -2 * 1e30f;  // of all scores; of a 
 
 }  // namespace
 
-std::int64_t partial_floats(Attention const& attention, std::int64_t rows) { return rows * (attention.width + 2); }
+std::int64_t partial_floats(Attention const& attention, std::int64_t queries) {
+  return queries * (attention.width + 2);
+}
 
-std::int64_t scratch_floats(Attention const& attention, std::int64_t rows) {
-  return (rows + 1) * kChunk + kBlock * attention.width;
+std::int64_t scratch_floats(Attention const& attention, std::int64_t queries) {
+  return (queries + 1) * kChunk + kBlock * attention.width;
 }
 
 AttentionKernel const* attention_kernel(char const* name) { return kernel_of(name); }

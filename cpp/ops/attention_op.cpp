@@ -1,11 +1,13 @@
-// TideFloatAttention and TideInt8Attention: com.microsoft.GroupQueryAttention, with the same inputs and attributes, on
-// K/V buffers [1, kv_heads, capacity, head_dim], and in int8 [.., head_dim + 4] (see attention.h). New keys and values
-// are stored before anything attends to them, so that a token's output does not depend on how many tokens are computed
-// at once.
+// TidePagedAttention and TideInt8PagedAttention: attention of new tokens of any number of sequences, one after another,
+// to keys and values in pages that all sequences share: [pages, kv_heads, page_tokens, head_dim], and in int8
+// [.., head_dim + 4] (see attention.h). New keys and values are stored before anything attends to them, so that a
+// token's output does not depend on which tokens are computed at once. tide_export/lower/onnxruntime/paged_attention.py
+// says the same in standard operators.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "attention.h"
 #include "kernel.h"
@@ -15,17 +17,23 @@ namespace tide_ops {
 namespace {
 
 enum Input {
-  kQuery, kKey, kValue, kPastKey, kPastValue, kLast, kTotal, kCos, kSin, kPositionIds, kBias, kSinks, kInputs
+  kQuery, kKey, kValue, kKeyPages, kValuePages, kPageTable, kLengths, kStarts, kCos, kSin, kBias, kSinks, kInputs
 };
 
-constexpr std::int64_t kTaskRows = 32;        // queries that share the keys that are widened
-constexpr std::int64_t kBlockTokens = 64;     // computed at a time; their partial results stay in a cache
-constexpr std::int64_t kFewFloats = 1 << 13;  // of keys read; below, threads would cost more than they gain
+constexpr std::int64_t kTaskQueries = 32;        // that share the keys that are widened
+constexpr std::int64_t kSpanTokens = 64;         // of a span, at most
+constexpr std::int64_t kPartialFloats = 1 << 19;  // of partial results at a time; they stay in a cache
+constexpr std::int64_t kKeptFloats = 1 << 18;    // more queries are not kept by the thread that rotated them
+constexpr std::int64_t kPartTokens = 16;         // rotated and stored by one thread at a time
+// Of new tokens, keys read and partial results; below, threads would cost more than they gain.
+constexpr std::int64_t kFewNewFloats = 1 << 15, kFewFloats = 1 << 13, kFewPartialFloats = 1 << 15;
+
+std::atomic<AttentionKernel const*> chosen{nullptr};
 
 struct Attributes {
   bool int8 = false;
   float scale = 0, softcap = 0;
-  std::int64_t window = -1, interleaved = 0;
+  std::int64_t heads = 0, kv_heads = 0, window = -1, interleaved = 0;
 };
 
 template <typename T, typename Entry>
@@ -35,211 +43,391 @@ void read_attribute(Entry const& entry, void const* info, char const* name, T& v
   }
 }
 
-// The rotation of new tokens' heads by tables [.., head_dim / 2] of cosines and sines.
-struct Rotation {
-  float const *cos, *sin;  // of the first new token; null: none
-  bool interleaved;
-
-  void apply(float const* x, std::int64_t token, std::int64_t head_dim, float scale, float* rotated) const {
-    if (cos == nullptr) {
-      for (std::int64_t d = 0; d < head_dim; ++d) rotated[d] = x[d] * scale;
-      return;
-    }
-    std::int64_t const half = head_dim / 2, step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
-    for (std::int64_t i = 0; i < half; ++i) {
-      float const c = cos[token * half + i], s = sin[token * half + i];
-      float const first = x[i * step], second = x[i * step + other];
-      rotated[i * step] = (first * c - second * s) * scale;
-      rotated[i * step + other] = (second * c + first * s) * scale;
-    }
-  }
-};
-
-// A block of tokens' attention, cut into tasks: a task is one chunk of keys of one head for some of the queries.
-struct Tasks {
-  AttentionKernel const& kernel;
-  Attention const& attention;
-  std::int64_t rows;  // of a task, at most
-  std::int64_t first_chunk, chunks;
-  float* partials;
-  std::atomic<bool> out_of_memory{false};  // in a thread, which must not throw
-
-  std::int64_t rows_of_head() const { return attention.tokens * (attention.heads / attention.kv_heads); }
-  std::int64_t blocks_of_head() const { return (rows_of_head() + rows - 1) / rows; }
-  std::int64_t blocks() const { return attention.kv_heads * blocks_of_head(); }
-  std::int64_t stride() const { return partial_floats(attention, rows); }
-  QueryRows queries(std::int64_t block) const {
-    std::int64_t const first = block % blocks_of_head() * rows;
-    return {block / blocks_of_head(), first, std::min(rows, rows_of_head() - first)};
-  }
-};
-
-void run_task(void* data, std::size_t index) {
-  Tasks& tasks = *static_cast<Tasks*>(data);
-  static thread_local Buffer kept;
-  // One chunk of keys for all queries of its head after the other: it stays in a cache.
-  std::int64_t const task = static_cast<std::int64_t>(index), of_chunk = task / tasks.blocks_of_head();
-  std::int64_t const head = of_chunk / tasks.chunks, chunk = of_chunk % tasks.chunks;
-  std::int64_t const block = head * tasks.blocks_of_head() + task % tasks.blocks_of_head();
-  QueryRows const rows = tasks.queries(block);
-  try {
-    tasks.kernel.attend(tasks.attention, rows, tasks.first_chunk + chunk,
-                        tasks.partials + (block * tasks.chunks + chunk) * tasks.stride(),
-                        kept.of(scratch_floats(tasks.attention, rows.count)));
-  } catch (std::bad_alloc const&) {
-    tasks.out_of_memory = true;
-  }
-}
-
-Status* attend(Context* context, AttentionKernel const& kernel, Attention const& attention) {
-  static thread_local Buffer kept;
-  std::int64_t const group = attention.heads / attention.kv_heads;
-  std::int64_t const oldest = attention.total - attention.tokens + 1 - attention.window;
-  std::int64_t const first_key = attention.window > 0 ? std::max<std::int64_t>(oldest, 0) : 0;
-  std::int64_t const first_chunk = first_key / kChunk, chunks = (attention.total - 1) / kChunk + 1 - first_chunk;
-  Tasks tasks{kernel, attention, std::max(group, kTaskRows / group * group), first_chunk, chunks, nullptr};
-  std::int64_t const count = tasks.blocks() * chunks, stride = tasks.stride();
-  tasks.partials = kept.of(count * stride);
-  if (attention.kv_heads * (attention.total - first_key) * attention.head_dim < kFewFloats) {
-    for (std::int64_t task = 0; task < count; ++task) run_task(&tasks, static_cast<std::size_t>(task));
-  } else {
-    auto const tasks_of_all = static_cast<std::size_t>(count);
-    TIDE_RETURN_IF_FAILED(api.KernelContext_ParallelFor(context, run_task, tasks_of_all, 0, &tasks));
-  }
-  if (tasks.out_of_memory) throw std::bad_alloc();
-  for (std::int64_t block = 0; block < tasks.blocks(); ++block) {
-    kernel.merge(attention, tasks.queries(block), tasks.partials + block * chunks * stride, chunks, stride);
-  }
-  return nullptr;
-}
-
 Status* invalid(char const* message) { return api.CreateStatus(abi::kInvalidArgument, message); }
 
-// The present buffer: the past one's memory where both are bound to it, else a copy.
-Status* present_of(Context* context, std::size_t output, Tensor const& past, std::int64_t size, void** data) {
-  Value* value;
-  TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, output, past.dims, past.rank, &value));
-  TIDE_RETURN_IF_FAILED(api.GetTensorMutableData(value, data));
-  if (*data != past.data) {
-    std::int64_t bytes = size;
-    for (std::size_t d = 0; d < past.rank; ++d) bytes *= past.dims[d];
-    std::memcpy(*data, past.data, static_cast<std::size_t>(bytes));
-  }
-  return nullptr;
-}
+// The rotation of heads by tables [.., head_dim / 2] of cosines and sines.
+struct Rotation {
+  float const *cos, *sin;  // null: none
+  bool interleaved;
 
-// Rotates a token's queries, and its keys and values into the buffers.
-struct Tokens {
-  AttentionKernel const& kernel;
-  Rotation rotation;
-  float const *query, *key, *value;       // a token's heads, [.., head_dim]; key null: none are written
-  std::int64_t query_stride, key_stride;  // floats from one token to the next
-  char *keys, *values;                    // the buffers
-  float scale;
-
-  // `token`: of all new ones; `row`: of the block that `attention` computes.
-  void take(Attention const& attention, std::int64_t token, std::int64_t row, float* queries,
-            float* rotated) const {
-    std::int64_t const head_dim = attention.head_dim, group = attention.heads / attention.kv_heads;
-    for (std::int64_t head = 0; head < attention.heads; ++head) {
-      std::int64_t const to = ((head / group * attention.tokens + row) * group + head % group) * attention.width;
-      rotation.apply(query + token * query_stride + head * head_dim, token, head_dim, scale, queries + to);
-      std::fill(queries + to + head_dim, queries + to + attention.width, 0.0f);
+  void apply(float const* x, std::int64_t position, std::int64_t head_dim, float scale, float* __restrict to) const {
+    if (cos == nullptr) {
+      for (std::int64_t d = 0; d < head_dim; ++d) to[d] = x[d] * scale;
+    } else if (interleaved) {
+      by_step<2>(x, x + 1, position, head_dim / 2, scale, to, to + 1);
+    } else {
+      by_step<1>(x, x + head_dim / 2, position, head_dim / 2, scale, to, to + head_dim / 2);
     }
-    std::int64_t const position = attention.total - attention.tokens + row;
-    for (std::int64_t head = 0; key != nullptr && head < attention.kv_heads; ++head) {
-      std::int64_t const from = token * key_stride + head * head_dim;
-      std::int64_t const to = (head * attention.capacity + position) * attention.row_bytes();
-      rotation.apply(key + from, token, head_dim, 1, rotated);
-      if (attention.int8) {
-        kernel.store_int8(rotated, head_dim, keys + to);
-        kernel.store_int8(value + from, head_dim, values + to);
+  }
+
+ private:
+  template <int kStep>
+  void by_step(float const* first, float const* second, std::int64_t position, std::int64_t half, float scale,
+               float* __restrict to_first, float* __restrict to_second) const {
+    float const *const c = cos + position * half, *const s = sin + position * half;
+    for (std::int64_t i = 0; i < half; ++i) {
+      float const x = first[i * kStep], y = second[i * kStep];
+      to_first[i * kStep] = (x * c[i] - y * s[i]) * scale;
+      to_second[i * kStep] = (y * c[i] + x * s[i]) * scale;
+    }
+  }
+};
+
+// Sequences and their new tokens.
+struct Sequences {
+  std::int64_t count, longest_table;
+  std::int32_t const* pages;    // [count, longest_table]
+  std::int64_t const* lengths;  // with the new tokens
+  std::int64_t const* starts;   // [count + 1]
+
+  std::int64_t tokens(std::int64_t sequence) const { return starts[sequence + 1] - starts[sequence]; }
+  std::int64_t first_position(std::int64_t sequence) const { return lengths[sequence] - tokens(sequence); }
+};
+
+// New tokens' heads, which are rotated: queries to memory, keys and values to pages.
+struct NewTokens {
+  AttentionKernel const& kernel;
+  Attention const& attention;
+  Sequences const& sequences;
+  Rotation rotation;
+  float scale;
+  float const *query, *key, *value;       // a token's heads, [.., head_dim]; null: none
+  std::int64_t query_stride, key_stride;  // floats from one token to the next
+  char *keys, *values;                    // pages
+  float* queries;                         // spans of [kv_heads, tokens, group, width]
+
+  void take(std::int64_t begin, std::int64_t end) const {
+    std::int64_t const* const starts = sequences.starts;
+    std::int64_t sequence = std::upper_bound(starts, starts + sequences.count, begin) - starts - 1;
+    for (std::int64_t token = begin; token < end; ++token) {
+      while (token >= starts[sequence + 1]) ++sequence;
+      std::int64_t const position = sequences.first_position(sequence) + token - starts[sequence];
+      if (query != nullptr) rotate(sequence, token, position);
+      if (key != nullptr) store(sequences.pages + sequence * sequences.longest_table, token, position);
+    }
+  }
+
+ private:
+  void rotate(std::int64_t sequence, std::int64_t token, std::int64_t position) const {
+    Attention const& a = attention;
+    std::int64_t const row = (token - sequences.starts[sequence]) % kSpanTokens, first = token - row;
+    std::int64_t const tokens = std::min(kSpanTokens, sequences.starts[sequence + 1] - first);
+    for (std::int64_t head = 0; head < a.heads; ++head) {
+      std::int64_t const in_span = (head / a.group() * tokens + row) * a.group() + head % a.group();
+      float* const to = queries + (first * a.heads + in_span) * a.width;
+      rotation.apply(query + token * query_stride + head * a.head_dim, position, a.head_dim, scale, to);
+      std::fill(to + a.head_dim, to + a.width, 0.0f);
+    }
+  }
+
+  void store(std::int32_t const* pages, std::int64_t token, std::int64_t position) const {
+    static thread_local Buffer kept;
+    Attention const& a = attention;
+    std::int64_t const page = pages[position / a.page_tokens], row = position % a.page_tokens;
+    float* const rotated = a.int8 ? kept.of(a.head_dim) : nullptr;
+    for (std::int64_t head = 0; head < a.kv_heads; ++head) {
+      std::int64_t const from = token * key_stride + head * a.head_dim;
+      std::int64_t const to = ((page * a.kv_heads + head) * a.page_tokens + row) * a.row_bytes();
+      if (a.int8) {
+        rotation.apply(key + from, position, a.head_dim, 1, rotated);
+        kernel.store_int8(rotated, a.head_dim, keys + to);
+        kernel.store_int8(value + from, a.head_dim, values + to);
       } else {
-        std::memcpy(keys + to, rotated, 4 * static_cast<std::size_t>(head_dim));
-        std::memcpy(values + to, value + from, 4 * static_cast<std::size_t>(head_dim));
+        rotation.apply(key + from, position, a.head_dim, 1, reinterpret_cast<float*>(keys + to));
+        std::memcpy(values + to, value + from, 4 * static_cast<std::size_t>(a.head_dim));
       }
     }
   }
 };
 
+// What threads share that compute parts of something: a thread must not throw.
+template <typename Work>
+struct Parts {
+  Work const& work;
+  std::atomic<bool> out_of_memory{false};
+
+  static void run(void* data, std::size_t index) {
+    Parts& parts = *static_cast<Parts*>(data);
+    try {
+      parts.work(static_cast<std::int64_t>(index));
+    } catch (std::bad_alloc const&) {
+      parts.out_of_memory = true;
+    }
+  }
+};
+
+// Calls `work` for all indices, in threads unless it is too little for them.
+template <typename Work>
+Status* in_parallel(Context* context, std::int64_t count, bool little, Work const& work) {
+  if (little || count < 2) {
+    for (std::int64_t i = 0; i < count; ++i) work(i);
+    return nullptr;
+  }
+  Parts<Work> parts{work};
+  TIDE_RETURN_IF_FAILED(api.KernelContext_ParallelFor(context, parts.run, static_cast<std::size_t>(count), 0, &parts));
+  if (parts.out_of_memory) throw std::bad_alloc();
+  return nullptr;
+}
+
+// Up to kSpanTokens new tokens of a sequence, and consecutive chunks of one head of its keys. A task is one chunk and
+// `rows` of the queries.
+struct Span {
+  Queries queries;
+  std::int64_t rows;
+  Chunks chunks;
+  std::int64_t task, unit, partial;  // the first ones
+
+  std::int64_t units() const { return (queries.count + rows - 1) / rows; }
+  std::int64_t tasks() const { return units() * chunks.count; }
+
+  Queries of_unit(Attention const& a, std::int64_t at) const {
+    std::int64_t const first = at * rows, token = first / a.group();
+    return {queries.pages,
+            queries.kv_head,
+            queries.position + token,
+            std::min(rows, queries.count - first),
+            queries.rows + first * a.width,
+            queries.states + 2 * first,
+            queries.output + token * a.heads * a.head_dim};
+  }
+};
+
+// Spans that are computed at once, whose partial results fit kPartialFloats.
+class Spans {
+ public:
+  Spans(AttentionKernel const& kernel, Attention const& attention) : kernel_(kernel), attention_(attention) {
+    spans().clear();
+  }
+
+  // Computes what is there first if there is no room.
+  Status* add(Context* context, Queries const& queries) {
+    Attention const& a = attention_;
+    std::int64_t const last = queries.position + queries.count / a.group() - 1;
+    std::int64_t const oldest = a.window > 0 ? std::max<std::int64_t>(queries.position + 1 - a.window, 0) : 0;
+    std::int64_t const first = oldest / kChunk, end = last / kChunk + 1;
+    std::int64_t const rows = std::min(queries.count, std::max(a.group(), kTaskQueries / a.group() * a.group()));
+    std::int64_t const units = (queries.count + rows - 1) / rows, floats = units * partial_floats(a, rows);
+    for (std::int64_t chunk = first, count; chunk < end; chunk += count) {
+      if (partials_ + floats > kPartialFloats) TIDE_RETURN_IF_FAILED(compute(context));
+      count = std::max<std::int64_t>(std::min((kPartialFloats - partials_) / floats, end - chunk), 1);
+      Chunks const chunks{chunk, count, chunk == first, chunk + count == end};
+      spans().push_back({queries, rows, chunks, tasks_, units_, partials_});
+      tasks_ += units * count;
+      units_ += units;
+      partials_ += floats * count;
+      keys_ += std::min((chunk + count) * kChunk, last + 1) - std::max(chunk * kChunk, oldest);
+    }
+    return nullptr;
+  }
+
+  Status* compute(Context* context) {
+    static thread_local Buffer kept;
+    Attention const& a = attention_;
+    float* const partials = kept.of(partials_);
+    std::vector<Span> const& all = spans();
+    auto const attend = [&](std::int64_t task) {
+      static thread_local Buffer scratch;
+      // One chunk of keys for all queries of its span after another: it stays in a cache.
+      Span const& span = of(all, task, &Span::task);
+      std::int64_t const chunk = (task - span.task) / span.units(), unit = (task - span.task) % span.units();
+      Queries const queries = span.of_unit(a, unit);
+      float* const partial = partials + span.partial + (unit * span.chunks.count + chunk) * stride(span);
+      kernel_.attend(a, queries, span.chunks.first + chunk, partial, scratch.of(scratch_floats(a, queries.count)));
+    };
+    TIDE_RETURN_IF_FAILED(in_parallel(context, tasks_, keys_ * a.head_dim < kFewFloats, attend));
+    auto const merge = [&](std::int64_t index) {
+      Span const& span = of(all, index, &Span::unit);
+      std::int64_t const unit = index - span.unit;
+      kernel_.merge(a, span.of_unit(a, unit), span.chunks,
+                    partials + span.partial + unit * span.chunks.count * stride(span), stride(span));
+    };
+    TIDE_RETURN_IF_FAILED(in_parallel(context, units_, partials_ < kFewPartialFloats, merge));
+    spans().clear();
+    tasks_ = units_ = partials_ = keys_ = 0;
+    return nullptr;
+  }
+
+ private:
+  static std::vector<Span>& spans() {
+    static thread_local std::vector<Span> kept;
+    return kept;
+  }
+
+  static Span const& of(std::vector<Span> const& all, std::int64_t index, std::int64_t Span::*first) {
+    auto const after = [first](std::int64_t at, Span const& span) { return at < span.*first; };
+    return *(std::upper_bound(all.begin(), all.end(), index, after) - 1);
+  }
+
+  std::int64_t stride(Span const& span) const { return partial_floats(attention_, span.rows); }
+
+  AttentionKernel const& kernel_;
+  Attention const& attention_;
+  std::int64_t tasks_ = 0, units_ = 0, partials_ = 0, keys_ = 0;
+};
+
+// Reads the sequences; `rows`: their new tokens. `whole`: memory for the starts of a single one.
+Status* sequences_of(Tensor const* inputs, std::int64_t rows, Attention const& attention, std::int64_t* whole,
+                     Sequences& sequences) {
+  Tensor const &table = inputs[kPageTable], &lengths = inputs[kLengths], &starts = inputs[kStarts];
+  if (table.rank != 2 || lengths.rank != 1 || lengths.dims[0] != table.dims[0] ||
+      (starts.data == nullptr ? table.dims[0] != 1 : starts.rank != 1 || starts.dims[0] != table.dims[0] + 1)) {
+    return invalid("attention takes a page table [R, J], lengths [R] and starts [R + 1], which one sequence needs not");
+  }
+  whole[0] = 0;
+  whole[1] = rows;
+  sequences = {table.dims[0], table.dims[1], static_cast<std::int32_t const*>(table.data),
+               static_cast<std::int64_t const*>(lengths.data),
+               starts.data == nullptr ? whole : static_cast<std::int64_t const*>(starts.data)};
+  if (sequences.starts[0] != 0 || sequences.starts[sequences.count] != rows ||
+      !std::is_sorted(sequences.starts, sequences.starts + sequences.count + 1)) {
+    return invalid("attention: the sequences' starts do not ascend from 0 to the number of new tokens");
+  }
+  auto const pages = static_cast<std::uint64_t>(inputs[kKeyPages].dims[0]);
+  for (std::int64_t i = 0; i < sequences.count; ++i) {
+    std::int64_t const length = sequences.lengths[i];
+    if (length < sequences.tokens(i)) return invalid("attention: a sequence is shorter than its new tokens");
+    if (length > sequences.longest_table * attention.page_tokens) {
+      return invalid("attention: a sequence is longer than its pages");
+    }
+    if (sequences.tokens(i) == 0) continue;
+    std::int32_t const* const first = sequences.pages + i * sequences.longest_table;
+    std::uint32_t largest = 0;  // a negative number is a large one
+    for (std::int64_t page = 0; page < (length + attention.page_tokens - 1) / attention.page_tokens; ++page) {
+      largest = std::max(largest, static_cast<std::uint32_t>(first[page]));
+    }
+    if (largest >= pages) return invalid("attention: a sequence has a page that is none");
+  }
+  return nullptr;
+}
+
+// The pages after the run: the memory of those before it where both are bound to it, else a copy.
+Status* new_pages_of(Context* context, std::size_t output, Tensor const& pages, std::int64_t size, void** data) {
+  Value* value;
+  TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, output, pages.dims, pages.rank, &value));
+  if (value == nullptr) return invalid("attention has outputs for the pages that it writes");
+  TIDE_RETURN_IF_FAILED(api.GetTensorMutableData(value, data));
+  if (*data != pages.data) {
+    std::int64_t bytes = size;
+    for (std::size_t d = 0; d < pages.rank; ++d) bytes *= pages.dims[d];
+    std::memcpy(*data, pages.data, static_cast<std::size_t>(bytes));
+  }
+  return nullptr;
+}
+
+bool is_table(Tensor const& table, std::int64_t rows, std::int64_t columns) {
+  return table.rank == 2 && table.dims[0] >= rows && table.dims[1] == columns;
+}
+
 Status* compute_checked(Attributes const& attributes, Context* context) {
   Tensor inputs[kInputs];
   for (std::size_t i = 0; i < kInputs; ++i) TIDE_RETURN_IF_FAILED(input_of(context, i, inputs[i]));
-  Tensor const &query = inputs[kQuery], &key = inputs[kKey], &past = inputs[kPastKey];
-  bool const packed = key.rank == 0;  // keys and values follow each token's queries
-  if (query.rank != 3 || (!packed && key.rank != 3) || past.rank != 4 || query.dims[0] != 1 || past.dims[0] != 1) {
-    return invalid("attention takes queries and keys [1, S, ..] and buffers [1, kv_heads, capacity, head_dim (+ 4)]");
+  Tensor const &query = inputs[kQuery], &key = inputs[kKey], &value = inputs[kValue], &pages = inputs[kKeyPages];
+  Tensor const& first = query.rank > 0 ? query : key;
+  auto const like_first = [&](Tensor const& x) {
+    return x.rank == 0 || (x.rank == 3 && x.dims[0] == 1 && x.dims[1] == first.dims[1]);
+  };
+  if (first.rank != 3 || !like_first(query) || !like_first(key) || !like_first(value) || key.rank != value.rank) {
+    return invalid("attention takes queries [1, N, ..], keys and values of the same tokens, or one of the two");
   }
-  Attention attention{};
-  attention.int8 = attributes.int8;
-  std::int64_t const head_dim = past.dims[3] - (attention.int8 ? kScaleBytes : 0), kv_heads = past.dims[1];
-  std::int64_t const tokens = query.dims[1];
-  std::int64_t const kv_size = kv_heads * head_dim;
-  attention.heads = head_dim < 1 ? 0 : query.dims[2] / head_dim - (packed ? 2 * kv_heads : 0);
-  if (kv_heads < 1 || attention.heads < 1 || attention.heads % kv_heads != 0 || query.dims[2] % head_dim != 0 ||
-      (!packed && key.dims[1] > 0 && (key.dims[1] != tokens || key.dims[2] != kv_size))) {
-    return invalid("attention: the heads of queries, keys and buffers do not fit each other");
+  if (pages.rank != 4 || inputs[kValuePages].rank != 4 ||
+      !std::equal(pages.dims, pages.dims + 4, inputs[kValuePages].dims)) {
+    return invalid("attention takes pages [P, kv_heads, T, head_dim (+ 4)], of keys and of values alike");
   }
-  attention.kv_heads = kv_heads;
-  attention.head_dim = head_dim;
-  attention.width = (head_dim + 15) / 16 * 16;
-  attention.capacity = past.dims[2];
-  attention.window = std::max<std::int64_t>(attributes.window, 0);
-  attention.softcap = attributes.softcap;
-  std::int64_t const total = *static_cast<std::int32_t const*>(inputs[kTotal].data), first = total - tokens;
-  if (first < 0 || total > attention.capacity) {
-    return invalid("attention: more tokens than the K/V buffers hold");
+  Attention a{};
+  a.int8 = attributes.int8;
+  a.heads = attributes.heads;
+  a.kv_heads = attributes.kv_heads;
+  a.head_dim = pages.dims[3] - (a.int8 ? kScaleBytes : 0);
+  a.width = (a.head_dim + 15) / 16 * 16;
+  a.page_tokens = pages.dims[2];
+  a.window = std::max<std::int64_t>(attributes.window, 0);
+  a.softcap = attributes.softcap;
+  if (a.page_tokens < 4 || a.page_tokens % 4 != 0 || (kChunk % a.page_tokens != 0 && a.page_tokens % kChunk != 0)) {
+    return invalid("attention takes pages of 4, 8, 16, 32, 64 or 128 tokens, or of a multiple of 256");
   }
-  bool const rotates = inputs[kCos].data != nullptr;
-  if (rotates && (inputs[kCos].rank != 2 || inputs[kCos].dims[0] < total || 2 * inputs[kCos].dims[1] != head_dim)) {
-    return invalid("attention: the tables of the rotation are too small");
+  bool const fits = a.kv_heads > 0 && a.heads > 0 && a.heads % a.kv_heads == 0 && a.head_dim > 0;
+  std::int64_t const size = fits ? a.heads * a.head_dim : 0, kv_size = fits ? a.kv_heads * a.head_dim : 0;
+  bool const packed = key.rank == 0 && query.dims[2] == size + 2 * kv_size;  // keys and values follow the queries
+  if (!fits || pages.dims[1] != a.kv_heads || (query.rank > 0 && !packed && query.dims[2] != size) ||
+      (key.rank > 0 && (key.dims[2] != kv_size || value.dims[2] != kv_size)) ||
+      (inputs[kSinks].rank > 0 && (inputs[kSinks].rank != 1 || inputs[kSinks].dims[0] != a.heads))) {
+    return invalid("attention: the heads of queries, keys, values, pages and sinks do not fit each other");
   }
+  std::int64_t const tokens = first.dims[1];
+  std::int64_t whole[2];
+  Sequences sequences;
+  TIDE_RETURN_IF_FAILED(sequences_of(inputs, tokens, a, whole, sequences));
+  std::int64_t longest = 0;
+  for (std::int64_t i = 0; i < sequences.count; ++i) longest = std::max(longest, sequences.lengths[i]);
+  Tensor const &cos = inputs[kCos], &sin = inputs[kSin], &bias = inputs[kBias];
+  if ((cos.rank > 0 || sin.rank > 0) && (a.head_dim % 2 != 0 || !is_table(cos, longest, a.head_dim / 2) ||
+                                         !is_table(sin, longest, a.head_dim / 2))) {
+    return invalid("attention: the tables of the rotation do not fit the heads or the longest sequence");
+  }
+  if (bias.rank > 0 && (bias.rank != 2 || bias.dims[0] != a.heads || bias.dims[1] < longest)) {
+    return invalid("attention: the table of biases does not fit the heads or the longest sequence");
+  }
+
+  bool const attends = query.rank > 0, writes = packed || key.rank > 0;
+  std::int64_t const shape[] = {1, tokens, attends ? size : 0};
   Value* output;
-  void* result;
-  std::int64_t const shape[] = {1, tokens, attention.heads * head_dim};
+  void *result, *keys = pages.data, *values = inputs[kValuePages].data;
   TIDE_RETURN_IF_FAILED(api.KernelContext_GetOutput(context, 0, shape, 3, &output));
   TIDE_RETURN_IF_FAILED(api.GetTensorMutableData(output, &result));
-  void *keys = past.data, *values = inputs[kPastValue].data;
-  bool const writes = packed || key.dims[1] > 0;
   if (writes) {
-    std::int64_t const size = attention.int8 ? 1 : 4;
-    TIDE_RETURN_IF_FAILED(present_of(context, 1, past, size, &keys));
-    TIDE_RETURN_IF_FAILED(present_of(context, 2, inputs[kPastValue], size, &values));
+    TIDE_RETURN_IF_FAILED(new_pages_of(context, 1, pages, a.int8 ? 1 : 4, &keys));
+    TIDE_RETURN_IF_FAILED(new_pages_of(context, 2, inputs[kValuePages], a.int8 ? 1 : 4, &values));
   }
-  std::int64_t const row = first * (head_dim / 2);
-  AttentionKernel const& kernel = *attention_kernel();
-  auto const queries_in = static_cast<float const*>(query.data);
-  float const* const keys_in = packed ? queries_in + shape[2] : static_cast<float const*>(key.data);
-  Tokens const taken{kernel,
-                     {rotates ? static_cast<float const*>(inputs[kCos].data) + row : nullptr,
-                      rotates ? static_cast<float const*>(inputs[kSin].data) + row : nullptr,
-                      attributes.interleaved != 0},
-                     queries_in,
-                     writes ? keys_in : nullptr,
-                     packed ? keys_in + kv_size : static_cast<float const*>(inputs[kValue].data),
-                     query.dims[2],
-                     packed ? query.dims[2] : kv_size,
-                     static_cast<char*>(keys),
-                     static_cast<char*>(values),
-                     attributes.scale != 0 ? attributes.scale : 1 / std::sqrt(static_cast<float>(head_dim))};
-  attention.keys = taken.keys;
-  attention.values = taken.values;
-  attention.sinks = static_cast<float const*>(inputs[kSinks].data);
-  attention.bias_token_stride = total;
-  attention.bias_head_stride = inputs[kBias].rank == 4 && inputs[kBias].dims[1] > 1 ? tokens * total : 0;
+  a.keys = static_cast<char const*>(keys);
+  a.values = static_cast<char const*>(values);
+  a.bias = static_cast<float const*>(bias.data);
+  a.bias_stride = bias.dims[1];
+  a.sinks = static_cast<float const*>(inputs[kSinks].data);
+
+  AttentionKernel const* const of_tests = chosen;
+  AttentionKernel const& kernel = of_tests == nullptr ? *attention_kernel() : *of_tests;
   static thread_local Buffer kept;
-  float* const queries = kept.of(kBlockTokens * attention.heads * attention.width + head_dim);
-  float* const rotated = queries + kBlockTokens * attention.heads * attention.width;
-  attention.queries = queries;
-  for (std::int64_t start = 0; start < tokens; start += kBlockTokens) {
-    attention.tokens = std::min(kBlockTokens, tokens - start);
-    attention.total = first + start + attention.tokens;
-    attention.output = static_cast<float*>(result) + start * shape[2];
-    if (inputs[kBias].data != nullptr) attention.bias = static_cast<float const*>(inputs[kBias].data) + start * total;
-    for (std::int64_t i = 0; i < attention.tokens; ++i) taken.take(attention, start + i, i, queries, rotated);
-    TIDE_RETURN_IF_FAILED(attend(context, kernel, attention));
+  Buffer once;
+  std::int64_t const rows = attends ? tokens * a.heads : 0, floats = rows * (a.width + 2);
+  float* const queries = (floats > kKeptFloats ? once : kept).of(floats);
+  float* const states = queries + rows * a.width;
+  auto const queries_in = static_cast<float const*>(query.data);
+  NewTokens const taken{kernel,
+                        a,
+                        sequences,
+                        {static_cast<float const*>(cos.data), static_cast<float const*>(sin.data),
+                         attributes.interleaved != 0},
+                        attributes.scale != 0 ? attributes.scale : 1 / std::sqrt(static_cast<float>(a.head_dim)),
+                        attends ? queries_in : nullptr,
+                        packed ? queries_in + size : static_cast<float const*>(key.data),
+                        packed ? queries_in + size + kv_size : static_cast<float const*>(value.data),
+                        query.dims[2],
+                        packed ? query.dims[2] : kv_size,
+                        static_cast<char*>(keys),
+                        static_cast<char*>(values),
+                        queries};
+  auto const take = [&](std::int64_t part) {
+    taken.take(part * kPartTokens, std::min((part + 1) * kPartTokens, tokens));
+  };
+  std::int64_t const new_floats = tokens * ((attends ? size : 0) + (writes ? 2 * kv_size : 0));
+  TIDE_RETURN_IF_FAILED(
+      in_parallel(context, (tokens + kPartTokens - 1) / kPartTokens, new_floats < kFewNewFloats, take));
+  if (!attends) return nullptr;
+
+  Spans spans(kernel, a);
+  for (std::int64_t i = 0; i < sequences.count; ++i) {
+    for (std::int64_t token = 0; token < sequences.tokens(i); token += kSpanTokens) {
+      std::int64_t const count = std::min(kSpanTokens, sequences.tokens(i) - token), row = sequences.starts[i] + token;
+      for (std::int64_t head = 0; head < a.kv_heads; ++head) {
+        std::int64_t const at = row * a.heads + head * count * a.group();
+        TIDE_RETURN_IF_FAILED(spans.add(context, {sequences.pages + i * sequences.longest_table, head,
+                                                  sequences.first_position(i) + token, count * a.group(),
+                                                  queries + at * a.width, states + 2 * at,
+                                                  static_cast<float*>(result) + row * size}));
+      }
+    }
   }
-  return nullptr;
+  return spans.compute(context);
 }
 
 Status* compute_attention(void* kernel, Context* context) {
@@ -254,15 +442,15 @@ template <bool kInt8>
 Operator operator_of() {
   constexpr int kNumber = kInt8 ? abi::kInt8 : abi::kFloat;
   Operator op = cpu_operator();
-  op.GetName = [](Operator const*) { return kInt8 ? "TideInt8Attention" : "TideFloatAttention"; };
+  op.GetName = [](Operator const*) { return kInt8 ? "TideInt8PagedAttention" : "TidePagedAttention"; };
   op.GetInputType = [](Operator const*, std::size_t index) {
-    if (index == kPastKey || index == kPastValue) return kNumber;
-    if (index == kPositionIds) return abi::kInt64;
-    return index == kLast || index == kTotal ? abi::kInt32 : abi::kFloat;
+    if (index == kKeyPages || index == kValuePages) return kNumber;
+    if (index == kPageTable) return abi::kInt32;
+    return index == kLengths || index == kStarts ? abi::kInt64 : abi::kFloat;
   };
   op.GetInputTypeCount = [](Operator const*) -> std::size_t { return kInputs; };
   op.GetInputCharacteristic = [](Operator const*, std::size_t index) {
-    return index > kTotal || index == kKey || index == kValue ? abi::kOptional : 0;
+    return index < kKeyPages || index > kLengths ? abi::kOptional : 0;
   };
   op.GetOutputType = [](Operator const*, std::size_t index) { return index == 0 ? abi::kFloat : kNumber; };
   op.GetOutputTypeCount = [](Operator const*) -> std::size_t { return 3; };
@@ -271,6 +459,8 @@ Operator operator_of() {
     auto const attributes = new (std::nothrow) Attributes;
     if (attributes == nullptr) return invalid("attention: not enough memory");
     attributes->int8 = kInt8;
+    read_attribute(api.KernelInfoGetAttribute_int64, info, "num_heads", attributes->heads);
+    read_attribute(api.KernelInfoGetAttribute_int64, info, "kv_num_heads", attributes->kv_heads);
     read_attribute(api.KernelInfoGetAttribute_float, info, "scale", attributes->scale);
     read_attribute(api.KernelInfoGetAttribute_float, info, "softcap", attributes->softcap);
     read_attribute(api.KernelInfoGetAttribute_int64, info, "local_window_size", attributes->window);
@@ -286,5 +476,10 @@ Operator operator_of() {
 }  // namespace
 
 Operator attention_operator(bool int8) { return int8 ? operator_of<true>() : operator_of<false>(); }
+
+bool use_attention_kernel(char const* name) {
+  chosen = attention_kernel(name);
+  return chosen != nullptr;
+}
 
 }  // namespace tide_ops

@@ -44,30 +44,8 @@ TIDE_EXPORTED int tide_ops_gate(char const* instruction_set, float const* gates,
   return 0;
 }
 
-// The kernel of an instruction set: stores the last `tokens` rows of keys and values, float32 [kv_heads, total,
-// head_dim], in the buffers if they are int8, and attends to these. 0, or 1 if this CPU has no such instructions.
-TIDE_EXPORTED int tide_ops_attention(char const* instruction_set, tide_ops::Attention const* attention,
-                                     float const* keys, float const* values, char* key_buffer, char* value_buffer) {
-  tide_ops::AttentionKernel const* const kernel = tide_ops::attention_kernel(instruction_set);
-  if (kernel == nullptr) return 1;
-  tide_ops::Attention const& a = *attention;
-  for (std::int64_t head = 0; a.int8 && head < a.kv_heads; ++head) {
-    for (std::int64_t token = a.total - a.tokens; token < a.total; ++token) {
-      std::int64_t const from = (head * a.total + token) * a.head_dim;
-      std::int64_t const to = (head * a.capacity + token) * a.row_bytes();
-      kernel->store_int8(keys + from, a.head_dim, key_buffer + to);
-      kernel->store_int8(values + from, a.head_dim, value_buffer + to);
-    }
-  }
-  std::int64_t const rows = a.tokens * (a.heads / a.kv_heads), stride = partial_floats(a, rows);
-  std::int64_t const chunks = (a.total + tide_ops::kChunk - 1) / tide_ops::kChunk;
-  std::vector<float> partials(static_cast<std::size_t>(chunks * stride));
-  std::vector<float> scratch(static_cast<std::size_t>(scratch_floats(a, rows)));
-  for (std::int64_t head = 0; head < a.kv_heads; ++head) {
-    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-      kernel->attend(a, {head, 0, rows}, chunk, partials.data() + chunk * stride, scratch.data());
-    }
-    kernel->merge(a, {head, 0, rows}, partials.data(), chunks, stride);
-  }
-  return 0;
+// The attention of an instruction set, which all sessions use from now on; null: that of this CPU. 0, or 1 if this CPU
+// has no such instructions.
+TIDE_EXPORTED int tide_ops_use_attention(char const* instruction_set) {
+  return tide_ops::use_attention_kernel(instruction_set) ? 0 : 1;
 }

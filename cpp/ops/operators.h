@@ -7,7 +7,7 @@
 
 namespace tide_ops {
 
-// Attention to K/V in float32, or in int8 (attention_op.cpp).
+// Attention to K/V in pages, float32 or int8 (attention_op.cpp).
 abi::Operator attention_operator(bool int8);
 
 // Adds them to the options (OrtSessionOptions) of a session; an OrtStatus, or null if that went well.

@@ -39,7 +39,11 @@ class _Propagating(Composer):
         self.pending = {}
 
     def _pending(self, block: Block, k: int, y: ir.Value) -> ir.Value:
-        """Segment k reads what the one before gave; a token that exited keeps that state."""
+        """Segment k reads what the one before gave; a token that exited keeps that state.
+
+        Its tokens get segment k's name for them: additions of states with two names would not fuse with norms.
+        """
+        y.shape = ir.Shape([1, f"pending_{k}", self.pieces.state_size])
         return y
 
     def _skipped(self, block: Block, k: int, layer: int, pending: ir.Value) -> Cache:

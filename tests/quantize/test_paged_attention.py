@@ -1,0 +1,236 @@
+"""The attention operators: random ragged runs of every form and type, outputs that depend on nothing else in a run, with
+every instruction set, pages in place, and what is refused."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_runs import Arrays, Node, expected, inputs_of, one_by_one, run, session, texts
+
+CASES = int(os.environ.get("TIDE_ATTENTION_CASES", "300"))
+SETS = ("avx512", "avx2", "baseline")
+
+
+@pytest.fixture(params=SETS)
+def instruction_set(request: pytest.FixtureRequest, operator_library: Path) -> Iterator[str]:
+    """Every one that this CPU has."""
+    use = ctypes.CDLL(str(operator_library)).tide_ops_use_attention
+    if use(request.param.encode()):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    assert use(None) == 0
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Node, list[int], list[int], int, int]:
+    """A node, its sequences' lengths and new tokens, tokens of a page, and a seed."""
+    heads, kv_heads = draw(st.sampled_from([(1, 1), (4, 4), (9, 3), (7, 1), (8, 2), (6, 1)]))
+    starts = draw(st.booleans())
+    rotation = draw(st.sampled_from(["", "halves", "pairs"]))
+    node = Node(
+        int8=draw(st.booleans()),
+        form=draw(st.sampled_from(["apart", "packed", "query", "keys"])),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([8, 16, 24, 32, 40, 64, 128] if rotation else [5, 8, 16, 24, 64])),
+        rotation=rotation,
+        starts=starts,
+        bias=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        window=draw(st.sampled_from([-1, 1, 7, 100, 300])),
+        softcap=draw(st.sampled_from([0.0, 3.0])),
+        scale=draw(st.sampled_from([0.0, 0.3])),
+    )
+    counts = draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17, 66]), min_size=1, max_size=5 if starts else 1))
+    lengths = [count + draw(st.sampled_from([0, 1, 6, 15, 16, 30, 255, 300, 600])) for count in counts]
+    return node, lengths, counts, draw(st.sampled_from([4, 8, 16, 64, 256])), draw(st.integers(0, 2**32 - 1))
+
+
+@settings(
+    max_examples=CASES,
+    derandomize="TIDE_ATTENTION_CASES" not in os.environ,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(case=runs())
+def test_random_runs_equal_numpy(operator_library: Path, case: tuple[Node, list[int], list[int], int, int]) -> None:
+    node, lengths, counts, page_tokens, seed = case
+    inputs = inputs_of(node, texts(node, lengths, seed), counts, page_tokens, seed)
+    output, *pages = run(node, inputs)
+    attended, *stored = expected(node, inputs)
+    assert output.shape == attended.shape
+    np.testing.assert_allclose(output, attended, rtol=2e-5, atol=2e-5)
+    for ours, theirs in zip(pages, stored, strict=False):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+NODES = [
+    Node(heads=9, kv_heads=3, head_dim=64, rotation="halves"),
+    Node(form="packed", heads=8, kv_heads=2, head_dim=128, rotation="pairs", bias=True, sinks=True, window=300),
+    Node(heads=7, kv_heads=1, head_dim=40, softcap=3.0, window=90),
+    Node(form="query", heads=6, kv_heads=3, head_dim=32, rotation="halves", sinks=True),
+    Node(form="apart", heads=40, kv_heads=1, head_dim=16, bias=True),  # more queries of a token than of a task
+]
+
+
+@pytest.mark.parametrize("node", [replace(node, int8=int8) for node in NODES for int8 in (False, True)], ids=str)
+def test_an_output_does_not_depend_on_what_else_is_in_the_run(node: Node, instruction_set: str) -> None:
+    lengths, counts = [530, 1, 5, 700, 64, 300, 257], [9, 1, 5, 140, 64, 2, 3]
+    sequences = texts(node, lengths, 1)
+    inputs = inputs_of(node, sequences, counts, 16)
+    together, *_ = run(node, inputs, threads=2)
+    attended, *_ = expected(node, inputs)
+    np.testing.assert_allclose(together, attended, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(run(node, inputs)[0], together)
+    for text, count, output in zip(sequences, counts, np.split(together, np.cumsum(counts)[:-1], 1), strict=True):
+        alone = replace(node, starts=False)
+        other, *_ = run(alone, inputs_of(alone, [text], [count], 64, seed=count))
+        np.testing.assert_array_equal(other, output)
+    for row in (0, 2):
+        output = np.split(together, np.cumsum(counts)[:-1], 1)[row]
+        if node.form == "packed":
+            apart = replace(node, form="apart")
+            np.testing.assert_array_equal(one_by_one(apart, sequences[row], counts[row], 16), output)
+        else:
+            np.testing.assert_array_equal(one_by_one(node, sequences[row], counts[row], 16), output)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_partial_results_of_long_sequences_are_merged_in_parts(int8: bool, operator_library: Path) -> None:
+    node = Node(int8=int8, heads=32, kv_heads=1, head_dim=128)  # of 64 queries by 1100 keys more than fit at a time
+    sequences = texts(node, [1100, 1090], 2)
+    inputs = inputs_of(node, sequences, [64, 64], 16)
+    output = run(node, inputs, threads=2)[0]
+    np.testing.assert_allclose(output, expected(node, inputs)[0], rtol=2e-5, atol=2e-5)
+    last = inputs_of(node, [sequences[0]], [1], 16) | {}
+    last["key_pages"], last["value_pages"] = run(node, inputs_of(node, [sequences[0]], [64], 16))[1:]
+    np.testing.assert_array_equal(run(node, last)[0][0, 0], output[0, 63])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_pages_are_written_in_place_where_they_are_bound_so(int8: bool, operator_library: Path) -> None:
+    node = Node(int8=int8, form="packed", rotation="halves")
+    inputs = inputs_of(node, texts(node, [20, 9], 3), [4, 9], 8)
+    before = {name: array.copy() for name, array in inputs.items()}
+    copied = run(node, inputs)
+    for name, array in before.items():
+        np.testing.assert_array_equal(inputs[name], array)
+    bound = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
+    of_node = session(node, tuple(inputs))
+    binding = of_node.io_binding()
+    for name, value in bound.items():
+        binding.bind_ortvalue_input(name, value)
+    binding.bind_output("output")
+    for kind in ("key", "value"):
+        binding.bind_ortvalue_output(f"new_{kind}_pages", bound[f"{kind}_pages"])
+    of_node.run_with_iobinding(binding)
+    np.testing.assert_array_equal(binding.get_outputs()[0].numpy(), copied[0])
+    for kind, pages in zip(("key", "value"), copied[1:], strict=True):
+        np.testing.assert_array_equal(bound[f"{kind}_pages"].numpy(), pages)
+
+
+def altered(inputs: Arrays, change: dict) -> Arrays:
+    """Inputs of which some are replaced: by zeros of a shape, a list of numbers, or nothing."""
+    for name, to in change.items():
+        if to is None:
+            del inputs[name]
+        elif isinstance(to, tuple):
+            inputs[name] = np.zeros(to, inputs[name].dtype if name in inputs else np.float32)
+        else:
+            inputs[name] = np.array(to, inputs[name].dtype)
+    return inputs
+
+
+HEADS = "the heads of queries, keys, values, pages and sinks do not fit each other"
+TOKENS = r"takes queries \[1, N, \.\.\], keys and values of the same tokens, or one of the two"
+SEQUENCES = r"takes a page table \[R, J\], lengths \[R\] and starts \[R \+ 1\]"
+STARTS = "the sequences' starts do not ascend from 0 to the number of new tokens"
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": (1, 5, 60)}, HEADS),
+        ({"key": (1, 5, 16)}, HEADS),
+        ({"value": (1, 5, 48)}, HEADS),
+        ({"sinks": (3,)}, HEADS),
+        ({"key_pages": (9, 1, 8, 20), "value_pages": (9, 1, 8, 20)}, HEADS),
+        ({"query": (1, 4, 64)}, TOKENS),
+        ({"query": (2, 5, 64)}, TOKENS),
+        ({"value": None}, TOKENS),
+        ({"query": None, "key": None, "value": None}, TOKENS),
+        (
+            {"key_pages": (9, 2, 8, 24)},
+            r"takes pages \[P, kv_heads, T, head_dim \(\+ 4\)\], of keys and of values alike",
+        ),
+        ({"key_pages": (9, 2, 12, 20), "value_pages": (9, 2, 12, 20)}, "takes pages of 4, 8, 16, 32, 64 or 128 tokens"),
+        ({"key_pages": (9, 2, 0, 20), "value_pages": (9, 2, 0, 20)}, "takes pages of 4, 8, 16, 32, 64 or 128 tokens"),
+        ({"starts": None}, SEQUENCES),
+        ({"starts": [0, 5]}, SEQUENCES),
+        ({"lengths": [20]}, SEQUENCES),
+        ({"starts": [1, 4, 5]}, STARTS),
+        ({"starts": [0, 4, 6]}, STARTS),
+        ({"starts": [0, 6, 5]}, STARTS),
+        ({"lengths": [20, 0]}, "a sequence is shorter than its new tokens"),
+        ({"lengths": [3, 9]}, "a sequence is shorter than its new tokens"),
+        ({"lengths": [20, 33]}, "a sequence is longer than its pages"),
+        ({"lengths": [2**62, 9]}, "a sequence is longer than its pages"),
+        ({"page_table": [[0, 1, 8, 0], [2, 3, 0, 0]]}, "a sequence has a page that is none"),
+        ({"page_table": [[0, -1, 1, 0], [2, 3, 0, 0]]}, "a sequence has a page that is none"),
+        ({"cos": (19, 8)}, "the tables of the rotation do not fit the heads or the longest sequence"),
+        ({"sin": (30, 7)}, "the tables of the rotation do not fit the heads or the longest sequence"),
+        ({"sin": None}, "the tables of the rotation do not fit the heads or the longest sequence"),
+        ({"bias": (4, 19)}, "the table of biases does not fit the heads or the longest sequence"),
+        ({"bias": (1, 30)}, "the table of biases does not fit the heads or the longest sequence"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(
+    operator_library: Path, change: dict, message: str, int8: bool
+) -> None:
+    node = Node(int8=int8, rotation="halves", bias=True, sinks=True)
+    inputs = inputs_of(node, texts(node, [20, 9], 3), [4, 1], 8)
+    if not int8:
+        change = {n: (*to[:-1], to[-1] - 4) if n.endswith("pages") else to for n, to in change.items()}
+    inputs = altered(inputs, change)
+    of_node = session(node, tuple(inputs))
+    pages = {kind: ort.OrtValue.ortvalue_from_numpy(inputs[f"{kind}_pages"].copy()) for kind in ("key", "value")}
+    binding = of_node.io_binding()
+    for name, array in inputs.items():
+        binding.bind_cpu_input(name, array)
+    binding.bind_output("output")
+    for kind, value in pages.items():
+        binding.bind_ortvalue_input(f"{kind}_pages", value)
+        binding.bind_ortvalue_output(f"new_{kind}_pages", value)
+    with pytest.raises(Exception, match=message):
+        of_node.run_with_iobinding(binding)
+    for kind, value in pages.items():
+        np.testing.assert_array_equal(value.numpy(), inputs[f"{kind}_pages"])
+
+
+def test_a_table_may_have_anything_where_no_new_token_needs_it(operator_library: Path) -> None:
+    node = Node()
+    sequences = texts(node, [20, 9], 3)
+    inputs = inputs_of(node, sequences, [4, 0], 8)
+    output, *pages = run(node, inputs)
+    inputs["page_table"][1] = 99
+    for ours, theirs in zip(run(node, inputs), (output, *pages), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_no_sequences_and_no_tokens(operator_library: Path) -> None:
+    for form in ("apart", "packed", "query", "keys"):
+        node = Node(form=form)
+        inputs = altered(inputs_of(node, texts(node, [1], 3), [1], 8), {"page_table": (0, 3), "lengths": (0,)})
+        inputs = altered(
+            inputs, {"starts": [0]} | {n: (1, 0, inputs[n].shape[-1]) for n in ("query", "key", "value") if n in inputs}
+        )
+        assert run(node, inputs)[0].shape == (1, 0, 0 if form == "keys" else 64)
