@@ -197,7 +197,8 @@ def test_skipped_layers_store_keys_and_values_of_exit_states(propagating: Made) 
             names.SLOT_THRESHOLDS: np.zeros((1, 1), np.float32),
         }
         for each in batch.segments[1:] if network is None else [network]:
-            feeds[names.HIDDEN_STATES] = each(batch.pool, feeds).get(names.NEW_HIDDEN_STATES, feeds[names.HIDDEN_STATES])
+            outputs = each(batch.pool, feeds)
+            feeds[names.HIDDEN_STATES] = outputs.get(names.NEW_HIDDEN_STATES, feeds[names.HIDDEN_STATES])
     found = batch.full([IDS[0][8:12], IDS[1][12:15]])
     for r, (exits, after) in enumerate(((True, 4), (False, 3))):
         graph = StepGraph(made.bundle)
@@ -214,4 +215,3 @@ def test_a_network_of_skipped_layers_reads_no_page(propagating: Made) -> None:
     assert node.input[0] == ""
     assert node.overload == "storing_starts_rotation"
     assert set(network.outputs) == {names.new_pages(1, kind) for kind in ("key", "value")}
-
