@@ -28,7 +28,7 @@ WHEELS = {
     "aarch64": ("aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
 }
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0")
-RUNTIME_FLAGS, OPERATOR_FLAGS = ("-O2",), ("-O3", "-ffp-contract=fast")
+RUNTIME_FLAGS, OPERATOR_FLAGS = ("-O2", "-DNDEBUG"), ("-O3", "-ffp-contract=fast")
 WITH_TENSORRT = {"flavours.cpp", "kernel_cache.cpp", "trt_networks.cpp"}
 WITHOUT_TENSORRT = {"no_tensorrt.cpp"}
 NO_COMPILER = (

@@ -11,7 +11,7 @@ from families import build
 from tiny_configs import CHECKPOINTS, CONTEXT
 
 from tide_export.bundle.manifest import EXACT, FLOAT32_KV, PROPAGATE
-from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.opened import Bundle, open_bundle
 from tide_export.bundle.store import write_manifest, writing_bundle
 from tide_export.compose.cut import Pieces, cut
 from tide_export.compose.propagate import compose_propagating
@@ -21,7 +21,6 @@ from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
 from tide_export.lower.onnxruntime.packed import save_batch_networks
 from tide_export.lower.tensorrt.lower import networks_for_tensorrt
 from tide_export.model.source import SourceModel
-from tide_export.names import BATCH_SIZES
 from tide_export.pipeline.contents import context_length, make_manifest, save_graph
 from tide_export.routers.random_routers import random_routers
 from tide_export.routers.router_set import RouterSet
@@ -55,9 +54,23 @@ def engine_of(
     half: str | None = None,
     kv_cache: str = FLOAT32_KV,
 ) -> Engine:
-    """`source` with `routers` as an engine on one thread, through the stages of `pipeline.flow.export`; its networks
-    for the smallest batches too, if `batch`; weights stored in `half`, bf16 or fp16; K/V of the type
-    `kv_cache`."""
+    """The bundle of `bundle_of` as an engine on one thread."""
+    bundle = bundle_of(source, routers, folder, pieces, strategy, batch, half, kv_cache)
+    return open_engine(bundle, "cpu", threads=1)
+
+
+def bundle_of(
+    source: SourceModel,
+    routers: RouterSet,
+    folder: Path,
+    pieces: Pieces | None = None,
+    strategy: str = EXACT,
+    batch: bool = False,
+    half: str | None = None,
+    kv_cache: str = FLOAT32_KV,
+) -> Bundle:
+    """`source` with `routers` as a bundle, through the stages of `pipeline.flow.export`; its networks for batches too,
+    if `batch`; weights stored in `half`, bf16 or fp16; K/V of the type `kv_cache`."""
     pieces = pieces or pieces_of(source, routers.checkpoints)
     composing = compose_propagating if strategy == PROPAGATE else compose
     lower = partial(lower_for_onnxruntime, quantized=source.quantized, half=half, kv_cache=kv_cache)
@@ -68,10 +81,10 @@ def engine_of(
         save_graph(graph, temporary, manifest)
         if batch:
             weights = routers.arrays(), routers.lens_arrays()
-            save_batch_networks(temporary, pieces, *weights, BATCH_SIZES[:1], lower)
+            save_batch_networks(temporary, pieces, *weights, lower)
         routers.save(temporary / "routers.safetensors")
         write_manifest(temporary, manifest)
-    return open_engine(open_bundle(folder), "cpu", threads=1)
+    return open_bundle(folder)
 
 
 MAX_TOKENS, MAX_LOGITS = 33, 8  # of a run of a segment network: longer prompts take several; 16 may be pending

@@ -1,8 +1,7 @@
 """The fixed names every stage shares: operator domain, graph inputs and outputs, files of a bundle.
 
 `compose` writes graphs with these names, the runtimes (Python, C++) bind them, `inspect` prints them. Shapes use B for
-the batch, S for the new tokens of a step, n_k for the tokens pending before segment k, D for the hidden size, C for the
-capacity of the K/V buffers.
+the batch, S for the new tokens of a step, n_k for the tokens pending before segment k, D for the hidden size.
 """
 
 # Operators. TensorRT dispatches on the bare op type whatever its domain, so no name may equal an ONNX op's.
@@ -37,7 +36,8 @@ PLUGIN_VERSION = "1"
 
 # Graph inputs.
 INPUT_IDS = "input_ids"  # int64 [1, S]
-TOTAL_LENGTH = "total_sequence_length"  # int32 [], tokens of the sequence including the S new ones
+SEQUENCE_LENGTHS = "sequence_lengths"  # int64 [R], tokens of each sequence with its new ones; of the step graph R is 1
+PAGE_TABLE = "page_table"  # int32 [R, J], the page of each sequence's tokens j T to (j + 1) T - 1, at j
 # int64 [m, 2], tokens that get logits if the last segment runs, as [0, position from the end]: [[0, -1]] is the last.
 LOGITS_POSITIONS = "logits_positions"
 THRESHOLDS = "exit_thresholds"  # float32 [K-1], a score above exits; 2.0 turns a checkpoint off
@@ -65,18 +65,18 @@ def pending(k: int) -> str:
     return f"pending_states.{k}"
 
 
-def past(layer: int, kind: str) -> str:
-    """Input: K/V buffer of a layer (`kind` is "key" or "value"), float32 [1, kv_heads, C, head_dim]."""
-    return f"past_key_values.{layer}.{kind}"
+def pages(layer: int, kind: str) -> str:
+    """Input: pages of T tokens of a layer (`kind` is "key" or "value"), float32 [pages, kv_heads, T, head_dim]."""
+    return f"pages.{layer}.{kind}"
 
 
-def present(layer: int, kind: str) -> str:
-    """Output: the same buffer after the step; bind it to the input's memory and nothing is copied."""
-    return f"present.{layer}.{kind}"
+def new_pages(layer: int, kind: str) -> str:
+    """Output: the same pages after the step; bind it to the input's memory and nothing is copied."""
+    return f"new_pages.{layer}.{kind}"
 
 
 # The networks of one segment each, and of the head (see `lower.tensorrt.lower`). T is float32, float16 or bfloat16; B
-# slots, of which each has buffers of P states that the networks update in place.
+# slots, of which each has buffers of P states that the networks update in place, and K/V buffers of C tokens.
 PENDING_STATES = "pending_states"  # input: T [B, 1, P, D], of segments after the first, which takes INPUT_IDS [B, S]
 TOKEN_INDICES = "token_indices"  # input: int64 [S], 0 .. S-1
 PAST_LENGTHS = "past_lengths"  # input: int64 [B], tokens in the segment's K/V cache before the run
@@ -100,31 +100,28 @@ CANDIDATE_LOGITS = "candidate_logits"  # ... and these, float32 [m, c], largest 
 MAX_CANDIDATES = 128  # c, or V if that is less
 
 
-# The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of all sequences, one sequence
-# after another, in R slots at most; m tokens get scores. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D],
-# LAST_TOKENS [m] (indices into the N), all but the last one SLOT_THRESHOLDS, and the K/V buffers `slot(past(..), r)` of
-# each slot; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [m, D'], ROUTER_SCORE [m, 1] and `slot(present(..), r)`.
-# The head takes EXIT_STATES [1, m, D'] and gives LOGITS [1, m, V]. All float32. Where K/V are propagated, each segment
-# after the first has one more network if it has K/V of its own, `skipped(k)`, from the HIDDEN_STATES [1, m, D] of m
-# tokens that exited before it, and their POSITION_IDS [1, m], to `new(..)` of its layers.
+def past(layer: int, kind: str) -> str:
+    """Input: K/V buffers of a layer (`kind` is "key" or "value"), T [B, kv_heads, C, head_dim]."""
+    return f"past_key_values.{layer}.{kind}"
+
+
+def present(layer: int, kind: str) -> str:
+    """Output: the same buffers after the run."""
+    return f"present.{layer}.{kind}"
+
+
+# The networks of a batch, one per segment (see `lower.onnxruntime.packed`): N tokens of R sequences, one sequence after
+# another; m tokens get scores. They take INPUT_IDS [1, N] or HIDDEN_STATES [1, N, D], POSITION_IDS, LAST_TOKENS [m]
+# (indices into the N), all but the last one SLOT_THRESHOLDS, and SEQUENCE_LENGTHS, SEQUENCE_STARTS, PAGE_TABLE and the
+# pages of the layers they read; they give NEW_HIDDEN_STATES [1, N, D], EXIT_STATES [m, D'], ROUTER_SCORE [m, 1] and the
+# new pages of the layers they write. The head takes EXIT_STATES [1, m, D'] and gives LOGITS [1, m, V]. All float32.
+# Where K/V are propagated, each segment after the first has one more network if it has K/V of its own, `skipped(k)`,
+# from the HIDDEN_STATES of tokens that exited before it to the new pages of its layers.
 HIDDEN_STATES = "hidden_states"  # input: float32 [1, N, D], of segments after the first
 NEW_HIDDEN_STATES = "new_hidden_states"  # output: float32 [1, N, D], of all but the last segment
 POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's position in its sequence
-SLOT_TOKENS = "slot_tokens"  # input: int64 [R], how many of the N are each slot's; 0: the slot is not changed
+SEQUENCE_STARTS = "sequence_starts"  # input: int64 [R + 1], each sequence's first of the N; 0 first, N at the end
 SLOT_THRESHOLDS = "slot_thresholds"  # input: float32 [m, 1]; above 1: neither score nor exit state of it will be read
-SLOT_LENGTHS = "slot_lengths"  # input: int32 [R], tokens in each slot's K/V cache after the run; 1 if not changed
-BATCH_SIZES = (8, 16, 32)  # R; a set of networks each. Of 4 slots it saved 3 % over 8; of 16, 10 % and more over 32
-
-
-def slot(name: str, number: int) -> str:
-    """A K/V buffer of one slot of a batch."""
-    return f"{name}.slot_{number}"
-
-
-def new(layer: int, kind: str) -> str:
-    """Output: keys or values of m tokens that skip the layer, float32 [1, kv_heads, m, head_dim], which the host writes
-    into their K/V buffers."""
-    return f"new.{layer}.{kind}"
 
 
 # Files of a bundle.
@@ -162,10 +159,7 @@ def engine_file(name: str) -> str:
     return f"{ENGINES_FOLDER}/{name}.engine"
 
 
-def batch_file(name: str, slots: int | None = None) -> str:
-    """Where a bundle keeps the network `segment(k)` of a batch of up to `slots` sequences.
-
-    HEAD and `skipped(k)` hold no K/V buffers and serve any number of sequences. The weights of all of them are in
-    WEIGHTS_FILE, one folder up.
-    """
-    return f"{BATCH_FOLDER}/{name}.onnx" if slots is None else f"{BATCH_FOLDER}/slots_{slots:02}_{name}.onnx"
+def batch_file(name: str) -> str:
+    """Where a bundle keeps the network `segment(k)`, `skipped(k)` or HEAD of a batch; its weights are in WEIGHTS_FILE,
+    one folder up."""
+    return f"{BATCH_FOLDER}/{name}.onnx"

@@ -16,8 +16,8 @@ std::string past(std::size_t layer, char const* kind) {
   return "past_key_values." + std::to_string(layer) + "." + kind;
 }
 std::string present(std::size_t layer, char const* kind) { return "present." + std::to_string(layer) + "." + kind; }
-std::string slot(std::string const& name, std::size_t number) { return name + ".slot_" + std::to_string(number); }
-std::string new_kv(std::size_t layer, char const* kind) { return "new." + std::to_string(layer) + "." + kind; }
+std::string pages(std::size_t layer, char const* kind) { return "pages." + std::to_string(layer) + "." + kind; }
+std::string new_pages(std::size_t layer, char const* kind) { return "new_" + pages(layer, kind); }
 std::string segment(std::size_t k) { return "segment_" + two_digits(k); }
 std::string skipped(std::size_t k) { return "skipped_" + two_digits(k); }
 
@@ -26,8 +26,5 @@ std::string skipped(std::size_t k) { return "skipped_" + two_digits(k); }
 std::string network_file(std::string const& name) { return "segments/" + name + ".onnx"; }
 std::string engine_file(std::string const& name) { return "engines/" + name + ".engine"; }
 std::string batch_file(std::string const& name) { return "batch/" + name + ".onnx"; }
-std::string batch_file(std::string const& name, std::size_t slots) {
-  return batch_file("slots_" + two_digits(slots) + "_" + name);
-}
 
 }  // namespace tide

@@ -8,9 +8,8 @@
 namespace tide {
 namespace names {
 
-// The branched graph's tensors.
+// The step graph's tensors.
 constexpr char const* kInputIds = "input_ids";                 // int64 [1, S]; of segment 0's network too
-constexpr char const* kTotalLength = "total_sequence_length";  // int32 []
 constexpr char const* kLogitsPositions = "logits_positions";   // int64 [m, 2], as [0, position from the end]
 constexpr char const* kThresholds = "exit_thresholds";         // float32 [K-1]
 constexpr char const* kLogits = "logits";                      // float32 [m, V]; of the head's network [1, m, V]
@@ -22,12 +21,19 @@ constexpr char const* kMetadata = "tide.";
 
 std::string skip_threshold(std::size_t k);                 // float32 [1], of segment k >= 1
 std::string pending(std::size_t k);                        // float32 [1, n_k, D], before segment k >= 1
-std::string past(std::size_t layer, char const* kind);     // float32 [1, heads, C, head_dim]; kind: of kKinds
-std::string present(std::size_t layer, char const* kind);  // the same buffer after the step
 
 constexpr char const* kKinds[] = {"key", "value"};
 
+// Tensors of the step graph and of the batch networks: pages of keys or values, and the sequences that they belong to.
+constexpr char const* kSequenceLengths = "sequence_lengths";  // int64 [R], tokens of each sequence, the new ones included
+constexpr char const* kSequenceStarts = "sequence_starts";    // int64 [R + 1], where the new tokens of each begin among the N
+constexpr char const* kPageTable = "page_table";              // int32 [R, J], the pages of each sequence
+std::string pages(std::size_t layer, char const* kind);       // [pages, heads, page_tokens, width]; kind: of kKinds
+std::string new_pages(std::size_t layer, char const* kind);   // the same pages after the step
+
 // Tensors of the segment networks and the head. T is float32, float16 or bfloat16; P the rows of a buffer of states.
+std::string past(std::size_t layer, char const* kind);     // T [1, heads, C, head_dim], a K/V buffer
+std::string present(std::size_t layer, char const* kind);  // the same buffer after the run
 constexpr char const* kPendingStates = "pending_states";  // T [1, 1, P, D], of all but the first segment
 constexpr char const* kTokenIndices = "token_indices";    // int64 [S], 0 .. S-1
 constexpr char const* kPastLengths = "past_lengths";      // int64 [1], tokens in the segment's K/V before the run
@@ -49,16 +55,11 @@ constexpr char const* kCandidateLogits = "candidate_logits";    // float32 [m, c
 constexpr char const* kCandidateTokens = "candidate_tokens";    // int64 [m, c]
 constexpr std::int64_t kMaxCandidates = 128;                    // c, or the vocabulary's size if that is less
 
-// Tensors of the networks for batches: N tokens of all sequences, one sequence after the other, in R slots.
+// Tensors of the batch networks: N tokens of R sequences, one sequence after the other.
 constexpr char const* kHiddenStates = "hidden_states";         // float32 [1, N, D], of all but the first segment
 constexpr char const* kNewHiddenStates = "new_hidden_states";  // float32 [1, N, D], of all but the last segment
-constexpr char const* kPositionIds = "position_ids";  // int64 [1, N], each token's position in its sequence
-constexpr char const* kSlotTokens = "slot_tokens";    // int64 [R], tokens of each slot among the N; 0: not run
-constexpr char const* kSlotLengths = "slot_lengths";  // int32 [R], tokens in its K/V after the run; 1 if not run
+constexpr char const* kPositionIds = "position_ids";        // int64 [1, N], each token's position in its sequence
 constexpr char const* kSlotThresholds = "slot_thresholds";  // float32 [m, 1], above 1: no score of it is read
-
-std::string slot(std::string const& name, std::size_t number);  // a K/V buffer of one slot
-std::string new_kv(std::size_t layer, char const* kind);        // of m skipping tokens, float32 [1, heads, m, head_dim]
 
 constexpr char const *kHead = "head", *kBest = "best", *kCandidates = "candidates";
 constexpr std::size_t kAfterSegments = 3;  // these networks, which follow the segments
@@ -68,9 +69,8 @@ std::string skipped(std::size_t k);  // the name of the batch network for tokens
 }  // namespace names
 
 // Paths in a bundle.
-std::string network_file(std::string const& name);                   // the network `segment(k)`, kHead, kBest ...
-std::string engine_file(std::string const& name);                    // its engine
-std::string batch_file(std::string const& name);                     // the batch network kHead or `skipped(k)`
-std::string batch_file(std::string const& name, std::size_t slots);  // and `segment(k)` for up to this many slots
+std::string network_file(std::string const& name);  // the network `segment(k)`, kHead, kBest ...
+std::string engine_file(std::string const& name);   // its engine
+std::string batch_file(std::string const& name);    // the batch network `segment(k)`, `skipped(k)` or kHead
 
 }  // namespace tide

@@ -4,8 +4,8 @@
 #include <iostream>
 #include <iterator>
 
-#include "branched/backend.h"
 #include "onnxruntime/segments.h"
+#include "paged/backend.h"
 #include "tensorrt/engines.h"
 #include "formatting.h"
 #include "tide/errors.h"
@@ -117,9 +117,9 @@ std::shared_ptr<Backend> open_backend(Bundle bundle, LoadOptions const& options)
   for (std::string const& sentence : sentences) log(sentence);
   if (opened) return opened;
   if (options.provider == kNetworks) return open_networks(std::move(bundle), options.threads);
-  if (!options.graph) return std::make_shared<BranchedBackend>(std::move(bundle), options.threads);
+  if (!options.graph) return std::make_shared<PagedBackend>(std::move(bundle), options.threads);
   std::string const graph = content_of(*options.graph);
-  return std::make_shared<BranchedBackend>(std::move(bundle), options.threads, &graph);
+  return std::make_shared<PagedBackend>(std::move(bundle), options.threads, &graph);
 }
 
 }  // namespace tide

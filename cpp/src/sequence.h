@@ -1,6 +1,6 @@
 // The interfaces of a backend, which runs an opened bundle, of one sequence on it, behind `State`, and of several, which a
-// scheduler steps. The step graph decides by itself how deep a token goes (branched/sequence.cpp); with a network per segment
-// the step does (packed/batch.cpp, segmented/steps.cpp).
+// scheduler steps. The step graph decides by itself how deep a token goes (paged/step_graph.cpp); with a network per segment
+// the step does (paged/batch.cpp, segmented/steps.cpp).
 #pragma once
 
 #include <cstddef>
@@ -27,9 +27,8 @@ class Sequence {
   virtual void set_thresholds(std::vector<float> const& thresholds) = 0;
 
   virtual std::vector<std::int64_t> const& lengths() const = 0;  // tokens in each segment's K/V, shallowest first
-  virtual std::vector<std::int64_t> const& computed() const { return lengths(); }  // tokens each segment has run over
-  virtual std::int64_t limit() const = 0;                                          // tokens it may have, at most
-  virtual std::int64_t capacity() const = 0;  // tokens that the K/V buffers hold before they grow
+  virtual std::vector<std::int64_t> computed() const { return lengths(); }  // tokens that each segment has run over
+  virtual std::int64_t limit() const = 0;                                   // tokens it may have, at most
 
   std::size_t candidates = 0;  // how many of the largest logits who steps it needs; 0: all
 };
@@ -79,6 +78,9 @@ class Batch {
 
   virtual std::size_t free_slots() const = 0;
 
+  // Tokens of all sequences that its K/V memory holds at most, if they share it.
+  virtual std::int64_t max_tokens() const { return kNoLimit; }
+
   // Adds an empty sequence and returns its slot. The arguments are those of `ExitRule`. Throws GenerationError: not
   // enough memory, or the device failed; nothing is changed.
   virtual std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending) = 0;
@@ -93,19 +95,6 @@ class Batch {
   virtual std::vector<StepResult> step(std::vector<SlotRequest> const& requests) = 0;
 };
 
-// A batch whose K/V can be copied out of a slot, and into another one.
-class KvBatch : public Batch {
- public:
-  // Copies the K/V of the tokens of a sequence from `start` to `stop`, which every segment holds.
-  virtual std::vector<char> read_kv(std::size_t slot, std::int64_t start, std::int64_t stop) const = 0;
-
-  // Begins an empty sequence with `length` tokens as if every segment had run over them. blocks: from `read_kv` of
-  // sequences with the same first tokens, `size` tokens each; the last may hold more. Throws GenerationError: not enough
-  // memory; the sequence is then as before.
-  virtual void write_kv(std::size_t slot, std::vector<std::vector<char> const*> const& blocks, std::int64_t size,
-                        std::int64_t length) = 0;
-};
-
 // An opened bundle: what all sequences of an engine share. May be used by several threads at once.
 class Backend {
  public:
@@ -118,10 +107,8 @@ class Backend {
   std::string const& provider() const { return provider_; }
   Process const& process() const { return process_; }
 
-  // Starts an empty sequence, which must not outlive the backend. The arguments are those of `Engine::start`, checked;
-  // `room` is ignored where K/V buffers do not grow.
-  virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
-                                          std::int64_t room) = 0;
+  // Starts an empty sequence, which must not outlive the backend. The arguments are those of `Engine::start`, checked.
+  virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) = 0;
 
   virtual std::size_t max_batch_size() const = 0;  // sequences that a batch can have; 1: there are no batches
 

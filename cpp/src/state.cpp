@@ -8,10 +8,9 @@
 
 namespace tide {
 
-State::State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending,
-             std::int64_t room)
+State::State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending)
     : backend_(std::move(backend)),
-      sequence_(backend_->start({thresholds.begin(), thresholds.end()}, max_pending, room)) {}
+      sequence_(backend_->start({thresholds.begin(), thresholds.end()}, max_pending)) {}
 State::State(State&&) noexcept = default;
 State& State::operator=(State&& other) noexcept {
   sequence_ = std::move(other.sequence_);  // before the backend, which it must not outlive
@@ -54,12 +53,11 @@ void State::set_thresholds(std::vector<double> const& thresholds) {
 
 std::int64_t State::length() const { return lengths()[0]; }
 std::vector<std::int64_t> const& State::lengths() const { return sequence_->lengths(); }
-std::vector<std::int64_t> const& State::computed() const { return sequence_->computed(); }
+std::vector<std::int64_t> State::computed() const { return sequence_->computed(); }
 std::vector<std::int64_t> State::pending() const {
   std::vector<std::int64_t> tokens;
   for (std::size_t k = 1; k < lengths().size(); ++k) tokens.push_back(lengths()[k - 1] - lengths()[k]);
   return tokens;
 }
-std::int64_t State::capacity() const { return sequence_->capacity(); }
 
 }  // namespace tide

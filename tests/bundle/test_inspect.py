@@ -37,7 +37,7 @@ def test_text_names_what_matters(demo_bundle: Path, capsys):
     assert main(["inspect", str(demo_bundle)]) == 0
     out = capsys.readouterr().out
     manifest = open_bundle(demo_bundle).manifest
-    for word in ("LlamaForCausalLM", "0-2", "9 layers", "past_key_values.{0..11}.key", "exit_thresholds", "precision"):
+    for word in ("LlamaForCausalLM", "0-2", "9 layers", "pages.{0..11}.key", "exit_thresholds", "precision"):
         assert word in out
     for name, info in manifest.files.items():
         assert name in out

@@ -55,17 +55,6 @@ def test_nothing_waits_and_what_is_skipped_is_never_computed(
     assert state.pending == [0, 0, 0]
 
 
-def test_it_keeps_its_cache_when_the_buffers_grow(propagating_bundle: Path, demo_text_ids: list[int]) -> None:
-    engine = tide_export.load(propagating_bundle, threads=1)
-    roomy, tight = (engine.start([0.4, 0.5, 0.5], room=room) for room in (200, 1))
-    for state in (roomy, tight):
-        state.step(demo_text_ids[:9])
-    for token in demo_text_ids[9:60]:
-        expected = roomy.step([token]).logits.copy()
-        assert (tight.step([token]).logits == expected).all()
-    assert tight.capacity < roomy.capacity
-
-
 def test_several_prompts(capsys, propagating_bundle: Path) -> None:
     line = ["generate", str(propagating_bundle), "--max-new-tokens", "8", "--threshold", "0.4", "--json", "-q"]
     prompts = ["def read(", "import numpy as np\n\nclass "]

@@ -85,12 +85,14 @@ def test_one_if_per_segment_after_the_first(model) -> None:
         skip, run = node.attributes["then_branch"].as_graph(), node.attributes["else_branch"].as_graph()
         assert (skip.name, run.name) == (f"skip_{k}", f"segment_{k}")
         assert {n.op_type for n in skip} == {"Identity"}
-        assert sum(n.op_type == "TideFloatAttention" for n in run) == 3
+        assert sum(n.op_type == "TidePagedAttention" for n in run) == 3
 
 
 def test_a_checkpoint_is_one_function_that_an_operator_can_replace(model) -> None:
-    functions = [(function.domain, function.name) for function in model.functions.values()]
-    assert functions == [("tide", "TideCandidate"), ("tide", "TideFloatAttention")]
+    assert list(model.functions) == [
+        ("tide", "TideCandidate", ""),
+        ("tide", "TidePagedAttention", "packed_rotation"),
+    ]
     calls = [node for node in model.graph.all_nodes() if node.op_type == "TideCandidate"]
     assert len(calls) == len(CHECKPOINTS)
     for call in calls:
@@ -110,13 +112,13 @@ def test_our_operator_names_collide_with_no_onnx_operator() -> None:
     # TensorRT dispatches on the bare op type, whatever its domain.
     known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
     ours = {names.OP_ATTENTION, names.OP_CHECKPOINT, names.OP_CANDIDATE, names.OP_LENS_CANDIDATE}
-    ours |= set(names.OP_CACHED_ATTENTION.values())
+    ours |= set(names.OP_PAGED_ATTENTION.values())
     assert not known & ours
 
 
 def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model) -> None:
     count = collections.Counter(node.op_type for node in model.graph.all_nodes())
-    assert count["TideFloatAttention"] == 12
+    assert count["TidePagedAttention"] == 12
     assert count["MatMul"] == 12 * 5
     assert count["Transpose"] == count["RotaryEmbedding"] == 0
     assert count["Gemm"] == 1
@@ -124,9 +126,9 @@ def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model
     # norm after the last segment.
     assert count["SkipSimplifiedLayerNormalization"] == 24 - 4 + 1
     for node in model.graph.all_nodes():
-        if node.op_type == "TideFloatAttention":
+        if node.op_type == "TidePagedAttention":
             assert node.inputs[1] is None
-            assert node.attributes["do_rotary"].as_int() == 1
+            assert node.overload == "packed_rotation"
 
 
 def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, demo_source, demo_bundle: Path) -> None:
@@ -158,9 +160,10 @@ def test_without_checkpoints_the_graph_has_no_branch_and_no_exit_inputs() -> Non
     source = wrap_model(LlamaForCausalLM(LlamaConfig(**{**HEADS, "num_hidden_layers": 1})), "one layer")
     model = lower_for_onnxruntime(compose(cut(trace(source, ()), 64), {}))
     assert not any(node.op_type == "If" for node in model.graph)
-    assert {value.name for value in model.graph.inputs if not value.name.startswith("past")} == {
+    assert {value.name for value in model.graph.inputs if not value.name.startswith("pages")} == {
         names.INPUT_IDS,
-        names.TOTAL_LENGTH,
+        names.SEQUENCE_LENGTHS,
+        names.PAGE_TABLE,
         names.LOGITS_POSITIONS,
     }
 

@@ -1,50 +1,49 @@
-"""Attention with a bias on ONNX Runtime: several new tokens after a past, K/V written in place, equal to numpy."""
+"""Attention with a bias on ONNX Runtime: several new tokens after a past, K/V written into pages, equal to numpy."""
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
+from tide_export.lower.onnxruntime.attention import PagedAttentionPass
+from tide_export.lower.onnxruntime.paged_attention import PagedAttentionFunctionsPass
 from tide_export.names import DOMAIN, OP_ATTENTION
+from tide_export.trace.rewriting import FLOAT, INT32, INT64, typed_value
 
-HEADS, WIDTH, CAPACITY, TOTAL, SCALE = 4, 16, 64, 30, 0.3
+HEADS, WIDTH, PAGE, TOTAL, SCALE = 4, 16, 8, 30, 0.3
 RNG = np.random.default_rng(0)
-
-
-def value(name: str, shape: list, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
 def session(kv_heads: int, window: int | None) -> ort.InferenceSession:
     """TideAttention as `compose` gives it, lowered."""
-    inputs = [value("query", [1, HEADS, "s", WIDTH])]
-    inputs += [value(name, [1, kv_heads, "s", WIDTH]) for name in ("key", "value")]
-    inputs += [value(name, [1, kv_heads, "c", WIDTH]) for name in ("past_key", "past_value")]
-    inputs += [value("total", [], ir.DataType.INT32), value("bias", [1, HEADS, "s", "t"])]
+    inputs = [typed_value("query", FLOAT, [1, HEADS, "s", WIDTH])]
+    inputs += [typed_value(name, FLOAT, [1, kv_heads, "s", WIDTH]) for name in ("key", "value")]
+    inputs += [typed_value(name, FLOAT, ["p", kv_heads, PAGE, WIDTH]) for name in ("key_pages", "value_pages")]
+    inputs += [typed_value("table", INT32, [1, "t"]), typed_value("lengths", INT64, [1])]
+    bias = typed_value("bias", FLOAT, [HEADS, TOTAL])
     attributes = {"num_heads": HEADS, "kv_num_heads": kv_heads, "head_dim": WIDTH, "scale": SCALE, "layer": 0}
     if window is not None:
         attributes["window"] = window
     node = ir.node(
         OP_ATTENTION,
-        [*inputs[:6], None, inputs[6]],
+        [*inputs, None, None, bias],
         attributes=attributes,
         domain=DOMAIN,
         num_outputs=3,
         name="attention",
     )
-    shapes = ([1, "s", HEADS, WIDTH], *[[1, kv_heads, "c", WIDTH]] * 2)
-    for output, name, shape in zip(node.outputs, ("attended", "present_key", "present_value"), shapes, strict=True):
-        output.name, output.type, output.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    shapes = ([1, "s", HEADS, WIDTH], *[["p", kv_heads, PAGE, WIDTH]] * 2)
+    for output, name, shape in zip(node.outputs, ("attended", "new_key_pages", "new_value_pages"), shapes, strict=True):
+        output.name, output.type, output.shape = name, ir.TensorType(FLOAT), ir.Shape(shape)
     read = ir.node("Identity", [node.outputs[0]], name="read")
     context = read.outputs[0]
-    context.name, context.type, context.shape = "context", ir.TensorType(ir.DataType.FLOAT), ir.Shape(shapes[0])
-    imports = {"": 23, "com.microsoft": 1, DOMAIN: 1}
+    context.name, context.type, context.shape = "context", ir.TensorType(FLOAT), ir.Shape(shapes[0])
     outputs = [context, *node.outputs[1:]]
-    graph = ir.Graph(inputs, outputs, nodes=[node, read], opset_imports=imports, name="step")
+    graph = ir.Graph([*inputs, bias], outputs, nodes=[node, read], opset_imports={"": 23, DOMAIN: 1}, name="step")
     model = ir.Model(graph, ir_version=10)
-    GroupQueryAttentionPass()(model)
-    assert "GroupQueryAttention" in {node.op_type for node in model.graph}
+    PagedAttentionPass("float32")(model)
+    PagedAttentionFunctionsPass()(model)
+    assert [function.overload for function in model.functions.values()] == ["apart_bias"]
     return ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString())
 
 
@@ -55,7 +54,8 @@ def test_scores_get_the_bias_of_their_head_and_key(chunks: list[int], kv_heads: 
     key, values = (RNG.normal(size=(kv_heads, TOTAL, WIDTH)).astype(np.float32) for _ in range(2))
     bias = 2 * RNG.normal(size=(HEADS, TOTAL)).astype(np.float32)
     step = session(kv_heads, window)
-    past = [ort.OrtValue.ortvalue_from_numpy(np.zeros((1, kv_heads, CAPACITY, WIDTH), np.float32)) for _ in range(2)]
+    pages = [np.zeros((6, kv_heads, PAGE, WIDTH), np.float32) for _ in range(2)]
+    table = np.array([[4, 1, 5, 0]], np.int32)
     results, start = [], 0
     for count in chunks:
         stop = start + count
@@ -63,20 +63,17 @@ def test_scores_get_the_bias_of_their_head_and_key(chunks: list[int], kv_heads: 
             "query": query[None, :, start:stop],
             "key": key[None, :, start:stop],
             "value": values[None, :, start:stop],
-            "total": np.array(stop, np.int32),
-            "bias": np.broadcast_to(bias[None, :, None, :stop], (1, HEADS, count, stop)),
+            "key_pages": pages[0],
+            "value_pages": pages[1],
+            "table": table,
+            "lengths": np.array([stop]),
+            "bias": bias,
         }
-        binding = step.io_binding()
-        binding.bind_output("context")
-        for name, array in feeds.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)))
-        for kind, buffer in zip(("key", "value"), past, strict=True):
-            binding.bind_ortvalue_input(f"past_{kind}", buffer)
-            binding.bind_ortvalue_output(f"present_{kind}", buffer)
-        step.run_with_iobinding(binding)
-        results.append(binding.get_outputs()[0].numpy()[0])
+        result, *pages = step.run(None, feeds)
+        results.append(result[0])
         start = stop
-    np.testing.assert_array_equal(past[0].numpy()[0, :, :TOTAL], key)
+    stored = pages[0][table[0]].transpose(1, 0, 2, 3).reshape(kv_heads, -1, WIDTH)
+    np.testing.assert_array_equal(stored[:, :TOTAL], key)
     repeats = HEADS // kv_heads
     logits = SCALE * query @ np.repeat(key, repeats, axis=0).transpose(0, 2, 1) + bias[:, None]
     at, to = np.ogrid[:TOTAL, :TOTAL]

@@ -5,10 +5,9 @@ import onnx_ir as ir
 import pytest
 
 from tide_export.errors import GraphError
+from tide_export.lower.onnxruntime.attention import PagedAttentionPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
-from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
-from tide_export.lower.onnxruntime.packed_sequences import PackedSequencesPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass
 from tide_export.lower.tensorrt.expert_gather import ExpertGatherPass
 from tide_export.lower.tensorrt.half_precision import HalfPrecisionPass
@@ -30,12 +29,11 @@ def model(
 @pytest.mark.parametrize(
     ("rewrite", "graph", "sentence"),
     [
-        (GroupQueryAttentionPass(), model(OP_ATTENTION, 3), "TideAttention layer_7 has 3 inputs and 1 outputs"),
+        (PagedAttentionPass("float32"), model(OP_ATTENTION, 3), "TideAttention layer_7 has 3 inputs and 1 outputs"),
         (ScatterAttentionPass(), model(OP_ATTENTION, 8, 3), "TideAttention layer_7 has 8 inputs and 3 outputs"),
         (ExpertGatherPass(), model(OP_EXPERT_MATMUL, 2), "TideExpertMatMul layer_7 has 2 inputs and 1 outputs"),
         (ExpertMatMulPass(), model(OP_EXPERT_MATMUL, 3), "the expert weights of layer_7 are not stored tensors"),
         (PackedProjectionsPass(), model(OP_ATTENTION, 8, 3), "packed after attention is lowered"),
-        (PackedSequencesPass(4), model(OP_ATTENTION, 8, 3), "no length of one sequence"),
         (
             QuantizedMatMulsPass({}, None),
             model(OP_QUANTIZED_MATMUL, 1, attributes={"weights": ["layers.7.weight"]}),

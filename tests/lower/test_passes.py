@@ -8,6 +8,7 @@ import pytest
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
+from tide_export.lower.onnxruntime.paged_attention import PagedAttentionFunctionsPass
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
 
@@ -47,7 +48,7 @@ class Sketch:
     def model(self, *outputs: ir.Value) -> ir.Model:
         for value in outputs:
             value.type = ir.TensorType(FLOAT)
-        imports = {"": 23, "com.microsoft": 1}
+        imports = {"": 23, "com.microsoft": 1, "tide": 1}
         graph = ir.Graph(self.inputs, outputs, nodes=self.nodes, initializers=self.weights, opset_imports=imports)
         return ir.Model(graph, ir_version=10)
 
@@ -55,6 +56,8 @@ class Sketch:
 def run(model: ir.Model) -> list[np.ndarray]:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    model = model.clone()
+    PagedAttentionFunctionsPass()(model)
     session = ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString(), options)
     rng = np.random.default_rng(1)
     feeds = {
@@ -174,7 +177,7 @@ def test_a_tied_head_on_a_matrix_is_one_matmul() -> None:
 
 
 def attention(sketch: Sketch, biased: int, shared: bool = True) -> ir.Model:
-    """GroupQueryAttention over three projections, `biased` of them with a bias, of one input or of two."""
+    """Attention over three projections, `biased` of them with a bias, of one input or of two."""
     x = sketch.input("x", [1, 1, 32])
     other = x if shared else sketch.input("y", [1, 1, 32])
     flat = []
@@ -183,30 +186,28 @@ def attention(sketch: Sketch, biased: int, shared: bool = True) -> ir.Model:
         if index < biased:
             product = sketch.op("Add", [product, sketch.weight(f"{name}_bias", width)], shape=[1, 1, width])
         flat.append(product)
-    past = [sketch.input(f"past_{kind}", [1, 2, 4, 8]) for kind in "kv"]
-    lengths = ir.tensor(np.array([3], dtype=np.int32), name="seqlens_k")
-    total = ir.tensor(np.array(4, dtype=np.int32), name="total")
-    integers = [
-        ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=ir.Shape(t.shape), const_value=t)
-        for t in (lengths, total)
+    pages = [sketch.input(f"{kind}_pages", [2, 2, 4, 8]) for kind in ("key", "value")]
+    places = [ir.tensor(np.array([[1]], np.int32), name="table"), ir.tensor(np.array([4]), name="lengths")]
+    values = [
+        ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=ir.Shape(t.shape), const_value=t) for t in places
     ]
-    sketch.weights += integers
+    sketch.weights += values
     node = ir.node(
-        "GroupQueryAttention",
-        [*flat, *past, *integers],
+        "TidePagedAttention",
+        [*flat, *pages, *values],
         attributes={"num_heads": 4, "kv_num_heads": 2},
-        domain="com.microsoft",
+        domain="tide",
         num_outputs=3,
         name="attention",
     )
-    for value, name in zip(node.outputs, ("o", "present_k", "present_v"), strict=True):
+    for value, name in zip(node.outputs, ("o", "new_key_pages", "new_value_pages"), strict=True):
         value.name = name
     sketch.nodes.append(node)
     return sketch.model(*node.outputs)
 
 
 @pytest.mark.parametrize(
-    ("biased", "remaining"), [(0, ["GroupQueryAttention", "MatMul"]), (3, ["Add", "GroupQueryAttention", "MatMul"])]
+    ("biased", "remaining"), [(0, ["MatMul", "TidePagedAttention"]), (3, ["Add", "MatMul", "TidePagedAttention"])]
 )
 def test_projections_of_one_input_are_packed(biased: int, remaining: list[str]) -> None:
     assert apply(PackedProjectionsPass(), attention(Sketch(), biased)) == (True, remaining)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import build
 from ort_sessions import register_operators
+from plain_graphs import StepGraph
 from tiny_configs import CHECKPOINTS, LAYERS
 from tiny_engines import engine_of, pieces_of
 
@@ -176,28 +177,8 @@ def test_a_graph_equals_the_model(
             assert mode == "lossless" or one.stats.exit_layer == other.stats.exit_layer
 
     state = engine.start([NEVER_EXIT] * len(CHECKPOINTS))
-    np.testing.assert_allclose(
-        plain_logits(tmp_path / "bundle", PROMPTS[2]), state.step(PROMPTS[2]).logits, rtol=1e-3, atol=1e-3
-    )
-
-
-def plain_logits(bundle: Path, ids: list[int]) -> np.ndarray:
-    """Logits after a prompt by the bundle's graph in an ONNX Runtime without our operators: by their functions."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(str(bundle / names.GRAPH_FILE), options)
-    feeds = {
-        names.INPUT_IDS: np.array([ids]),
-        names.TOTAL_LENGTH: np.array(len(ids), np.int32),
-        names.LOGITS_POSITIONS: np.array([[0, -1]]),
-    }
-    for entry in session.get_inputs():
-        if entry.name == names.THRESHOLDS or entry.name.startswith("skip_threshold"):
-            feeds[entry.name] = np.full(entry.shape, NEVER_EXIT, np.float32)
-        elif entry.name not in feeds:  # pending states, of which there are none, and K/V
-            tokens = 0 if entry.name.startswith("pending") else len(ids)
-            feeds[entry.name] = np.zeros([tokens if isinstance(dim, str) else dim for dim in entry.shape], np.float32)
-    return session.run([names.LOGITS], feeds)[0][-1]
+    by_functions = StepGraph(engine.bundle).step(PROMPTS[2])[0][-1]
+    np.testing.assert_allclose(by_functions, state.step(PROMPTS[2]).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("weights", "changed"), [("bf16", "bfloat16, which changed them by 0.1"), ("fp16", "float16")])

@@ -19,7 +19,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
-from tide_export.names import OP_CACHED_ATTENTION
+from tide_export.names import OP_PAGED_ATTENTION
 from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
 from tide_export.quantize.flow import quantize_model
@@ -58,8 +58,8 @@ def test_a_graph_equals_the_model_on_rounded_keys(
     bundle = deployed.bundle
     engine = deployed if bits == 32 else float32_engine(bundle, 1)
     nodes = list(ir.load(tmp_path / "bundle" / names.GRAPH_FILE).graph.all_nodes())
-    assert sum(node.op_type == OP_CACHED_ATTENTION[INT8_KV] for node in nodes) == LAYERS
-    assert all(node.op_type != "GroupQueryAttention" for node in nodes)
+    attentions = [node.op_type for node in nodes if node.op_type in OP_PAGED_ATTENTION.values()]
+    assert attentions == [OP_PAGED_ATTENTION[INT8_KV]] * LAYERS
     middle, tolerance = dividing_thresholds(source, routers, PROMPTS[2]), TOLERANCES["int8 K/V"]
     exact = check_full(engine, source, PROMPTS[2:], NEW_TOKENS)
     with rounded_kv(source, engine.manifest):
@@ -87,7 +87,7 @@ def test_export_validate_and_inspect(
     assert main(["export", model, "-o", bundle, *options]) == 0
     manifest = open_bundle(bundle).manifest
     assert manifest.kv_cache == json.loads((tmp_path / "bundle" / "tide.json").read_text())["kv_cache"] == "int8"
-    assert {tensor.dtype for tensor in manifest.inputs if tensor.name.startswith("past")} == {"int8"}
+    assert {tensor.dtype for tensor in manifest.inputs if tensor.name.startswith("pages")} == {"int8"}
     capsys.readouterr()
     assert main(["inspect", bundle]) == 0
     assert "of K/V in int8 per token" in capsys.readouterr().out

@@ -85,9 +85,10 @@ def generated_by(engine: Engine, prompts: list[list[int]], slots: int) -> list[G
     return [handle.result() for handle in [scheduler.submit(prompt, max_new_tokens=20) for prompt in prompts]]
 
 
-def test_more_slots_than_the_networks_have_are_as_many_as_they_have(with_auto, tiny_llama: TinyLlama) -> None:
-    engine = with_auto(tiny_llama.exact, replace(EXIT, slots=32))
-    assert engine.auto_of(40) == engine.auto
+def test_more_slots_than_a_batch_can_have_are_as_many_as_it_can(with_auto, tiny_llama: TinyLlama) -> None:
+    engine = with_auto(tiny_llama.exact, replace(EXIT, slots=1024))
+    assert engine.max_batch_size == 1024
+    assert engine.auto_of(2000) == engine.auto
 
 
 def test_what_was_not_measured_here_is_full_depth(with_auto, tiny_bundle: Path, tiny: TinyModel) -> None:

@@ -145,7 +145,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "no object": (write("tide.json", b"[1]"), "is not the manifest of a bundle"),
     "other schema": (
         field("schema", value="tide_export.bundle/99"),
-        "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/9'",
+        "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/10'",
     ),
     "missing field": (field("model", "vocab_size", value=...), r"field 'model\.vocab_size' is missing"),
     "unknown field": (field("colour", value="red"), "field 'colour' is unknown"),
@@ -172,11 +172,11 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "no ONNX": (no_graph, r"ONNX Runtime cannot load '.*model\.onnx': "),
     "another graph": (
         graph_of(TinyModel(layers=5)),
-        r"has no input past_key_values\.5\.key, which its manifest calls for",
+        r"has no input pages\.5\.key, which its manifest calls for",
     ),
     "more graph": (
         graph_of(TinyModel(layers=7)),
-        r"has the input past_key_values\.6\.key, which its manifest does not know",
+        r"has the input pages\.6\.key, which its manifest does not know",
     ),
 }
 
@@ -215,7 +215,7 @@ def test_hashes_of_every_length_of_file(tiny: TinyModel, tmp_path: Path) -> None
 
 # --- networks for batches --------------------------------------------------------------------------------------------
 
-FIRST, SECOND, THIRD = (names.batch_file(names.segment(k), names.BATCH_SIZES[0]) for k in range(3))
+FIRST, SECOND, THIRD = (names.batch_file(names.segment(k)) for k in range(3))
 HEAD, SKIPPED = names.batch_file(names.HEAD), names.batch_file(names.skipped(1))
 OTHER = r", but its manifest calls for \w+ \["
 
@@ -247,14 +247,13 @@ def copied(source: str, target: str) -> Damage:
     return lambda bundle: (bundle / target).write_bytes((bundle / source).read_bytes())
 
 
-KV = names.slot(names.past(0, "key"), 3)
+KV = names.pages(0, "key")
 NETWORKS: list[tuple[str, Damage, str]] = [
     ("exact", copied(FIRST, SECOND), r"segment_01\.onnx' has no input hidden_states, which its manifest calls for"),
-    ("exact", copied(SECOND, THIRD), r"segment_02\.onnx' has no input past_key_values\.\d\.\w+\.slot_\d+, which its"),
+    ("exact", copied(SECOND, THIRD), r"segment_02\.onnx' has no input pages\.\d\.\w+, which its"),
     ("exact", changed(THIRD, omitted(names.EXIT_STATES)), r"segment_02\.onnx' has no output exit_states, which its"),
     ("exact", changed(SECOND, any_size(names.HIDDEN_STATES, 2)), rf"input hidden_states is .*{OTHER}1, 'tokens', "),
-    ("exact", changed(FIRST, any_size(names.SLOT_TOKENS, 0)), rf"segment_00\.onnx': input slot_tokens is .*{OTHER}8\]"),
-    ("exact", changed(FIRST, any_size(KV, 3)), rf"input past_key_values\.0\.key\.slot_\d+ is .*{OTHER}1"),
+    ("exact", changed(FIRST, any_size(KV, 3)), rf"segment_00\.onnx': input pages\.0\.key is .*{OTHER}'tokens', "),
     ("exact", changed(HEAD, any_size(names.EXIT_STATES, 2)), rf"input exit_states is .*{OTHER}1, 'tokens', 0"),
     ("exact", copied(FIRST, HEAD), r"head\.onnx' has no input exit_states, which its manifest calls for"),
     ("exact", write(SECOND, b"no network"), r"ONNX Runtime cannot load '.*segment_01\.onnx': "),
@@ -278,15 +277,3 @@ def test_lists_are_refused(tiny_llama: TinyLlama, tmp_path: Path, kind: str, dam
         with pytest.raises(BundleError, match=sentence):
             engine.generate([[1], [2]], max_new_tokens=2)
     assert len(engine.generate([1], max_new_tokens=2, stop_token_ids=[]).tokens) == 2
-
-
-def test_larger_networks_serve_where_smaller_ones_are_damaged(demo_bundle: Path, tmp_path: Path) -> None:
-    bundle = tmp_path / "bundle"
-    shutil.copytree(demo_bundle, bundle)
-    (bundle / names.BATCH_FOLDER / "slots_08_segment_02.onnx").write_bytes(b"no network")
-    listed_again(bundle)
-    engine = load(bundle, threads=1)
-    with pytest.raises(BundleError, match=r"ONNX Runtime cannot load '.*slots_08_segment_02\.onnx': "):
-        engine.generate([[5], [6]], max_new_tokens=2)
-    assert len(engine.generate([[5]] * 9, max_new_tokens=2)) == 9
-    assert len(engine.generate([[5]] * 2, max_new_tokens=2)) == 2  # the same, from then on

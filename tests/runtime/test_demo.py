@@ -77,18 +77,6 @@ def test_every_checkpoint_takes_part(engine: Engine, text: list[int], mixed: lis
     assert exits == {*engine.manifest.checkpoints, engine.manifest.model.num_layers}
 
 
-def test_growing_step_by_step_equals_one_big_buffer(engine: Engine, text: list[int], mixed: list[float]) -> None:
-    small, large = engine.start(mixed, 4, room=0), engine.start(mixed, 4, room=900)
-    capacities = set()
-    for ids in [text[:1], *([token] for token in text[1:200])]:
-        one, other = small.step(ids), large.step(ids)
-        assert one.exit_layer == other.exit_layer
-        np.testing.assert_array_equal(one.logits, other.logits)
-        capacities.add(small.capacity)
-    assert capacities == {1, 2, 4, 8, 16, 32, 64, 128, 256}
-    assert large.capacity == 901
-
-
 def test_a_token_s_logits_depend_on_its_prefix_alone(engine: Engine, text: list[int], mixed: list[float]) -> None:
     """Fed at once, in pieces or one by one, with anything waiting, the last token sees the same."""
     results = []

@@ -1,16 +1,12 @@
 """A list of prompts on the demo model: every sequence gets what it gets alone, whatever else is in the batch."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from bundles import without
 
-from tide_export import names
-from tide_export.bundle.manifest import Manifest
-from tide_export.bundle.store import write_manifest
-from tide_export.errors import BundleError, GenerationError
+from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.generation import Generation
 from tide_export.runtime.scheduler import SchedulerLimits
@@ -146,15 +142,6 @@ def test_a_bundle_without_networks_for_batches(demo_bundle: Path, tmp_path: Path
     assert len(engine.generate([5], max_new_tokens=2).tokens) == 2
     with pytest.raises(GenerationError, match="holds no networks for batches"):
         engine.generate([[5], [6]], max_new_tokens=2)
-
-
-def test_a_network_that_is_another(demo_bundle: Path, tmp_path: Path) -> None:
-    folder = without(demo_bundle, tmp_path / "mixed", "batch/slots_08_")
-    for file in demo_bundle.glob("batch/slots_16_*"):
-        shutil.copyfile(file, folder / names.BATCH_FOLDER / file.name.replace("_16_", "_08_"))
-    write_manifest(folder, Manifest.from_json((folder / names.MANIFEST_FILE).read_text()))
-    with pytest.raises(BundleError, match="slots_08_segment_00"):
-        load(folder, threads=1).generate([[5], [6]], max_new_tokens=2)
 
 
 def test_a_propagating_bundle_takes_no_drafts(propagating_bundle: Path) -> None:

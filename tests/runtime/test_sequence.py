@@ -45,7 +45,7 @@ def test_every_step_equals_the_plain_model(
 ) -> None:
     ids = random_ids(60, seed=len(counts))
     logits, exit_layers, scores = tiny.reference(ids, thresholds)
-    state, stop = tiny_engine.start(thresholds, max_pending, room=0), 0  # the buffers grow on the way
+    state, stop = tiny_engine.start(thresholds, max_pending), 0
     for count in counts:
         stop += count
         result = state.step(np.array(ids[stop - count : stop], np.int32))
@@ -126,38 +126,22 @@ def test_where_keys_and_values_are_propagated_max_pending_forces_nothing(tiny_ll
 # --- growth, limits and mistakes -------------------------------------------------------------------------------------
 
 
-def test_buffers_grow_by_doubling_and_stop_at_the_context(tiny_engine: Engine) -> None:
-    state = tiny_engine.start([0.5, 0.5], room=4)
-    assert state.capacity == 0
-    state.step([1, 2, 3])
-    capacities = [state.capacity]
-    for t in range(256 - 3):
+def test_a_sequence_ends_at_the_context(tiny_engine: Engine) -> None:
+    state = tiny_engine.start([0.5, 0.5])
+    for t in range(256):
         state.step([t % 48])
-        if state.capacity != capacities[-1]:
-            assert state.length == capacities[-1] + 1
-            capacities.append(state.capacity)
-    assert capacities == [7, 14, 28, 56, 112, 224, 256]
     with pytest.raises(GenerationError, match="would have 257 tokens but the model's context holds 256"):
         state.step([1])
     assert state.length == 256
-    long = tiny_engine.start([0.5, 0.5], room=8)
-    long.step(random_ids(200, seed=5))
-    assert long.capacity == 208, "a long prompt gets what it needs at once"
 
 
 def test_a_model_without_a_context_limit_grows_on(tmp_path: Path) -> None:
     endless = TinyModel(layers=2, checkpoints=(1,), context=None)
     engine, ids = load(endless.write(tmp_path / "b")), random_ids(300, seed=6)
-    state = engine.start([0.5], room=1)
+    state = engine.start([0.5])
     for token in ids:
         result = state.step([token])
     np.testing.assert_allclose(result.logits, endless.reference(ids, [0.5])[0][-1], atol=5e-5)
-    assert state.capacity == 512
-    too_much = engine.start([0.5], room=2**58)
-    for _ in range(2):
-        with pytest.raises(GenerationError, match="not enough memory for the K/V cache of"):
-            too_much.step([1, 2])
-        assert too_much.lengths == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -180,10 +164,10 @@ def test_what_is_refused_changes_nothing(
 ) -> None:
     state, ids = tiny_engine.start([0.5, 0.5], 4), random_ids(20, seed=2)
     state.step(ids[:9])
-    before = state.lengths, state.computed, state.capacity
+    before = state.lengths, state.computed
     with pytest.raises(GenerationError, match=sentence):
         step(state)
-    assert (state.lengths, state.computed, state.capacity) == before
+    assert (state.lengths, state.computed) == before
     logits, exit_layers, _ = tiny.reference(ids, [0.5, 0.5])
     result = state.step(ids[9:])
     assert result.exit_layer == exit_layers[-1]
@@ -199,7 +183,6 @@ def test_what_is_refused_changes_nothing(
         ((["x", 0.5],), "a threshold must be a number"),
         (([0.5, float("nan")],), "a threshold must be a number, not nan"),
         (([0.5, 0.5], -1), "max_pending must be a whole number, 0 or more, not -1"),
-        (([0.5, 0.5], 4, -8), "room must be a whole number, 0 or more, not -8"),
     ],
 )
 def test_a_sequence_that_cannot_be_started(tiny_engine: Engine, arguments: tuple, sentence: str) -> None:

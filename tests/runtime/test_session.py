@@ -58,9 +58,9 @@ def write_with_graph_of(path: Path, graph: TinyModel, manifest: TinyModel) -> Pa
 
 def test_a_graph_of_another_manifest_is_refused(tmp_path: Path, tiny: TinyModel) -> None:
     deeper = TinyModel(layers=7)
-    with pytest.raises(BundleError, match=r"has no input past_key_values\.6\.key"):
+    with pytest.raises(BundleError, match=r"has no input pages\.6\.key"):
         load(write_with_graph_of(tmp_path / "a", graph=tiny, manifest=deeper))
-    with pytest.raises(BundleError, match=r"has the input past_key_values\.6\.key"):
+    with pytest.raises(BundleError, match=r"has the input pages\.6\.key"):
         load(write_with_graph_of(tmp_path / "b", graph=deeper, manifest=tiny))
     full = TinyModel(checkpoints=())
     with pytest.raises(BundleError, match="has no input exit_thresholds"):
@@ -83,7 +83,7 @@ def test_a_graph_of_another_manifest_is_refused(tmp_path: Path, tiny: TinyModel)
             2**62,
             r"input pending_states.1 is float32 \[1, 'tokens', 16\], but its",
         ),
-        (("model", "kv_shapes", 5), [2, 4], r"input past_key_values\.5\.key is float32 \[1, 1, 'tokens', 8\], but its"),
+        (("model", "kv_shapes", 5), [2, 4], r"input pages\.5\.key is float32 \['tokens', 1, 'tokens', 8\], but its"),
     ],
 )
 def test_what_the_graph_was_not_exported_with_is_refused(

@@ -31,7 +31,7 @@ def exact(tiny_llama: TinyLlama) -> dict[str, tuple[Engine, CallersNetworks | No
 
 
 def singles(engine: Engine, networks: CallersNetworks | None = None) -> Singles:
-    return Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending, 0), networks)
+    return Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending), networks)
 
 
 def batched(engine: Engine, networks: CallersNetworks | None = None) -> Batched:

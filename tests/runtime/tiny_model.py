@@ -1,8 +1,8 @@
 """A hand-made early-exit transformer that obeys the graph contract, and the same model in plain numpy.
 
 The runtime's tests need a graph long before an exporter exists, small enough to run thousands of steps, and a judge
-that shares nothing with it. `TinyModel.graph` is ONNX with one `If` per segment and in-place GroupQueryAttention;
-`TinyModel.reference` runs every layer over the whole sequence and picks the earliest exit afterwards.
+that shares nothing with it. `TinyModel.graph` is ONNX with one `If` per segment and attention that writes pages in
+place; `TinyModel.reference` runs every layer over the whole sequence and picks the earliest exit afterwards.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from tide_export.bundle.store import write_manifest, writing_bundle
 
 HEADS, HEAD_DIM = 2, 8
 WIDTH = HEADS * HEAD_DIM
+ATTENTION = f"{names.DOMAIN}.{names.OP_PAGED_ATTENTION['float32']}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class TinyModel:
         segments = len(self.checkpoints) + 1
         inputs = [
             f"int64[1,S] {names.INPUT_IDS}",
-            f"int32 {names.TOTAL_LENGTH}",
+            f"int64[1] {names.SEQUENCE_LENGTHS}",
+            f"int32[1,J] {names.PAGE_TABLE}",
             f"int64[M,2] {names.LOGITS_POSITIONS}",
         ]
         outputs = [f"float[M,{self.vocabulary}] {names.LOGITS}"]
@@ -107,8 +109,8 @@ class TinyModel:
             inputs.append(f'float[1,N{k},{WIDTH}] "{names.pending(k)}"')
         for layer in range(self.layers):
             for kind in ("key", "value"):
-                inputs.append(f'float[1,1,C,{HEAD_DIM}] "{names.past(layer, kind)}"')
-                outputs.append(f'float[1,1,C,{HEAD_DIM}] "{names.present(layer, kind)}"')
+                inputs.append(f'float[P,1,T,{HEAD_DIM}] "{names.pages(layer, kind)}"')
+                outputs.append(f'float[P,1,T,{HEAD_DIM}] "{names.new_pages(layer, kind)}"')
 
         body = [
             f"x0 = Gather(embed, {names.INPUT_IDS})",
@@ -117,9 +119,6 @@ class TinyModel:
             "axis0 = Constant<value_ints=[0]>()",
             "axis1 = Constant<value_ints=[1]>()",
             "minus1 = Constant<value_ints=[-1]>()",
-            "one32 = Cast<to=6>(one)",
-            f"before = Sub({names.TOTAL_LENGTH}, one32)",
-            "seqlens = Unsqueeze(before, axis0)",
             *self._segment(0, "x0", "y0"),
             self._last(0, "last0", "y0"),
             "run0 = Constant<value = bool {1}>()",
@@ -141,7 +140,7 @@ class TinyModel:
             ]
         body += self._finish(segments)
         text = (
-            '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>\n'
+            f'<ir_version: 10, opset_import: ["" : 21, "{names.DOMAIN}" : 1]>\n'
             f"tiny ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n" + "\n".join(body) + "\n}"
         )
         model = parse_model(text)
@@ -154,9 +153,10 @@ class TinyModel:
             out = y if layer + 1 == self.edges[k + 1] else f"h{layer}"
             lines += [
                 *(f"{p}_{layer} = MatMul({x}, {p}{layer})" for p in "qkv"),
-                f'a{layer}, "{prefix}{names.present(layer, "key")}", "{prefix}{names.present(layer, "value")}" = '
-                f"com.microsoft.GroupQueryAttention<num_heads={HEADS}, kv_num_heads=1>(q_{layer}, k_{layer}, v_{layer},"
-                f' "{names.past(layer, "key")}", "{names.past(layer, "value")}", seqlens, {names.TOTAL_LENGTH})',
+                f'a{layer}, "{prefix}{names.new_pages(layer, "key")}", "{prefix}{names.new_pages(layer, "value")}" = '
+                f"{ATTENTION}<num_heads={HEADS}, kv_num_heads=1>(q_{layer}, k_{layer}, v_{layer}, "
+                f'"{names.pages(layer, "key")}", "{names.pages(layer, "value")}", '
+                f"{names.PAGE_TABLE}, {names.SEQUENCE_LENGTHS})",
                 f"mixed{layer} = MatMul(a{layer}, o{layer})",
                 f"sum{layer} = Add({x}, mixed{layer})",
                 f"{out} = Tanh(sum{layer})",
@@ -191,10 +191,10 @@ class TinyModel:
             then_out, else_out = [*then_out, f"tscore{k + 1}"], [*else_out, f"escore{k + 1}"]
             results.append(f"score{k + 1}")
         for layer, kind in caches:
-            name = names.present(layer, kind)
+            name = names.new_pages(layer, kind)
             then_out.append(f'"run.{name}"')
             else_out.append(f'"skip.{name}"')
-            else_lines.append(f'"skip.{name}" = Identity("{names.past(layer, kind)}")')
+            else_lines.append(f'"skip.{name}" = Identity("{names.pages(layer, kind)}")')
             results.append(f'"{name}"')
 
         def branch(name: str, outputs: list[str], lines: list[str]) -> str:

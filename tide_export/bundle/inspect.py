@@ -252,7 +252,7 @@ def _short(value: object) -> object:
 
 
 def _grouped(tensors: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Tensors that differ only in a number in their name (one per layer or segment) as one row: `past.{0..11}.key`."""
+    """Tensors that differ only in a number in their name (one per layer or segment) as one row: `pages.{0..11}.key`."""
     groups: dict[tuple, list[int | None]] = {}
     for tensor in tensors:
         parts = tensor["name"].split(".")

@@ -29,7 +29,7 @@ from tide_export.names import (
     segment,
 )
 
-SCHEMA = "tide_export.bundle/9"
+SCHEMA = "tide_export.bundle/10"
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")  # of the graph
 QUANTIZATION_METHODS = ("rtn", "gptq")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -139,7 +139,7 @@ class Manifest:
     engines: EnginesInfo | None = None
     quantization: Quantization | None = None  # None, and then not written: the weights are not quantized
     remote_code: bool | None = None  # whether Python code of the model's own was run; None: not written
-    kv_cache: str | None = None  # one of KV_CACHES: type of the K/V buffers; None, and then not written: float32
+    kv_cache: str | None = None  # one of KV_CACHES: type of the K/V pages; None, and then not written: float32
     auto: AutoMode | None = None  # what mode `auto` is; None, and then not written: not measured, so full depth
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
@@ -151,12 +151,12 @@ class Manifest:
 
     @property
     def kv_dtype(self) -> str:
-        """Type of the K/V buffers, by numpy's name."""
+        """Type of the K/V pages, by numpy's name."""
         return self.kv_cache or FLOAT32_KV
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """Heads and width of a layer's K/V buffers [1, kv_heads, tokens, width]: the width is head_dim, and in int8 the
-        bytes of a row's scale more."""
+        """Heads and width of a layer's K/V pages [pages, kv_heads, tokens, width]: the width is head_dim, and in int8
+        the bytes of a row's scale more."""
         heads, head_dim = self.model.kv_shapes[layer]
         return heads, head_dim + (SCALE_BYTES if self.kv_cache == INT8_KV else 0)
 

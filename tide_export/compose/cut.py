@@ -5,7 +5,7 @@ ends up in exactly one segment, or the cut is refused.
 
 What crosses a cut is the *state* of each token: its hidden state, and what later layers read that follows from its id
 alone (per-layer embeddings). So the states of pending tokens hold all that later segments need, and only segment 0
-reads token ids. Layers that attend to an earlier layer's keys and values (`kv_layers`) read that layer's K/V buffers.
+reads token ids. Layers that attend to an earlier layer's keys and values (`kv_layers`) read that layer's K/V cache.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class Pieces:
         return static_dim(self.segments[0].outputs[0], -1)
 
     def kv_read(self, k: int) -> list[int]:
-        """Layers whose K/V buffers segment k reads, ascending: its own, and earlier ones that its layers share."""
+        """Layers whose K/V cache segment k reads, ascending: its own, and earlier ones that its layers share."""
         return sorted({self.kv_layers[layer] for layer in range(self.boundaries[k], self.boundaries[k + 1])})
 
     def kv_written(self, k: int) -> list[int]:

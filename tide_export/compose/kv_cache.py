@@ -5,58 +5,98 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from tide_export import names
-from tide_export.compose.cut import attention_inputs, is_attention, layer_of
+from tide_export.compose.builder import Block
+from tide_export.compose.cut import Pieces, attention_inputs, is_attention, layer_of
 from tide_export.compose.passes.shared_keys import KV_LAYER
+from tide_export.names import DOMAIN, OP_ATTENTION
 from tide_export.trace.rewriting import FLOAT, typed_value
 
+KINDS = ("key", "value")
+Cache = dict[tuple[int, str], ir.Value]  # by layer and kind
 
-def attend_from_cache(
-    nodes: Sequence[ir.Node],
-    past: Mapping[tuple[int, str], ir.Value],
-    positions: Sequence[ir.Value],
-    biases: Mapping[str, ir.Value] | None = None,
-) -> dict[str, ir.Value]:
-    """Makes every TideAttention among `nodes` read and write K/V buffers.
 
-    Its inputs become query, key, value, past key, past value, `positions`, sinks and bias (the last two may be absent);
-    its outputs the attention's result, present key and present value. One that shares an earlier layer's keys and
-    values has none of its own: its inputs are that layer's buffers with the new tokens in them, its output the result.
+def attend_from_cache(nodes: Sequence[ir.Node], cache: Cache, positions: Sequence[ir.Value | None]) -> Cache:
+    """Makes every TideAttention among `nodes` read and write the K/V cache, buffers or pages; returns what they write.
+
+    Its inputs become query, key, value, cached keys, cached values, `positions`, sinks and bias (the last two may be
+    absent); its outputs the attention's result, and keys and values with the new ones. One that shares an earlier
+    layer's keys and values has none of its own: its inputs are that layer's, the new tokens in them, its output the
+    result.
 
     Args:
-        past: the buffers, by layer and kind; of layers in other segments as they are after those have run.
+        cache: of layers in other segments as it is after those have run.
         positions: the inputs by which the target places the new tokens.
-        biases: replacements of bias tables, by the table's name; by default the tables stay.
-
-    Returns:
-        The present buffers, by output name.
     """
-    presents: dict[str, ir.Value] = {}
+    written: Cache = {}
     for node in filter(is_attention, nodes):
         layer = node.attributes.get_int(KV_LAYER, layer_of(node))
-        keys = [(layer, kind) for kind in ("key", "value")]
-        buffers = [presents.get(names.present(*key), past[key]) for key in keys]
-        *tokens, sinks, table = attention_inputs(node)
-        bias = table if table is None or biases is None else biases[str(table.name)]
-        inputs = [*tokens, *buffers, *positions, sinks, bias]
+        cached = [written.get((layer, kind), cache[layer, kind]) for kind in KINDS]
+        *tokens, sinks, bias = attention_inputs(node)
+        inputs = [*tokens, *cached, *positions, sinks, bias]
         node.resize_inputs(len(inputs))
         for index, value in enumerate(inputs):
             node.replace_input_with(index, value)
         if KV_LAYER in node.attributes:
             continue
         node.resize_outputs(3)
-        for kind, value, buffer in zip(("key", "value"), node.outputs[1:], buffers, strict=True):
-            value.name, value.type, value.shape = f"{node.name}.{kind}", buffer.type, buffer.shape
-            presents[names.present(layer, kind)] = value
-    return presents
+        for kind, value, before in zip(KINDS, node.outputs[1:], cached, strict=True):
+            value.name, value.type, value.shape = f"{node.name}.{kind}", before.type, before.shape
+            written[layer, kind] = value
+    return written
 
 
-def past_buffers(
-    layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]], batch: int | str, capacity: int | str
-) -> dict[tuple[int, str], ir.Value]:
-    """Inputs for the K/V buffers of `layers`, float32 [batch, kv_heads, capacity, head_dim], by layer and kind."""
+def store_from(
+    block: Block,
+    pieces: Pieces,
+    layer: int,
+    states: Sequence[ir.Value],
+    tokens: str,
+    cache: Cache,
+    positions: Sequence[ir.Value | None],
+) -> Cache:
+    """The keys and values of `layer` with those of `tokens` whose `states` [1, tokens, D] and position ids are given.
+
+    It takes a TideAttention without a query, whose first output is empty.
+    """
+    key, value = block.inline(pieces.keys_values[layer], states, 1, tokens)
+    nodes = (node for piece in pieces.segments for node in piece if is_attention(node))
+    attributes = next(node.attributes for node in nodes if layer_of(node) == layer)
+    cached = [cache[layer, kind] for kind in KINDS]
+    _, *written = block.ops(
+        OP_ATTENTION,
+        [None, key, value, *cached, *positions, None, None],
+        attributes,
+        domain=DOMAIN,
+        types=[(FLOAT, [1, tokens, 0]), *((FLOAT, before.shape) for before in cached)],
+    )
+    return {(layer, kind): value for kind, value in zip(KINDS, written, strict=True)}
+
+
+def past_buffers(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]], batch: str, capacity: int) -> Cache:
+    """Inputs for the K/V buffers of `layers`, float32 [batch, kv_heads, capacity, head_dim]."""
     return {
         (layer, kind): typed_value(names.past(layer, kind), FLOAT, [batch, kv_heads, capacity, head_dim])
         for layer in layers
         for kv_heads, head_dim in [kv_shapes[layer]]
-        for kind in ("key", "value")
+        for kind in KINDS
     }
+
+
+def page_inputs(layers: Iterable[int], kv_shapes: Sequence[tuple[int, int]]) -> Cache:
+    """Inputs for the K/V pages of `layers`, float32 [pages, kv_heads, page_tokens, head_dim]."""
+    return {
+        (layer, kind): typed_value(names.pages(layer, kind), FLOAT, ["pages", kv_heads, "page_tokens", head_dim])
+        for layer in layers
+        for kv_heads, head_dim in [kv_shapes[layer]]
+        for kind in KINDS
+    }
+
+
+def present_outputs(written: Mapping[tuple[int, str], ir.Value]) -> dict[str, ir.Value]:
+    """What attentions wrote, by the output's name where the cache is in buffers."""
+    return {names.present(*key): value for key, value in written.items()}
+
+
+def page_outputs(written: Mapping[tuple[int, str], ir.Value]) -> dict[str, ir.Value]:
+    """The same where it is in pages."""
+    return {names.new_pages(*key): value for key, value in written.items()}

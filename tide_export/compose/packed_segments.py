@@ -1,15 +1,14 @@
 """Composes the parts of a step over several sequences: every segment, and the head, side by side in one model.
 
-`lower.onnxruntime` lowers the model by the passes of the step graph, gives each sequence its attention, and saves a
-network per part. Between segments the runtime decides which sequences go on, so the parts are not connected: it passes
-one part's outputs to the next (cpp/src/packed/batch.h).
+`lower.onnxruntime` lowers the model by the passes of the step graph and saves a network per part. Between segments the
+runtime decides which sequences go on, so the parts are not connected: it passes one part's outputs to the next
+(cpp/src/packed/batch.h).
 
 The tokens of all sequences are concatenated on one axis, [1, N, ..], so that everything but attention reads each weight
-once for all of them and no token is padding.
+once for all of them and no token is padding. Attention takes each sequence's tokens by where they start.
 
 Where keys and values are propagated (see `compose.propagate`), each segment that sequences can skip has one more part:
-from the states they exited with to its layers' keys and values. It holds no K/V buffers, because writing them by an
-attention, as the step graph does, would read them whole for each sequence and layer. The runtime writes them.
+it stores the keys and values of its layers for states that tokens exited with.
 """
 
 from dataclasses import dataclass
@@ -21,12 +20,13 @@ from tide_export.compose.builder import Block, Weights
 from tide_export.compose.candidate_op import candidate_function
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exits import candidate_and_route, exit_states
-from tide_export.compose.kv_cache import attend_from_cache, past_buffers
+from tide_export.compose.kv_cache import KINDS, attend_from_cache, page_inputs, page_outputs, store_from
 from tide_export.compose.step_graph import LensWeights, RouterWeights, check_routers
 from tide_export.trace.rewriting import FLOAT, INT32, INT64, dims, present, typed_value
 from tide_export.trace.tracer import OPSET
 
-TOKENS, CANDIDATES = "tokens", "candidates"  # N, all tokens of a run; m, those that may exit
+# N, all tokens of a run; m, those that may exit; R, R + 1 and J of the sequences.
+TOKENS, CANDIDATES, SEQUENCES, STARTS, TABLE = "tokens", "candidates", "sequences", "starts", "table"
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,13 @@ class Part:
     inputs: dict[str, str]
     outputs: dict[str, str]
 
-    @property
-    def has_slots(self) -> bool:
-        """Whether it holds K/V buffers, so that each batch size needs a network."""
-        return names.TOTAL_LENGTH in self.inputs
-
 
 def compose_packed(
     pieces: Pieces, routers: RouterWeights, lenses: LensWeights | None = None
 ) -> tuple[ir.Model, list[Part]]:
     """The parts of `pieces`, shallowest first and the head last, in one model that holds every weight once.
 
-    K/V buffers and lengths are those of one sequence until `PackedSequencesPass` replaces them. Pieces with the layers'
-    keys and values (of a model that propagates them) also give the parts for skipped segments.
+    Pieces with the layers' keys and values (of a model that propagates them) also give the parts for skipped segments.
 
     Raises:
         GraphError: a router or lens is missing or has another width.
@@ -64,12 +58,16 @@ class _PackedComposer:
         self.block = Block("batch", Weights())
         self.positions = typed_value(names.POSITION_IDS, INT64, [1, TOKENS])
         self.last = typed_value(names.LAST_TOKENS, INT64, [CANDIDATES])
-        self.total = typed_value(names.TOTAL_LENGTH, INT32, [])
+        self.places = {
+            names.PAGE_TABLE: typed_value(names.PAGE_TABLE, INT32, [SEQUENCES, TABLE]),
+            names.SEQUENCE_LENGTHS: typed_value(names.SEQUENCE_LENGTHS, INT64, [SEQUENCES]),
+            names.SEQUENCE_STARTS: typed_value(names.SEQUENCE_STARTS, INT64, [STARTS]),
+        }
         self.thresholds = typed_value(names.SLOT_THRESHOLDS, FLOAT, [CANDIDATES, 1])
-        self.inputs = [self.positions, self.last, self.thresholds, self.total]
+        self.inputs = [self.positions, self.last, self.thresholds, *self.places.values()]
         self.checkpoints: list[ir.Node] = []
         self.outputs: dict[str, ir.Value] = {}
-        self.past = past_buffers(sorted(set(pieces.kv_layers)), pieces.kv_shapes, 1, "capacity")
+        self.pages = page_inputs(sorted(set(pieces.kv_layers)), pieces.kv_shapes)
 
     def compose(self) -> tuple[ir.Model, list[Part]]:
         count = len(self.pieces.segments)
@@ -78,7 +76,7 @@ class _PackedComposer:
             parts += [self._skipped(k) for k in range(1, count) if self.pieces.kv_written(k)]
         parts.append(self._head())
         functions = {call.op_type: candidate_function(call, OPSET) for call in self.checkpoints}
-        inputs = [*self.inputs, *self.past.values()]
+        inputs = [*self.inputs, *self.pages.values()]
         return self.block.model("tide_batch_step", inputs, self.outputs, list(functions.values())), parts
 
     def _segment(self, k: int) -> Part:
@@ -92,18 +90,18 @@ class _PackedComposer:
         self.inputs.append(entry)
         start = len(block.nodes)
         (y,) = block.inline(pieces.segments[k], [x, self.positions], 1, TOKENS)
-        presents = attend_from_cache(block.nodes[start:], self.past, [self.total])
-        shared = [names.POSITION_IDS, names.LAST_TOKENS, names.TOTAL_LENGTH]
+        written = page_outputs(attend_from_cache(block.nodes[start:], self.pages, list(self.places.values())))
+        shared = [names.POSITION_IDS, names.LAST_TOKENS, *self.places]
         if k + 1 < len(pieces.segments):
             states, score = self._checkpoint(layers, y)
             values = {names.EXIT_STATES: states, names.NEW_HIDDEN_STATES: y, names.ROUTER_SCORE: score}
             shared.append(names.SLOT_THRESHOLDS)
         else:
             values = {names.EXIT_STATES: self._final_states(y)}
-        shared += [names.past(layer, kind) for layer in pieces.kv_read(k) for kind in ("key", "value")]
+        shared += [names.pages(layer, kind) for layer in pieces.kv_read(k) for kind in KINDS]
         inputs = {names.INPUT_IDS if k == 0 else names.HIDDEN_STATES: str(entry.name)} | {i: i for i in shared}
-        outputs = {output: f"{name}/{output}" for output in values} | {output: output for output in presents}
-        self.outputs |= {f"{name}/{output}": value for output, value in values.items()} | presents
+        outputs = {output: f"{name}/{output}" for output in values} | {output: output for output in written}
+        self.outputs |= {f"{name}/{output}": value for output, value in values.items()} | written
         return Part(name, inputs, outputs)
 
     def _checkpoint(self, layers: int, y: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -135,21 +133,20 @@ class _PackedComposer:
         return self.block.op("Gather", [states, self.last], {"axis": 1}, dtype=FLOAT, shape=shape)
 
     def _skipped(self, k: int) -> Part:
-        """States [1, m, D] of tokens that exited before segment k, and their positions -> its layers' keys and
-        values."""
+        """States [1, N, D] of tokens that exited before segment k, and their positions -> the pages of its layers."""
         pieces, name = self.pieces, names.skipped(k)
-        states = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, CANDIDATES, pieces.state_size])
-        positions = typed_value(f"{name}/{names.POSITION_IDS}", INT64, [1, CANDIDATES])
-        self.inputs += [states, positions]
+        states = typed_value(f"{name}/{names.HIDDEN_STATES}", FLOAT, [1, TOKENS, pieces.state_size])
+        self.inputs.append(states)
+        inputs = {names.HIDDEN_STATES: str(states.name)}
+        inputs |= {each: each for each in (names.POSITION_IDS, *self.places)}
         outputs = {}
         for layer in pieces.kv_written(k):
-            kv_heads, head_dim = pieces.kv_shapes[layer]
-            key_value = self.block.inline(pieces.keys_values[layer], [states, positions], 1, CANDIDATES)
-            for kind, value in zip(("key", "value"), key_value, strict=True):
-                value.type, value.shape = ir.TensorType(FLOAT), ir.Shape([1, kv_heads, CANDIDATES, head_dim])
-                outputs[names.new(layer, kind)] = f"{name}/{names.new(layer, kind)}"
-                self.outputs[outputs[names.new(layer, kind)]] = value
-        inputs = {names.HIDDEN_STATES: str(states.name), names.POSITION_IDS: str(positions.name)}
+            entries = [states, self.positions]
+            written = store_from(self.block, pieces, layer, entries, TOKENS, self.pages, list(self.places.values()))
+            inputs |= {names.pages(*key): names.pages(*key) for key in written}
+            for output, value in page_outputs(written).items():
+                outputs[output] = f"{name}/{output}"
+                self.outputs[outputs[output]] = value
         return Part(name, inputs, outputs)
 
     def _head(self) -> Part:

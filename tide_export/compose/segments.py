@@ -25,7 +25,7 @@ from tide_export.compose.builder import Block, Weights
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exit_op import exit_function
 from tide_export.compose.exits import exit_and_scatter, exit_states
-from tide_export.compose.kv_cache import attend_from_cache, past_buffers
+from tide_export.compose.kv_cache import attend_from_cache, past_buffers, present_outputs
 from tide_export.compose.step_graph import LensWeights, RouterWeights, check_routers
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.trace.rewriting import FLOAT, INT64, dims, present, typed_value
@@ -128,7 +128,8 @@ class _Segment:
         start = len(block.nodes)
         (y,) = block.inline(pieces.segments[self.k], [x, positions], BATCH, TOKENS)
         y.shape = ir.Shape([BATCH, TOKENS, dims(y)[-1]])
-        self.outputs |= attend_from_cache(block.nodes[start:], past, [lengths, positions, places_of_buffers])
+        written = attend_from_cache(block.nodes[start:], past, [lengths, positions, places_of_buffers])
+        self.outputs |= present_outputs(written)
         return y
 
     def _positions(self, lengths: ir.Value, indices: ir.Value) -> ir.Value:

@@ -39,12 +39,11 @@ import numpy as np
 import onnx_ir as ir
 
 from tide_export import names
-from tide_export.compose.alibi import relative_biases, step_biases
 from tide_export.compose.builder import Block, Weights
 from tide_export.compose.candidate_op import candidate_function
 from tide_export.compose.cut import Pieces
 from tide_export.compose.exits import candidate_and_route, exit_states
-from tide_export.compose.kv_cache import attend_from_cache, past_buffers
+from tide_export.compose.kv_cache import KINDS, Cache, attend_from_cache, page_inputs, page_outputs
 from tide_export.errors import GraphError
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.trace.rewriting import BOOL, FLOAT, INT32, INT64, OutputType, present, typed_value
@@ -113,18 +112,22 @@ class Composer:
         self.main = Block("main", self.weights)
         width, deeper = pieces.state_size, range(1, self.segments)
         self.token_ids = typed_value(names.INPUT_IDS, INT64, [1, "sequence"])
-        self.total = typed_value(names.TOTAL_LENGTH, INT32, [])
+        self.lengths = typed_value(names.SEQUENCE_LENGTHS, INT64, [1])
+        self.table = typed_value(names.PAGE_TABLE, INT32, [1, "table"])
         self.logits_positions = typed_value(names.LOGITS_POSITIONS, INT64, [POSITIONS, 2])
         self.thresholds = typed_value(names.THRESHOLDS, FLOAT, [self.segments - 1])
         self.skip_thresholds = {k: typed_value(names.skip_threshold(k), FLOAT, [1]) for k in deeper}
         self.pending = {k: typed_value(names.pending(k), FLOAT, [1, f"pending_{k}", width]) for k in deeper}
-        self.past = past_buffers(sorted(set(pieces.kv_layers)), pieces.kv_shapes, 1, "capacity")
-        self.biases: dict[str, ir.Value] = {}
+        self.pages = page_inputs(sorted(set(pieces.kv_layers)), pieces.kv_shapes)
         self.outputs: dict[str, ir.Value] = {}
         self.checkpoints: list[ir.Node] = []
 
+    @property
+    def places(self) -> list[ir.Value | None]:
+        """Where attention finds the sequence's tokens: all new ones are its."""
+        return [self.table, self.lengths, None]
+
     def compose(self) -> ir.Model:
-        self.biases = relative_biases(self.main, self.pieces, self.total)
         step = self._first_segment()
         steps = [step]
         for k in range(1, self.segments):
@@ -138,10 +141,10 @@ class Composer:
             state = self._first_exit(steps, routing[names.SCORES])
         if step.pending is not None:
             routing[names.NEW_PENDING] = step.pending
-        inputs = [self.token_ids, self.total, self.logits_positions]
+        inputs = [self.token_ids, self.lengths, self.table, self.logits_positions]
         if self.segments > 1:
             inputs += [self.thresholds, *self.skip_thresholds.values(), *self.pending.values()]
-        inputs += self.past.values()
+        inputs += self.pages.values()
         outputs = {names.LOGITS: self._logits(state), **routing, **self.outputs}
         functions = {call.op_type: candidate_function(call, OPSET) for call in self.checkpoints}
         return self.main.model("tide_step", inputs, outputs, list(functions.values()))
@@ -179,8 +182,8 @@ class Composer:
         main = self.main
         positions = self._positions_of(main, self.token_ids, "sequence")
         (x,) = main.inline(self.pieces.embed, [self.token_ids, positions], 1, "sequence")
-        y, presents = self._run(main, 0, x, "sequence", positions)
-        self.outputs.update(presents)
+        y, written = self._run(main, 0, x, "sequence", positions)
+        self.outputs.update(written)
         if self.segments == 1:
             return Step(candidate=self._last_states(main, y))
         candidate, score, skip = self._checkpoint(main, 0, y)
@@ -215,7 +218,7 @@ class Composer:
     def _segment(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
         """The branch that runs segment k over all pending states, and the router after it."""
         block, pending, tokens = Block(f"segment_{k}", self.weights), present(step.pending), f"pending_{k}"
-        y, presents = self._run(block, k, pending, tokens, self._positions_of(block, pending, tokens))
+        y, written = self._run(block, k, pending, tokens, self._positions_of(block, pending, tokens))
         values: dict[str, ir.Value] = {}
         if k < self.segments - 1:
             values["candidate"], values["score"], values["skip"] = self._checkpoint(block, k, y)
@@ -225,7 +228,7 @@ class Composer:
         if k == self.segments - 1 and self.pending:
             none = np.zeros((1, 0, self.pieces.state_size), dtype=np.float32)
             values["pending"] = block.copy(self.weights.constant("no_tokens", none))
-        return block, {**values, **presents}
+        return block, {**values, **written}
 
     def _skip(self, k: int, step: Step) -> tuple[Block, dict[str, ir.Value]]:
         """The branch that keeps everything as it is, so that the later segments are skipped too."""
@@ -237,33 +240,28 @@ class Composer:
             values["score"] = block.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
             values["skip"] = block.copy(present(step.skip))
         for layer in self.pieces.kv_written(k):
-            for kind, buffer in zip(("key", "value"), self._skipped(block, k, layer, pending), strict=True):
-                values[names.present(layer, kind)] = buffer
+            values |= page_outputs(self._skipped(block, k, layer, pending))
         return block, values
 
-    def _skipped(self, block: Block, k: int, layer: int, pending: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The K/V buffers of a layer of segment k if it is skipped; bound to the same memory, this copies nothing."""
-        key, value = (block.copy(self.past[layer, kind]) for kind in ("key", "value"))
-        return key, value
+    def _skipped(self, block: Block, k: int, layer: int, pending: ir.Value) -> Cache:
+        """The K/V pages of a layer of segment k if it is skipped; bound to the same memory, this copies nothing."""
+        return {(layer, kind): block.copy(self.pages[layer, kind]) for kind in KINDS}
 
     def _run(
         self, block: Block, k: int, x: ir.Value, tokens: str, positions: ir.Value
     ) -> tuple[ir.Value, dict[str, ir.Value]]:
-        """Segment k on x, its attention connected to the K/V cache: y [1, tokens, D] and the present buffers by
-        name."""
-        piece = self.pieces.segments[k]
-        biases = step_biases(block, piece, self.biases, x, tokens)
+        """Segment k on x, its attention connected to the K/V cache: y [1, tokens, D] and the new pages by name."""
         start = len(block.nodes)
-        (y,) = block.inline(piece, [x, positions], 1, tokens)
-        past = {key: self.outputs.get(names.present(*key), buffer) for key, buffer in self.past.items()}
-        return y, attend_from_cache(block.nodes[start:], past, [self.total], biases)
+        (y,) = block.inline(self.pieces.segments[k], [x, positions], 1, tokens)
+        cache = {key: self.outputs.get(names.new_pages(*key), pages) for key, pages in self.pages.items()}
+        return y, page_outputs(attend_from_cache(block.nodes[start:], cache, self.places))
 
     def _positions_of(self, block: Block, x: ir.Value, tokens: str) -> ir.Value:
         """position_ids [1, n] of the last n tokens of the sequence, for x of n tokens; removed later if unused."""
         length = block.op("Shape", [x], {"start": 1, "end": 2}, dtype=INT64, shape=[1])
         integers = self.weights.integers
         scalar, one, axis = integers("scalar", []), integers("one", 1), integers("axis_0", [0])
-        stop = block.op("Cast", [self.total], {"to": INT64.value}, dtype=INT64, shape=[])
+        stop = block.op("Reshape", [self.lengths, scalar], dtype=INT64, shape=[])
         count = block.op("Reshape", [length, scalar], dtype=INT64, shape=[])
         start = block.op("Sub", [stop, count], dtype=INT64, shape=[])
         flat = block.op("Range", [start, stop, one], dtype=INT64, shape=[tokens])

@@ -25,7 +25,7 @@ from tide_export.runtime.native import Owned, call, created, doubles, library, t
 from tide_export.runtime.providers import open_library_engine
 from tide_export.runtime.request import hooks_of, is_list_of_prompts, options_json, prompt_ids
 from tide_export.runtime.scheduler import AuditConfig, Scheduler, SchedulerLimits
-from tide_export.runtime.stepping import ROOM, Batch, SingleSequence
+from tide_export.runtime.stepping import Batch, SingleSequence
 from tide_export.runtime.token_stream import TokenStream
 from tide_export.runtime.tokenizer import BundleTokenizer, LateText, tokenizer_of
 from tide_export.values import real_number, whole_number
@@ -276,23 +276,22 @@ class Engine:
         by_default = f"{mode} by default: {sentence(self.auto)}"
         return Scheduler(self.bundle, self._handle, limits, compaction_threshold, audit, by_default, self._drafting)
 
-    def start(self, thresholds: Sequence[float], max_pending: int | None = None, room: int = ROOM) -> SingleSequence:
+    def start(self, thresholds: Sequence[float], max_pending: int | None = None) -> SingleSequence:
         """An empty sequence to `step` by hand.
 
         Args:
             thresholds: one per checkpoint, as `resolve_thresholds` gives them; `NEVER_EXIT` turns one off.
             max_pending: a segment is forced to run when more tokens than this would be pending before it; None: the
                 bundle's.
-            room: tokens of K/V buffer to have beyond the first step's, where buffers can grow.
 
         Raises:
-            GenerationError: an argument is out of range, or there is no memory for the sequence's buffers.
+            GenerationError: an argument is out of range, or there is no memory for the sequence.
         """
         for value in thresholds:
             real_number("a threshold", value)
         limit = self.manifest.max_pending if max_pending is None else max_pending
-        limits = whole_number("max_pending", limit, minimum=0), whole_number("room", room, minimum=0)
-        given = self._handle, doubles(thresholds), len(thresholds), *limits
+        whole_number("max_pending", limit, minimum=0)
+        given = self._handle, doubles(thresholds), len(thresholds), limit
         handle = created("sequence_create", *given, needed=(self._handle,))
         return SingleSequence(handle, len(self.manifest.segment_sizes), len(self.manifest.checkpoints))
 

@@ -13,7 +13,6 @@ from tide_export.runtime.native import Owned, SlotStep, Step, call, doubles, flo
 from tide_export.runtime.request import prompt_ids
 from tide_export.values import whole_number
 
-ROOM = 128  # tokens of K/V buffer beyond the prompt before the first growth
 NO_LIMIT = 2**62  # more tokens than can ever be pending
 NO_SCORES = np.zeros(0, np.float32)
 
@@ -77,11 +76,6 @@ class SingleSequence(SequenceState):
         """Takes a tide_sequence."""
         super().__init__(segments)
         self._handle, self._checkpoints = handle, checkpoints
-
-    @property
-    def capacity(self) -> int:
-        """Tokens the K/V buffers can hold before they grow."""
-        return library().tide_sequence_capacity(self._handle)
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
         """Uses other thresholds, one per checkpoint, from the next step on; pending tokens stay pending."""

@@ -95,7 +95,7 @@ def _run(
     engine: Engine, ids: Sequence[int], prompt_length: int, thresholds: Sequence[float], exit_layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """One pass over one prompt: greedy tokens [P], and scores [P, K-1] of all the bundle's routers."""
-    state = engine.start(thresholds, max_pending=NO_LIMIT, room=len(ids))
+    state = engine.start(thresholds, max_pending=NO_LIMIT)
     tokens, scores = [], []
     for end in range(prompt_length, len(ids) + 1):
         result = state.step(ids[state.length : end])

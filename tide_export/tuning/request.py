@@ -6,7 +6,6 @@ from math import inf
 from typing import Any, ClassVar
 
 from tide_export.errors import ConfigError
-from tide_export.names import BATCH_SIZES
 from tide_export.values import real_number, whole_number
 
 MINIMUM = {
@@ -55,7 +54,7 @@ class TuneRequest:
             if value is not None:
                 whole_number(name, value, minimum, error=ConfigError)
         for count in self.slots:
-            whole_number("slots", count, 2, max(BATCH_SIZES), error=ConfigError)
+            whole_number("slots", count, 2, error=ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)

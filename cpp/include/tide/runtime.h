@@ -272,9 +272,7 @@ class Engine {
   //
   // thresholds: one per checkpoint, as returned by `resolve_thresholds`; kNeverExit turns a checkpoint off.
   // max_pending: pending tokens before a segment must run; none: the bundle's.
-  // room: tokens of K/V buffer to allocate beyond the first step's.
-  State start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending = std::nullopt,
-              std::int64_t room = kRoom) const;
+  State start(std::vector<double> const& thresholds, std::optional<std::int64_t> max_pending = std::nullopt) const;
 
  private:
   friend class Scheduler;

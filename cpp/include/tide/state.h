@@ -1,4 +1,4 @@
-// The state of one sequence: its K/V buffers, the pending tokens before each segment, and the step that adds tokens.
+// The state of one sequence: its K/V, the pending tokens before each segment, and the step that adds tokens.
 // For callers that choose tokens themselves; `Engine::generate` is this in a loop.
 #pragma once
 
@@ -14,7 +14,6 @@ class Sequence;  // internal
 
 constexpr double kNeverExit = 2.0;  // a threshold that no score exceeds: its checkpoint never exits
 constexpr std::int64_t kNoLimit = std::int64_t{1} << 62;  // as `max_pending`: more tokens than can ever be pending
-constexpr std::int64_t kRoom = 128;  // tokens of K/V buffer allocated beyond the first step's
 
 // The tokens with the largest logits of one position, and all that have a logit equal to one of theirs.
 struct Candidates {
@@ -66,18 +65,16 @@ class State {
   void set_thresholds(std::vector<double> const& thresholds);
 
   std::int64_t length() const;                        // tokens of the sequence
-  std::vector<std::int64_t> const& lengths() const;   // tokens in each segment's K/V buffers; never rises with depth
-  std::vector<std::int64_t> const& computed() const;  // tokens that each segment has run over
+  std::vector<std::int64_t> const& lengths() const;   // tokens in each segment's K/V; never rises with depth
+  std::vector<std::int64_t> computed() const;         // tokens that each segment has run over
   std::vector<std::int64_t> pending() const;          // pending tokens before segment 1, 2, ...
-  std::int64_t capacity() const;                      // tokens that the K/V buffers hold before they grow
 
   // Internal: lets steps give the largest `count` logits alone, where the engine can; 0: all.
   void use_candidates(std::size_t count);
 
  private:
   friend class Engine;
-  State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending,
-        std::int64_t room);
+  State(std::shared_ptr<Backend> backend, std::vector<double> const& thresholds, std::int64_t max_pending);
 
   std::shared_ptr<Backend> backend_;
   std::unique_ptr<Sequence> sequence_;

@@ -291,9 +291,9 @@ typedef struct {
 } tide_step;
 
 /* An empty sequence. thresholds: one per checkpoint; above 1 turns it off. max_pending: pending tokens before a segment must
- * run; -1: the bundle's. room: tokens of K/V buffer to allocate beyond the first step's. A call that fails changes nothing. */
+ * run; -1: the bundle's. A call that fails changes nothing. */
 TIDE_API tide_status tide_sequence_create(const tide_engine* engine, const double* thresholds, size_t count,
-                                          int64_t max_pending, int64_t room, tide_sequence** sequence);
+                                          int64_t max_pending, tide_sequence** sequence);
 /* Adds tokens. logits_to_keep: number of last positions to return logits for where the last segment runs. full: runs every
  * segment and lets nothing exit. */
 TIDE_API tide_status tide_sequence_step(tide_sequence* sequence, const int64_t* ids, size_t count, int64_t logits_to_keep,
@@ -302,7 +302,6 @@ TIDE_API tide_status tide_sequence_rewind(tide_sequence* sequence, int64_t lengt
 TIDE_API tide_status tide_sequence_set_thresholds(tide_sequence* sequence, const double* thresholds, size_t count);
 /* By segment: tokens in its K/V, and tokens that it has run over. */
 TIDE_API void tide_sequence_lengths(const tide_sequence* sequence, int64_t* lengths, int64_t* computed);
-TIDE_API int64_t tide_sequence_capacity(const tide_sequence* sequence); /* tokens the K/V buffers hold before they grow */
 TIDE_API void tide_sequence_free(tide_sequence* sequence);
 
 /* Chooses a token from logits [vocabulary] as a generation with these options does ("temperature", "top_k", "top_p", "min_p",

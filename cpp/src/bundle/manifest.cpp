@@ -16,7 +16,7 @@
 namespace tide {
 namespace {
 
-constexpr char const* kSchema = "tide_export.bundle/9";
+constexpr char const* kSchema = "tide_export.bundle/10";
 
 // All fields of a manifest. Those that this runtime does not read are checked too.
 std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",

@@ -24,9 +24,9 @@ std::optional<std::int64_t> given(std::int64_t max_pending) {
 }  // namespace
 
 tide_status tide_sequence_create(tide_engine const* engine, double const* thresholds, std::size_t count,
-                                 std::int64_t max_pending, std::int64_t room, tide_sequence** sequence) {
+                                 std::int64_t max_pending, tide_sequence** sequence) {
   return create(sequence, [&] {
-    return tide_sequence{engine->engine.start(vector_of(thresholds, count), given(max_pending), room)};
+    return tide_sequence{engine->engine.start(vector_of(thresholds, count), given(max_pending))};
   });
 }
 
@@ -48,7 +48,6 @@ void tide_sequence_lengths(tide_sequence const* sequence, std::int64_t* lengths,
   put_lengths(sequence->state.computed(), computed);
 }
 
-std::int64_t tide_sequence_capacity(tide_sequence const* sequence) { return sequence->state.capacity(); }
 void tide_sequence_free(tide_sequence* sequence) { delete sequence; }
 
 tide_status tide_sample(char const* options, std::int64_t position, float const* logits, std::size_t vocabulary,

@@ -15,7 +15,8 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
          std::size_t number, std::optional<double> deadline, std::function<bool(Token const&)> on_token)
     : prompt_(prompt),
       request_(std::move(request)),
-      reserved_(static_cast<std::int64_t>(prompt.size()) + std::min(request_->max_new_tokens, kNoLimit)),
+      reserved_(std::min(static_cast<std::int64_t>(prompt.size()) + std::min(request_->max_new_tokens, kNoLimit),
+                         context_of(manifest))),
       deadline_(deadline),
       on_token_(std::move(on_token)),
       manifest_(manifest),

@@ -9,7 +9,7 @@ namespace tide {
 namespace {
 
 constexpr std::int64_t kRoot = 0;
-constexpr std::size_t kSize = PrefixCache::kBlockTokens;
+constexpr std::size_t kSize = kPageTokens;
 
 std::array<std::int64_t, kSize> tokens(std::vector<std::int64_t> const& ids, std::size_t start) {
   std::array<std::int64_t, kSize> block;
@@ -19,26 +19,34 @@ std::array<std::int64_t, kSize> tokens(std::vector<std::int64_t> const& ids, std
 
 }  // namespace
 
-PrefixCache::PrefixCache(Manifest const& manifest, KvBatch& batch, std::int64_t max_bytes)
+PrefixCache::PrefixCache(Manifest const& manifest, PagedBatch& batch, std::int64_t max_bytes)
     : batch_(batch),
       propagates_(manifest.propagates()),
       max_bytes_(max_bytes),
-      block_bytes_(kBlockTokens * manifest.kv_token_bytes()) {
+      block_bytes_(kPageTokens * manifest.kv_token_bytes()) {
   if (max_bytes < block_bytes_) {
     throw GenerationError("prefix_cache_bytes is " + std::to_string(max_bytes) + ", and the K/V of " +
-                          std::to_string(kBlockTokens) + " tokens have " + std::to_string(block_bytes_));
+                          std::to_string(kPageTokens) + " tokens have " + std::to_string(block_bytes_));
   }
+  if (max_bytes / block_bytes_ >= batch.max_tokens() / kPageTokens) {
+    throw GenerationError("prefix_cache_bytes is " + std::to_string(max_bytes) + ", and the memory for K/V holds " +
+                          std::to_string(batch.max_tokens() / kPageTokens * block_bytes_));
+  }
+}
+
+PrefixCache::~PrefixCache() {
+  for (Block const& block : blocks_) batch_.pool().release(block.page);
 }
 
 std::int64_t PrefixCache::begin(std::size_t slot, std::vector<std::int64_t> const& prompt) {
   Path const path = path_of(prompt);
   use(path);
-  auto const cached = static_cast<std::int64_t>(path.size()) * kBlockTokens;
+  auto const cached = static_cast<std::int64_t>(path.size()) * kPageTokens;
   std::int64_t const length = std::min(cached, static_cast<std::int64_t>(prompt.size()) - (propagates_ ? 2 : 1));
   if (length <= 0) return 0;
-  std::vector<std::vector<char> const*> blocks;
-  for (std::int64_t start = 0; start < length; start += kBlockTokens) blocks.push_back(&path[blocks.size()]->kv);
-  batch_.write_kv(slot, blocks, kBlockTokens, length);
+  std::vector<Page> pages;
+  for (std::int64_t start = 0; start < length; start += kPageTokens) pages.push_back(path[pages.size()]->page);
+  batch_.sequence(slot).begin(pages, length);
   return length;
 }
 
@@ -49,13 +57,13 @@ void PrefixCache::keep(std::size_t slot, std::vector<std::int64_t> text, std::si
   use(path);
   for (std::size_t start = path.size() * kSize; start + kSize <= text.size(); start += kSize) {
     if (!make_room(path.size())) return;
-    auto const first = static_cast<std::int64_t>(start);
     std::list<Block> added;
     added.push_back({{path.empty() ? kRoot : path.back()->number, tokens(text, start)},
                      ++numbers_,
-                     batch_.read_kv(slot, first, first + kBlockTokens)});
+                     batch_.sequence(slot).pages()[start / kSize]});
     auto const block = added.begin();
     by_key_.emplace(block->key, block);
+    batch_.pool().share(block->page);
     blocks_.splice(path.empty() ? blocks_.end() : path.back(), added);  // nothing can fail any more
     bytes_ += block_bytes_;
     path.push_back(block);
@@ -82,6 +90,7 @@ bool PrefixCache::make_room(std::size_t kept) {
   while (bytes_ + block_bytes_ > max_bytes_) {
     if (blocks_.size() == kept) return false;
     by_key_.erase(blocks_.front().key);
+    batch_.pool().release(blocks_.front().page);
     blocks_.pop_front();
     bytes_ -= block_bytes_;
   }
@@ -90,12 +99,12 @@ bool PrefixCache::make_room(std::size_t kept) {
 
 std::unique_ptr<PrefixCache> open_prefix_cache(Manifest const& manifest, Batch& batch, std::int64_t max_bytes) {
   if (max_bytes == 0) return nullptr;
-  auto* const kv_batch = dynamic_cast<KvBatch*>(&batch);
-  if (kv_batch == nullptr) {
+  auto* const paged = dynamic_cast<PagedBatch*>(&batch);
+  if (paged == nullptr) {
     throw GenerationError(
-        "prefix_cache_bytes is for provider 'cpu': the K/V of other providers cannot be copied, so leave it at 0");
+        "prefix_cache_bytes is for provider 'cpu': sequences of other providers share no K/V, so leave it at 0");
   }
-  return std::make_unique<PrefixCache>(manifest, *kv_batch, max_bytes);
+  return std::make_unique<PrefixCache>(manifest, *paged, max_bytes);
 }
 
 }  // namespace tide

@@ -1,4 +1,5 @@
-// Keeps the K/V of texts for requests that begin with the same tokens: exact, bounded, least recently used out first.
+// Keeps the K/V of texts for requests that begin with the same tokens: exact, bounded, least recently used out first. It
+// shares their pages; nothing is copied.
 #pragma once
 
 #include <array>
@@ -10,38 +11,36 @@
 #include <utility>
 #include <vector>
 
-#include "sequence.h"
+#include "paged/batch.h"
 
 namespace tide {
 
-// K/V of full depth, in blocks of kBlockTokens tokens, which form a tree: the path to a block is the text so far. Used by
-// one thread at a time.
+// Pages of K/V of full depth, which form a tree: the path to a page is the text so far. Used by one thread at a time.
 class PrefixCache {
  public:
-  static constexpr std::int64_t kBlockTokens = 16;
-
-  // Creates an empty cache of the sequences of `batch`, which must outlive it. Throws GenerationError: not one block has
-  // room in `max_bytes`.
-  PrefixCache(Manifest const& manifest, KvBatch& batch, std::int64_t max_bytes);
+  // Creates an empty cache of the sequences of `batch`, which must outlive it. Throws GenerationError: not one page has
+  // room in `max_bytes`, or not so many bytes in the memory for K/V.
+  PrefixCache(Manifest const& manifest, PagedBatch& batch, std::int64_t max_bytes);
+  ~PrefixCache();
 
   // Begins the empty sequence in a slot with as much of its prompt as is cached, and returns how many tokens these are.
   // The last token is left to be run: it gives the first logits. Where K/V are propagated, two are: a step over one could
-  // exit. Throws as `KvBatch::write_kv`.
+  // exit.
   std::int64_t begin(std::size_t slot, std::vector<std::int64_t> const& prompt);
 
   // Caches a text, which begins with a prompt of so many tokens, as far as the sequence in a slot holds its K/V and there
-  // is room. Where it throws, the blocks before stay cached.
+  // is room. Where it throws, the pages before stay cached.
   void keep(std::size_t slot, std::vector<std::int64_t> text, std::size_t prompt);
 
   std::int64_t bytes() const { return bytes_; }  // of K/V that it holds; called by any thread
 
  private:
-  using Tokens = std::array<std::int64_t, kBlockTokens>;
+  using Tokens = std::array<std::int64_t, kPageTokens>;
   using Key = std::pair<std::int64_t, Tokens>;  // the number of the block before, and the token ids
   struct Block {
     Key key;
     std::int64_t number;  // never used again
-    std::vector<char> kv;
+    Page page;
   };
   using Path = std::vector<std::list<Block>::iterator>;
 
@@ -49,7 +48,7 @@ class PrefixCache {
   void use(Path const& path);
   bool make_room(std::size_t kept);
 
-  KvBatch& batch_;
+  PagedBatch& batch_;
   bool const propagates_;
   std::int64_t const max_bytes_, block_bytes_;
   // Least recently used first, and every block before the one that precedes it in a text.
@@ -59,7 +58,7 @@ class PrefixCache {
   std::atomic<std::int64_t> bytes_{0};
 };
 
-// A cache of at most `max_bytes` for a batch; null: of 0. Throws GenerationError: the K/V of the batch cannot be copied, or
+// A cache of at most `max_bytes` for a batch; null: of 0. Throws GenerationError: the batch has no pages, or
 // as `PrefixCache`.
 std::unique_ptr<PrefixCache> open_prefix_cache(Manifest const& manifest, Batch& batch, std::int64_t max_bytes);
 

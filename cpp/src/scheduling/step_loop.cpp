@@ -11,12 +11,27 @@
 
 namespace tide {
 
+namespace {
+
+// Tokens of K/V that requests with a slot may have: no step fails for want of memory in the middle of one.
+std::int64_t kv_tokens_of(Batch const& batch, Manifest const& manifest, SchedulerLimits const& limits) {
+  std::int64_t const limit = limits.kv_tokens.value_or(kNoLimit);
+  if (batch.max_tokens() == kNoLimit) return limit;
+  // Each has a page that is not full, and another while it copies one that the prefix cache has too.
+  std::int64_t const cached = limits.prefix_cache_bytes / manifest.kv_token_bytes();
+  std::int64_t const unused = 2 * kPageTokens * static_cast<std::int64_t>(batch.free_slots());
+  return std::min(limit, batch.max_tokens() - cached - unused);
+}
+
+}  // namespace
+
 StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batch, SchedulerLimits const& limits,
                    std::shared_ptr<Audit> audit)
     : backend_(std::move(backend)),
       batch_(std::move(batch)),
       limits_(limits),
       prefixes_(open_prefix_cache(backend_->manifest(), *batch_, limits.prefix_cache_bytes)),
+      kv_tokens_(kv_tokens_of(*batch_, backend_->manifest(), limits)),
       audit_(std::move(audit)),
       slots_(batch_->free_slots()) {
   steps_.resize(slots_.size());  // no step allocates any of these
@@ -27,9 +42,9 @@ StepLoop::StepLoop(std::shared_ptr<Backend> backend, std::unique_ptr<Batch> batc
 
 void StepLoop::add(std::shared_ptr<Job> job) {
   process_.check();
-  if (limits_.kv_tokens && job->reserved() > *limits_.kv_tokens) {
+  if (job->reserved() > kv_tokens_) {
     throw GenerationError("prompt and max_new_tokens have " + std::to_string(job->reserved()) +
-                          " tokens, and the scheduler has K/V memory for " + std::to_string(*limits_.kv_tokens));
+                          " tokens, and the scheduler has K/V memory for " + std::to_string(kv_tokens_));
   }
   {
     std::lock_guard<std::mutex> const lock(mutex_);
@@ -175,19 +190,19 @@ void StepLoop::end_cancelled() noexcept {
 
 // Gives slots to waiting jobs, first come, first served.
 void StepLoop::admit() noexcept {
-  std::int64_t room = limits_.kv_tokens.value_or(0);
-  for (auto const& job : slots_) room -= job && limits_.kv_tokens ? job->reserved() : 0;
+  std::int64_t room = kv_tokens_;
+  for (auto const& job : slots_) room -= job ? job->reserved() : 0;
   while (batch_->free_slots() > 0) {
     std::shared_ptr<Job> job;
     {
       std::lock_guard<std::mutex> const lock(mutex_);
       if (waiting_.empty() || static_cast<std::int64_t>(running_) >= limits_.slots) return;
       job = waiting_.front();
-      if (limits_.kv_tokens && job->reserved() > room) return;
+      if (job->reserved() > room) return;
       waiting_.pop_front();
       ++running_;
     }
-    if (limits_.kv_tokens) room -= job->reserved();
+    room -= job->reserved();
     join(job);
   }
 }

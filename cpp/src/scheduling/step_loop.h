@@ -68,6 +68,7 @@ class StepLoop {
   std::unique_ptr<Batch> const batch_;
   SchedulerLimits const limits_;
   std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
+  std::int64_t const kv_tokens_;                 // of all requests with a slot, at most
   std::shared_ptr<Audit> const audit_;           // null: there is none
 
   std::atomic<std::thread::id> stepper_{};      // the thread that does a step; none: no step is done

@@ -17,8 +17,7 @@ class SegmentBackend final : public Backend {
                  std::function<DeviceNetworks()> open_device);
 
   // Throws GenerationError: not enough memory for another sequence's buffers.
-  std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending,
-                                  std::int64_t room) override;
+  std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) override;
 
   std::size_t max_batch_size() const override;
 

@@ -26,7 +26,6 @@ class SegmentedSequence final : public Sequence {
   void set_thresholds(std::vector<float> const& thresholds) override { slots_[0].rule.thresholds = thresholds; }
   std::vector<std::int64_t> const& lengths() const override { return slots_[0].sequence->lengths; }
   std::int64_t limit() const override { return steps_.capacity(); }
-  std::int64_t capacity() const override { return steps_.capacity(); }
 
  private:
   SegmentBackend& backend_;
@@ -37,8 +36,7 @@ class SegmentedSequence final : public Sequence {
 
 }  // namespace
 
-std::unique_ptr<Sequence> SegmentBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending,
-                                                std::int64_t) {
+std::unique_ptr<Sequence> SegmentBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending) {
   return std::make_unique<SegmentedSequence>(*this, take(idle_, 1), ExitRule{thresholds, max_pending});
 }
 

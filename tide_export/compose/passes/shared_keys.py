@@ -1,7 +1,7 @@
-"""Marks attentions that read the keys and values of an earlier layer, so that they read that layer's K/V buffers.
+"""Marks attentions that read the keys and values of an earlier layer, so that they read that layer's K/V cache.
 
 Runs on the trace before it is cut. Such a layer has no K/V cache of its own. When it runs, the earlier layer has run
-over the same tokens, in the same segment or in one before it, so its buffers hold all that the layer attends to: a
+over the same tokens, in the same segment or in one before it, so its cache holds all that the layer attends to: a
 segment never holds more tokens than those before it.
 """
 

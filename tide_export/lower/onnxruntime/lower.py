@@ -11,13 +11,13 @@ import onnx_ir as ir
 from onnx_ir.passes import common as common_passes
 
 from tide_export.bundle.manifest import FLOAT32_KV
-from tide_export.lower.onnxruntime.cached_attention import CachedAttentionPass
+from tide_export.lower.onnxruntime.attention import PagedAttentionPass
 from tide_export.lower.onnxruntime.expert_matmul import ExpertMatMulPass
 from tide_export.lower.onnxruntime.flat_matmuls import FlatMatMulsPass
 from tide_export.lower.onnxruntime.gated_matmuls import GatedMatMulsPass
-from tide_export.lower.onnxruntime.group_query_attention import GroupQueryAttentionPass
 from tide_export.lower.onnxruntime.half_weights import HalfWeightsPass
 from tide_export.lower.onnxruntime.packed_projections import PackedProjectionsPass
+from tide_export.lower.onnxruntime.paged_attention import PagedAttentionFunctionsPass
 from tide_export.lower.onnxruntime.quantized_matmuls import QuantizedMatMulsPass, quantized_names
 from tide_export.lower.onnxruntime.skip_norms import SkipNormsPass
 from tide_export.lower.onnxruntime.transposed_weights import TransposedWeightsPass
@@ -35,7 +35,7 @@ def lower_for_onnxruntime(
     Args:
         quantized: the matrices that the trace names but does not hold, if the traced model is quantized.
         half: "bf16" or "fp16": store every matrix in it that loses nothing by it.
-        kv_cache: the type of the K/V buffers, "float32" or "int8".
+        kv_cache: the type of the K/V pages, "float32" or "int8".
 
     Raises:
         GraphError: an attention or a matmul has no ONNX Runtime kernel.
@@ -46,14 +46,14 @@ def lower_for_onnxruntime(
         FlatMatMulsPass(),  # first: the others keep the shapes they find
         TransposedWeightsPass(),
         ExpertMatMulPass(),
-        GroupQueryAttentionPass(),
+        PagedAttentionPass(kv_cache),
         common_passes.RemoveUnusedNodesPass(),  # or unused Reshape nodes would count as readers
         PackedProjectionsPass(),
         QuantizedMatMulsPass(blocks, settings),
         *([HalfWeightsPass(half)] if half else []),
         GatedMatMulsPass(),
         SkipNormsPass(),
-        CachedAttentionPass(kv_cache),
+        PagedAttentionFunctionsPass(),
     )
     remove_unused(model)
     used = {name for node in model.graph.all_nodes() for name in quantized_names(node)}

@@ -1,15 +1,13 @@
-"""Writes the networks of a batch: one per segment and batch size, and one for the head, on the weights of `model.onnx`.
+"""Writes the networks of a batch: one per segment, and one for the head, on the weights of `model.onnx`.
 Where K/V are propagated, each segment after the first has one more, for the sequences that skip it.
 
 The model of `compose.packed_segments` goes through the passes of the step graph, so every weight is stored in the same
 form under the same name. Each part then becomes a file that refers to `model.onnx.data` by its path in the bundle: to
 load one, set the bundle as ONNX Runtime's folder of external weights
 (`session.model_external_initializers_file_folder_path`).
-
-Each batch size has a set of networks because idle slots cost a little; a batch runs on the smallest that holds it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -21,8 +19,7 @@ from tide_export.compose.packed_segments import Part, compose_packed
 from tide_export.compose.step_graph import LensWeights, RouterWeights
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
-from tide_export.lower.onnxruntime.packed_sequences import PackedSequencesPass
-from tide_export.trace.rewriting import present, remove_unused, run_passes
+from tide_export.trace.rewriting import present, remove_unused
 
 INLINE_BYTES = 64 * 1024  # a larger weight that model.onnx does not hold is an error: each network would store it
 
@@ -32,13 +29,11 @@ def save_batch_networks(
     pieces: Pieces,
     routers: RouterWeights,
     lenses: LensWeights | None,
-    sizes: Sequence[int] = names.BATCH_SIZES,
     lower: Callable[[ir.Model], ir.Model] = lower_for_onnxruntime,
 ) -> None:
     """Writes the networks into `folder`, where `pipeline.contents.save_graph` wrote the step graph of the same pieces.
 
     Args:
-        sizes: batch sizes, all that the runtime may use.
         lower: the function that lowered the step graph, so that the weights are equal.
 
     Raises:
@@ -53,12 +48,9 @@ def save_batch_networks(
         _point_to(value, stored.get(str(value.name)))
     (folder / names.BATCH_FOLDER).mkdir()
     for part in parts:
-        for slots in sizes if part.has_slots else (None,):
-            network = _network(model, part)
-            if slots is not None:
-                run_passes(network, PackedSequencesPass(slots))
-            remove_unused(network)
-            ir.save(network, folder / names.batch_file(part.name, slots))
+        network = _network(model, part)
+        remove_unused(network)
+        ir.save(network, folder / names.batch_file(part.name))
 
 
 def _point_to(value: ir.Value, stored: ir.Value | None) -> None:

@@ -1,4 +1,4 @@
-"""Packs the query, key and value projections of one input into one MatMul, which GroupQueryAttention reads whole.
+"""Packs the query, key and value projections of one input into one MatMul, which the attention reads whole.
 
 Applies where all three are MatMul (+ bias) of the same states by stored weights with nothing in between; a model that
 normalizes queries and keys per head keeps its three. The packed weight is concatenated when the model is written.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tide_export.names import DOMAIN, OP_ATTENTION, OP_QUANTIZED_MATMUL
+from tide_export.names import DOMAIN, OP_ATTENTION, OP_PAGED_ATTENTION, OP_QUANTIZED_MATMUL
 from tide_export.trace.rewriting import (
     FLOAT,
     derived_weight,
@@ -59,7 +59,7 @@ class PackedProjectionsPass(ir.passes.InPlacePass):
 
 def _packable(model: ir.Model) -> Iterator[tuple[ir.Node, list[_Projection]]]:
     """Every attention whose three projections can be packed, with these."""
-    for node in nodes_of(model.graph, "GroupQueryAttention", "com.microsoft"):
+    for node in [node for name in OP_PAGED_ATTENTION.values() for node in nodes_of(model.graph, name, DOMAIN)]:
         projections = [p for value in node.inputs[:3] if (p := _projection(value)) is not None]
         kinds = {(p.states, p.bias is None, p.weight is None) for p in projections}
         if len(projections) == 3 and len(kinds) == 1:

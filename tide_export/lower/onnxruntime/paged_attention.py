@@ -13,13 +13,14 @@ cache depends on the text alone.
 """
 
 import enum
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import onnx.parser
 import onnx_ir as ir
 
-from tide_export.bundle.manifest import INT8_KV
+from tide_export.bundle.manifest import INT8_KV, SCALE_BYTES
 from tide_export.names import DOMAIN, OP_PAGED_ATTENTION
+from tide_export.trace.rewriting import dims, nodes_of, present
 from tide_export.trace.tracer import OPSET
 
 INPUTS = (
@@ -27,6 +28,7 @@ INPUTS = (
     *("starts", "cos", "sin", "bias", "sinks"),
 )
 OUTPUTS = ("output", "new_key_pages", "new_value_pages")  # of what only reads, the first
+PAGES = (3, 4)  # inputs
 OPTIONAL = ("starts", "rotation", "bias", "sinks")  # inputs; cos and sin are the rotation
 
 
@@ -37,6 +39,27 @@ class Form(enum.StrEnum):
     PACKED = "packed"  # a query that holds each token's keys and values after it: the same
     READING = "reading"  # a query alone: it attends to what another node stored
     STORING = "storing"  # no query: it stores keys and values
+
+
+class PagedAttentionFunctionsPass(ir.passes.InPlacePass):
+    """Gives nodes the functions that define them, and int8 pages their type; after all passes that change nodes."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for kv_cache, op_type in OP_PAGED_ATTENTION.items():
+            nodes = nodes_of(model.graph, op_type, DOMAIN)
+            for node in nodes:
+                form, options = form_of(node), options_of(node)
+                node.overload = overload(form, options)
+                if (DOMAIN, op_type, node.overload) not in model.functions:
+                    function = paged_attention_function(kv_cache, form, options, present(model.graph.opset_imports[""]))
+                    model.functions[function.identifier()] = function
+            if nodes and kv_cache == INT8_KV:
+                read = {present(node.inputs[index]) for node in nodes for index in PAGES}
+                pages = _Int8Pages(value for value in model.graph.inputs if value in read)
+                pages.follow(model.graph)
+            modified |= bool(nodes)
+        return ir.passes.PassResult(model, modified=modified)
 
 
 def form_of(node: ir.Node) -> Form:
@@ -116,6 +139,39 @@ def _rotated(value: str, heads: str, options: Collection[str]) -> str:
         return f"Identity ({value})"
     attributes = f"interleaved: int = @rotary_interleaved, num_heads: int = @{heads}"
     return f"RotaryEmbedding <{attributes}> ({value}, cos, sin, positions_of_row)"
+
+
+class _Int8Pages(set[ir.Value]):
+    """K/V pages, whose types become int8 as they are added."""
+
+    def __init__(self, inputs: Iterable[ir.Value]):
+        super().__init__()
+        for value in inputs:
+            self._take(value)
+
+    def follow(self, graph: ir.Graph) -> None:
+        """Adds what the graph makes of pages: new pages and copies, in branches and after them."""
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.GRAPH:
+                    self.follow(attribute.as_graph())
+            if node.op_type == OP_PAGED_ATTENTION[INT8_KV]:
+                for output in node.outputs[1:]:
+                    self._take(output)
+            elif node.op_type == "Identity" and node.inputs[0] in self:
+                self._take(node.outputs[0])
+            elif node.op_type == "If":
+                branch = node.attributes["then_branch"].as_graph()
+                for output, inner in zip(node.outputs, branch.outputs, strict=True):
+                    if inner in self:
+                        self._take(output)
+
+    def _take(self, value: ir.Value) -> None:
+        *others, head_dim = dims(value)
+        assert isinstance(head_dim, int)
+        value.dtype = ir.DataType.INT8
+        value.shape = ir.Shape([*others, head_dim + SCALE_BYTES])
+        self.add(value)
 
 
 # N new tokens, R sequences, J pages of each, T tokens a page, L = J T places; H heads of queries, KV of keys, and

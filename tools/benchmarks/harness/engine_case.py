@@ -39,7 +39,7 @@ class DecodeSteps:
         self.off = [NEVER_EXIT] * len(engine.manifest.checkpoints)
         self.all_exit = [ALWAYS_EXIT] * len(engine.manifest.checkpoints)
         self.room = steps_after(len(self.context), engine.manifest.model.context_length)
-        self.state = engine.start(self.off, UNLIMITED, room=len(self.context) + 2 * self.room + 8)
+        self.state = engine.start(self.off, UNLIMITED)
         for start in range(0, len(self.context), CHUNK):
             self.state.step(self.context[start : start + CHUNK])
 
@@ -85,7 +85,7 @@ def prefill_case(engine: Engine, prompt: Sequence[int], exits: bool = False, max
 
 def logits_after(engine: Engine, ids: Sequence[int]) -> np.ndarray:
     """Float32 [V] at full depth of the position after `ids`."""
-    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints), room=len(ids))
+    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
     for start in range(0, len(ids), CHUNK):
         logits = state.step(ids[start : start + CHUNK]).logits
     return logits.copy()

@@ -78,7 +78,7 @@ class Tide:
     def nll(self, ids: Sequence[int]) -> list[float]:
         from tide_export.thresholds.resolve import NEVER_EXIT
 
-        sequence = self._engine.start([NEVER_EXIT] * len(self._engine.manifest.checkpoints), room=len(ids))
+        sequence = self._engine.start([NEVER_EXIT] * len(self._engine.manifest.checkpoints))
         return [nats(sequence.step([token]).logits, following) for token, following in pairwise(ids)]
 
 

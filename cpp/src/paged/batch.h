@@ -1,42 +1,43 @@
 // Steps several sequences at once: after every segment it decides, by decoding/depth_rule.h, which of them run the next.
+// Where K/V are propagated, the others get the keys and values that its layers make of the states they exited with.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "paged/run.h"
+#include "paged/paged_sequence.h"
+#include "paged/step_graph.h"
 #include "sequence.h"
-#include "packed/segment.h"
-#include "packed/sequence.h"
 #include "tide/state.h"
 
 namespace tide {
 
-// Sequences in `sessions->slots` slots, and the buffers of their steps.
-class PackedBatch : public KvBatch {
+// Sequences in slots, and the buffers of their steps.
+class PagedBatch final : public Batch {
  public:
   // compaction_threshold: if a smaller share of the step's sequences needs a segment, only those run it; else all with
-  //     pending tokens run it.
-  // start_lone: how a step of one sequence runs faster than on `sessions`.
-  PackedBatch(std::shared_ptr<BatchSessions> sessions, Manifest const& manifest, double compaction_threshold,
-              StartLone start_lone);
+  //     pending tokens run it. Ignored where K/V are propagated.
+  // graph: the step graph, on which one sequence runs faster than on `sessions`.
+  PagedBatch(std::shared_ptr<BatchSessions> sessions, Ort::Session& graph, Manifest const& manifest, PagePool& pool,
+             double compaction_threshold, std::size_t slots);
 
   std::size_t free_slots() const override { return free_.size(); }
+  std::int64_t max_tokens() const override { return pool_.max_tokens(); }
   std::size_t join(std::vector<double> const& thresholds, std::int64_t max_pending) override;
   void leave(std::size_t slot) noexcept override;
-  PackedSequence& sequence(std::size_t slot) override { return *sequences_[slot]; }
+  PagedSequence& sequence(std::size_t slot) override { return *sequences_[slot]; }
   std::vector<StepResult> step(std::vector<SlotRequest> const& requests) override;
-  std::vector<char> read_kv(std::size_t slot, std::int64_t start, std::int64_t stop) const override;
-  void write_kv(std::size_t slot, std::vector<std::vector<char> const*> const& blocks, std::int64_t size,
-                std::int64_t length) override;
 
- protected:
-  virtual std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests);
+  PagePool& pool() { return pool_; }
 
+ private:
   // One sequence in a step.
   struct SlotStep {
     SlotRequest const* request;
-    PackedSequence* sequence;
+    PagedSequence* sequence;
     std::int64_t total;                    // its tokens, the new ones included
     std::int64_t count;                    // its tokens in the last segment's run over it
     std::size_t start = 0;                 // index of the first of these in that run
@@ -44,19 +45,21 @@ class PackedBatch : public KvBatch {
     float threshold = static_cast<float>(kNeverExit);  // of the segment that runs next, for the last token's score
     std::optional<std::size_t> exit{};     // the segment after which it exits
     std::vector<float> exit_states{};      // [m, D'], the head's input
-    std::vector<float> pending_states{};   // [n, D], pending after the step before the first segment that did not run
+    std::vector<float> states{};           // [n, D], after the last segment that ran, unless it was the model's last
   };
   using Steps = std::vector<SlotStep*>;
 
-  // Makes room for the new tokens and gathers their ids.
+  bool runs_alone(SlotRequest const& request) const;
+  std::vector<StepResult> run_step(std::vector<SlotRequest> const& requests);
   std::vector<SlotStep> begin(std::vector<SlotRequest> const& requests);
-
-  // Runs segment k over `scheduled`, whose `count` is set. logits: last positions of each to return exit states of.
-  // input: states [N, D], not read by the first segment.
+  Steps still_active(Steps const& ran, std::size_t k) const;
+  float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
   void run(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits, float* input);
-
-  // Runs the head on the exit states.
+  void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
+  void keep_states(std::size_t k, Steps const& ran);
+  void propagate(std::size_t k, std::vector<SlotStep>& all);
   std::vector<StepResult> results(std::vector<SlotStep> const& all);
+  void commit(std::vector<SlotStep>& all);
 
   // A sequence's new hidden states [count, D] in segment k's last run.
   float const* new_states(std::size_t k, SlotStep const& one) const {
@@ -66,30 +69,20 @@ class PackedBatch : public KvBatch {
 
   std::shared_ptr<BatchSessions> const sessions_;
   Manifest const& manifest_;
+  PagePool& pool_;
+  bool const propagates_;
+  double const compaction_threshold_;
   std::vector<std::int64_t> const depths_;
   std::size_t const hidden_size_;
-  std::vector<std::unique_ptr<SegmentRun>> segments_;
-  std::vector<float> input_;  // of a segment, unless the previous segment's output is the input
-  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
-
- private:
-  bool runs_alone(SlotRequest const& request) const;
-  StepResult step_alone(SlotRequest const& request);
-  void bind();
-  Steps still_active(Steps const& ran, std::size_t k) const;
-  float* gather(std::size_t k, Steps const& scheduled, bool all_of_previous);
-  void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
-  void commit(std::vector<SlotStep>& all);
-
-  double const compaction_threshold_;
-  StartLone const start_lone_;
-  PackedSequence padding_;  // in slots without a sequence
-  std::vector<std::unique_ptr<PackedSequence>> sequences_;  // by slot
-  std::vector<std::unique_ptr<LoneSequence>> lone_;  // by slot, of sequences that were stepped alone
-  std::vector<std::int64_t> bound_;  // by slot: the capacity of its buffers that are bound; kUnbound: others are
+  StepGraph graph_;
+  std::vector<std::unique_ptr<NetworkRun>> segments_;
+  std::map<std::size_t, NetworkRun> skipped_;               // by segment
+  std::vector<std::unique_ptr<PagedSequence>> sequences_;   // by slot
   std::vector<std::size_t> free_;                           // slots; the next is the last
   std::vector<std::int64_t> ids_;
+  std::vector<float> input_;  // of a segment, unless the previous segment's output is the input
   std::vector<float> exit_states_;
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
   Ort::Value logits_{nullptr};
 };
 

@@ -1,4 +1,4 @@
-#include "packed/networks.h"
+#include "paged/networks.h"
 
 #include <algorithm>
 
@@ -9,28 +9,14 @@
 namespace tide {
 namespace {
 
-constexpr std::size_t kBatchSizes[] = {8, 16, 32};  // a bundle has a set of networks for each
-constexpr std::size_t kMaxBatchSize = 32;
+constexpr std::size_t kMaxBatchSize = 1024;
 
-// Adds the keys and values of `layers`, named by `name`.
-template <typename Name>
-void add_caches(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& layers, bool is_input,
-                Name const& name) {
-  for (std::size_t const layer : layers) {
-    for (char const* kind : names::kKinds) {
-      spec.tensors.push_back({name(layer, kind), is_input, manifest.kv_cache, manifest.kv_shape(layer, kTokens)});
-    }
-  }
-}
-
-NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t slots, std::int64_t exit_size) {
-  auto const count = static_cast<std::int64_t>(slots);
+NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::int64_t exit_size) {
   std::vector<std::int64_t> const states = {1, kTokens, manifest.model.hidden_size};
   NetworkSpec spec{names::segment(k),
                    {{names::kPositionIds, true, "int64", {1, kTokens}},
                     {names::kLastTokens, true, "int64", {kTokens}},
-                    {names::kSlotTokens, true, "int64", {count}},
-                    {names::kSlotLengths, true, "int32", {count}},
+                    {names::kSequenceStarts, true, "int64", {kTokens}},
                     {names::kExitStates, false, "float32", {kTokens, exit_size}}}};
   if (k == 0) spec.tensors.push_back({names::kInputIds, true, "int64", {1, kTokens}});
   if (k > 0) spec.tensors.push_back({names::kHiddenStates, true, "float32", states});
@@ -40,22 +26,16 @@ NetworkSpec segment_spec(Manifest const& manifest, std::size_t k, std::size_t sl
     spec.tensors.push_back({names::kRouterScore, false, "float32", {kTokens, 1}});
   }
   Layers const layers = layers_of(manifest, k);
-  std::vector<std::size_t> const read = manifest.model.kv_read(layers.first, layers.count);
-  std::vector<std::size_t> const written = kv_written(manifest, k);
-  for (std::size_t slot = 0; slot < slots; ++slot) {
-    add_caches(spec, manifest, read, true,
-               [&](std::size_t layer, char const* kind) { return names::slot(names::past(layer, kind), slot); });
-    add_caches(spec, manifest, written, false,
-               [&](std::size_t layer, char const* kind) { return names::slot(names::present(layer, kind), slot); });
-  }
+  add_pages(spec, manifest, manifest.model.kv_read(layers.first, layers.count), kv_written(manifest, k));
   return spec;
 }
 
 NetworkSpec skipped_spec(Manifest const& manifest, std::size_t k) {
   NetworkSpec spec{names::skipped(k),
                    {{names::kHiddenStates, true, "float32", {1, kTokens, manifest.model.hidden_size}},
-                    {names::kPositionIds, true, "int64", {1, kTokens}}}};
-  add_caches(spec, manifest, kv_written(manifest, k), false, names::new_kv);
+                    {names::kPositionIds, true, "int64", {1, kTokens}},
+                    {names::kSequenceStarts, true, "int64", {kTokens}}}};
+  add_pages(spec, manifest, kv_written(manifest, k), kv_written(manifest, k));
   return spec;
 }
 
@@ -90,56 +70,64 @@ std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k) {
   return written;
 }
 
+void add_pages(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& read,
+               std::vector<std::size_t> const& written) {
+  spec.tensors.push_back({names::kSequenceLengths, true, "int64", {kTokens}});
+  spec.tensors.push_back({names::kPageTable, true, "int32", {kTokens, kTokens}});
+  auto const add = [&](std::vector<std::size_t> const& layers, bool is_input, auto const& name) {
+    for (std::size_t const layer : layers) {
+      std::vector<std::int64_t> shape = manifest.kv_shape(layer, kTokens);
+      shape[0] = kTokens;
+      for (char const* kind : names::kKinds) {
+        spec.tensors.push_back({name(layer, kind), is_input, manifest.kv_cache, shape});
+      }
+    }
+  };
+  add(read, true, names::pages);
+  add(written, false, names::new_pages);
+}
+
 std::size_t BatchNetworks::max_batch_size() const {
   return bundle_.manifest.files.count(batch_file(names::kHead)) == 1 ? kMaxBatchSize : 1;
 }
 
-std::shared_ptr<BatchSessions> BatchNetworks::sessions(std::size_t count) {
-  std::size_t const size = std::min(count, kMaxBatchSize);
-  std::size_t const slots = *std::lower_bound(std::begin(kBatchSizes), std::end(kBatchSizes), size);
+std::shared_ptr<BatchSessions> BatchNetworks::sessions() {
   bundle_.check_weights();
   std::lock_guard<std::mutex> const lock(mutex_);
-  if (!opened_ || opened_->slots < slots) {
-    opened_.reset();  // first, so that only a batch that is still running keeps a second size in memory
-    opened_ = or_generation_error("cannot open the networks for batches", [&] { return open(slots); });
-  }
+  if (!opened_) opened_ = or_generation_error("cannot open the networks for batches", [&] { return open(); });
   return opened_;
 }
 
-std::shared_ptr<BatchSessions> BatchNetworks::open(std::size_t slots) const {
+std::shared_ptr<BatchSessions> BatchNetworks::open() const {
   Manifest const& manifest = bundle_.manifest;
   if (max_batch_size() == 1) {
     throw GenerationError("bundle '" + bundle_.path.string() +
-                          "' holds no networks for batches (an earlier release made it, or its export said why): give "
-                          "one prompt at a time");
+                          "' holds no networks for batches (its export said why): give one prompt at a time");
   }
   auto opened = std::make_shared<BatchSessions>();
-  opened->slots = slots;
   std::size_t const segments = manifest.checkpoints.size() + 1;
-  opened->head = load(opened->env, batch_file(names::kHead));
+  opened->head = load(opened->env, names::kHead);
   std::int64_t const exit_size = exit_size_of(tensors_of(opened->head));
-  check(opened->head, head_spec(manifest, exit_size), batch_file(names::kHead));
+  check(opened->head, head_spec(manifest, exit_size), names::kHead);
   opened->exit_size = static_cast<std::size_t>(exit_size);
   for (std::size_t k = 0; k < segments; ++k) {
-    std::string const file = batch_file(names::segment(k), slots);
-    opened->segments.push_back(load(opened->env, file));
-    check(opened->segments.back(), segment_spec(manifest, k, slots, exit_size), file);
+    opened->segments.push_back(load(opened->env, names::segment(k)));
+    check(opened->segments.back(), segment_spec(manifest, k, exit_size), names::segment(k));
   }
   for (std::size_t k = 1; k < segments && manifest.propagates(); ++k) {
     if (kv_written(manifest, k).empty()) continue;
-    std::string const file = batch_file(names::skipped(k));
-    Ort::Session const& session = opened->skipped.emplace(k, load(opened->env, file)).first->second;
-    check(session, skipped_spec(manifest, k), file);
+    Ort::Session const& session = opened->skipped.emplace(k, load(opened->env, names::skipped(k))).first->second;
+    check(session, skipped_spec(manifest, k), names::skipped(k));
   }
   return opened;
 }
 
 void BatchNetworks::check(Ort::Session const& session, NetworkSpec const& spec, std::string const& name) const {
-  spec.check(tensors_of(session), bundle_.file(name).path().string());
+  spec.check(tensors_of(session), bundle_.file(batch_file(name)).path().string());
 }
 
 NetworkSession BatchNetworks::load(Ort::Env const& env, std::string const& name) const {
-  return load_network(env, bundle_, name, threads_);
+  return load_network(env, bundle_, batch_file(name), threads_);
 }
 
 }  // namespace tide

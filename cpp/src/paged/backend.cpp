@@ -1,10 +1,14 @@
-#include "branched/backend.h"
+#include "paged/backend.h"
+
+#include <algorithm>
+#include <utility>
 
 #include "formatting.h"
+#include "generation_error.h"
 #include "names.h"
-#include "onnxruntime/session.h"
-#include "packed/propagate.h"
-#include "packed/sequence.h"
+#include "paged/batch.h"
+#include "paged/step_graph.h"
+#include "request.h"
 #include "tide/errors.h"
 
 namespace tide {
@@ -16,7 +20,6 @@ NetworkSpec graph_spec(Manifest const& manifest) {
   auto const count = static_cast<std::int64_t>(manifest.checkpoints.size());
   NetworkSpec spec{kGraphFile,
                    {{names::kInputIds, true, "int64", {1, kTokens}},
-                    {names::kTotalLength, true, "int32", {}},
                     {names::kLogitsPositions, true, "int64", {kTokens, 2}},
                     {names::kLogits, false, "float32", {kTokens, model.vocab_size}}}};
   auto const add = [&](std::string const& name, bool is_input, std::vector<std::int64_t> shape) {
@@ -31,12 +34,10 @@ NetworkSpec graph_spec(Manifest const& manifest) {
     add(names::skip_threshold(k), true, {1});
     if (!manifest.propagates()) add(names::pending(k), true, {1, kTokens, model.hidden_size});
   }
-  for (std::size_t const layer : model.kv_read(0, model.kv_shapes.size())) {
-    for (char const* kind : names::kKinds) {
-      std::vector<std::int64_t> const shape = manifest.kv_shape(layer, kTokens);
-      spec.tensors.push_back({names::past(layer, kind), true, manifest.kv_cache, shape});
-      spec.tensors.push_back({names::present(layer, kind), false, manifest.kv_cache, shape});
-    }
+  std::vector<std::size_t> const layers = model.kv_read(0, model.kv_shapes.size());
+  add_pages(spec, manifest, layers, layers);
+  for (Tensor& tensor : spec.tensors) {  // of one sequence
+    if (tensor.name == names::kSequenceLengths || tensor.name == names::kPageTable) tensor.shape[0] = 1;
   }
   return spec;
 }
@@ -60,11 +61,32 @@ void check_metadata(Ort::Session const& session, Manifest const& manifest, std::
   }
 }
 
+// A sequence that is stepped on its own.
+class GraphSequence final : public Sequence {
+ public:
+  GraphSequence(Ort::Session& session, Manifest const& manifest, PagePool& pool, ExitRule rule)
+      : sequence_(manifest, pool, std::move(rule)), graph_(session, manifest, pool), limit_(context_of(manifest)) {}
+
+  StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t, std::int64_t logits_to_keep,
+                  bool full) override {
+    return graph_.step(sequence_, ids, count, logits_to_keep, full);
+  }
+  void rewind(std::int64_t length) override { sequence_.rewind(length); }
+  void set_thresholds(std::vector<float> const& thresholds) override { sequence_.rule.thresholds = thresholds; }
+  std::vector<std::int64_t> const& lengths() const override { return sequence_.lengths; }
+  std::vector<std::int64_t> computed() const override { return sequence_.computed(); }
+  std::int64_t limit() const override { return limit_; }
+
+ private:
+  PagedSequence sequence_;
+  StepGraph graph_;
+  std::int64_t const limit_;
+};
+
 }  // namespace
 
-BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> threads, std::string const* replacement)
-    : Backend(std::move(opened), "cpu"),
-      batch_networks_(bundle(), threads, [this](ExitRule const& rule, KvBuffers& kv) { return start_lone(rule, kv); }) {
+PagedBackend::PagedBackend(Bundle opened, std::optional<std::int64_t> threads, std::string const* replacement)
+    : Backend(std::move(opened), "cpu"), pool_(manifest()), batch_networks_(bundle(), threads) {
   env_ = Ort::Env("tide");
   std::filesystem::path const graph = bundle().file(kGraphFile).path();
   session_ = load_network(env_, bundle(), kGraphFile, threads, kWeightsFile, std::nullopt, replacement);
@@ -72,9 +94,17 @@ BranchedBackend::BranchedBackend(Bundle opened, std::optional<std::int64_t> thre
   check_metadata(session_, manifest(), quoted(graph));
 }
 
-std::unique_ptr<Batch> BranchedBackend::start_batch(double compaction_threshold, std::size_t slots) {
-  return tide::start_batch(batch_networks_.sessions(slots), manifest(), compaction_threshold,
-                           batch_networks_.start_lone());
+std::unique_ptr<Sequence> PagedBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending) {
+  bundle().check_weights();
+  return std::make_unique<GraphSequence>(session_, manifest(), pool_, ExitRule{thresholds, max_pending});
+}
+
+std::unique_ptr<Batch> PagedBackend::start_batch(double compaction_threshold, std::size_t slots) {
+  std::shared_ptr<BatchSessions> sessions = batch_networks_.sessions();
+  slots = std::min(slots, max_batch_size());
+  return or_generation_error("cannot start a batch", [&] {
+    return std::make_unique<PagedBatch>(std::move(sessions), session_, manifest(), pool_, compaction_threshold, slots);
+  });
 }
 
 }  // namespace tide

@@ -1,0 +1,31 @@
+// ONNX Runtime on the CPU: the step graph for one sequence, the batch networks for several, and the pool of their K/V.
+#pragma once
+
+#include "onnxruntime/session.h"
+#include "paged/networks.h"
+#include "paged/pool.h"
+#include "sequence.h"
+
+namespace tide {
+
+class PagedBackend final : public Backend {
+ public:
+  // Loads the graph; `threads` are checked. Throws BundleError: the graph does not load, or its inputs and outputs do
+  // not match the manifest. ProviderError: ONNX Runtime is missing or too old. GenerationError: no memory can be
+  // reserved. replacement: as of `load_network`.
+  PagedBackend(Bundle bundle, std::optional<std::int64_t> threads, std::string const* replacement = nullptr);
+
+  std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) override;
+
+  std::size_t max_batch_size() const override { return batch_networks_.max_batch_size(); }
+  std::unique_ptr<Batch> start_batch(double compaction_threshold, std::size_t slots) override;
+
+ private:
+  ReturnsFreeMemory returns_free_memory_;
+  PagePool pool_;
+  Ort::Env env_{nullptr};
+  NetworkSession session_;
+  BatchNetworks batch_networks_;
+};
+
+}  // namespace tide

@@ -1,0 +1,60 @@
+#include "paged/paged_sequence.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "request.h"
+
+namespace tide {
+
+PagedSequence::PagedSequence(Manifest const& manifest, PagePool& pool, ExitRule exit_rule)
+    : SequenceState(manifest),
+      rule(std::move(exit_rule)),
+      skipped(lengths.size()),
+      pending(lengths.size()),
+      pool_(pool) {}
+
+PagedSequence::~PagedSequence() { release_after(0); }
+
+std::vector<std::int64_t> PagedSequence::computed() const {
+  std::vector<std::int64_t> tokens = lengths;
+  for (std::size_t k = 0; k < tokens.size(); ++k) tokens[k] -= skipped[k];
+  return tokens;
+}
+
+void PagedSequence::rewind(std::int64_t length) {
+  std::vector<std::int64_t> const before = lengths;
+  SequenceState::rewind(length);
+  auto const width = static_cast<std::size_t>(manifest_.model.hidden_size);
+  for (std::size_t k = 1; k < lengths.size(); ++k) {
+    auto const left = static_cast<std::size_t>(std::max<std::int64_t>(length - before[k], 0));
+    pending[k].resize(std::min(pending[k].size(), left * width));
+  }
+  release_after(pages_of(length));
+}
+
+std::int64_t PagedSequence::reserve(std::size_t count) {
+  std::int64_t const total = length_after(length(), count, context_of(manifest_));
+  // Deeper segments may still write what is pending before them.
+  for (auto page = static_cast<std::size_t>(lengths.back() / kPageTokens); page < pages_.size(); ++page) {
+    pool_.make_own(pages_[page]);
+  }
+  std::size_t const needed = pages_of(total);
+  if (needed > pages_.size()) pool_.take(needed - pages_.size(), pages_);
+  return total;
+}
+
+void PagedSequence::begin(std::vector<Page> const& shared, std::int64_t length) {
+  pages_.reserve(shared.size());
+  for (Page const page : shared) {
+    pool_.share(page);
+    pages_.push_back(page);
+  }
+  lengths.assign(lengths.size(), length);
+}
+
+void PagedSequence::release_after(std::size_t count) noexcept {
+  for (; pages_.size() > count; pages_.pop_back()) pool_.release(pages_.back());
+}
+
+}  // namespace tide

@@ -1,0 +1,44 @@
+// One sequence: its page table, pending states before each segment, and lengths. It has no bindings: the step graph and
+// the segment networks run it alike.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "paged/pool.h"
+#include "sequence.h"
+
+namespace tide {
+
+class PagedSequence final : public SequenceState {
+ public:
+  // `pool` must outlive it.
+  PagedSequence(Manifest const& manifest, PagePool& pool, ExitRule exit_rule);
+  ~PagedSequence() override;
+
+  ExitRule rule;
+
+  std::vector<std::int64_t> skipped;  // tokens of `lengths` that skipped the segment: their K/V are propagated
+  std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
+
+  std::vector<std::int64_t> computed() const override;
+  void rewind(std::int64_t length) override;
+
+  std::vector<Page> const& pages() const { return pages_; }
+
+  // Takes pages for `count` more tokens, and copies what the step will write to and others share. Returns the tokens of
+  // the sequence with them. Throws GenerationError: no tokens, more than the model's context holds, or no free page; the
+  // sequence is then as before.
+  std::int64_t reserve(std::size_t count);
+
+  // Begins this empty sequence with `length` tokens, which every segment ran over, in pages that it shares.
+  void begin(std::vector<Page> const& shared, std::int64_t length);
+
+ private:
+  void release_after(std::size_t count) noexcept;
+
+  PagePool& pool_;
+  std::vector<Page> pages_;
+};
+
+}  // namespace tide

@@ -1,0 +1,83 @@
+// A network of a batch with the bindings of one batch: runs any of the sequences, each over its own new tokens. Keys and
+// values are written into the sequences' pages, in place.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "paged/networks.h"
+#include "paged/paged_sequence.h"
+
+namespace tide {
+
+// The share of one sequence in a run.
+struct Part {
+  PagedSequence const* sequence;
+  std::int64_t count;   // its tokens in this run
+  std::int64_t total;   // its tokens in the K/V cache after the run
+  std::int64_t logits;  // number of its last positions whose exit states are returned, 1 .. count
+  float threshold;      // for its score, which is of one position; not read by the last segment
+};
+
+// The inputs by which a network finds the pages of sequences, and its bindings to the pool.
+class PageBindings {
+ public:
+  // Binds the pages of the layers that are read and written to the memory of `pool`.
+  PageBindings(Ort::IoBinding& binding, PagePool const& pool, std::vector<std::size_t> const& read,
+               std::vector<std::size_t> const& written);
+
+  // Adds the next sequence, with its tokens after the run.
+  void add(PagedSequence const& sequence, std::int64_t total);
+
+  void bind();   // after the last sequence; in a debug build, checks that no page would be written twice
+  void clear();  // before the first one
+
+ private:
+  Ort::IoBinding& binding_;
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
+  std::vector<std::int64_t> lengths_;
+  std::vector<PagedSequence const*> sequences_;
+  std::vector<Page> table_;
+  std::size_t bound_ = 0, width_ = 0;  // sequences and pages of each that are bound
+};
+
+class NetworkRun {
+ public:
+  // The network of segment k, or of the tokens that skip it.
+  NetworkRun(BatchSessions& sessions, Manifest const& manifest, PagePool const& pool, std::size_t k, bool skipped);
+
+  // Runs some sequences over token ids [N] or hidden states [N, D] of all of them, one sequence after the other. Throws
+  // GenerationError: ONNX Runtime failed.
+  void run(std::vector<Part> const& parts, std::int64_t* ids);
+  void run(std::vector<Part> const& parts, float* states);
+
+  // The last run's outputs; none of tokens that skip. Where a threshold is above 1 the exit state is not computed, and the
+  // score NaN.
+  std::vector<float> exit_states;  // [sum of logits, D'], the head's input for tokens that exit after this segment
+  std::vector<float> scores;       // [sum of logits], the router's; empty for the last segment
+  std::vector<float> hidden;       // [N, D], the new hidden states; empty for the last segment
+
+ private:
+  std::int64_t prepare(std::vector<Part> const& parts);
+  void allocate(std::int64_t tokens, std::int64_t logits, std::size_t sequences);
+  void run_on(char const* input, Ort::Value const& value);
+
+  template <typename T>
+  void bind_input(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape);
+  void bind_output(char const* name, std::vector<float>& values, std::vector<std::int64_t> const& shape);
+
+  Ort::Session& session_;
+  std::string const name_;
+  bool const has_exits_, has_next_;  // gives exit states; and the states of the next segment
+  std::int64_t const hidden_size_, exit_size_;
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
+  Ort::RunOptions const run_options_;
+  Ort::IoBinding binding_;
+  PageBindings pages_;
+  std::int64_t tokens_ = -1, logits_ = -1;  // that the buffers are bound for
+  std::vector<std::int64_t> last_tokens_, positions_, starts_;
+  std::vector<float> thresholds_;
+};
+
+}  // namespace tide

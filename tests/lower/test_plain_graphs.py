@@ -1,0 +1,217 @@
+"""Bundles' graphs in an ONNX Runtime without our library, against PyTorch: what the functions define is the model."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from families import build
+from plain_graphs import Batch, Network, StepGraph
+from tiny_configs import CHECKPOINTS
+from tiny_engines import bundle_of, pieces_of
+
+from tide_export import names
+from tide_export.bundle.manifest import EXACT, FLOAT32_KV, INT8_KV, PROPAGATE
+from tide_export.bundle.opened import Bundle
+from tide_export.model.source import SourceModel
+from tide_export.routers.random_routers import random_routers
+from tide_export.routers.router_set import RouterSet
+from tide_export.verify.int8_kv import rounded_kv
+from tide_export.verify.oracle import oracle
+from tide_export.verify.references import full_reference
+
+# By what they have that attention must get right.
+FAMILIES = {
+    "llama": "grouped queries, projections packed",
+    "mistral": "a sliding window",
+    "bloom": "ALiBi",
+    "mpt": "ALiBi without a power of two",
+    "gpt_oss": "sinks and a window",
+    "gemma2": "softcaps",
+    "gemma3n (text)": "keys and values of earlier layers",
+    "gptj": "an interleaved rotation of a part",
+    "cohere": "an interleaved rotation",
+    "gpt2": "no rotation",
+}
+IDS = (np.arange(3 * 40) * 37 % 500 + 3).reshape(3, -1).tolist()
+RUNS = [[13, 1, 0], [1, 6, 5], [0, 1, 1], [9, 0, 17]]  # new tokens of three sequences
+
+
+class Made:
+    """A family's bundle and what it was made of."""
+
+    def __init__(
+        self, family: str, folder: Path, traces: Callable, strategy: str = EXACT, kv_cache: str = FLOAT32_KV
+    ) -> None:
+        self.source: SourceModel = build(family)
+        self.routers: RouterSet = random_routers(self.source, CHECKPOINTS, IDS[0], bottleneck=16, lens_rank=4)
+        pieces = pieces_of(self.source, CHECKPOINTS, strategy == PROPAGATE, traces)
+        options = {"strategy": strategy, "kv_cache": kv_cache}
+        self.bundle: Bundle = bundle_of(self.source, self.routers, folder / "bundle", pieces, batch=True, **options)
+
+    def full(self, ids: list[int]) -> np.ndarray:
+        with rounded_kv(self.source, self.bundle.manifest):
+            return full_reference(self.source, ids, 1).logits
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, traces: Callable) -> Made:
+    return Made(request.param, tmp_path_factory.mktemp("plain"), traces)
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory, traces: Callable) -> Made:
+    return Made("llama", tmp_path_factory.mktemp("int8"), traces, kv_cache=INT8_KV)
+
+
+@pytest.fixture(scope="module")
+def propagating(tmp_path_factory: pytest.TempPathFactory, traces: Callable) -> Made:
+    return Made("llama", tmp_path_factory.mktemp("propagating"), traces, PROPAGATE)
+
+
+def close(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-4) -> None:
+    np.testing.assert_allclose(found, expected, atol=tolerance * np.abs(expected).max(initial=1))
+
+
+def check_full_depth(made: Made, tolerance: float = 1e-4) -> None:
+    """A prompt, single tokens, several at once."""
+    graph, ids = StepGraph(made.bundle), IDS[0]
+    logits = [graph.step(part)[0] for part in (ids[:11], ids[11:12], ids[12:13], ids[13:20], ids[20:])]
+    close(np.concatenate(logits), made.full(ids), tolerance)
+
+
+def check_exits(made: Made, propagate_from: int | None = None) -> None:
+    """Token by token after a prompt, by thresholds that some tokens pass at either checkpoint."""
+    ids, prompt = IDS[1], 10
+    scores = oracle(made.source, made.routers, ids, [2.0, 2.0], propagate_from).scores[prompt:].numpy()
+    thresholds = [dividing(scores[:, k], share) for k, share in enumerate((0.7, 0.5))]
+    expected = oracle(made.source, made.routers, ids, thresholds, propagate_from)
+    graph = StepGraph(made.bundle)
+    graph.step(ids[:prompt])
+    steps = [graph.step([token], thresholds) for token in ids[prompt:]]
+    layers = [layers for _, layers in steps]
+    assert layers == expected.exit_layers[prompt:].tolist()
+    assert set(layers) == {*CHECKPOINTS, made.source.num_layers}
+    close(np.concatenate([logits for logits, _ in steps]), expected.logits[prompt:].detach().numpy())
+
+
+def dividing(scores: np.ndarray, share: float) -> float:
+    """In the middle of the widest gap between the scores around this share of them."""
+    ordered = np.sort(scores)
+    middle = int(share * len(ordered))
+    gaps = np.diff(ordered[middle - 4 : middle + 4])
+    at = middle - 4 + int(gaps.argmax())
+    return float(ordered[at : at + 2].mean())
+
+
+def check_batch(made: Made, tolerance: float = 1e-4) -> None:
+    """Three sequences with other numbers of new tokens in every run, against each alone."""
+    batch, at = Batch(made.bundle, 3), [0, 0, 0]
+    found: list[list[np.ndarray]] = [[], [], []]
+    for counts in RUNS:
+        new = [ids[start : start + count] for ids, start, count in zip(IDS, at, counts, strict=True)]
+        at = [start + count for start, count in zip(at, counts, strict=True)]
+        for logits, each in zip(batch.full(new), found, strict=True):
+            each.append(logits)
+    for ids, length, logits in zip(IDS, at, found, strict=True):
+        close(np.concatenate(logits), made.full(ids[:length]), tolerance)
+
+
+def test_the_step_graph_is_the_model_at_full_depth(made: Made) -> None:
+    check_full_depth(made)
+
+
+def test_the_step_graph_exits_by_the_rule(made: Made) -> None:
+    check_exits(made)
+
+
+def test_a_batch_of_ragged_sequences_is_the_model(made: Made) -> None:
+    check_batch(made)
+
+
+def test_the_graphs_are_valid(made: Made) -> None:
+    for file in (names.GRAPH_FILE, *(name for name in made.bundle.manifest.files if name.startswith("batch/"))):
+        beside_its_weights = made.bundle.path / "checked.onnx"
+        shutil.copyfile(made.bundle.path / file, beside_its_weights)
+        onnx.checker.check_model(str(beside_its_weights), full_check=True)
+
+
+def test_pending_tokens_of_several_runs_go_through_the_next_segment_at_once(made: Made) -> None:
+    """Each sequence has another number of them; scores and exits at the checkpoint are the rule's."""
+    batch, runs = Batch(made.bundle, 3), [[4, 1, 7], [1, 0, 2]]
+    waiting: list[list[np.ndarray]] = [[], [], []]
+    at = [0, 0, 0]
+    for counts in runs:
+        new = [ids[start : start + count] for ids, start, count in zip(IDS, at, counts, strict=True)]
+        at = [start + count for start, count in zip(at, counts, strict=True)]
+        outputs = batch.through(new, range(1))
+        logits = batch.head(batch.pool, {names.EXIT_STATES: outputs[names.EXIT_STATES][None]})[names.LOGITS][0]
+        ends = np.cumsum(counts)
+        for r, (ids, end) in enumerate(zip(IDS, ends, strict=True)):
+            place, rows = slice(at[r] - counts[r], at[r]), slice(end - counts[r], end)
+            rule = oracle(made.source, made.routers, ids[: at[r]], [-1.0, -1.0])
+            close(outputs[names.ROUTER_SCORE][rows, 0], rule.scores[place, 0].numpy())
+            close(logits[rows], rule.logits[place].detach().numpy())
+            waiting[r].append(outputs[names.NEW_HIDDEN_STATES][0, rows])
+    batch.lengths = [0, 0, 0]
+    feeds = batch.places([ids[:length] for ids, length in zip(IDS, at, strict=True)])
+    feeds[names.HIDDEN_STATES] = np.concatenate([states for each in waiting for states in each])[None]
+    feeds[names.LAST_TOKENS], feeds[names.SLOT_THRESHOLDS] = np.arange(sum(at)), np.zeros((sum(at), 1), np.float32)
+    for segment in batch.segments[1:]:
+        outputs = segment(batch.pool, feeds)
+        feeds[names.HIDDEN_STATES] = outputs.get(names.NEW_HIDDEN_STATES, feeds[names.HIDDEN_STATES])
+    logits = batch.head(batch.pool, {names.EXIT_STATES: outputs[names.EXIT_STATES][None]})[names.LOGITS][0]
+    for ids, length, rows in zip(IDS, at, np.split(logits, np.cumsum(at)[:-1]), strict=True):
+        close(rows, made.full(ids[:length]))
+
+
+def test_int8_pages(int8: Made) -> None:
+    check_full_depth(int8, 2e-3)  # a number on the edge may be rounded to either side
+    check_batch(int8, 2e-3)
+
+
+def test_a_propagating_step_graph_follows_the_rule(propagating: Made) -> None:
+    check_full_depth(propagating)
+    check_exits(propagating, 10)
+    check_batch(propagating)
+
+
+def test_skipped_layers_store_keys_and_values_of_exit_states(propagating: Made) -> None:
+    """As the step graph does in its own branch: one sequence exits after the first segment, another goes deep."""
+    made, prompts = propagating, [7, 11]
+    batch = Batch(made.bundle, 2)
+    batch.full([ids[:length] for ids, length in zip(IDS, prompts, strict=False)])
+    states = batch.through([IDS[0][7:8], IDS[1][11:12]], range(1))[names.NEW_HIDDEN_STATES]
+    lengths = [8, 12]
+    for deep, network in ((False, batch.skipped[0]), (False, batch.skipped[1]), (True, None)):
+        row, r = (1, 1) if deep else (0, 0)
+        feeds = {
+            names.SEQUENCE_LENGTHS: np.array([lengths[r]]),
+            names.SEQUENCE_STARTS: np.array([0, 1]),
+            names.PAGE_TABLE: np.array([batch.tables[r]], np.int32),
+            names.POSITION_IDS: np.array([[lengths[r] - 1]]),
+            names.HIDDEN_STATES: states[:, row : row + 1],
+            names.LAST_TOKENS: np.array([0]),
+            names.SLOT_THRESHOLDS: np.zeros((1, 1), np.float32),
+        }
+        for each in batch.segments[1:] if network is None else [network]:
+            outputs = each(batch.pool, feeds)
+            feeds[names.HIDDEN_STATES] = outputs.get(names.NEW_HIDDEN_STATES, feeds[names.HIDDEN_STATES])
+    found = batch.full([IDS[0][8:12], IDS[1][12:15]])
+    for r, (exits, after) in enumerate(((True, 4), (False, 3))):
+        graph = StepGraph(made.bundle)
+        graph.step(IDS[r][: prompts[r]])
+        graph.step([IDS[r][prompts[r]]], [-1.0, -1.0] if exits else None)
+        close(found[r], graph.step(IDS[r][prompts[r] + 1 : prompts[r] + 1 + after])[0])
+
+
+def test_a_network_of_skipped_layers_reads_no_page(propagating: Made) -> None:
+    """It stores alone: without queries there is no attention in it."""
+    network = Network(propagating.bundle, names.batch_file(names.skipped(1)))
+    model = onnx.load(propagating.bundle.path / names.batch_file(names.skipped(1)), load_external_data=False)
+    (node,) = [node for node in model.graph.node if node.op_type == names.OP_PAGED_ATTENTION[FLOAT32_KV]]
+    assert node.input[0] == ""
+    assert node.overload == "storing_starts_rotation"
+    assert set(network.outputs) == {names.new_pages(1, kind) for kind in ("key", "value")}

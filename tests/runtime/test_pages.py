@@ -1,0 +1,98 @@
+"""The pool of K/V pages: taken, shared, copied and given back; bounded, with a sentence where it ends."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny_engines import TinyLlama
+
+from tide_export.runtime.engine import Engine
+from tide_export.runtime.scheduler import SchedulerLimits
+
+PAGE_TOKENS = 16
+
+# In a process that may map little memory, the pool is small.
+SMALL_POOL = """
+import resource, sys
+from pathlib import Path
+from tide_export.errors import GenerationError
+from tide_export.runtime.engine import load
+
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+load(sys.argv[1], threads=1)  # opens the libraries
+limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (96 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+engine = load(sys.argv[1], threads=1)
+off = [2.0] * len(engine.manifest.checkpoints)
+
+
+def fill(said):
+    # Starts sequences of 100 tokens until there is no page, and returns them.
+    states = []
+    while True:
+        state = engine.start(off, 0)
+        try:
+            state.step([1] * 100)
+        except GenerationError as error:
+            if said:
+                print(error)
+            assert state.lengths == [0] * len(state.lengths)
+            return states
+        states.append(state)
+
+
+states = fill(True)
+print(len(states))
+kept = states[::2]
+for state in kept:
+    state.rewind(1)
+del states[1::2]  # their pages come back, and six of each that was rewound
+for state in kept:
+    state.step([1] * 99)
+print(len(kept) + len(fill(False)))
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: TinyLlama) -> Engine:
+    return tiny_llama.graph(tiny_llama.exact)
+
+
+def test_a_pool_that_is_full_is_said_and_goes_on_when_pages_come_back(tiny_llama: TinyLlama) -> None:
+    done = subprocess.run([sys.executable, "-c", SMALL_POOL, str(tiny_llama.exact)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sentence, *facts = done.stdout.splitlines()
+    said = re.fullmatch(r"not enough memory for the K/V cache: it holds (\d+) tokens of all sequences", sentence)
+    assert said is not None, sentence
+    held, held_again = (int(fact) for fact in facts)
+    pages = int(said[1]) // PAGE_TOKENS
+    assert held == pages // 7, "a sequence of 100 tokens has seven pages"
+    assert held_again == held, "the pages of sequences that are gone, and of tokens that were rewound"
+
+
+def test_sequences_that_share_pages_do_not_change_each_other(engine: Engine) -> None:
+    """Two requests go on differently in the middle of a page that the cache holds as well."""
+    prompt = [token % 97 + 3 for token in range(48)]  # the last page is cached up to its last token
+    limits = SchedulerLimits(slots=4, prefix_cache_bytes=100 * PAGE_TOKENS * engine.manifest.kv_token_bytes)
+    scheduler = engine.scheduler(limits)
+    scheduler.submit(prompt, mode="full", max_new_tokens=2, stop_token_ids=[]).result()
+    options = [{"mode": "full", "max_new_tokens": 40, "temperature": 1.0, "seed": seed} for seed in range(4)]
+    handles = [scheduler.submit(prompt, stop_token_ids=[], **given) for given in options]
+    for handle, given in zip(handles, options, strict=True):
+        assert handle.result().tokens == engine.generate(prompt, stop_token_ids=[], **given).tokens
+        assert handle.cached_tokens == 47
+    assert len({tuple(handle.result().tokens) for handle in handles}) == 4
+
+
+def test_a_sequence_may_be_rewound_into_pages_that_it_shares(engine: Engine) -> None:
+    """What it writes again is its own: the cache's page stays, and other requests read that."""
+    off, ids = [2.0] * len(engine.manifest.checkpoints), [token % 97 + 3 for token in range(64)]
+    state = engine.start(off, 0)
+    expected = state.step(ids).logits.copy()
+    for length in (0, 1, 15, 16, 17, 33, 63):
+        state.rewind(length)
+        state.step([5] * (64 - length))
+        state.rewind(length)
+        np.testing.assert_array_equal(state.step(ids[length:], full=True).logits, expected)

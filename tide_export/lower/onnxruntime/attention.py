@@ -1,0 +1,122 @@
+"""Replaces `tide::TideAttention` by the operator that rotates, writes keys and values into pages, and attends.
+
+It takes [1, N, heads * head_dim], so the Reshape and Transpose pairs around the traced attention disappear; if query
+and key are rotated from tables just before, the rotation moves inside. Attention to an earlier layer's keys and values
+has a query alone, reads that layer's pages and has no new pages; one without a query stores keys and values alone.
+"""
+
+import onnx_ir as ir
+
+from tide_export.names import DOMAIN, OP_ATTENTION, OP_PAGED_ATTENTION
+from tide_export.trace.rewriting import (
+    SWAP_HEADS,
+    dims,
+    drop_unused,
+    ensure_none_left,
+    integers,
+    last_dim,
+    nodes_of,
+    op_before,
+    ops_before,
+    present,
+    producer,
+    rank,
+    replace_value,
+    require_arity,
+)
+
+
+class PagedAttentionPass(ir.passes.InPlacePass):
+    """Inputs of each node, as `compose` gives them: query, key and value, of which some may be absent; key pages, value
+    pages, page table, lengths, starts or none, sinks or none, and a bias by head and key position or none."""
+
+    def __init__(self, kv_cache: str):
+        """`kv_cache`: "float32" or "int8"."""
+        super().__init__()
+        self.op_type = OP_PAGED_ATTENTION[kv_cache]
+
+    def requires(self, model: ir.Model) -> None:
+        require_arity(model, OP_ATTENTION, inputs=[10], outputs=[1, 3])
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        nodes = nodes_of(model.graph, OP_ATTENTION, DOMAIN)
+        for node in nodes:
+            _lower(model.graph, node, self.op_type)
+        return ir.passes.PassResult(model, modified=bool(nodes))
+
+    def ensures(self, model: ir.Model) -> None:
+        ensure_none_left(nodes_of(model.graph, OP_ATTENTION, DOMAIN))
+
+
+def _lower(graph: ir.Graph, node: ir.Node, op_type: str) -> None:
+    query, key, value, *pages, table, lengths, starts, sinks, bias = node.inputs
+    heads, kv_heads, head_dim = (node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads", "head_dim"))
+    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": node.attributes["scale"].as_float()}
+    if "window" in node.attributes:
+        attributes["local_window_size"] = node.attributes["window"].as_int()
+    if "softcap" in node.attributes:
+        attributes["softcap"] = node.attributes["softcap"].as_float()
+    tables: list[ir.Value | None] = [None, None]
+    rotation = _common_rotation([item for item in (query, key) if item is not None])
+    if rotation is not None:
+        query, key = (item and present(item.producer()).inputs[0] for item in (query, key))
+        tables = list(rotation.inputs[1:3])
+        attributes["rotary_interleaved"] = rotation.attributes.get_int("interleaved", 0)
+    inputs = [
+        item and _flat(graph, node, item, count * head_dim, suffix)
+        for item, count, suffix in ((query, heads, "_q"), (key, kv_heads, "_k"), (value, kv_heads, "_v"))
+    ]
+    inputs += [*pages, table, lengths, starts, *tables, bias, sinks]
+    while inputs[-1] is None:
+        inputs.pop()
+    old = node.outputs[0]
+    width = [] if old.shape is None else [heads * head_dim if query is not None else 0]
+    shape = [*dims(old)[:2], *width] if width else None
+    types = [(old.dtype, shape), *((value.dtype, value.shape) for value in node.outputs[1:])]
+    attended, *written = ops_before(node, op_type, inputs, attributes, domain=DOMAIN, types=types)
+    _replace_output(graph, node, attended, heads, head_dim)
+    for before, after in zip(node.outputs[1:], written, strict=True):
+        replace_value(before, after)
+    drop_unused([node])
+
+
+def _common_rotation(values: list[ir.Value]) -> ir.Node | None:
+    """The rotary node of the first of `values` if all are rotated alike by the same tables."""
+    nodes = [producer(value, "RotaryEmbedding") for value in values]
+    kinds = {
+        (*node.inputs[1:], *(node.attributes.get_int(name, 0) for name in ("interleaved", "rotary_embedding_dim")))
+        for node in nodes
+        if node is not None and len(node.inputs) == 4
+    }
+    one = None not in nodes and len(kinds) == 1
+    return nodes[0] if one and next(iter(kinds))[-1] == 0 else None
+
+
+def _flat(graph: ir.Graph, node: ir.Node, value: ir.Value, width: int, suffix: str) -> ir.Value:
+    """`value` [B, heads, S, head_dim] as [B, S, width]: the value that was split into heads, if there is one."""
+    swap = producer(value, "Transpose")
+    if swap is not None and list(swap.attributes.get_ints("perm", [])) == SWAP_HEADS:
+        split = swap.inputs[0]
+    else:
+        split = op_before(node, "Transpose", [value], {"perm": SWAP_HEADS}, dtype=value.dtype, suffix=suffix)
+    reshape = producer(split, "Reshape")
+    merged = reshape.inputs[0] if reshape is not None else None
+    if merged is not None and rank(merged) == 3 and last_dim(merged) == width:
+        return merged
+    shape = integers(graph, "merge_heads", [0, 0, -1])
+    return op_before(node, "Reshape", [split, shape], dtype=value.dtype, suffix=suffix)
+
+
+def _replace_output(graph: ir.Graph, node: ir.Node, attended: ir.Value, heads: int, head_dim: int) -> None:
+    """Makes readers of the traced output [B, S, heads, head_dim] read `attended` [B, S, heads * head_dim]: those that
+    merge the heads read it directly, others through a Reshape."""
+    old = node.outputs[0]
+    for reader, _ in list(old.uses()):
+        merged = reader.outputs[0]
+        if reader.op_type == "Reshape" and rank(merged) == 3 and last_dim(merged) == heads * head_dim:
+            merged.replace_all_uses_with(attended, replace_graph_outputs=True)
+            drop_unused([reader])
+    if old.uses():
+        shape = integers(graph, f"split_heads_{heads}", [0, 0, heads, head_dim])
+        split = op_before(node, "Reshape", [attended, shape], dtype=old.dtype, shape=old.shape, suffix="_split")
+        old.replace_all_uses_with(split)
