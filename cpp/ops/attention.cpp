@@ -16,6 +16,7 @@ namespace {
 
 using Kernel = AttentionKernel;
 constexpr std::int64_t kBlock = 64;                     // keys that all queries read, one after another
+constexpr std::int64_t kAhead = 4096, kAheadKeys = 64;   // bytes from keys that are read to those that are prefetched
 constexpr float kLowest = -1e30f, kHidden = -2 * 1e30f;  // of all scores; of a key that a query does not attend to
 
 #define TIDE_KERNEL "attention.inc"

@@ -22,7 +22,7 @@ enum Input {
 
 constexpr std::int64_t kTaskQueries = 32;        // that share the keys that are widened
 constexpr std::int64_t kSpanTokens = 64;         // of a span, at most
-constexpr std::int64_t kPartialFloats = 1 << 19;  // of partial results at a time; they stay in a cache
+constexpr std::int64_t kPartialFloats = 1 << 20;  // of partial results at a time
 constexpr std::int64_t kKeptFloats = 1 << 18;    // more queries are not kept by the thread that rotated them
 constexpr std::int64_t kPartTokens = 16;         // rotated and stored by one thread at a time
 // Of new tokens, keys read and partial results; below, threads would cost more than they gain.
@@ -169,23 +169,22 @@ Status* in_parallel(Context* context, std::int64_t count, bool little, Work cons
   return nullptr;
 }
 
-// Up to kSpanTokens new tokens of a sequence, and consecutive chunks of one head of its keys. A task is one chunk and
-// `rows` of the queries.
+// Up to kSpanTokens new tokens of a sequence, and consecutive chunks of its keys. A unit is some of the queries of one
+// head of keys, and a task is one of its chunks.
 struct Span {
-  Queries queries;
-  std::int64_t rows;
+  Queries queries;     // of the first head; those of the others follow
+  std::int64_t rows;   // of a unit, at most
+  std::int64_t units;  // of all heads
   Chunks chunks;
   std::int64_t task, unit, partial;  // the first ones
 
-  std::int64_t units() const { return (queries.count + rows - 1) / rows; }
-  std::int64_t tasks() const { return units() * chunks.count; }
-
   Queries of_unit(Attention const& a, std::int64_t at) const {
-    std::int64_t const first = at * rows, token = first / a.group();
+    std::int64_t const of_head = units / a.kv_heads, head = at / of_head, row = at % of_head * rows;
+    std::int64_t const token = row / a.group(), first = head * queries.count + row;
     return {queries.pages,
-            queries.kv_head,
+            head,
             queries.position + token,
-            std::min(rows, queries.count - first),
+            std::min(rows, queries.count - row),
             queries.rows + first * a.width,
             queries.states + 2 * first,
             queries.output + token * a.heads * a.head_dim};
@@ -199,23 +198,23 @@ class Spans {
     spans().clear();
   }
 
-  // Computes what is there first if there is no room.
+  // Computes what is there first if there is no room. `queries`: of the first head; those of the others follow.
   Status* add(Context* context, Queries const& queries) {
     Attention const& a = attention_;
     std::int64_t const last = queries.position + queries.count / a.group() - 1;
     std::int64_t const oldest = a.window > 0 ? std::max<std::int64_t>(queries.position + 1 - a.window, 0) : 0;
     std::int64_t const first = oldest / kChunk, end = last / kChunk + 1;
     std::int64_t const rows = std::min(queries.count, std::max(a.group(), kTaskQueries / a.group() * a.group()));
-    std::int64_t const units = (queries.count + rows - 1) / rows, floats = units * partial_floats(a, rows);
+    std::int64_t const units = (queries.count + rows - 1) / rows * a.kv_heads, floats = units * partial_floats(a, rows);
     for (std::int64_t chunk = first, count; chunk < end; chunk += count) {
       if (partials_ + floats > kPartialFloats) TIDE_RETURN_IF_FAILED(compute(context));
       count = std::max<std::int64_t>(std::min((kPartialFloats - partials_) / floats, end - chunk), 1);
       Chunks const chunks{chunk, count, chunk == first, chunk + count == end};
-      spans().push_back({queries, rows, chunks, tasks_, units_, partials_});
+      spans().push_back({queries, rows, units, chunks, tasks_, units_, partials_});
       tasks_ += units * count;
       units_ += units;
       partials_ += floats * count;
-      keys_ += std::min((chunk + count) * kChunk, last + 1) - std::max(chunk * kChunk, oldest);
+      keys_ += a.kv_heads * (std::min((chunk + count) * kChunk, last + 1) - std::max(chunk * kChunk, oldest));
     }
     return nullptr;
   }
@@ -227,9 +226,9 @@ class Spans {
     std::vector<Span> const& all = spans();
     auto const attend = [&](std::int64_t task) {
       static thread_local Buffer scratch;
-      // One chunk of keys for all queries of its span after another: it stays in a cache.
+      // One chunk of keys for all queries of its span after another: it stays in a cache, and its heads share pages.
       Span const& span = of(all, task, &Span::task);
-      std::int64_t const chunk = (task - span.task) / span.units(), unit = (task - span.task) % span.units();
+      std::int64_t const chunk = (task - span.task) / span.units, unit = (task - span.task) % span.units;
       Queries const queries = span.of_unit(a, unit);
       float* const partial = partials + span.partial + (unit * span.chunks.count + chunk) * stride(span);
       kernel_.attend(a, queries, span.chunks.first + chunk, partial, scratch.of(scratch_floats(a, queries.count)));
@@ -418,13 +417,10 @@ Status* compute_checked(Attributes const& attributes, Context* context) {
   for (std::int64_t i = 0; i < sequences.count; ++i) {
     for (std::int64_t token = 0; token < sequences.tokens(i); token += kSpanTokens) {
       std::int64_t const count = std::min(kSpanTokens, sequences.tokens(i) - token), row = sequences.starts[i] + token;
-      for (std::int64_t head = 0; head < a.kv_heads; ++head) {
-        std::int64_t const at = row * a.heads + head * count * a.group();
-        TIDE_RETURN_IF_FAILED(spans.add(context, {sequences.pages + i * sequences.longest_table, head,
-                                                  sequences.first_position(i) + token, count * a.group(),
-                                                  queries + at * a.width, states + 2 * at,
-                                                  static_cast<float*>(result) + row * size}));
-      }
+      TIDE_RETURN_IF_FAILED(spans.add(
+          context, {sequences.pages + i * sequences.longest_table, 0, sequences.first_position(i) + token,
+                    count * a.group(), queries + row * a.heads * a.width, states + 2 * row * a.heads,
+                    static_cast<float*>(result) + row * size}));
     }
   }
   return spans.compute(context);
