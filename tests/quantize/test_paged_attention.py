@@ -1,5 +1,5 @@
-"""The attention operators: random ragged runs of every form and type, outputs that depend on nothing else in a run, with
-every instruction set, pages in place, and what is refused."""
+"""The attention operators: random ragged runs of every form and type, outputs that depend on nothing else in a run,
+with every instruction set, pages in place, and what is refused."""
 
 import ctypes
 import os

@@ -12,13 +12,15 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tide_export.formatting import table
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.scheduler import SchedulerLimits
+from tide_export.runtime.handle import RequestHandle
+from tide_export.runtime.scheduler import Scheduler, SchedulerLimits
 
 Hashes = list[bytes]
 LONGEST, NEW_TOKENS = 200, 24
@@ -88,9 +90,14 @@ def compare(
         for cache in (0, 1 << 26):
             limits = SchedulerLimits(slots=count, prompt_tokens=64, prefix_cache_bytes=cache)
             with engine.scheduler(limits) as scheduler:
-                shared = collected(lambda n, given, at=scheduler: at.submit(prompts[n], **given))
-            rows.append((count, cache > 0, *different(alone, shared)))
+                submit = partial(submitted, scheduler, prompts)
+                rows.append((count, cache > 0, *different(alone, collected(submit))))
     return rows
+
+
+def submitted(scheduler: Scheduler, prompts: Sequence[list[int]], number: int, given: dict[str, Any]) -> RequestHandle:
+    """The request of a prompt."""
+    return scheduler.submit(prompts[number], **given)
 
 
 def drawn(given: dict[str, Any]) -> dict[str, Any]:
