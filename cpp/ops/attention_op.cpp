@@ -7,9 +7,9 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "attention.h"
+#include "attention_run.h"
 #include "kernel.h"
 #include "operators.h"
 
@@ -20,13 +20,9 @@ enum Input {
   kQuery, kKey, kValue, kKeyPages, kValuePages, kPageTable, kLengths, kStarts, kCos, kSin, kBias, kSinks, kInputs
 };
 
-constexpr std::int64_t kTaskQueries = 32;        // that share the keys that are widened
-constexpr std::int64_t kSpanTokens = 64;         // of a span, at most
-constexpr std::int64_t kPartialFloats = 1 << 20;  // of partial results at a time
-constexpr std::int64_t kKeptFloats = 1 << 18;    // more queries are not kept by the thread that rotated them
-constexpr std::int64_t kPartTokens = 16;         // rotated and stored by one thread at a time
-// Of new tokens, keys read and partial results; below, threads would cost more than they gain.
-constexpr std::int64_t kFewNewFloats = 1 << 15, kFewFloats = 1 << 13, kFewPartialFloats = 1 << 15;
+constexpr std::int64_t kKeptQueries = 1 << 18;    // more queries are not kept by the thread that rotated them
+constexpr std::int64_t kPartTokens = 16;          // rotated and stored by one thread at a time
+constexpr std::int64_t kFewNewFloats = 1 << 15;  // of new tokens; below, threads would cost more than they gain
 
 std::atomic<AttentionKernel const*> chosen{nullptr};
 
@@ -44,225 +40,6 @@ void read_attribute(Entry const& entry, void const* info, char const* name, T& v
 }
 
 Status* invalid(char const* message) { return api.CreateStatus(abi::kInvalidArgument, message); }
-
-// The rotation of heads by tables [.., head_dim / 2] of cosines and sines.
-struct Rotation {
-  float const *cos, *sin;  // null: none
-  bool interleaved;
-
-  void apply(float const* x, std::int64_t position, std::int64_t head_dim, float scale, float* __restrict to) const {
-    if (cos == nullptr) {
-      for (std::int64_t d = 0; d < head_dim; ++d) to[d] = x[d] * scale;
-    } else if (interleaved) {
-      by_step<2>(x, x + 1, position, head_dim / 2, scale, to, to + 1);
-    } else {
-      by_step<1>(x, x + head_dim / 2, position, head_dim / 2, scale, to, to + head_dim / 2);
-    }
-  }
-
- private:
-  template <int kStep>
-  void by_step(float const* first, float const* second, std::int64_t position, std::int64_t half, float scale,
-               float* __restrict to_first, float* __restrict to_second) const {
-    float const *const c = cos + position * half, *const s = sin + position * half;
-    for (std::int64_t i = 0; i < half; ++i) {
-      float const x = first[i * kStep], y = second[i * kStep];
-      to_first[i * kStep] = (x * c[i] - y * s[i]) * scale;
-      to_second[i * kStep] = (y * c[i] + x * s[i]) * scale;
-    }
-  }
-};
-
-// Sequences and their new tokens.
-struct Sequences {
-  std::int64_t count, longest_table;
-  std::int32_t const* pages;    // [count, longest_table]
-  std::int64_t const* lengths;  // with the new tokens
-  std::int64_t const* starts;   // [count + 1]
-
-  std::int64_t tokens(std::int64_t sequence) const { return starts[sequence + 1] - starts[sequence]; }
-  std::int64_t first_position(std::int64_t sequence) const { return lengths[sequence] - tokens(sequence); }
-};
-
-// New tokens' heads, which are rotated: queries to memory, keys and values to pages.
-struct NewTokens {
-  AttentionKernel const& kernel;
-  Attention const& attention;
-  Sequences const& sequences;
-  Rotation rotation;
-  float scale;
-  float const *query, *key, *value;       // a token's heads, [.., head_dim]; null: none
-  std::int64_t query_stride, key_stride;  // floats from one token to the next
-  char *keys, *values;                    // pages
-  float* queries;                         // spans of [kv_heads, tokens, group, width]
-
-  void take(std::int64_t begin, std::int64_t end) const {
-    std::int64_t const* const starts = sequences.starts;
-    std::int64_t sequence = std::upper_bound(starts, starts + sequences.count, begin) - starts - 1;
-    for (std::int64_t token = begin; token < end; ++token) {
-      while (token >= starts[sequence + 1]) ++sequence;
-      std::int64_t const position = sequences.first_position(sequence) + token - starts[sequence];
-      if (query != nullptr) rotate(sequence, token, position);
-      if (key != nullptr) store(sequences.pages + sequence * sequences.longest_table, token, position);
-    }
-  }
-
- private:
-  void rotate(std::int64_t sequence, std::int64_t token, std::int64_t position) const {
-    Attention const& a = attention;
-    std::int64_t const row = (token - sequences.starts[sequence]) % kSpanTokens, first = token - row;
-    std::int64_t const tokens = std::min(kSpanTokens, sequences.starts[sequence + 1] - first);
-    for (std::int64_t head = 0; head < a.heads; ++head) {
-      std::int64_t const in_span = (head / a.group() * tokens + row) * a.group() + head % a.group();
-      float* const to = queries + (first * a.heads + in_span) * a.width;
-      rotation.apply(query + token * query_stride + head * a.head_dim, position, a.head_dim, scale, to);
-      std::fill(to + a.head_dim, to + a.width, 0.0f);
-    }
-  }
-
-  void store(std::int32_t const* pages, std::int64_t token, std::int64_t position) const {
-    static thread_local Buffer kept;
-    Attention const& a = attention;
-    std::int64_t const page = pages[position / a.page_tokens], row = position % a.page_tokens;
-    float* const rotated = a.int8 ? kept.of(a.head_dim) : nullptr;
-    for (std::int64_t head = 0; head < a.kv_heads; ++head) {
-      std::int64_t const from = token * key_stride + head * a.head_dim;
-      std::int64_t const to = ((page * a.kv_heads + head) * a.page_tokens + row) * a.row_bytes();
-      if (a.int8) {
-        rotation.apply(key + from, position, a.head_dim, 1, rotated);
-        kernel.store_int8(rotated, a.head_dim, keys + to);
-        kernel.store_int8(value + from, a.head_dim, values + to);
-      } else {
-        rotation.apply(key + from, position, a.head_dim, 1, reinterpret_cast<float*>(keys + to));
-        std::memcpy(values + to, value + from, 4 * static_cast<std::size_t>(a.head_dim));
-      }
-    }
-  }
-};
-
-// What threads share that compute parts of something: a thread must not throw.
-template <typename Work>
-struct Parts {
-  Work const& work;
-  std::atomic<bool> out_of_memory{false};
-
-  static void run(void* data, std::size_t index) {
-    Parts& parts = *static_cast<Parts*>(data);
-    try {
-      parts.work(static_cast<std::int64_t>(index));
-    } catch (std::bad_alloc const&) {
-      parts.out_of_memory = true;
-    }
-  }
-};
-
-// Calls `work` for all indices, in threads unless it is too little for them.
-template <typename Work>
-Status* in_parallel(Context* context, std::int64_t count, bool little, Work const& work) {
-  if (little || count < 2) {
-    for (std::int64_t i = 0; i < count; ++i) work(i);
-    return nullptr;
-  }
-  Parts<Work> parts{work};
-  TIDE_RETURN_IF_FAILED(api.KernelContext_ParallelFor(context, parts.run, static_cast<std::size_t>(count), 0, &parts));
-  if (parts.out_of_memory) throw std::bad_alloc();
-  return nullptr;
-}
-
-// Up to kSpanTokens new tokens of a sequence, and consecutive chunks of its keys. A unit is some of the queries of one
-// head of keys, and a task is one of its chunks.
-struct Span {
-  Queries queries;     // of the first head; those of the others follow
-  std::int64_t rows;   // of a unit, at most
-  std::int64_t units;  // of all heads
-  Chunks chunks;
-  std::int64_t task, unit, partial;  // the first ones
-
-  Queries of_unit(Attention const& a, std::int64_t at) const {
-    std::int64_t const of_head = units / a.kv_heads, head = at / of_head, row = at % of_head * rows;
-    std::int64_t const token = row / a.group(), first = head * queries.count + row;
-    return {queries.pages,
-            head,
-            queries.position + token,
-            std::min(rows, queries.count - row),
-            queries.rows + first * a.width,
-            queries.states + 2 * first,
-            queries.output + token * a.heads * a.head_dim};
-  }
-};
-
-// Spans that are computed at once, whose partial results fit kPartialFloats.
-class Spans {
- public:
-  Spans(AttentionKernel const& kernel, Attention const& attention) : kernel_(kernel), attention_(attention) {
-    spans().clear();
-  }
-
-  // Computes what is there first if there is no room. `queries`: of the first head; those of the others follow.
-  Status* add(Context* context, Queries const& queries) {
-    Attention const& a = attention_;
-    std::int64_t const last = queries.position + queries.count / a.group() - 1;
-    std::int64_t const oldest = a.window > 0 ? std::max<std::int64_t>(queries.position + 1 - a.window, 0) : 0;
-    std::int64_t const first = oldest / kChunk, end = last / kChunk + 1;
-    std::int64_t const rows = std::min(queries.count, std::max(a.group(), kTaskQueries / a.group() * a.group()));
-    std::int64_t const units = (queries.count + rows - 1) / rows * a.kv_heads, floats = units * partial_floats(a, rows);
-    for (std::int64_t chunk = first, count; chunk < end; chunk += count) {
-      if (partials_ + floats > kPartialFloats) TIDE_RETURN_IF_FAILED(compute(context));
-      count = std::max<std::int64_t>(std::min((kPartialFloats - partials_) / floats, end - chunk), 1);
-      Chunks const chunks{chunk, count, chunk == first, chunk + count == end};
-      spans().push_back({queries, rows, units, chunks, tasks_, units_, partials_});
-      tasks_ += units * count;
-      units_ += units;
-      partials_ += floats * count;
-      keys_ += a.kv_heads * (std::min((chunk + count) * kChunk, last + 1) - std::max(chunk * kChunk, oldest));
-    }
-    return nullptr;
-  }
-
-  Status* compute(Context* context) {
-    static thread_local Buffer kept;
-    Attention const& a = attention_;
-    float* const partials = kept.of(partials_);
-    std::vector<Span> const& all = spans();
-    auto const attend = [&](std::int64_t task) {
-      static thread_local Buffer scratch;
-      // One chunk of keys for all queries of its span after another: it stays in a cache, and its heads share pages.
-      Span const& span = of(all, task, &Span::task);
-      std::int64_t const chunk = (task - span.task) / span.units, unit = (task - span.task) % span.units;
-      Queries const queries = span.of_unit(a, unit);
-      float* const partial = partials + span.partial + (unit * span.chunks.count + chunk) * stride(span);
-      kernel_.attend(a, queries, span.chunks.first + chunk, partial, scratch.of(scratch_floats(a, queries.count)));
-    };
-    TIDE_RETURN_IF_FAILED(in_parallel(context, tasks_, keys_ * a.head_dim < kFewFloats, attend));
-    auto const merge = [&](std::int64_t index) {
-      Span const& span = of(all, index, &Span::unit);
-      std::int64_t const unit = index - span.unit;
-      kernel_.merge(a, span.of_unit(a, unit), span.chunks,
-                    partials + span.partial + unit * span.chunks.count * stride(span), stride(span));
-    };
-    TIDE_RETURN_IF_FAILED(in_parallel(context, units_, partials_ < kFewPartialFloats, merge));
-    spans().clear();
-    tasks_ = units_ = partials_ = keys_ = 0;
-    return nullptr;
-  }
-
- private:
-  static std::vector<Span>& spans() {
-    static thread_local std::vector<Span> kept;
-    return kept;
-  }
-
-  static Span const& of(std::vector<Span> const& all, std::int64_t index, std::int64_t Span::*first) {
-    auto const after = [first](std::int64_t at, Span const& span) { return at < span.*first; };
-    return *(std::upper_bound(all.begin(), all.end(), index, after) - 1);
-  }
-
-  std::int64_t stride(Span const& span) const { return partial_floats(attention_, span.rows); }
-
-  AttentionKernel const& kernel_;
-  Attention const& attention_;
-  std::int64_t tasks_ = 0, units_ = 0, partials_ = 0, keys_ = 0;
-};
 
 // Reads the sequences; `rows`: their new tokens. `whole`: memory for the starts of a single one.
 Status* sequences_of(Tensor const* inputs, std::int64_t rows, Attention const& attention, std::int64_t* whole,
@@ -388,7 +165,7 @@ Status* compute_checked(Attributes const& attributes, Context* context) {
   static thread_local Buffer kept;
   Buffer once;
   std::int64_t const rows = attends ? tokens * a.heads : 0, floats = rows * (a.width + 2);
-  float* const queries = (floats > kKeptFloats ? once : kept).of(floats);
+  float* const queries = (floats > kKeptQueries ? once : kept).of(floats);
   float* const states = queries + rows * a.width;
   auto const queries_in = static_cast<float const*>(query.data);
   NewTokens const taken{kernel,

@@ -155,7 +155,7 @@ def test_what_a_bundle_does_not_hold_is_said(
         "segments, several prompts in a batch: not in this bundle, which takes one at a time (its export said why, "
         "or --batch-size 1 was given)"
     ]
-    assert (graph.max_batch_size, networks.max_batch_size) == (32, 8)
+    assert (graph.max_batch_size, networks.max_batch_size) == (1024, 8)
     lonely = check_batch(graph, None, None, prompts[:1], alone, PENDING)
     assert lonely.lines() == ["several prompts in a batch: not compared, there is one prompt"]
     assert lonely == BatchCheck("", 0, [], "not compared, there is one prompt")

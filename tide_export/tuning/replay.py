@@ -97,7 +97,7 @@ def step_costs(
     """
     count = len(engine.manifest.checkpoints)
     exits = [[ALWAYS_EXIT if k == c else NEVER_EXIT for k in range(count)] for c in range(count)]
-    *drafts, state = [engine.start(t, NO_LIMIT, max_draft + 2) for t in (*exits, [ALWAYS_EXIT] * count)]
+    *drafts, state = [engine.start(t, NO_LIMIT) for t in (*exits, [ALWAYS_EXIT] * count)]
     for sequence in (*drafts, state):
         sequence.step(ids, full=True)
     last = [ids[-1]]

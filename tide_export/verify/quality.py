@@ -140,7 +140,7 @@ def _predict(
 ) -> _Predictions:
     read = _Predictions([], [], [])
     for ids in texts:
-        sequence = engine.start(thresholds, max_pending, room=len(ids))
+        sequence = engine.start(thresholds, max_pending)
         nll, top1, layers = [], [], []
         for token, following in pairwise(ids):
             result = sequence.step([token])

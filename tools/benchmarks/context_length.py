@@ -44,7 +44,6 @@ from harness.peer_case import check_logits
 
 from tide_export.formatting import table
 from tide_export.runtime.engine import load
-from tide_export.runtime.stepping import ROOM
 
 FULL, MAY_EXIT, ALL_EXIT, LIMITED, WAITING, PEER = (
     "full depth",
@@ -54,6 +53,7 @@ FULL, MAY_EXIT, ALL_EXIT, LIMITED, WAITING, PEER = (
     "exits, all wait",
     "ORT-GenAI's graph",
 )
+GENAI_ROOM = 128  # tokens that its buffers hold beyond the prompt
 DECODE, PREFILL = (FULL, MAY_EXIT, ALL_EXIT, PEER), (FULL, MAY_EXIT, LIMITED, WAITING, PEER)
 
 
@@ -95,7 +95,7 @@ def load_cases(
     def genai_prefill() -> None:
         graph = genai.GenaiGraph(graphs.folder / GENAI_LAST, threads)
         for n in prefill:
-            cases[named(PEER, "prefill", n)] = genai.prefill_case(graph, prompts[n], ROOM)
+            cases[named(PEER, "prefill", n)] = genai.prefill_case(graph, prompts[n], GENAI_ROOM)
 
     loaders = [plain, branched]
     if genai_installed():

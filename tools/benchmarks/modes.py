@@ -116,7 +116,7 @@ def joined(seen: Sequence[Seen]) -> Seen:
 def continued(engine: Engine, prompt: list[int], options: argparse.Namespace, seed: int) -> Text:
     """The continuation of a prompt by full depth."""
     out = engine.generate(prompt, mode="full", stop_token_ids=[], **sampling(options, seed))
-    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints), room=options.new_tokens + 1)
+    state = engine.start([NEVER_EXIT] * len(engine.manifest.checkpoints))
     state.step(prompt)
     return Text(out.tokens, [int(state.step([token]).logits.argmax()) for token in out.tokens[:-1]], seed)
 
@@ -128,7 +128,7 @@ def sampling(options: argparse.Namespace, seed: int) -> dict[str, Any]:
 def read(engine: Engine, thresholds: Sequence[float], prompt: list[int], text: Text) -> Iterator[Seen]:
     """Steps along a continuation."""
     sizes = np.cumsum(engine.manifest.segment_sizes)
-    state = engine.start(thresholds, room=len(text.said) + 1)
+    state = engine.start(thresholds)
     state.step(prompt)
     for token, top in zip(text.said, text.tops, strict=False):
         started = time.perf_counter()

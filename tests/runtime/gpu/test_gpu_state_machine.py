@@ -28,7 +28,7 @@ def callers(tiny_llama: TinyLlama, cudart: FakeCudart) -> tuple[Engine, CallersN
 
 def test_sequences(judge: Judge, callers: tuple[Engine, CallersNetworks], cudart: FakeCudart) -> None:
     engine, networks = callers
-    gpu = Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending, 0), networks)
+    gpu = Singles(lambda thresholds, max_pending: engine.start(thresholds, max_pending), networks)
     play(Player(judge, {"gpu": gpu}, CONTEXT, pending_limit=PENDING_LIMIT), 30, *ALWAYS, *EXACT)
     assert cudart.calls("cudaGraphLaunch") > cudart.calls("cudaGraphInstantiate") > 0
 
