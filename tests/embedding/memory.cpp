@@ -104,13 +104,13 @@ std::string nothing() { return ""; }
 
 void sequences(tide::Engine const& engine, std::string const& operation, Failures& failures) {
   std::size_t const checkpoints = kMixed.size();
-  auto const prepare = [&] {  // with pending tokens and full buffers
-    tide::State state = engine.start(kMixed, kPending, 0);
+  auto const prepare = [&] {  // with pending tokens
+    tide::State state = engine.start(kMixed, kPending);
     for (Ids const& ids : {Ids{3, 14, 15}, Ids{9}, Ids{2}, Ids{6}}) state.step(ids);
     return state;
   };
   auto const facts = [](tide::State const& state) { return shown(state.lengths()) + shown(state.computed()); };
-  auto const after = [&](tide::State& state) {  // steps of one token, of several, and to the next growth
+  auto const after = [&](tide::State& state) {  // steps of one token, of several, and to the next page
     std::string text = facts(state);
     for (Ids const& ids : {Ids{9}, Ids{7}, Ids{9, 3}, Ids{1}, Ids{2, 3, 5, 7, 11}, Ids{1}}) {
       text += shown(state.step(ids, 2), checkpoints);

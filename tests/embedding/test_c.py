@@ -48,7 +48,7 @@ def test_a_program_in_c(embedding: Embedding, tiny_llama, engine: Engine) -> Non
     assert done.stdout.splitlines() == [
         f"version {tide_export.__version__}",
         "missing failed with 3: bundle 'nowhere' does not exist",
-        "slots 32",
+        "slots 1024",
         "stats 1",
         f"generated length {three}",
         f"streamed cancelled {' '.join(three.split()[:4])}",

@@ -9,11 +9,11 @@ from tiny_engines import TinyLlama
 
 # Operations by the bundle and the provider, with the fewest allocations that each makes.
 OPERATIONS: list[tuple[str, str, dict[str, int]]] = [
-    ("exact", "cpu", {"sequence-grow": 90, "sequence-one": 80, "sequence-rewind": 3, "load": 5, "list": 30}),
-    ("exact", "cpu", {"batch-grow": 200, "batch-alone": 100, "batch-join": 10, "submit": 20}),
+    ("exact", "cpu", {"sequence-grow": 70, "sequence-one": 70, "sequence-rewind": 1, "load": 5, "list": 25}),
+    ("exact", "cpu", {"batch-grow": 200, "batch-alone": 100, "batch-join": 5, "submit": 20}),
     ("exact", "cpu", {"stream-full": 400, "stream-lossless": 500, "stream-all": 500}),
     ("exact", "cpu", {"schedule-0": 150, "schedule-9": 150, "schedule-60": 150, "schedule-cache": 150}),
-    ("propagating", "cpu", {"sequence-grow": 90, "sequence-one": 80, "batch-grow": 150, "batch-alone": 100}),
+    ("propagating", "cpu", {"sequence-grow": 70, "sequence-one": 70, "batch-grow": 150, "batch-alone": 100}),
     ("propagating", "cpu", {"stream-exit": 400, "schedule-0": 150}),
     ("exact", "cpu-networks", {"sequence-grow": 70, "sequence-one": 70, "batch-grow": 300, "batch-alone": 80}),
     ("exact", "cpu-networks", {"batch-join": 3, "stream-exit": 700, "schedule-0": 300}),
