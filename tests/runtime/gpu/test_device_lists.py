@@ -210,5 +210,7 @@ def test_networks_that_take_one_sequence_say_so(tiny_llama: TinyLlama, tmp_path:
 
 
 def test_a_prefix_cache_is_refused(engine: Engine) -> None:
-    with pytest.raises(GenerationError, match="prefix_cache_bytes is for provider 'cpu': sequences of other providers share no K/V"):
+    with pytest.raises(
+        GenerationError, match="prefix_cache_bytes is for provider 'cpu': sequences of other providers share no K/V"
+    ):
         engine.scheduler(SchedulerLimits(prefix_cache_bytes=1 << 24))
