@@ -16,7 +16,7 @@
 namespace tide {
 namespace {
 
-// Prompts of a list that are decoded at once: twice as many were not faster.
+// Prompts of a list that are decoded at once: their logits are in memory together.
 constexpr std::size_t kListSlots = 32;
 
 // Of a list's prompts in one step: nobody waits for a token of it.
