@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from families import build
 from tiny_configs import CHECKPOINTS, CONTEXT
@@ -44,19 +45,9 @@ def pieces_of(
     return cut(traces(source, checkpoints, bound(source), every_layer), bound(source))
 
 
-def engine_of(
-    source: SourceModel,
-    routers: RouterSet,
-    folder: Path,
-    pieces: Pieces | None = None,
-    strategy: str = EXACT,
-    batch: bool = False,
-    half: str | None = None,
-    kv_cache: str = FLOAT32_KV,
-) -> Engine:
-    """The bundle of `bundle_of` as an engine on one thread."""
-    bundle = bundle_of(source, routers, folder, pieces, strategy, batch, half, kv_cache)
-    return open_engine(bundle, "cpu", threads=1)
+def engine_of(*arguments: Any, **options: Any) -> Engine:
+    """An engine on one thread, on the bundle that `bundle_of` makes of the arguments."""
+    return open_engine(bundle_of(*arguments, **options), "cpu", threads=1)
 
 
 def bundle_of(

@@ -205,7 +205,8 @@ class Manifest:
         if schema != SCHEMA:
             raise BundleError(
                 f"{source} has schema '{shown_name(schema)}' but this release reads '{SCHEMA}': "
-                "use the tide_export release that wrote it, or export again"
+                "export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its routers), "
+                "or use the tide_export release that wrote it"
             )
         manifest = parse_object(cls, data, source, omitted=OMITTED)
         _check(manifest, source)

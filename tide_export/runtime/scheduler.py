@@ -51,7 +51,7 @@ class SchedulerLimits:
         waiting: requests in the queue beyond those for which a slot is free; None: any number.
         kv_tokens: tokens of K/V of all requests with a slot, each counted with its prompt and `max_new_tokens`; None:
             any number.
-        prefix_cache_bytes: of K/V of prompts and answers, beside those of requests with a slot, that are kept for
+        prefix_cache_bytes: of K/V of prompts and answers, of which requests with a slot may use some, kept for
             requests that begin with the same tokens; 0: none.
 
     Raises:

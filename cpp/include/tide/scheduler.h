@@ -31,8 +31,8 @@ struct SchedulerLimits {
   // Tokens of K/V of all requests with a slot, each counted with its prompt and max_new_tokens; none: any number.
   std::optional<std::int64_t> kv_tokens;
   std::optional<double> compaction_threshold;  // of the batch, see `Engine::start_batch`; none: the bundle's
-  // Of K/V of prompts and answers, beside those of requests with a slot, that are kept for requests that begin with the
-  // same tokens, as long as there is memory for them; 0: none.
+  // Of K/V of prompts and answers, of which requests with a slot may use some, that are kept for requests that begin with
+  // the same tokens; 0: none.
   std::int64_t prefix_cache_bytes = 0;
 };
 

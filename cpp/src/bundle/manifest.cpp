@@ -357,7 +357,8 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   }
   if (std::string const& schema = named->second.text; schema != kSchema) {
     throw BundleError(source + " has schema '" + shown_name(schema) + "' but this release reads '" + kSchema +
-                      "': use the tide_export release that wrote it, or export again");
+                      "': export again (`tide-export export MODEL -o NEW --routers OLD/routers.safetensors` keeps its "
+                      "routers), or use the tide_export release that wrote it");
   }
   data.object.erase(named);
   Field const field(data, source, "");

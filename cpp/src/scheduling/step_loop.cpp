@@ -20,7 +20,7 @@ std::int64_t kv_tokens_of(Batch const& batch, Manifest const& manifest, Schedule
   // Each has a page that is not full, and another while it copies one that the prefix cache has too.
   std::int64_t const cached = limits.prefix_cache_bytes / manifest.kv_token_bytes();
   std::int64_t const unused = 2 * kPageTokens * static_cast<std::int64_t>(batch.free_slots());
-  return std::min(limit, batch.max_tokens() - cached - unused);
+  return std::min(limit, std::max<std::int64_t>(batch.max_tokens() - cached - unused, 0));
 }
 
 }  // namespace

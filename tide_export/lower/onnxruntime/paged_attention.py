@@ -9,7 +9,8 @@ combination that a model uses is a function of its own, told apart by its `overl
 
 A row of int8 pages holds head_dim numbers and, in its last bytes, their scale: the largest magnitude over 127, a
 finite float32 in little-endian order. New keys and values are rounded before anything attends to them, so that the K/V
-cache depends on the text alone.
+cache depends on the text alone. A run without any new token is for the operators alone: ONNX Runtime gives ReduceMax of
+an empty tensor another shape.
 """
 
 import enum
