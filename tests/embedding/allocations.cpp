@@ -64,7 +64,6 @@ abi::Function const* failing_api(std::uint32_t version) {
   replace(copy, &F::BindOutput);
   replace(copy, &F::BindOutputToDevice);
   replace(copy, &F::GetBoundOutputValues);
-  replace(copy, &F::CreateTensorAsOrtValue);
   replace(copy, &F::CreateTensorWithDataAsOrtValue);
   replace(copy, &F::Run);
   replace(copy, &F::GetTensorTypeAndShape);

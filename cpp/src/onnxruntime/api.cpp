@@ -116,12 +116,6 @@ Value Value::on(MemoryInfo const& memory, void* data, std::size_t bytes, std::in
   return Value(raw);
 }
 
-Value Value::floats(std::vector<std::int64_t> const& shape) {
-  RawValue* raw = nullptr;
-  require(functions().CreateTensorAsOrtValue(allocator(), shape.data(), shape.size(), abi::kFloat, &raw));
-  return Value(raw);
-}
-
 std::vector<std::int64_t> Value::shape() const {
   RawShape* raw = nullptr;
   require(functions().GetTensorTypeAndShape(raw_, &raw));

@@ -84,8 +84,6 @@ class Value : public TIDE_ORT_OWNED(RawValue, ReleaseValue) {
   // On `bytes` of the caller's memory, which must outlive it.
   static Value on(MemoryInfo const& memory, void* data, std::size_t bytes, std::int64_t const* shape, std::size_t dims,
                   ElementType type);
-  // With memory of its own, float32.
-  static Value floats(std::vector<std::int64_t> const& shape);
 
   std::vector<std::int64_t> shape() const;
   std::size_t count() const;  // of elements

@@ -43,7 +43,6 @@ using RawShape = abi::Shape;
   X(SessionGetInputName, 36, RawStatus*(RawSession const*, std::size_t, RawAllocator*, char**))                    \
   X(SessionGetOutputName, 37, RawStatus*(RawSession const*, std::size_t, RawAllocator*, char**))                   \
   X(CreateRunOptions, 39, RawStatus*(RawRunOptions**))                                                             \
-  X(CreateTensorAsOrtValue, 48, RawStatus*(RawAllocator*, std::int64_t const*, std::size_t, int, RawValue**))      \
   X(CreateTensorWithDataAsOrtValue, 49,                                                                            \
     RawStatus*(RawMemory const*, void*, std::size_t, std::int64_t const*, std::size_t, int, RawValue**))           \
   X(GetTensorMutableData, 51, RawStatus*(RawValue*, void**))                                                       \
