@@ -1,10 +1,13 @@
 // Prints what rules of the runtime give that no other interface shows: `philox C0 C1 C2 C3 K0 K1` four random words, in
-// hexadecimal as the arguments; `bounds DELTA` the lower and the upper bound after each loss from the standard input.
+// hexadecimal as the arguments; `bounds DELTA` the lower and the upper bound after each loss from the standard input;
+// `pages BUNDLE` runs two sequences that would write the same page, as a damaged page table would let them.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "bundle/store.h"
 #include "decoding/random.h"
+#include "paged/run.h"
 #include "scheduling/confidence.h"
 
 int main(int count, char** arguments) {
@@ -21,6 +24,21 @@ int main(int count, char** arguments) {
       bounds.add(loss);
       std::printf("%.9g %.9g\n", bounds.lower(), bounds.upper());
     }
+    return 0;
+  }
+  if (count == 3 && std::strcmp(arguments[1], "pages") == 0) {
+    tide::Bundle const bundle = tide::open_bundle(arguments[2], false);
+    tide::PagePool pool(bundle.manifest);
+    tide::BatchNetworks networks(bundle, 1);
+    auto const sessions = networks.sessions();
+    tide::PagedSequence one(bundle.manifest, pool, {}), other(bundle.manifest, pool, {});
+    std::vector<tide::Page> pages;
+    pool.take(1, pages);
+    one.begin(pages, 1);
+    other.begin(pages, 1);  // and no `reserve`, which would copy the page
+    std::int64_t ids[] = {1, 1};
+    tide::NetworkRun run(*sessions, bundle.manifest, pool, 0, false);
+    run.run({{&one, 1, 2, 1, 2.0F}, {&other, 1, 2, 1, 2.0F}}, ids);
     return 0;
   }
   return 2;

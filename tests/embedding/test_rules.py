@@ -1,8 +1,12 @@
-"""Rules that only the C++ sources show (rules.cpp): the random generator, and the bounds of an audit."""
+"""Rules that only the C++ sources show (rules.cpp): the random generator, the bounds of an audit, pages of one sequence."""
+
+import signal
+import subprocess
 
 import numpy as np
 import pytest
-from builds import Embedding, run
+from builds import Embedding, environment, run
+from tiny_engines import TinyLlama
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,12 @@ def test_bounds_close_in(embedding: Embedding) -> None:
     lower, upper = bounds(embedding, some, 0.05)
     assert 0.01 < lower[-1] < 0.02 < upper[-1] < 0.032
     assert (lower[0], upper[0]) == (0, 1)
+
+
+def test_a_debug_build_stops_before_a_page_is_written_for_two_sequences(
+    embedding: Embedding, tiny_llama: TinyLlama
+) -> None:
+    command = [str(embedding.rules), "pages", str(tiny_llama.exact)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert done.returncode == -signal.SIGABRT
+    assert "writes_no_page_twice" in done.stderr

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +20,15 @@ import resource, sys
 from pathlib import Path
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import load
+from tide_export.runtime.scheduler import SchedulerLimits
 
-used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 load(sys.argv[1], threads=1)  # opens the libraries
 limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (96 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 engine = load(sys.argv[1], threads=1)
+"""
+
+SEQUENCES = """
 off = [2.0] * len(engine.manifest.checkpoints)
 
 
@@ -54,6 +58,48 @@ for state in kept:
 print(len(kept) + len(fill(False)))
 """
 
+REQUESTS = """
+def asked(number):
+    return {"ids": [number % 89 + 3, number // 89 + 3] + [5] * (number % 98), "max_new_tokens": 4,
+            "stop_token_ids": [], "mode": "full"}
+
+def submit(scheduler, number):
+    options = asked(number)
+    return scheduler.submit(options.pop("ids"), **options)
+
+try:
+    engine.scheduler(SchedulerLimits(prefix_cache_bytes=2**60))
+except GenerationError as error:
+    print(error)
+    page = 16 * engine.manifest.kv_token_bytes
+    pages = int(str(error).split()[-1]) // page
+scheduler = engine.scheduler(SchedulerLimits(slots=1024, prefix_cache_bytes=pages // 4 * page))
+handles = [submit(scheduler, number) for number in range(2500)]
+most = 0
+while scheduler.step():
+    most = max(most, scheduler.running)
+for handle in handles:
+    assert len(handle.result().tokens) == 4
+for number in range(0, 2500, 50):
+    assert handles[number].result().tokens == engine.generate(**asked(number)).tokens
+print(most)
+scheduler = engine.scheduler(SchedulerLimits(slots=1024, prefix_cache_bytes=(pages - 2048 - 4) * page))
+handles = [submit(scheduler, number) for number in range(20)]  # of 24 tokens at most
+for handle in handles:
+    assert len(handle.result().tokens) == 4
+try:
+    submit(scheduler, 97)
+except GenerationError as error:
+    print(error)
+"""
+
+
+def run_with_a_small_pool(bundle: Path, script: str) -> list[str]:
+    command = [sys.executable, "-c", SMALL_POOL + script, str(bundle)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
 
 @pytest.fixture(scope="module")
 def engine(tiny_llama: TinyLlama) -> Engine:
@@ -61,15 +107,21 @@ def engine(tiny_llama: TinyLlama) -> Engine:
 
 
 def test_a_pool_that_is_full_is_said_and_goes_on_when_pages_come_back(tiny_llama: TinyLlama) -> None:
-    done = subprocess.run([sys.executable, "-c", SMALL_POOL, str(tiny_llama.exact)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    sentence, *facts = done.stdout.splitlines()
+    sentence, *facts = run_with_a_small_pool(tiny_llama.exact, SEQUENCES)
     said = re.fullmatch(r"not enough memory for the K/V cache: it holds (\d+) tokens of all sequences", sentence)
     assert said is not None, sentence
     held, held_again = (int(fact) for fact in facts)
     pages = int(said[1]) // PAGE_TOKENS
     assert held == pages // 7, "a sequence of 100 tokens has seven pages"
     assert held_again == held, "the pages of sequences that are gone, and of tokens that were rewound"
+
+
+def test_thousands_of_requests_wait_for_pages(tiny_llama: TinyLlama) -> None:
+    """None fails in the middle, though all slots at once would need more pages than there are."""
+    too_much, most, refused = run_with_a_small_pool(tiny_llama.exact, REQUESTS)
+    assert re.fullmatch(r"prefix_cache_bytes is \d+, and the memory for K/V holds \d+.*", too_much), too_much
+    assert 64 < int(most) < 1000
+    assert refused == "prompt and max_new_tokens have 103 tokens, and the scheduler has K/V memory for 64"
 
 
 def test_sequences_that_share_pages_do_not_change_each_other(engine: Engine) -> None:

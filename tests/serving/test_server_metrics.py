@@ -38,7 +38,7 @@ def test_a_prompt_that_begins_like_another_is_cached(server: Running) -> None:
     assert size - 20 < cached[1] < size
     assert texts[0] == texts[1]
     assert [b - a for a, b in zip(before, after, strict=True)] == [2 * size, cached[1], 1]
-    assert 0 < value_of(server, "tide_prefix_cache_bytes") <= 2**30
+    assert 0 < value_of(server, "tide_prefix_cache_bytes") <= 2**28  # the demo model is small
 
 
 def test_metrics_count(server: Running) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tide_export.errors import BundleError, ConstraintError, GenerationError, QueueFullError
+from tide_export.names import WEIGHTS_FILE
 from tide_export.runtime.chat_template import ChatTemplate
 from tide_export.runtime.engine import Engine
 from tide_export.runtime.generation import TokenLogprobs
@@ -17,9 +18,17 @@ from tide_export.serving.protocol import ApiError, ChatRequest, CompletionReques
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 RETRY_SECONDS = 1
-PREFIX_CACHE_BYTES = {"cpu": 2**30}  # by provider: where K/V can be copied
+MIN_PREFIX_CACHE_BYTES = 2**28
 STOPPING = "the server is stopping"
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
+
+
+def default_prefix_cache_bytes(engine: Engine) -> int:
+    """As many bytes as the weights have: a larger model has larger K/V. 0 for providers whose sequences share none."""
+    if engine.provider != "cpu":
+        return 0
+    weights = engine.manifest.files.get(WEIGHTS_FILE)
+    return max(MIN_PREFIX_CACHE_BYTES, weights.size if weights else 0)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Service:
             waiting=config.waiting,
             prompt_tokens=config.prompt_tokens,
             kv_tokens=config.kv_tokens,
-            prefix_cache_bytes=PREFIX_CACHE_BYTES.get(engine.provider, 0)
+            prefix_cache_bytes=default_prefix_cache_bytes(engine)
             if config.prefix_cache_bytes is None
             else config.prefix_cache_bytes,
         )
