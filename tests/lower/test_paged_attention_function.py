@@ -132,10 +132,11 @@ def test_sequences_share_the_pages_of_a_common_beginning() -> None:
     np.testing.assert_array_equal(key_pages[shared], case.inputs["key_pages"][shared])
 
 
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("options", [("starts",), ()])
 @pytest.mark.parametrize("form", Form)
-def test_no_tokens_change_nothing(form: Form, options: tuple[str, ...]) -> None:
-    case = case_of(form, options, [(5, 0), (0, 0)] if options else [(5, 0)])
+def test_no_tokens_change_nothing(form: Form, options: tuple[str, ...], kv_cache: str) -> None:
+    case = case_of(form, options, [(5, 0), (0, 0)] if options else [(5, 0)], kv_cache)
     output, *pages = check(case)
     assert output.shape[1] == 0
     for new, name in zip(pages, ("key_pages", "value_pages"), strict=False):

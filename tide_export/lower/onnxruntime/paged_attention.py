@@ -9,8 +9,7 @@ combination that a model uses is a function of its own, told apart by its `overl
 
 A row of int8 pages holds head_dim numbers and, in its last bytes, their scale: the largest magnitude over 127, a
 finite float32 in little-endian order. New keys and values are rounded before anything attends to them, so that the K/V
-cache depends on the text alone. A run without any new token is for the operators alone: ONNX Runtime gives ReduceMax of
-an empty tensor another shape.
+cache depends on the text alone.
 """
 
 import enum
@@ -315,10 +314,11 @@ _FLOAT_BITS = f"""
     whole = Constant <value_ints = [8388608]> ()  whole_float = Cast <to = 1> (whole)
 """
 
-# The rows [N, KV, W] of keys and of values, from floats.
+# The rows [N, KV, W] of keys and of values, from floats. ONNX Runtime does not reduce an axis of an empty tensor: Slice does.
 _ENCODE = """
     floats = Concat <axis = 1> (key_floats, value_floats)
-    magnitudes = Abs (floats)  largest = ReduceMax <keepdims = 1> (magnitudes, rest)
+    magnitudes = Abs (floats)  reduced = ReduceMax <keepdims = 1> (magnitudes, rest)
+    largest = Slice (reduced, zero, one, rest)
     limit = Constant <value_float = 127.0> ()
     row_scale = Div (largest, limit)
     is_some = Greater (largest, none)  divisor = Where (is_some, largest, unit)
@@ -326,7 +326,7 @@ _ENCODE = """
     exact_numbers = Mul (floats, inverse)  even_numbers = Round (exact_numbers)
     numbers_int8 = Cast <to = 3> (even_numbers)
     reaches = GreaterOrEqual (row_scale, powers)  reaches_int = Cast <to = 7> (reaches)
-    power_count = ReduceSum <keepdims = 1> (reaches_int, rest)
+    summed = ReduceSum <keepdims = 1> (reaches_int, rest)  power_count = Slice (summed, zero, one, rest)
     counted = Max (power_count, one)  k = Sub (counted, one)
     power = Gather (powers, k)
     fraction = Div (row_scale, power)  m_float = Mul (fraction, whole_float)  m = Cast <to = 7> (m_float)
@@ -344,7 +344,8 @@ _DECODE = """
     row_parts = Concat <axis = 0> (D, four)
     read_int8, read_scale_bytes = Split <axis = -1> (read_rows, row_parts)
     read_signed = Cast <to = 7> (read_scale_bytes)  read_bytes = Mod (read_signed, byte_end)
-    read_terms = Mul (read_bytes, byte_values)  read_bits = ReduceSum <keepdims = 1> (read_terms, rest)
+    read_terms = Mul (read_bytes, byte_values)  read_sum = ReduceSum <keepdims = 1> (read_terms, rest)
+    read_bits = Slice (read_sum, zero, one, rest)
     field = Div (read_bits, whole)  lower = Mod (read_bits, whole)
     leading = Min (field, one)  leading_bit = Mul (leading, whole)  read_m = Add (lower, leading_bit)
     field_end = Constant <value_ints = [254]> ()
