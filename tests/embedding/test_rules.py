@@ -1,4 +1,4 @@
-"""Rules that only the C++ sources show (rules.cpp): the random generator, the bounds of an audit, pages of one sequence."""
+"""Rules that only the C++ sources show (rules.cpp): the generator, an audit's bounds, pages of one sequence."""
 
 import signal
 import subprocess

@@ -17,7 +17,9 @@ class ServerConfig(BaseModel):
     prompt_tokens: int = Field(512, ge=4, description="tokens of prompts read in one step")
     kv_tokens: int | None = Field(None, ge=1, description="tokens of K/V memory of all requests that are decoded")
     prefix_cache_bytes: int | None = Field(
-        None, ge=0, description="of K/V kept for requests that begin alike; on the CPU by default the weights' size, from 256 MiB"
+        None,
+        ge=0,
+        description="of K/V kept for requests that begin alike; on the CPU by default the weights' size, from 256 MiB",
     )
     audit_rate: float | None = Field(
         None, gt=0.0, le=1.0, description="share of mode exit's tokens checked against full depth; with an epsilon 0.01"

@@ -314,7 +314,7 @@ _FLOAT_BITS = f"""
     whole = Constant <value_ints = [8388608]> ()  whole_float = Cast <to = 1> (whole)
 """
 
-# The rows [N, KV, W] of keys and of values, from floats. ONNX Runtime does not reduce an axis of an empty tensor: Slice does.
+# The rows [N, KV, W] of keys and of values, from floats. ONNX Runtime reduces no axis of an empty tensor: Slice does.
 _ENCODE = """
     floats = Concat <axis = 1> (key_floats, value_floats)
     magnitudes = Abs (floats)  reduced = ReduceMax <keepdims = 1> (magnitudes, rest)
