@@ -19,7 +19,7 @@ class ServerConfig(BaseModel):
     prefix_cache_bytes: int | None = Field(
         None,
         ge=0,
-        description="of K/V kept for requests that begin alike; on the CPU by default the weights' size, from 256 MiB",
+        description="of K/V kept for requests that begin alike; by default on the CPU the weights' bytes, or 256 MiB",
     )
     audit_rate: float | None = Field(
         None, gt=0.0, le=1.0, description="share of mode exit's tokens checked against full depth; with an epsilon 0.01"
