@@ -186,6 +186,7 @@ Status* compute_integers(void*, Context* context) {
     TIDE_RETURN_IF_FAILED(in_parallel(context, round_rows, result.m_size, kRows, &product));
   }
   result.divide(product.weights.row_bytes());
+  if (result.m_size >= kManyRows) result.chunk = kPanelRows;
   return in_parallel(context, multiply_integer_chunk, result.n_size, result.chunk, &product);
 }
 

@@ -1,7 +1,10 @@
 #include "quantized_matmul.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+
+#include "kernel.h"
 
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
@@ -215,6 +218,8 @@ void multiply(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const&
   }
 }
 
+#include "integer_panels.inc"
+
 }  // namespace
 
 bool integers_supported() {
@@ -246,7 +251,12 @@ void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weight
 
 void multiply_integers(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const& weights, std::int64_t n,
                        std::int64_t n_size, float* y, std::int64_t y_stride) {
-  (weights.bits == 4 ? multiply<4> : multiply<8>)(x, m_size, weights, n, n_size, y, y_stride);
+  bool const four = weights.bits == 4;
+  std::int64_t done = 0;
+  if (m_size >= kManyRows) {
+    done = (four ? multiply_panels<4> : multiply_panels<8>)(x, m_size, weights, n, n_size, y, y_stride);
+  }
+  (four ? multiply<4> : multiply<8>)(x, m_size, weights, n + done, n_size - done, y + done, y_stride);
 }
 
 TIDE_END_TARGET

@@ -42,6 +42,9 @@ inline bool is_block_size(std::int64_t size) { return size >= 16 && size <= 256 
 // Rounds a row of `k_size` inputs.
 void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weights, RoundedInputs* row);
 
+// From so many rows of inputs on, weights are transposed first, in panels of so many rows: that pays for itself.
+constexpr std::int64_t kManyRows = 9, kPanelRows = 32;
+
 // Multiplies `m_size` rows by `n_size` rows of weights from row `n` on, to y [.., y_stride]. A row of y is the same to
 // the bit whatever m_size is.
 void multiply_integers(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const& weights, std::int64_t n,
