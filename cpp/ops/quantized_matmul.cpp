@@ -1,10 +1,7 @@
 #include "quantized_matmul.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <cstring>
-
-#include "kernel.h"
 
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
@@ -19,206 +16,123 @@ namespace {
 
 TIDE_BEGIN_TARGET(TIDE_AVX512 ",avx512vnni")
 
-#define TIDE_LANES 16
-#include "lanes.inc"
-
 constexpr std::int64_t kAhead = 4096;  // bytes from those that are multiplied by to those that are prefetched
+constexpr int kTileRows = 6;           // rows of inputs that are multiplied at a time: for more there are no registers
 
-// Rounds 16 * count inputs to multiples of `scale`, from `position` on in their group.
-void round_segment(float const* x, std::int64_t size, std::int64_t count, float inverse, float scale,
-                   std::int64_t position, std::int64_t bits, RoundedInputs& group) {
-  __m128i const apart = bits == 4 ? _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)
-                                  : _mm_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);
-  __m512i sum = _mm512_setzero_si512();
-  for (std::int64_t i = 0; i < count; ++i, x += 16, size -= 16) {
-    auto const mask = static_cast<__mmask16>(size >= 16 ? 0xffff : size > 0 ? (1 << size) - 1 : 0);
-    __m512i const rounded = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x), _mm512_set1_ps(inverse)));
-    __m128i const bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(rounded), apart);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(group.first + position / 2 + 8 * i), bytes);
-    _mm_storeh_pd(reinterpret_cast<double*>(group.second + position / 2 + 8 * i), _mm_castsi128_pd(bytes));
-    sum = _mm512_add_epi32(sum, rounded);
-  }
-  std::int64_t const lane = position / 8, lanes = 2 * count;
-  std::fill_n(group.start + lane, lanes, 0);
-  group.start[lane] = (bits == 4 ? -8 : -128) * _mm512_reduce_add_epi32(sum);
-  std::fill_n(group.scales + lane, lanes, scale);
+template <typename T>
+inline T value_at(char const* at) {
+  T value;
+  std::memcpy(&value, at, sizeof value);
+  return value;
 }
 
-// Rounds 16 inputs from `position` on in their wide group.
-void round_wide(__m512 x, float inverse, float scale, std::int64_t position, WideInputs& group) {
-  __m512i const rounded = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
-  __m128i const apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-  alignas(16) std::int8_t bytes[16];
-  _mm_store_si128(reinterpret_cast<__m128i*>(bytes), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(rounded), apart));
-  std::int64_t const lane = position % 128 / 32 * 4 + position / 128, part = position % 32 / 8;
-  for (std::int64_t i = 0; i < 2; ++i) {
-    std::memcpy(group.first[part + i] + 4 * lane, bytes + 4 * i, 4);
-    std::memcpy(group.second[part + i] + 4 * lane, bytes + 8 + 4 * i, 4);
-  }
-  group.start[lane] = (part == 0 ? 0 : group.start[lane]) - 8 * _mm512_reduce_add_epi32(rounded);
-  group.scales[lane] = scale;
+__mmask16 first_lanes(std::int64_t count) {
+  return static_cast<__mmask16>(count >= 16 ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
 }
 
-// 512 integers of 4 bits: those that are multiplied by `first`, and by `second`, of WideInputs. A lane gets the bytes
-// of 32 integers, 4 at a time.
-inline __attribute__((always_inline)) void wide_integers_of(std::uint8_t const* from, __m512i (&first)[4],
-                                                            __m512i (&second)[4]) {
-  __m512i const a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 64);
-  __m512i const c = _mm512_loadu_si512(from + 128), d = _mm512_loadu_si512(from + 192);
-  __m512i const ab_low = _mm512_unpacklo_epi32(a, b), ab_high = _mm512_unpackhi_epi32(a, b);
-  __m512i const cd_low = _mm512_unpacklo_epi32(c, d), cd_high = _mm512_unpackhi_epi32(c, d);
-  __m512i const nibble = _mm512_set1_epi8(15);
-  first[0] = _mm512_unpacklo_epi64(ab_low, cd_low);
-  first[1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-  first[2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-  first[3] = _mm512_unpackhi_epi64(ab_high, cd_high);
-#pragma GCC unroll 4
-  for (int part = 0; part < 4; ++part) {
-    second[part] = _mm512_and_si512(_mm512_srli_epi16(first[part], 4), nibble);
-    first[part] = _mm512_and_si512(first[part], nibble);
-  }
-}
-
-// 128 integers of 4 or 8 bits: those that are multiplied by `first`, and by `second`. Of the row `left` bytes are left.
-template <int kBits>
-inline __attribute__((always_inline)) void integers_of(std::uint8_t const* from, std::int64_t left, __m512i& first,
-                                                       __m512i& second) {
-  auto const some = [](std::int64_t bytes) -> __mmask64 {
-    return bytes >= 64 ? ~0ull : bytes > 0 ? (1ull << bytes) - 1 : 0;
-  };
-  __m512i const low = _mm512_maskz_loadu_epi8(some(left), from);
-  if (kBits == 4) {
-    __m512i const nibble = _mm512_set1_epi8(15);
-    first = _mm512_and_si512(low, nibble);
-    second = _mm512_and_si512(_mm512_srli_epi16(low, 4), nibble);
-  } else {
-    __m512i const high = _mm512_maskz_loadu_epi8(some(left - 64), from + 64);
-    __m512i const even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    first = _mm512_permutex2var_epi32(low, even, high);
-    second = _mm512_permutex2var_epi32(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high);
-  }
-}
-
-// The scales of a row of weights for the lanes of a group.
-struct LaneScales {
-  __m512i block_of, wide_block_of;  // a lane's block, from the group's first on
-
-  explicit LaneScales(std::int64_t block_size) {
-    alignas(64) std::int32_t blocks[2][16];
-    for (int lane = 0; lane < 16; ++lane) {
-      blocks[0][lane] = static_cast<std::int32_t>(8 * lane / block_size);
-      blocks[1][lane] = static_cast<std::int32_t>((lane % 4 * 128 + lane / 4 * 32) / block_size);
-    }
-    block_of = _mm512_load_si512(blocks[0]);
-    wide_block_of = _mm512_load_si512(blocks[1]);
-  }
-};
-
-inline __attribute__((always_inline)) __m512 scales_of(float const* scales, std::int64_t blocks, __m512i block_of) {
-  auto const some = static_cast<__mmask16>((1u << std::min<std::int64_t>(blocks, 16)) - 1);
-  return _mm512_permutexvar_ps(block_of, _mm512_maskz_loadu_ps(some, scales));
-}
-
-// Multiplies kM rows of inputs by kN rows of weights; a sum is taken in the same order whatever the size of the tile.
+// Multiplies kM rows of inputs from row m on by kN panels of weights; a lane is a row of weights. Blocks are added up one
+// after the other whatever the size of the tile.
 template <int kBits, int kM, int kN>
-inline __attribute__((always_inline)) void tile(RoundedInputs const* x, IntegerWeights const& weights, std::int64_t n,
-                                                LaneScales const& lanes, float* y, std::int64_t y_stride) {
-  static_assert(kN == 1 || kN == 4, "as sums_of takes them");
-  std::int64_t const groups = weights.groups(), row_bytes = weights.row_bytes(), wide = weights.wide_groups();
-  std::uint8_t const* const integers = weights.integers + n * row_bytes;
-  float const* const scales = weights.scales + n * weights.blocks;
-  __m512 sums[kN][kM];
-#pragma GCC unroll 4
-  for (int row = 0; row < kN; ++row) {
+inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int64_t m, PackedWeights const& weights,
+                                                std::int64_t panel, std::int64_t count, float* y,
+                                                std::int64_t y_stride) {
+  constexpr std::int64_t kVector = PackedWeights::kVector;
+  std::int64_t const panel_bytes = weights.panel_bytes(), x_stride = x.stride(), vectors = weights.vectors();
+  std::int64_t const half = x.block_size / 2;
+  std::uint8_t const* from = weights.panel(panel);
+  char const* numbers = x.rows + m * x_stride;
+  char const *scales = numbers + x.scales(), *starts = numbers + x.starts();
+  __m512i const nibble = _mm512_set1_epi8(15);
+  __m512 sums[kM][kN];
 #pragma GCC unroll 8
-    for (int m = 0; m < kM; ++m) sums[row][m] = _mm512_setzero_ps();
+  for (int row = 0; row < kM; ++row) {
+#pragma GCC unroll 2
+    for (int n = 0; n < kN; ++n) sums[row][n] = _mm512_setzero_ps();
   }
-  for (std::int64_t group = 0; kBits == 4 && group < wide; ++group) {
-    std::int64_t const offset = 256 * group, block = kWide * group / weights.block_size;
-#pragma GCC unroll 4
-    for (int row = 0; row < kN; ++row) {
-      for (int line = 0; line < 256; line += 64) {
-        __builtin_prefetch(integers + kN * offset + 256 * row + line + kAhead);
-      }
-      __m512i first[4], second[4];
-      wide_integers_of(integers + row * row_bytes + offset, first, second);
-      __m512 const scale =
-          scales_of(scales + row * weights.blocks + block, weights.blocks - block, lanes.wide_block_of);
+  for (std::int64_t block = 0; block < x.blocks; ++block, numbers += x.block_size, scales += 4, starts += 4) {
+    __m512i dot[kM][kN];
 #pragma GCC unroll 8
-      for (int m = 0; m < kM; ++m) {
-        auto const& inputs = reinterpret_cast<WideInputs const&>(x[m * groups + 4 * group]);
-        __m512i dot = _mm512_load_si512(inputs.start);
+    for (int row = 0; row < kM; ++row) {
+#pragma GCC unroll 2
+      for (int n = 0; n < kN; ++n) dot[row][n] = _mm512_set1_epi32(value_at<int>(starts + row * x_stride));
+    }
+    auto const multiply = [&](__m512i const(&integers)[kN], char const* four) {
+#pragma GCC unroll 8
+      for (int row = 0; row < kM; ++row) {
+        __m512i const inputs = _mm512_set1_epi32(value_at<int>(four + row * x_stride));
+#pragma GCC unroll 2
+        for (int n = 0; n < kN; ++n) dot[row][n] = _mm512_dpbusd_epi32(dot[row][n], integers[n], inputs);
+      }
+    };
 #pragma GCC unroll 4
-        for (int part = 0; part < 4; ++part) {
-          dot = _mm512_dpbusd_epi32(dot, first[part], _mm512_load_si512(inputs.first[part]));
-          dot = _mm512_dpbusd_epi32(dot, second[part], _mm512_load_si512(inputs.second[part]));
-        }
-        __m512 const both_scales = _mm512_mul_ps(scale, _mm512_load_ps(inputs.scales));
-        sums[row][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), both_scales, sums[row][m]);
+    for (std::int64_t vector = 0; vector < vectors; ++vector, from += kVector) {
+      __m512i both[kN], integers[kN];
+#pragma GCC unroll 2
+      for (int n = 0; n < kN; ++n) {
+        both[n] = _mm512_load_si512(from + n * panel_bytes);
+        __builtin_prefetch(from + n * panel_bytes + kAhead);
+        integers[n] = kBits == 4 ? _mm512_and_si512(both[n], nibble) : both[n];
+      }
+      multiply(integers, numbers + 4 * vector);
+      if (kBits == 8) continue;
+#pragma GCC unroll 2
+      for (int n = 0; n < kN; ++n) integers[n] = _mm512_and_si512(_mm512_srli_epi16(both[n], 4), nibble);
+      multiply(integers, numbers + half + 4 * vector);
+    }
+    __m512 weight_scales[kN];
+#pragma GCC unroll 2
+    for (int n = 0; n < kN; ++n) {
+      weight_scales[n] = _mm512_load_ps(reinterpret_cast<float const*>(from + n * panel_bytes));
+    }
+    from += kVector;
+#pragma GCC unroll 8
+    for (int row = 0; row < kM; ++row) {
+      __m512 const scale = _mm512_set1_ps(value_at<float>(scales + row * x_stride));
+#pragma GCC unroll 2
+      for (int n = 0; n < kN; ++n) {
+        __m512 const both_scales = _mm512_mul_ps(weight_scales[n], scale);
+        sums[row][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[row][n]), both_scales, sums[row][n]);
       }
     }
   }
-  for (std::int64_t group = kBits == 4 ? 4 * wide : 0; group < groups; ++group) {
-    std::int64_t const offset = 16 * kBits * group, block = 128 * group / weights.block_size;
-    __builtin_prefetch(scales + 16 * group + kAhead / 4);
-#pragma GCC unroll 4
-    for (int row = 0; row < kN; ++row) {
-      for (int line = 0; line < 16 * kBits; line += 64) {
-        __builtin_prefetch(integers + kN * offset + 16 * kBits * row + line + kAhead);
-      }
-      __m512i first, second;
-      integers_of<kBits>(integers + row * row_bytes + offset, row_bytes - offset, first, second);
-      __m512 const scale = scales_of(scales + row * weights.blocks + block, weights.blocks - block, lanes.block_of);
 #pragma GCC unroll 8
-      for (int m = 0; m < kM; ++m) {
-        RoundedInputs const& inputs = x[m * groups + group];
-        __m512i dot = _mm512_dpbusd_epi32(_mm512_load_si512(inputs.start), first, _mm512_load_si512(inputs.first));
-        dot = _mm512_dpbusd_epi32(dot, second, _mm512_load_si512(inputs.second));
-        __m512 const both_scales = _mm512_mul_ps(scale, _mm512_load_ps(inputs.scales));
-        sums[row][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), both_scales, sums[row][m]);
-      }
-    }
-  }
-  // Four sums at a time: those of four rows of weights, or of inputs.
-  auto const at = [&](int m, int i) { return (Floats)(kN == 4 ? sums[i % kN][m] : sums[0][std::min(m + i, kM - 1)]); };
-#pragma GCC unroll 8
-  for (int m = 0; m < kM; m += 4 / kN) {
-    Quad const total = sums_of(at(m, 0), at(m, 1), at(m, 2), at(m, 3));
-    if constexpr (kN == 4) {
-      std::memcpy(y + m * y_stride, &total, sizeof total);
-    } else {
-      for (int i = 0; i < std::min(4, kM - m); ++i) y[(m + i) * y_stride] = total[i];
+  for (int row = 0; row < kM; ++row) {
+#pragma GCC unroll 2
+    for (int n = 0; n < kN; ++n) {
+      _mm512_mask_storeu_ps(y + row * y_stride + 16 * n, first_lanes(count - 16 * n), sums[row][n]);
     }
   }
 }
 
-// Multiplies `count` rows of inputs, of kM at most, by rows of weights.
-template <int kBits, int kM>
-void rows(std::int64_t count, RoundedInputs const* x, IntegerWeights const& weights, std::int64_t n,
-          std::int64_t n_size, float* y, std::int64_t y_stride) {
+// Multiplies `rows` rows of inputs, of kM at most.
+template <int kBits, int kM, int kN>
+void tile_of(std::int64_t rows, RoundedInputs const& x, std::int64_t m, PackedWeights const& weights,
+             std::int64_t panel, std::int64_t count, float* y, std::int64_t y_stride) {
   if constexpr (kM > 1) {
-    if (count < kM) return rows<kBits, kM - 1>(count, x, weights, n, n_size, y, y_stride);
+    if (rows < kM) return tile_of<kBits, kM - 1, kN>(rows, x, m, weights, panel, count, y, y_stride);
   }
-  LaneScales const lanes(weights.block_size);
-  std::int64_t const end = n + n_size;
-  // One row of inputs takes one row of 8-bit weights at a time: memory is the bound, and is read best from end to end.
-  constexpr bool kSeveral = kM <= 4 && (kM > 1 || kBits == 4);  // for more there are no registers
-  for (; kSeveral && n + 4 <= end; n += 4, y += 4) tile<kBits, kM, 4>(x, weights, n, lanes, y, y_stride);
-  for (; n < end; ++n, ++y) tile<kBits, kM, 1>(x, weights, n, lanes, y, y_stride);
+  tile<kBits, kM, kN>(x, m, weights, panel, count, y, y_stride);
 }
 
+// One row of inputs takes one panel at a time: memory is the bound, and is read best from end to end.
 template <int kBits>
-void multiply(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const& weights, std::int64_t n,
-              std::int64_t n_size, float* y, std::int64_t y_stride) {
-  constexpr int kRows = kBits == 4 ? 8 : 4;
-  for (std::int64_t m = 0; m < m_size;) {  // rows are divided evenly, so that no tile is small
-    std::int64_t const left = m_size - m, tiles = (left + kRows - 1) / kRows, count = (left + tiles - 1) / tiles;
-    rows<kBits, kRows>(count, x + m * weights.groups(), weights, n, n_size, y + m * y_stride, y_stride);
-    m += count;
+void multiply(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
+              std::int64_t count, float* y, std::int64_t y_stride) {
+  std::int64_t panel = n / 16;
+  for (; count > 16 && m_size > 1; panel += 2, count -= 32, y += 32) {
+    for (std::int64_t m = 0, rows; m < m_size; m += rows) {  // rows are divided evenly, so that no tile is small
+      std::int64_t const left = m_size - m, tiles = (left + kTileRows - 1) / kTileRows;
+      rows = (left + tiles - 1) / tiles;
+      tile_of<kBits, kTileRows, 2>(rows, x, m, weights, panel, count, y + m * y_stride, y_stride);
+    }
+  }
+  for (; count > 0; ++panel, count -= 16, y += 16) {
+    for (std::int64_t m = 0; m < m_size; m += kTileRows) {
+      std::int64_t const rows = std::min<std::int64_t>(kTileRows, m_size - m);
+      tile_of<kBits, kTileRows, 1>(rows, x, m, weights, panel, count, y + m * y_stride, y_stride);
+    }
   }
 }
-
-#include "integer_panels.inc"
 
 }  // namespace
 
@@ -226,37 +140,61 @@ bool integers_supported() {
   return cpu().avx512_vnni;
 }
 
-void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weights, RoundedInputs* row) {
-  std::int64_t const segment = std::min<std::int64_t>(weights.block_size, 128), padded = 128 * weights.groups();
-  for (std::int64_t k = 0; k < padded; k += weights.block_size) {
-    __m512 largest = _mm512_setzero_ps();
-    std::int64_t const end = std::min(k + weights.block_size, k_size);
-    for (std::int64_t i = k; i < end; i += 16) {
-      auto const mask = static_cast<__mmask16>(end - i >= 16 ? 0xffff : (1 << (end - i)) - 1);
-      largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_maskz_loadu_ps(mask, x + i)));
-    }
-    float const most = _mm512_reduce_max_ps(largest);
-    float const inverse = most > 0 ? 127.0f / most : 0.0f;
-    std::int64_t i = k;
-    for (; i < std::min(k + weights.block_size, kWide * weights.wide_groups()); i += 16) {
-      auto const mask = static_cast<__mmask16>(i + 16 <= k_size ? 0xffff : i < k_size ? (1 << (k_size - i)) - 1 : 0);
-      round_wide(_mm512_maskz_loadu_ps(mask, x + i), inverse, most / 127.0f, i % kWide,
-                 reinterpret_cast<WideInputs&>(row[i / kWide * 4]));
-    }
-    for (; i < std::min(k + weights.block_size, padded); i += segment) {
-      round_segment(x + i, k_size - i, segment / 16, inverse, most / 127.0f, i % 128, weights.bits, row[i / 128]);
+void PackedWeights::fill(IntegerWeights const& weights, std::int64_t panel) {
+  std::uint8_t* to = memory_.get() + panel * panel_bytes();
+  std::int64_t const first = panel * kRows, stored = std::min(kRows, rows - first), bytes = block_size * bits / 8;
+  for (std::int64_t block = 0; block < blocks; ++block, to += kRows * bytes + kVector) {
+    auto* const scales = reinterpret_cast<float*>(to + kRows * bytes);
+    for (std::int64_t row = 0; row < kRows; ++row) {
+      alignas(64) std::uint8_t integers[256];
+      if (row < stored) {
+        std::uint8_t const* const from = weights.integers + (first + row) * weights.row_bytes() + block * bytes;
+        scales[row] = weights.scales[(first + row) * blocks + block];
+        if (bits == 8) {
+          std::memcpy(integers, from, static_cast<std::size_t>(bytes));
+        } else {
+          alignas(64) std::uint8_t apart[256];
+          for (std::int64_t i = 0; i < bytes; ++i) apart[2 * i] = from[i] & 15, apart[2 * i + 1] = from[i] >> 4;
+          for (std::int64_t i = 0; i < bytes; ++i) {
+            integers[i] = static_cast<std::uint8_t>(apart[i] | apart[bytes + i] << 4);
+          }
+        }
+      } else {
+        scales[row] = 0;
+        std::memset(integers, 0, static_cast<std::size_t>(bytes));
+      }
+      for (std::int64_t i = 0; i < bytes; i += 4) std::memcpy(to + kRows * i + 4 * row, integers + i, 4);
     }
   }
 }
 
-void multiply_integers(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const& weights, std::int64_t n,
-                       std::int64_t n_size, float* y, std::int64_t y_stride) {
-  bool const four = weights.bits == 4;
-  std::int64_t done = 0;
-  if (m_size >= kManyRows) {
-    done = (four ? multiply_panels<4> : multiply_panels<8>)(x, m_size, weights, n, n_size, y, y_stride);
+void RoundedInputs::round(float const* x, std::int64_t k_size, std::int64_t m) const {
+  char* const row = rows + m * stride();
+  auto* const row_scales = reinterpret_cast<float*>(row + scales());
+  auto* const row_starts = reinterpret_cast<std::int32_t*>(row + starts());
+  for (std::int64_t block = 0; block < blocks; ++block) {
+    std::int64_t const begin = block * block_size;
+    __m512 largest = _mm512_setzero_ps();
+    for (std::int64_t k = begin; k < begin + block_size; k += 16) {
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_maskz_loadu_ps(first_lanes(k_size - k), x + k)));
+    }
+    float const most = _mm512_reduce_max_ps(largest);
+    __m512 const inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+    __m512i sum = _mm512_setzero_si512();
+    for (std::int64_t k = begin; k < begin + block_size; k += 16) {
+      __m512 const inputs = _mm512_maskz_loadu_ps(first_lanes(k_size - k), x + k);
+      __m512i const rounded = _mm512_cvtps_epi32(_mm512_mul_ps(inputs, inverse));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(row + k), _mm512_cvtepi32_epi8(rounded));
+      sum = _mm512_add_epi32(sum, rounded);
+    }
+    row_scales[block] = most / 127.0f;
+    row_starts[block] = (bits == 4 ? -8 : -128) * _mm512_reduce_add_epi32(sum);
   }
-  (four ? multiply<4> : multiply<8>)(x, m_size, weights, n + done, n_size - done, y + done, y_stride);
+}
+
+void multiply_integers(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
+                       std::int64_t count, float* y, std::int64_t y_stride) {
+  (weights.bits == 4 ? multiply<4> : multiply<8>)(x, m_size, weights, n, count, y, y_stride);
 }
 
 TIDE_END_TARGET
@@ -268,8 +206,9 @@ TIDE_END_TARGET
 namespace tide_ops {
 
 bool integers_supported() { return false; }
-void round_row(float const*, std::int64_t, IntegerWeights const&, RoundedInputs*) {}
-void multiply_integers(RoundedInputs const*, std::int64_t, IntegerWeights const&, std::int64_t, std::int64_t, float*,
+void PackedWeights::fill(IntegerWeights const&, std::int64_t) {}
+void RoundedInputs::round(float const*, std::int64_t, std::int64_t) const {}
+void multiply_integers(RoundedInputs const&, std::int64_t, PackedWeights const&, std::int64_t, std::int64_t, float*,
                        std::int64_t) {}
 
 }  // namespace tide_ops

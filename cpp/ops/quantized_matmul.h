@@ -3,35 +3,64 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 namespace tide_ops {
 
-// 128 inputs of a row. Lane i of a vector adds up the products of inputs 8i to 8i + 7: four of `first`, four of
-// `second`.
-struct alignas(64) RoundedInputs {
-  std::int8_t first[64], second[64];
-  std::int32_t start[16];  // corrects a block's sum, in one of its lanes: the integers are 8 or 128 too large
-  float scales[16];        // of the inputs of a lane
-};
-
-// 512 inputs of a row in place of four such groups, for integers of 4 bits in blocks of 32 or more. Lane 4j + i adds
-// up the products of 32 inputs from 128i + 32j on: 8 of each pair of parts. So sums are scaled a quarter as often.
-constexpr std::int64_t kWide = 512;
-struct alignas(64) WideInputs {
-  std::int8_t first[4][64], second[4][64];
-  std::int32_t start[16];
-  float scales[16];
-};
-static_assert(sizeof(WideInputs) <= 4 * sizeof(RoundedInputs));
-
+// Weights as a model stores them.
 struct IntegerWeights {
   std::uint8_t const* integers;  // [N, blocks, block_size * bits / 8]
   float const* scales;           // [N, blocks]
-  std::int64_t blocks, block_size, bits;
+  std::int64_t rows, blocks, block_size, bits;
 
   std::int64_t row_bytes() const { return blocks * block_size * bits / 8; }
-  std::int64_t groups() const { return (blocks * block_size + 127) / 128; }  // RoundedInputs of a row
-  std::int64_t wide_groups() const { return bits == 4 && block_size >= 32 ? blocks * block_size / kWide : 0; }
+};
+
+// The same weights in the order in which they are read: panels of 16 rows, block by block, each with the scales of its
+// rows after it. A vector holds four integers of each row (of 4 bits: and four more, of the block's other half).
+class PackedWeights {
+ public:
+  static constexpr std::int64_t kRows = 16, kVector = 64;
+
+  // memory: of `bytes(weights)`, aligned to vectors. `fill` is to follow.
+  PackedWeights(IntegerWeights const& weights, std::shared_ptr<std::uint8_t> memory)
+      : rows(weights.rows), blocks(weights.blocks), block_size(weights.block_size), bits(weights.bits),
+        memory_(std::move(memory)) {}
+
+  static std::int64_t bytes(IntegerWeights const& weights) {
+    return (weights.rows + kRows - 1) / kRows * weights.blocks * block_bytes(weights.block_size, weights.bits);
+  }
+
+  std::int64_t panels() const { return (rows + kRows - 1) / kRows; }
+  std::int64_t vectors() const { return block_size * bits / 32; }  // of integers, in a block of a panel
+  std::int64_t panel_bytes() const { return blocks * block_bytes(block_size, bits); }
+  std::uint8_t const* panel(std::int64_t index) const { return memory_.get() + index * panel_bytes(); }
+
+  // Packs one panel of `weights`. Rows beyond the last are 0.
+  void fill(IntegerWeights const& weights, std::int64_t panel);
+
+  std::int64_t const rows, blocks, block_size, bits;
+
+ private:
+  static std::int64_t block_bytes(std::int64_t block_size, std::int64_t bits) {
+    return kRows * block_size * bits / 8 + kVector;
+  }
+
+  std::shared_ptr<std::uint8_t> memory_;
+};
+
+// Inputs [M, K] rounded to 8 bits: of each row the integers of all blocks, their scales, and what a block's sum starts
+// with, as the weights are stored 8 or 128 too large.
+struct RoundedInputs {
+  char* rows;
+  std::int64_t blocks, block_size, bits;  // of the weights
+
+  std::int64_t scales() const { return blocks * block_size; }  // bytes from a row's begin
+  std::int64_t starts() const { return scales() + 4 * blocks; }
+  std::int64_t stride() const { return (starts() + 4 * blocks + 63) / 64 * 64; }
+
+  // Rounds the `k_size` inputs of row m.
+  void round(float const* x, std::int64_t k_size, std::int64_t m) const;
 };
 
 // Whether this CPU has the instructions: AVX-512 VNNI.
@@ -39,15 +68,9 @@ bool integers_supported();
 
 inline bool is_block_size(std::int64_t size) { return size >= 16 && size <= 256 && (size & (size - 1)) == 0; }
 
-// Rounds a row of `k_size` inputs.
-void round_row(float const* x, std::int64_t k_size, IntegerWeights const& weights, RoundedInputs* row);
-
-// From so many rows of inputs on, weights are transposed first, in panels of so many rows: that pays for itself.
-constexpr std::int64_t kManyRows = 9, kPanelRows = 32;
-
-// Multiplies `m_size` rows by `n_size` rows of weights from row `n` on, to y [.., y_stride]. A row of y is the same to
-// the bit whatever m_size is.
-void multiply_integers(RoundedInputs const* x, std::int64_t m_size, IntegerWeights const& weights, std::int64_t n,
-                       std::int64_t n_size, float* y, std::int64_t y_stride);
+// Multiplies `m_size` rows by `count` rows of weights from row `n` on, which a panel begins with, to y [.., y_stride]. A
+// row of y is the same to the bit whatever m_size is.
+void multiply_integers(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
+                       std::int64_t count, float* y, std::int64_t y_stride);
 
 }  // namespace tide_ops

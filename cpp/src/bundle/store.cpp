@@ -57,6 +57,17 @@ int open_at(int folder, fs::path const& name) {
   return opened ? opened->release() : -1;
 }
 
+// All that there are, by the address of their first byte.
+struct Mappings {
+  std::mutex mutex;
+  std::map<std::byte const*, Mapping const*> by_begin;
+
+  static Mappings& all() {
+    static Mappings& mappings = *new Mappings;  // some engines live until the process ends
+    return mappings;
+  }
+};
+
 Bundle open_files(fs::path const& path, int folder, bool verify) {
   fs::path const source = path / kManifestFile;
   struct stat status {};
@@ -83,12 +94,32 @@ bool was_replaced(fs::path const& path, int folder) {
 
 }  // namespace
 
+Mapping::Mapping(void* data, std::size_t size) : data_(data), size_(size) {
+  std::lock_guard<std::mutex> const lock(Mappings::all().mutex);
+  if (size_ > 0) Mappings::all().by_begin[this->data()] = this;
+}
+
 Mapping::~Mapping() {
+  std::lock_guard<std::mutex> const lock(Mappings::all().mutex);
+  if (size_ > 0) Mappings::all().by_begin.erase(data());
   if (size_ > 0) ::munmap(data_, size_);
 }
 
-void Mapping::forget_pages() {
-  if (size_ > 0) ::madvise(data_, size_, MADV_DONTNEED);
+void Mapping::forget(void const* part, std::size_t bytes) {
+  std::lock_guard<std::mutex> const lock(Mappings::all().mutex);
+  auto after = Mappings::all().by_begin.upper_bound(static_cast<std::byte const*>(part));
+  if (after == Mappings::all().by_begin.begin()) return;
+  Mapping const& mapping = *(--after)->second;
+  if (part < mapping.data() + mapping.size()) mapping.forget_part(part, bytes);
+}
+
+void Mapping::forget_part(void const* part, std::size_t bytes) const {
+  if (bytes == 0) return;
+  static auto const kPage = static_cast<std::size_t>(::sysconf(_SC_PAGE_SIZE));
+  std::size_t const start = static_cast<std::size_t>(static_cast<std::byte const*>(part) - data());
+  std::size_t const begin = (start + kPage - 1) / kPage * kPage;  // whole pages
+  std::size_t const end = start + bytes == size_ ? size_ : (start + bytes) / kPage * kPage;
+  if (begin < end) ::madvise(data() + begin, end - begin, MADV_DONTNEED);
 }
 
 BundleFile::BundleFile(fs::path path, int folder, std::string const& name) : path_(std::move(path)) {
@@ -135,13 +166,17 @@ std::string BundleFile::read() const {
   return content;
 }
 
-std::unique_ptr<Mapping> BundleFile::map() const {
+std::shared_ptr<Mapping const> BundleFile::map() const {
   check_unchanged();
+  std::lock_guard<std::mutex> const lock(mutex_);
+  std::shared_ptr<Mapping const> mapping = mapping_.lock();
+  if (mapping) return mapping;
   auto const size = static_cast<std::size_t>(size_);
-  if (size == 0) return std::make_unique<Mapping>(nullptr, 0);  // no system maps nothing
+  if (size == 0) return std::make_shared<Mapping const>(nullptr, 0);  // no system maps nothing
   void* const data = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor_, 0);
   if (data == MAP_FAILED) throw BundleError("cannot read bundle file " + quoted(path_) + ": " + message_of(errno));
-  return std::make_unique<Mapping>(data, size);
+  mapping_ = mapping = std::make_shared<Mapping const>(data, size);
+  return mapping;
 }
 
 void BundleFile::check_unchanged() const {

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "tide/manifest.h"
@@ -25,7 +26,7 @@ void check_manifest_size(std::int64_t size, std::string const& source);
 // A file's content as read-only memory.
 class Mapping {
  public:
-  Mapping(void* data, std::size_t size) : data_(data), size_(size) {}
+  Mapping(void* data, std::size_t size);
   ~Mapping();
   Mapping(Mapping const&) = delete;
   Mapping& operator=(Mapping const&) = delete;
@@ -34,9 +35,14 @@ class Mapping {
   std::size_t size() const { return size_; }
 
   // Takes the pages out of the process's memory until they are read again.
-  void forget_pages();
+  void forget_pages() const { forget_part(data_, size_); }
+
+  // The same for a part of any mapping; nothing if `part` is in none.
+  static void forget(void const* part, std::size_t bytes);
 
  private:
+  void forget_part(void const* part, std::size_t bytes) const;
+
   void* data_;
   std::size_t size_;
 };
@@ -62,9 +68,9 @@ class BundleFile {
   // The whole content. Throws BundleError: it was changed since it was opened, or cannot be read.
   std::string read() const;
 
-  // The content as memory, until the caller drops it, who calls `check_unchanged` before. The process dies (SIGBUS) if
-  // something truncates the file meanwhile. Throws BundleError as `read`.
-  std::unique_ptr<Mapping> map() const;
+  // The content as memory, one for all callers, until they drop it; they call `check_unchanged` before. The process dies
+  // (SIGBUS) if something truncates the file meanwhile. Throws BundleError as `read`.
+  std::shared_ptr<Mapping const> map() const;
 
   // Throws BundleError: it was changed since it was opened.
   void check_unchanged() const;
@@ -79,6 +85,8 @@ class BundleFile {
   std::filesystem::path path_;
   int descriptor_ = -1;
   std::int64_t size_ = 0, seconds_ = 0, nanoseconds_ = 0;  // when it was opened
+  mutable std::mutex mutex_;
+  mutable std::weak_ptr<Mapping const> mapping_;
 };
 
 // path: where it was opened, for messages: another bundle may be there by now. files: those of the manifest, by name.

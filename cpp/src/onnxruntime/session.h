@@ -27,7 +27,7 @@ struct ReturnsFreeMemory {
 
 // What a session reads in the file of its weights as long as it lives.
 struct SharedWeights {
-  std::unique_ptr<Mapping> memory;
+  std::shared_ptr<Mapping const> memory;
   std::vector<Ort::Value> weights;
 };
 

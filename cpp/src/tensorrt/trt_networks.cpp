@@ -267,7 +267,7 @@ struct Engines {
   void load(NetworkSpec const& spec, Bundle const& bundle, std::function<void(std::string const&)> const& warn) {
     BundleFile const& file = bundle.file(engine_file(spec.name));
     std::filesystem::path const& path = file.path();
-    std::unique_ptr<Mapping> const data = file.map();
+    std::shared_ptr<Mapping const> const data = file.map();
     LoadedEngine loaded{spec, profiles_of(spec, *bundle.manifest.engines, *bundle.manifest.networks), nullptr};
     check_header(*runtime, *data, path.string(), [this] { return log.last(); }, warn);
     loaded.engine.reset(runtime->deserializeCudaEngine(data->data(), data->size()));
