@@ -30,14 +30,15 @@ __mmask16 first_lanes(std::int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
 }
 
-// Multiplies kM rows of inputs from row m on by kN panels of weights; a lane is a row of weights. Blocks are added up one
-// after the other whatever the size of the tile.
-template <int kBits, int kM, int kN>
+// Multiplies kM rows of inputs from row m on by `count` rows of a panel; a lane is a row of weights. Blocks are added up
+// one after the other whatever the size of the tile.
+template <int kBits, int kM>
 inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int64_t m, PackedWeights const& weights,
                                                 std::int64_t panel, std::int64_t count, float* y,
                                                 std::int64_t y_stride) {
+  constexpr int kN = 2;
   constexpr std::int64_t kVector = PackedWeights::kVector;
-  std::int64_t const panel_bytes = weights.panel_bytes(), x_stride = x.stride(), vectors = weights.vectors();
+  std::int64_t const x_stride = x.stride(), vectors = weights.vectors();
   std::int64_t const half = x.block_size / 2;
   std::uint8_t const* from = weights.panel(panel);
   char const* numbers = x.rows + m * x_stride;
@@ -65,12 +66,12 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
       }
     };
 #pragma GCC unroll 4
-    for (std::int64_t vector = 0; vector < vectors; ++vector, from += kVector) {
+    for (std::int64_t vector = 0; vector < vectors; ++vector, from += kN * kVector) {
       __m512i both[kN], integers[kN];
 #pragma GCC unroll 2
       for (int n = 0; n < kN; ++n) {
-        both[n] = _mm512_load_si512(from + n * panel_bytes);
-        __builtin_prefetch(from + n * panel_bytes + kAhead);
+        both[n] = _mm512_load_si512(from + n * kVector);
+        __builtin_prefetch(from + n * kVector + kAhead);
         integers[n] = kBits == 4 ? _mm512_and_si512(both[n], nibble) : both[n];
       }
       multiply(integers, numbers + 4 * vector);
@@ -82,9 +83,9 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
     __m512 weight_scales[kN];
 #pragma GCC unroll 2
     for (int n = 0; n < kN; ++n) {
-      weight_scales[n] = _mm512_load_ps(reinterpret_cast<float const*>(from + n * panel_bytes));
+      weight_scales[n] = _mm512_load_ps(reinterpret_cast<float const*>(from + n * kVector));
     }
-    from += kVector;
+    from += kN * kVector;
 #pragma GCC unroll 8
     for (int row = 0; row < kM; ++row) {
       __m512 const scale = _mm512_set1_ps(value_at<float>(scales + row * x_stride));
@@ -105,32 +106,41 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
 }
 
 // Multiplies `rows` rows of inputs, of kM at most.
-template <int kBits, int kM, int kN>
+template <int kBits, int kM>
 void tile_of(std::int64_t rows, RoundedInputs const& x, std::int64_t m, PackedWeights const& weights,
              std::int64_t panel, std::int64_t count, float* y, std::int64_t y_stride) {
   if constexpr (kM > 1) {
-    if (rows < kM) return tile_of<kBits, kM - 1, kN>(rows, x, m, weights, panel, count, y, y_stride);
+    if (rows < kM) return tile_of<kBits, kM - 1>(rows, x, m, weights, panel, count, y, y_stride);
   }
-  tile<kBits, kM, kN>(x, m, weights, panel, count, y, y_stride);
+  tile<kBits, kM>(x, m, weights, panel, count, y, y_stride);
 }
 
-// One row of inputs takes one panel at a time: memory is the bound, and is read best from end to end.
 template <int kBits>
 void multiply(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
               std::int64_t count, float* y, std::int64_t y_stride) {
-  std::int64_t panel = n / 16;
-  for (; count > 16 && m_size > 1; panel += 2, count -= 32, y += 32) {
+  constexpr std::int64_t kRows = PackedWeights::kRows;
+  for (std::int64_t panel = n / kRows; count > 0; ++panel, count -= kRows, y += kRows) {
     for (std::int64_t m = 0, rows; m < m_size; m += rows) {  // rows are divided evenly, so that no tile is small
       std::int64_t const left = m_size - m, tiles = (left + kTileRows - 1) / kTileRows;
       rows = (left + tiles - 1) / tiles;
-      tile_of<kBits, kTileRows, 2>(rows, x, m, weights, panel, count, y + m * y_stride, y_stride);
+      tile_of<kBits, kTileRows>(rows, x, m, weights, panel, count, y + m * y_stride, y_stride);
     }
   }
-  for (; count > 0; ++panel, count -= 16, y += 16) {
-    for (std::int64_t m = 0; m < m_size; m += kTileRows) {
-      std::int64_t const rows = std::min<std::int64_t>(kTileRows, m_size - m);
-      tile_of<kBits, kTileRows, 1>(rows, x, m, weights, panel, count, y + m * y_stride, y_stride);
-    }
+}
+
+// Two integers of 4 bits in a byte: those of the first half of a block and of the second, not neighbours.
+void join_halves(std::uint8_t const* from, std::int64_t bytes, std::uint8_t* to) {
+  alignas(64) std::uint8_t apart[256];
+  __m128i const nibble = _mm_set1_epi8(15);
+  auto const eight = [](std::uint8_t const* at) { return _mm_loadl_epi64(reinterpret_cast<__m128i const*>(at)); };
+  for (std::int64_t i = 0; i < bytes; i += 8) {
+    __m128i const both = eight(from + i);
+    __m128i const low = _mm_and_si128(both, nibble), high = _mm_and_si128(_mm_srli_epi16(both, 4), nibble);
+    _mm_store_si128(reinterpret_cast<__m128i*>(apart + 2 * i), _mm_unpacklo_epi8(low, high));
+  }
+  for (std::int64_t i = 0; i < bytes; i += 8) {
+    __m128i const joined = _mm_or_si128(eight(apart + i), _mm_slli_epi16(eight(apart + bytes + i), 4));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to + i), joined);
   }
 }
 
@@ -143,7 +153,7 @@ bool integers_supported() {
 void PackedWeights::fill(IntegerWeights const& weights, std::int64_t panel) {
   std::uint8_t* to = memory_.get() + panel * panel_bytes();
   std::int64_t const first = panel * kRows, stored = std::min(kRows, rows - first), bytes = block_size * bits / 8;
-  for (std::int64_t block = 0; block < blocks; ++block, to += kRows * bytes + kVector) {
+  for (std::int64_t block = 0; block < blocks; ++block, to += kRows * (bytes + 4)) {
     auto* const scales = reinterpret_cast<float*>(to + kRows * bytes);
     for (std::int64_t row = 0; row < kRows; ++row) {
       alignas(64) std::uint8_t integers[256];
@@ -153,11 +163,7 @@ void PackedWeights::fill(IntegerWeights const& weights, std::int64_t panel) {
         if (bits == 8) {
           std::memcpy(integers, from, static_cast<std::size_t>(bytes));
         } else {
-          alignas(64) std::uint8_t apart[256];
-          for (std::int64_t i = 0; i < bytes; ++i) apart[2 * i] = from[i] & 15, apart[2 * i + 1] = from[i] >> 4;
-          for (std::int64_t i = 0; i < bytes; ++i) {
-            integers[i] = static_cast<std::uint8_t>(apart[i] | apart[bytes + i] << 4);
-          }
+          join_halves(from, bytes, integers);
         }
       } else {
         scales[row] = 0;

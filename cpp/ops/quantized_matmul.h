@@ -16,11 +16,12 @@ struct IntegerWeights {
   std::int64_t row_bytes() const { return blocks * block_size * bits / 8; }
 };
 
-// The same weights in the order in which they are read: panels of 16 rows, block by block, each with the scales of its
-// rows after it. A vector holds four integers of each row (of 4 bits: and four more, of the block's other half).
+// The same weights in the order in which they are read: panels of 32 rows, block by block, each with the scales of its
+// rows after it. A vector holds four integers of 16 rows (of 4 bits: and four more, of the block's other half), the next
+// one those of the other 16.
 class PackedWeights {
  public:
-  static constexpr std::int64_t kRows = 16, kVector = 64;
+  static constexpr std::int64_t kRows = 32, kVector = 64;
 
   // memory: of `bytes(weights)`, aligned to vectors. `fill` is to follow.
   PackedWeights(IntegerWeights const& weights, std::shared_ptr<std::uint8_t> memory)
@@ -32,7 +33,7 @@ class PackedWeights {
   }
 
   std::int64_t panels() const { return (rows + kRows - 1) / kRows; }
-  std::int64_t vectors() const { return block_size * bits / 32; }  // of integers, in a block of a panel
+  std::int64_t vectors() const { return block_size * bits / 32; }  // of integers, in a block of 16 rows
   std::int64_t panel_bytes() const { return blocks * block_bytes(block_size, bits); }
   std::uint8_t const* panel(std::int64_t index) const { return memory_.get() + index * panel_bytes(); }
 
@@ -43,7 +44,7 @@ class PackedWeights {
 
  private:
   static std::int64_t block_bytes(std::int64_t block_size, std::int64_t bits) {
-    return kRows * block_size * bits / 8 + kVector;
+    return kRows * (block_size * bits / 8 + 4);
   }
 
   std::shared_ptr<std::uint8_t> memory_;

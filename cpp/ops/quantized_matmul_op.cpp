@@ -7,8 +7,7 @@
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kRoundedRows = 16;                    // rounded by one thread at a time
-constexpr std::int64_t kStep = 2 * PackedWeights::kRows;  // rows of weights that are multiplied at a time
+constexpr std::int64_t kRoundedRows = 16;  // rounded by one thread at a time
 
 // The weights, or the gate's and the others: each begins with a panel.
 using Halves = std::vector<PackedWeights>;
@@ -67,7 +66,7 @@ Status* compute(void* kept, Context* context) {
     };
     TIDE_RETURN_IF_FAILED(in_parallel(context, (result.m_size + kRoundedRows - 1) / kRoundedRows, false, round));
     std::int64_t const row_bytes = weights.row_bytes() + 4 * weights.blocks;
-    return result.compute(context, row_bytes, kStep, [&](std::int64_t n, std::int64_t count, float* to) {
+    return result.compute(context, row_bytes, PackedWeights::kRows, [&](std::int64_t n, std::int64_t count, float* to) {
       PackedWeights const& half = n < result.n_size ? packed->front() : packed->back();
       multiply_integers(inputs, result.m_size, half, n % result.n_size, count, to, result.n_size);
     });

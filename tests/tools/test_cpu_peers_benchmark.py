@@ -38,6 +38,35 @@ runtime_process.main()
 """
 
 
+# As llama-server answers.
+SERVER = """#!{python}
+import http.server, json, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply({{"status": "ok"}})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["temperature"] == 0 and asked["ignore_eos"] and not asked["cache_prompt"]
+        tokens = 1 if asked["prompt"] == [0] else asked["n_predict"]
+        timings = {{"prompt_ms": 100 * len(asked["prompt"]), "predicted_ms": 40.0, "predicted_n": tokens}}
+        self.reply({{"timings": timings}})
+
+    def reply(self, content):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+if "--version" in sys.argv:
+    print("version: 12 (abc) built for a machine")
+else:
+    option = {{name: value for name, value in zip(sys.argv, sys.argv[1:]) if name.startswith("-")}}
+    assert (option["-m"], option["-t"], option["-c"], option["-np"]) == ("f.gguf", "1", "128", "2")
+    http.server.ThreadingHTTPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
+"""
+
+
 def run(monkeypatch: pytest.MonkeyPatch, model: Path, *options: str) -> int:
     import cpu_peers
 
@@ -94,11 +123,28 @@ def test_our_own_case_generates_and_reads_text(demo_bundle: Path, demo_model: Pa
     assert nats(np.log(np.array([0.25, 0.75], np.float32)), 0) == pytest.approx(np.log(4))
 
 
+def test_a_server_times_itself(tmp_path: Path) -> None:
+    from harness.runtime_process import Job, Server, resident
+
+    program = tmp_path / "llama-server"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    server = Server(Job("server", f"{program} -m f.gguf", 1, 64, 2))
+    assert server.version == "version: 12 (abc)"
+    assert server.generate([[5, 6, 7]], 4) == pytest.approx((0.3, 0.04))
+    assert server.generate([[5, 6, 7], [8, 9, 10]], 4)[0] == pytest.approx(0.3)
+    assert resident(server.process_id) > 1
+    with pytest.raises(ValueError, match="an answer of 1 tokens, not 4"):
+        server.generate([[0]], 4)
+    with pytest.raises(ValueError, match="the server ended with exit code 1"):
+        Server(Job("server", f"{program} -m another.gguf", 1, 64, 2))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--case", "a=tide"], "--case a=tide: TITLE=RUNTIME:FILE"),
-        (["--case", "a=vllm:b"], "RUNTIME one of tide, llama.cpp, genai, openvino"),
+        (["--case", "a=vllm:b"], "RUNTIME one of tide, llama.cpp, server, genai, openvino"),
         (["--case", "a=tide:b", "--contexts", "4096"], "fewer than a context of 4096"),
         (["--case", "a=tide:/nowhere", "--contexts", "4", "--batches", "1"], "no case could be measured"),
     ],

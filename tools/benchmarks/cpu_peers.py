@@ -4,12 +4,14 @@
     [--python llama.cpp=PYTHON] --dataset FILE.jsonl [--contexts 128,1024,4096] [--batches 1,8] [--plot FILE.png]
 
 Each case is a runtime (tide, llama.cpp, genai, openvino) with one file in its own format, in a process of its own, by
-the interpreter that `--python` names for the runtime. `llama.cpp:FILE.gguf:no-flash` is without flash attention. A
-round gives every case, in a new random order, the same prompts of FILE, cut to the context's length, and asks for
-`--tokens` more of each, greedily. Before that, every case loads its file anew. What is compared: prompt tokens and
-decoded tokens a second, seconds to load, memory after the first context, and the perplexity of text, read a token at
-a time. MODEL's tokenizer makes the tokens for all. A case that cannot be started is omitted, and the table has the
-reason. Only ratios within one run mean anything.
+the interpreter that `--python` names for the runtime. `tide:BUNDLE:lossless` is another mode,
+`llama.cpp:FILE:no-flash` without flash attention. `server:COMMAND` is llama-server of llama.cpp or ik_llama.cpp,
+which times itself, with its options: `"ik=server:bin/llama-server -m f.gguf"`, with `--spec-type ngram-mod` it
+drafts. A round gives every case, in a new random order, the same prompts of FILE, cut to the context's length, and
+asks for `--tokens` more of each, greedily. Before that, every case loads its file anew. What is compared: prompt
+tokens and decoded tokens a second, seconds to load, memory after the first context, and the perplexity of text, read
+a token at a time. MODEL's tokenizer makes the tokens for all. A case that cannot be started is omitted, and the table
+has the reason. Only ratios within one run mean anything.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from tide_export.formatting import table
 
 CHILD = Path(__file__).parent / "harness" / "runtime_process.py"
 Setting = tuple[int, int]  # context, batch
+RUNTIMES = ("tide", "llama.cpp", "server", "genai", "openvino")
 LENGTH = 256  # tokens of a text whose perplexity is measured
 
 
@@ -78,8 +81,8 @@ def read_cases(options: Sequence[str]) -> list[Case]:
     for option in options:
         title, _, rest = option.partition("=")
         runtime, _, file = rest.partition(":")
-        if runtime not in ("tide", "llama.cpp", "genai", "openvino") or not file or not title:
-            raise SystemExit(f"--case {option}: TITLE=RUNTIME:FILE, RUNTIME one of tide, llama.cpp, genai, openvino")
+        if runtime not in RUNTIMES or not file or not title:
+            raise SystemExit(f"--case {option}: TITLE=RUNTIME:FILE, RUNTIME one of {', '.join(RUNTIMES)}")
         cases.append(Case(title, runtime, file))
     return cases
 

@@ -9,11 +9,17 @@ prompts have their `first` token and those of the `rest`, n - 1 each, chosen gre
 now. A failure is answered `{"error": ...}`, and the next request is read. What libraries print goes to standard error.
 """
 
+import atexit
 import json
 import os
+import shlex
+import socket
+import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -218,11 +224,67 @@ class OpenVino:
         return []
 
 
+class Server:
+    """llama-server of llama.cpp or ik_llama.cpp, timed by itself: `file` is its command with the model and options,
+    such as `bin/llama-server -m f.gguf --spec-type ngram-mod`. It gives no logits."""
+
+    def __init__(self, job: Job) -> None:
+        command = shlex.split(job.file)
+        reported = subprocess.run([command[0], "--version"], capture_output=True, text=True)
+        self.version = " ".join((reported.stdout + reported.stderr).split()[:3]) or command[0]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        sizes = {"-t": job.threads, "-tb": job.threads, "-c": job.length * job.batch, "-np": job.batch}
+        options = [word for name, value in sizes.items() for word in (name, str(value))]
+        port = self._address.rpartition(":")[2]
+        self._process = subprocess.Popen([*command, *options, "--host", "127.0.0.1", "--port", port], stdout=2)
+        atexit.register(self._process.kill)
+        while not self._is_ready():
+            time.sleep(0.02)
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            timings = list(pool.map(lambda prompt: self._complete(prompt, tokens), prompts))
+        if len(prompts) == 1:
+            return timings[0]["prompt_ms"] / 1e3, timings[0]["predicted_ms"] / 1e3
+        first = max(timing["prompt_ms"] for timing in timings) / 1e3
+        return first, time.perf_counter() - started - first
+
+    def nll(self, ids: Sequence[int]) -> list[float]:
+        return []
+
+    def _complete(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        wanted = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}
+        body = json.dumps(wanted | {"cache_prompt": False}).encode()
+        request = urllib.request.Request(f"{self._address}/completion", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as reply:
+            timings = json.load(reply)["timings"]
+        if timings["predicted_n"] != tokens:
+            raise ValueError(f"an answer of {timings['predicted_n']} tokens, not {tokens}")
+        return timings
+
+    def _is_ready(self) -> bool:
+        if self._process.poll() is not None:
+            raise ValueError(f"the server ended with exit code {self._process.returncode}")
+        try:
+            with urllib.request.urlopen(f"{self._address}/health") as reply:
+                return reply.status == 200
+        except OSError:
+            return False
+
+
 RUNTIMES: dict[str, Callable[[Job], Runtime]] = {
     "tide": Tide,
     "llama.cpp": LlamaCpp,
     "genai": Genai,
     "openvino": OpenVino,
+    "server": Server,
 }
 
 
@@ -233,9 +295,9 @@ def nats(logits: np.ndarray, token: int) -> float:
     return float(highest + np.log(np.exp(exact - highest).sum()) - exact[token])
 
 
-def resident() -> float:
-    """Megabytes of this process in memory, shared and mapped files included."""
-    status = Path("/proc/self/status").read_text()
+def resident(process: int | str) -> float:
+    """Megabytes of a process in memory, shared and mapped files included."""
+    status = Path(f"/proc/{process}/status").read_text()
     return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
 
 
@@ -245,7 +307,7 @@ def answer(runtime: Runtime, request: dict) -> dict:
         return {"first": first, "rest": rest}
     if request["do"] == "nll":
         return {"nll": runtime.nll(request["ids"])}
-    return {"memory": resident()}
+    return {"memory": resident(getattr(runtime, "process_id", "self"))}
 
 
 def main() -> None:
