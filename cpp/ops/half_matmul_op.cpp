@@ -1,40 +1,16 @@
 // TideBf16MatMul, TideFp16MatMul and those with a gate.
-#include <cstring>
-
 #include "half_matmul.h"
 #include "matmul_op.h"
 #include "operators.h"
-#include "weight_copies.h"
 
 namespace tide_ops {
 namespace {
 
-constexpr std::int64_t kCopied = 1 << 20;  // bytes, by one thread at a time
-
-using Kept = KeptCopy<std::uint8_t>;
-
-// A copy of weights; themselves where there is no memory for one.
-std::shared_ptr<std::uint8_t const> copy_of(Kept& kept, Context* context, Tensor const& weights) {
-  auto const* const from = static_cast<std::uint8_t const*>(weights.data);
-  return kept.of(from, [&]() -> std::shared_ptr<void const> {
-    std::int64_t const size = 2 * weights.dims[0] * weights.dims[1];
-    try {
-      std::shared_ptr<std::uint8_t> copy = weight_memory(static_cast<std::size_t>(size));
-      copy_in_parallel(context, (size + kCopied - 1) / kCopied, [&](std::int64_t part) {
-        std::int64_t const begin = part * kCopied;
-        std::memcpy(copy.get() + begin, from + begin, static_cast<std::size_t>(std::min(kCopied, size - begin)));
-      });
-      forget(from, static_cast<std::size_t>(size));
-      return copy;
-    } catch (std::bad_alloc const&) {
-      return {std::shared_ptr<void>(), from};
-    }
-  });
-}
+struct Nothing {};
 
 // y [.., N] = x [.., K] times the transpose of weights, bfloat16 or float16 [N, K]; sums are float32.
 template <HalfFormat kFormat, bool kGated>
-Status* compute(void* kept, Context* context) {
+Status* compute(void*, Context* context) {
   Tensor x, weights;
   TIDE_RETURN_IF_FAILED(input_of(context, 0, x));
   TIDE_RETURN_IF_FAILED(input_of(context, 1, weights));
@@ -54,8 +30,7 @@ Status* compute(void* kept, Context* context) {
       kernel.split_row(static_cast<float const*>(x.data) + m * k_size, k_size, split + m * stride);
     }
     SplitRows const rows{split, result.m_size, k_size};
-    std::shared_ptr<std::uint8_t const> const copy = copy_of(*static_cast<Kept*>(kept), context, weights);
-    auto const* const numbers = reinterpret_cast<std::uint16_t const*>(copy.get());
+    auto const* const numbers = static_cast<std::uint16_t const*>(weights.data);
     return result.compute(context, 2 * k_size, 4, [&](std::int64_t n, std::int64_t count, float* to) {
       kernel.multiply(rows, numbers + n * k_size, count, to, result.n_size);
     });
@@ -67,7 +42,7 @@ Status* compute(void* kept, Context* context) {
 template <HalfFormat kFormat, bool kGated>
 Operator half_operator() {
   constexpr bool kIsBf16 = kFormat == HalfFormat::kBf16;
-  Operator op = matmul_operator<Kept>();
+  Operator op = matmul_operator<Nothing>();
   op.GetName = [](Operator const*) {
     if (kGated) return kIsBf16 ? "TideGatedBf16MatMul" : "TideGatedFp16MatMul";
     return kIsBf16 ? "TideBf16MatMul" : "TideFp16MatMul";

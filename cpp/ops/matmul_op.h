@@ -1,4 +1,4 @@
-// What the operators for matrices share: the result, divided among threads, and a kernel that keeps a copy of its weights.
+// What the operators for matrices share: the result, divided among threads.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,7 @@ struct Result {
   }
 };
 
-// An operator whose kernels each have a `Kept`; its name, input types and computation are missing.
+// An operator whose kernels each keep a `Kept`; its name, input types and computation are missing.
 template <typename Kept>
 Operator matmul_operator() {
   Operator op = cpu_operator();

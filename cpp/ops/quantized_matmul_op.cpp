@@ -22,7 +22,12 @@ Halves pack(Context* context, IntegerWeights const& weights, bool gated) {
     half.scales = weights.scales + row * weights.blocks;
     halves.emplace_back(half, weight_memory(static_cast<std::size_t>(PackedWeights::bytes(half))));
     PackedWeights& packed = halves.back();
-    copy_in_parallel(context, packed.panels(), [&](std::int64_t panel) { packed.fill(half, panel); });
+    Status* const failed =
+        in_parallel(context, packed.panels(), false, [&](std::int64_t panel) { packed.fill(half, panel); });
+    if (failed != nullptr) {
+      api.ReleaseStatus(failed);
+      throw std::bad_alloc();
+    }
   }
   forget(weights.integers, static_cast<std::size_t>(weights.rows * weights.row_bytes()));
   forget(weights.scales, static_cast<std::size_t>(weights.rows * weights.blocks) * sizeof(float));
@@ -54,8 +59,12 @@ Status* compute(void* kept, Context* context) {
   TIDE_RETURN_IF_FAILED(result.make(context, x, weights.rows, kGated));
   if (result.y == nullptr) return nullptr;
   try {
+    auto const key = [&] {
+      auto const bytes = static_cast<std::size_t>(weights.rows * weights.row_bytes());
+      return WeightKey(integers.data, bytes, {weights.rows, weights.blocks, block_size, kBits, kGated});
+    };
     std::shared_ptr<Halves const> const packed = static_cast<Kept*>(kept)->of(
-        integers.data, [&] { return std::make_shared<Halves const>(pack(context, weights, kGated)); });
+        integers.data, key, [&] { return std::make_shared<Halves const>(pack(context, weights, kGated)); });
     Buffer once;
     RoundedInputs inputs{nullptr, weights.blocks, block_size, kBits};
     inputs.rows = reinterpret_cast<char*>(result.scratch(result.m_size * inputs.stride() / 4, kGated, once));

@@ -3,13 +3,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <new>
 
 namespace tide_ops {
 namespace {
 
-constexpr std::size_t kHugePage = 2 << 20, kSlab = 32 << 20, kLine = 64;
+constexpr std::size_t kHugePage = 2 << 20, kSlab = 32 << 20, kLine = 64, kDigestWords = 256;
 
 // Memory that copies are cut from, one after the other; only what is used of it is taken from the system.
 class Slab {
@@ -60,9 +61,21 @@ std::shared_ptr<std::uint8_t> weight_memory(std::size_t bytes) {
   return {std::move(slab), memory};
 }
 
-std::shared_ptr<void const> weight_copy(void const* key, std::function<std::shared_ptr<void const>()> const& make) {
+WeightKey::WeightKey(void const* at, std::size_t bytes, std::initializer_list<std::int64_t> shape)
+    : data(at), digest(14695981039346656037u) {
+  auto const add = [this](std::uint64_t word) { digest = (digest ^ word) * 1099511628211u; };  // FNV-1a
+  for (std::int64_t const size : shape) add(static_cast<std::uint64_t>(size));
+  std::size_t const words = bytes / sizeof(std::uint64_t), step = std::max<std::size_t>(words / kDigestWords, 1);
+  for (std::size_t i = 0; i < words; i += step) {
+    std::uint64_t word;
+    std::memcpy(&word, static_cast<std::uint8_t const*>(at) + i * sizeof word, sizeof word);
+    add(word);
+  }
+}
+
+std::shared_ptr<void const> weight_copy(WeightKey const& key, std::function<std::shared_ptr<void const>()> const& make) {
   static std::mutex mutex;
-  static std::map<void const*, std::weak_ptr<void const>> copies;
+  static std::map<WeightKey, std::weak_ptr<void const>> copies;
   std::lock_guard<std::mutex> const lock(mutex);
   auto const found = copies.find(key);
   std::shared_ptr<void const> copy = found == copies.end() ? nullptr : found->second.lock();

@@ -1,9 +1,11 @@
 """The operators for matrices in 4 and 8 bits: the products of MatMulNBits, whatever is computed with a row."""
 
+import gc
 import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -84,3 +86,46 @@ def test_the_operator_refuses_another_width(operator_library: Path, tmp_path: Pa
     session = opened(model(matrix(4, 64, 32), 96), tmp_path)
     with pytest.raises(Exception, match=r"TideInt4MatMul takes x|K"):
         session.run(None, {"x": np.zeros((1, 1, 96), np.float32)})
+
+
+def test_sessions_that_follow_each_other_do_not_mix_up_their_weights(operator_library: Path) -> None:
+    """Memory is used again: other weights are then where those of a session before were."""
+    x = np.random.default_rng(2).standard_normal((3, 1, 64), dtype=np.float32)
+    for _ in range(20):
+        values = np.random.default_rng().standard_normal((64, 64), dtype=np.float32)
+        proto = model(round_to_nearest(values, Quantization("rtn", 4, 32, symmetric=True, accuracy_level=4)), 64)
+        options = ort.SessionOptions()
+        register_operators(options)
+        (y,) = ort.InferenceSession(proto, options).run(None, {"x": x})
+        np.testing.assert_allclose(y, ort.InferenceSession(proto).run(None, {"x": x})[0], rtol=1e-4, atol=1e-4)
+
+
+def test_sessions_on_the_same_weights_share_one_copy(operator_library: Path) -> None:
+    blocks = matrix(8192, 4096, 32)
+    megabytes = (blocks.packed.nbytes + blocks.scales.nbytes) >> 20
+    proto = model(blocks, 4096)
+    stored = ir.from_proto(onnx.ModelProto.FromString(proto)).graph.initializers
+    arrays = [(name, np.asarray(value.const_value.numpy())) for name, value in stored.items() if value.const_value]
+
+    def growth(shared: bool) -> int:
+        """Private megabytes of three sessions more."""
+        values = [(name, ort.OrtValue.ortvalue_from_numpy(array)) for name, array in arrays]
+        sessions, before = [], 0
+        for _ in range(4):
+            options = ort.SessionOptions()
+            register_operators(options)
+            for name, value in values if shared else []:
+                options.add_initializer(name, value)
+            sessions.append(ort.InferenceSession(proto, options))
+            sessions[-1].run(None, {"x": np.ones((1, 1, 4096), np.float32)})
+            before = before or private_megabytes()
+        return private_megabytes() - before
+
+    assert megabytes >= 20
+    assert growth(shared=True) < growth(shared=False) - 2 * megabytes
+
+
+def private_megabytes() -> int:
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty:", "Private_Clean:"))) >> 10
