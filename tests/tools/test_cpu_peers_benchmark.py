@@ -3,6 +3,7 @@ at a time."""
 
 import json
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -138,6 +139,33 @@ def test_a_server_times_itself(tmp_path: Path) -> None:
         server.generate([[0]], 4)
     with pytest.raises(ValueError, match="the server ended with exit code 1"):
         Server(Job("server", f"{program} -m another.gguf", 1, 64, 2))
+
+
+def test_a_server_ends_with_its_runtime(tmp_path: Path) -> None:
+    from harness.peer_case import ChildProcess
+    from harness.runtime_process import __file__ as script
+
+    program = tmp_path / "llama-server"
+    program.write_text(SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    job = {"runtime": "server", "file": f"{program} -m f.gguf", "threads": 1, "length": 64, "batch": 2}
+    child = ChildProcess([sys.executable, "-P", script, json.dumps(job)], 1)
+    assert child.ask({"do": "generate", "prompts": [[5, 6]], "tokens": 3})["rest"] == pytest.approx(0.04)
+    mine = [path for path in Path("/proc").glob("[0-9]*") if runs(path, str(program))]
+    assert mine
+    child.close()
+    for _ in range(100):
+        if not any(runs(path, str(program)) for path in mine):
+            break
+        time.sleep(0.05)
+    assert not any(runs(path, str(program)) for path in mine)
+
+
+def runs(process: Path, program: str) -> bool:
+    try:
+        return program in (process / "cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ prompts have their `first` token and those of the `rest`, n - 1 each, chosen gre
 now. A failure is answered `{"error": ...}`, and the next request is read. What libraries print goes to standard error.
 """
 
-import atexit
+import ctypes
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -238,8 +239,8 @@ class Server:
         sizes = {"-t": job.threads, "-tb": job.threads, "-c": job.length * job.batch, "-np": job.batch}
         options = [word for name, value in sizes.items() for word in (name, str(value))]
         port = self._address.rpartition(":")[2]
-        self._process = subprocess.Popen([*command, *options, "--host", "127.0.0.1", "--port", port], stdout=2)
-        atexit.register(self._process.kill)
+        command += [*options, "--host", "127.0.0.1", "--port", port]
+        self._process = subprocess.Popen(command, stdout=2, preexec_fn=end_with_parent)
         while not self._is_ready():
             time.sleep(0.02)
 
@@ -286,6 +287,12 @@ RUNTIMES: dict[str, Callable[[Job], Runtime]] = {
     "openvino": OpenVino,
     "server": Server,
 }
+
+
+def end_with_parent() -> None:
+    """Asks Linux to kill this process when its parent ends, however that is."""
+    set_death_signal = 1
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 def nats(logits: np.ndarray, token: int) -> float:
