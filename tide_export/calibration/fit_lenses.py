@@ -38,9 +38,7 @@ from tide_export.routers.router import Lens
 
 logger = logging.getLogger("tide_export")
 
-UPDATE_TOKENS = 128  # per update (512 need more than three times the text), or fewer, so that a short text gives
-UPDATES = 200  # of them too
-MIN_UPDATE_TOKENS = 64
+UPDATE_TOKENS = 64  # per update: with more, a lens needs more text
 VALIDATION_TOKENS = 2048
 MEASUREMENTS = 5  # on validation tokens, evenly over the tokens seen
 TRIAL = 0.35  # share of the tokens after which a lens that does not pay is given up, with `exit_strategy = "auto"`
@@ -153,8 +151,7 @@ def _train(
 ) -> None:
     head = PartialHead(source)
     depth, seen = source.num_layers, int(text.ends[first - 1]) if first else 0
-    wanted = max(MIN_UPDATE_TOKENS, min(UPDATE_TOKENS, text.tokens // UPDATES))
-    rows = min(wanted, next(blocks(source, UPDATE_TOKENS)).stop)  # fewer where their logits would be too large
+    rows = next(blocks(source, UPDATE_TOKENS)).stop  # fewer where their logits would be too large
     some = text.plan.sequences[int(text.plan.locations[0, 0])].ids.tolist()
     with fast_attention(source, some, [*fits, depth]):
         for number in range(first, len(text.order)):
