@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from tide_export import progress
-from tide_export.formatting import duration
-from tide_export.progress import quiet_loggers, stage
+from tide_export.progress import duration, quiet_loggers, stage
 
 
 class Terminal(io.StringIO):

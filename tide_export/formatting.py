@@ -32,13 +32,6 @@ def size(count: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def duration(seconds: float) -> str:
-    """Returns a span of time in words of rough precision: `40 seconds`, `4 minutes`, `2.5 hours`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} second{'s' if round(seconds) > 1 else ''}"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
-
-
 def percent(part: float, whole: float) -> str:
     """Returns `part / whole` as a percentage, `-` for a `whole` of 0."""
     return f"{100.0 * part / whole:.1f} %" if whole else "-"

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tide_export.formatting import duration
-
 logger = logging.getLogger("tide_export")
 
 LINE_SECONDS = 30.0
@@ -36,6 +34,13 @@ def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], 
     else:
         yield _lines(title, total)
     logger.info("%s ... done in %.1f s", title, time.perf_counter() - started)
+
+
+def duration(seconds: float) -> str:
+    """Returns a span of time in words of rough precision: `40 seconds`, `4 minutes`, `2.5 hours`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} second{'s' if round(seconds) > 1 else ''}"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 @contextmanager

@@ -32,12 +32,13 @@ def work(demo, **options):
 
 
 def test_every_token_is_read_once_where_all_are_kept(demo):
-    assert work(demo, lens_tokens=10_000) == Work(read=10_000, again=0, lens=10_000, train=7_000, held_out=1_000)
+    found = work(demo, lens_tokens=10_000, lens_epochs=2)
+    assert found == Work(read=10_000, again=0, lens=10_000, train=7_000, held_out=1_000)
     assert work(demo, lens_epochs=1).lens == 7_000  # a text that has fewer tokens
 
 
 def test_tokens_that_are_not_kept_are_read_again_for_lenses(demo):
-    found = work(demo, lens_tokens=10_000, calibration_tokens_kept=2_000)
+    found = work(demo, lens_tokens=10_000, lens_epochs=2, calibration_tokens_kept=2_000)
     assert found == Work(read=10_000, again=10_000, lens=10_000, train=2_000, held_out=500)
     assert work(demo, exit_strategy="identity", calibration_tokens_kept=2_000).again == 0
 

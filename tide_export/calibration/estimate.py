@@ -20,8 +20,8 @@ from tide_export.calibration.parallel import MAX_THREADS, in_parallel
 from tide_export.calibration.placement import CURVE_TOKENS
 from tide_export.calibration.split import Split
 from tide_export.config import TideConfig
-from tide_export.formatting import duration
 from tide_export.model.source import SourceModel
+from tide_export.progress import duration
 
 PROBED_TOKENS = 256  # of a sequence
 LABELS = 0.6  # of a whole head's time: `agreement` rarely needs all of it
