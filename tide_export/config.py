@@ -72,8 +72,8 @@ class TideConfig(Settings):
         "memory; onnxruntime on the CPU",
     )
     lens_rank: int = Field(64, ge=1, description="width of a lens, at most half the hidden size")
-    lens_tokens: int = Field(100_000, ge=64, description="tokens that lenses are fitted to in all")
-    lens_epochs: int = Field(1, ge=1, description="passes over a text that has fewer tokens")
+    lens_tokens: int = Field(40_000, ge=64, description="tokens that lenses are fitted to in all")
+    lens_epochs: int = Field(3, ge=1, description="passes over a text that has fewer tokens")
     lens_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of fitting a lens")
     calibration_dataset: str = Field("wikitext", min_length=1, description="text to calibrate on, a SPEC as below")
     self_generated: str | None = Field(
@@ -103,7 +103,7 @@ class TideConfig(Settings):
     router_shortlist: int = Field(
         256, ge=0, description="head rows a router reads to know how sure the head is; 0 for TIDE's router"
     )
-    router_epochs: int = Field(10, ge=1, description="passes over the kept tokens")
+    router_epochs: int = Field(20, ge=1, description="passes over the kept tokens")
     router_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of fitting a router")
     validation_fraction: float = Field(
         0.15, gt=0.0, lt=0.5, description="share of tokens for stopping the fit and scaling scores"
