@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tide_export.progress import quiet_loggers, stage
+from tide_export import progress
+from tide_export.progress import duration, quiet_loggers, stage
 
 
 class Terminal(io.StringIO):
@@ -20,6 +21,27 @@ def test_one_line_in_the_log_and_nothing_on_the_streams(caplog, capsys):
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("counting ... done in ")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_long_stage_says_in_the_log_how_much_time_is_left(caplog, monkeypatch):
+    clock = iter([0.0, 0.0, 10.0, 40.0, 60.0, 100.0, 100.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    with caplog.at_level(logging.INFO, logger="tide_export"), stage("counting", total=10) as advance:
+        for amount in (1, 3, 1, 5):
+            advance(amount)
+    assert caplog.messages == ["counting: 40 %, 60 seconds left", "counting ... done in 100.0 s"]
+
+
+def test_a_span_of_time_in_words():
+    given = (0.2, 1, 40, 100, 3600, 9000)
+    assert [duration(seconds) for seconds in given] == [
+        "1 second",
+        "1 second",
+        "40 seconds",
+        "2 minutes",
+        "60 minutes",
+        "2.5 hours",
+    ]
 
 
 def test_a_stage_that_fails_is_not_reported_as_done(caplog):

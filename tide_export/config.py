@@ -72,7 +72,7 @@ class TideConfig(Settings):
         "memory; onnxruntime on the CPU",
     )
     lens_rank: int = Field(64, ge=1, description="width of a lens, at most half the hidden size")
-    lens_tokens: int = Field(500_000, ge=64, description="tokens that lenses are fitted to in all")
+    lens_tokens: int = Field(40_000, ge=64, description="tokens that lenses are fitted to in all")
     lens_epochs: int = Field(3, ge=1, description="passes over a text that has fewer tokens")
     lens_learning_rate: float = Field(1e-3, gt=0.0, description="learning rate of fitting a lens")
     calibration_dataset: str = Field("wikitext", min_length=1, description="text to calibrate on, a SPEC as below")
@@ -84,7 +84,7 @@ class TideConfig(Settings):
     )
     self_generated_temperature: float = Field(0.8, gt=0.0, description="temperature of sampling these answers")
     self_generated_answers: int = Field(1, ge=1, description="answers sampled to each prompt")
-    calibration_samples: int = Field(2000, ge=2, description="sequences (or prompts) read at most")
+    calibration_samples: int = Field(120, ge=2, description="sequences (or prompts) read at most")
     calibration_length: int = Field(512, ge=2, description="tokens per sequence at most")
     calibration_batch: int = Field(8, ge=1, description="sequences per forward pass")
     calibration_tokens_kept: int | None = Field(

@@ -1,9 +1,9 @@
-"""Shows how far a long stage is and how much time is left (a bar on a terminal, one log line elsewhere), and
-silences the progress bars and logs of other libraries.
+"""Shows how far a long stage is and how much time is left (a bar on a terminal, log lines elsewhere), and silences the
+progress bars and logs of other libraries.
 
 Every stage of making a bundle wraps its slow loop in `stage`. Bars go to stderr, so that stdout stays clean for results
-and `--json`; where stderr is not a terminal (CI, a log file) nothing is drawn and the stage leaves one INFO line in the
-logger "tide_export" when it ends.
+and `--json`; where stderr is not a terminal (CI, a log file) nothing is drawn and the logger "tide_export" gets an INFO
+line when the stage ends, and one every `LINE_SECONDS` before.
 """
 
 import logging
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger("tide_export")
+
+LINE_SECONDS = 30.0
 
 
 @contextmanager
@@ -30,8 +32,15 @@ def stage(title: str, total: float | None = None) -> Iterator[Callable[[float], 
         with _bar(title, total) as advance:
             yield advance
     else:
-        yield lambda amount: None
+        yield _lines(title, total)
     logger.info("%s ... done in %.1f s", title, time.perf_counter() - started)
+
+
+def duration(seconds: float) -> str:
+    """Returns a span of time in words of rough precision: `40 seconds`, `4 minutes`, `2.5 hours`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} second{'s' if round(seconds) > 1 else ''}"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 @contextmanager
@@ -63,6 +72,21 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def _lines(title: str, total: float | None) -> Callable[[float], None]:
+    started = shown = time.perf_counter()
+    done = 0.0
+
+    def advance(amount: float) -> None:
+        nonlocal done, shown
+        done, now = done + amount, time.perf_counter()
+        if total and 0 < done < total and now - shown >= LINE_SECONDS:
+            shown = now
+            left = (now - started) * (total - done) / done
+            logger.info("%s: %.0f %%, %s left", title, 100 * done / total, duration(left))
+
+    return advance
 
 
 @contextmanager

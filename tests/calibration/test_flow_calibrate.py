@@ -165,7 +165,8 @@ def test_lenses_are_fitted_to_the_training_split_and_reported(demo, tokenizer, s
         len(s.ids) for s in split_sequences(list(read_sequences(str(TEXT), tokenizer, 64, 16)), 0.15, 0.15, 0).train
     )
     for report in reports.values():
-        assert (report["rank"], report["tokens"]) == (4, trained)
+        assert report["rank"] == 4
+        assert report["tokens"] == trained if kept else 0 < report["tokens"] <= trained  # one that is given up: fewer
         assert min(report["curve"]["kl"]) <= report["curve"]["kl"][0]
 
 

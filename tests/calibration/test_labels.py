@@ -55,6 +55,25 @@ def test_agreement_is_of_the_exit_and_not_of_the_raw_state(demo, sample):
     assert may_exit(demo, sample, TideConfig(), 3, exits, full).all()
 
 
+def test_agreement_is_that_of_the_whole_head_whatever_is_asked_first(demo):
+    """A few tokens are above the frequent ones, others below them, and some of these are top-1."""
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randn(600, demo.normalized_size, generator=generator)
+    tokens = top1(demo, states)
+    tokens[::3] = tokens[torch.randperm(600, generator=generator)][::3]
+    found = agreement(demo, states, tokens)
+    assert torch.equal(found, module.predict(demo, states).agree(tokens))
+    assert 350 < int(found.sum()) < 450
+
+
+def test_a_head_with_a_cap_is_asked_as_a_whole(demo, sample, monkeypatch):
+    plain = demo.structure.head
+    monkeypatch.setattr(type(demo.structure), "head", lambda _, *given: 3.0 * torch.tanh(plain(*given) / 3.0))
+    assert module.head_matrix(demo) is None
+    states = normalize(demo, sample.raw[9])
+    assert torch.equal(agreement(demo, states, top1(demo, states)), torch.ones(len(states), dtype=torch.bool))
+
+
 def test_divergence_is_kl_of_the_full_from_the_exits_distribution(demo, sample):
     last = sample.raw[demo.num_layers]
     full = log_probabilities(demo, last)

@@ -100,7 +100,7 @@ def test_each_pays_and_no_other_would(seed):
 
 def test_looking_gives_the_models_own_states_after_every_layer(demo, sequences):
     some = sequences[:3]
-    found = measure_layers(demo, some, TideConfig())
+    found = measure_layers(demo, some, TideConfig(), 1000)
     rows = []
     with torch.no_grad():
         for sequence in some:
@@ -136,8 +136,5 @@ def in_order(found, states, sequences):
     return np.concatenate([np.arange(n * size, (n + 1) * size) for n in starts])
 
 
-def test_no_more_tokens_are_looked_at_than_needed(demo, sequences, monkeypatch):
-    from tide_export.calibration import placement
-
-    monkeypatch.setattr(placement, "TOKENS", 50)
-    assert len(measure_layers(demo, sequences, TideConfig()).agrees) == 50
+def test_no_more_tokens_are_looked_at_than_needed(demo, sequences):
+    assert len(measure_layers(demo, sequences, TideConfig(), 50).agrees) == 50

@@ -55,8 +55,7 @@ def collect_splits(
 ) -> dict[str, Sample]:
     """Samples "train", "validation" and "test", with states at the checkpoints and after the last layer."""
     layers = [*checkpoints, source.num_layers]
-    train = config.tokens_kept(source.hidden_size, len(layers))
-    held_out = max(1, round(train * HELD_OUT_RATIO))
+    train, held_out = capacities(source, config, len(layers))
     parts = {"train": (split.train, train), "validation": (split.validation, held_out), "test": (split.test, held_out)}
     return {
         name: collect(
@@ -70,6 +69,12 @@ def collect_splits(
         )
         for name, (sequences, capacity) in parts.items()
     }
+
+
+def capacities(source: SourceModel, config: TideConfig, states: int) -> tuple[int, int]:
+    """Returns the number of tokens kept at most of the training split, and of each of the others."""
+    train = config.tokens_kept(source.hidden_size, states)
+    return train, max(1, round(train * HELD_OUT_RATIO))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 
 from tide_export.calibration.collect import Sample
 from tide_export.calibration.fit_router import FittedRouter, LabelledStates, fit_router
-from tide_export.calibration.labels import may_exit, normalize, top1
+from tide_export.calibration.labels import may_exit, most_frequent, normalize, top1
 from tide_export.calibration.parallel import in_parallel
 from tide_export.config import TideConfig
 from tide_export.errors import CalibrationError
@@ -90,9 +90,7 @@ def _shortlist(source: SourceModel, config: TideConfig, full_top1: torch.Tensor)
     if rows is None:
         logger.warning("the head of %s is not a matrix: its routers have no shortlist", source.architecture)
         return None
-    counts = torch.bincount(full_top1, minlength=len(rows))
-    most_frequent = counts.sort(descending=True, stable=True).indices[: max(2, config.router_shortlist)]
-    return rows[most_frequent].contiguous()
+    return rows[most_frequent(full_top1, len(rows), max(2, config.router_shortlist))].contiguous()
 
 
 def _is_one_class(layers: int, labels: torch.Tensor, label: str) -> bool:

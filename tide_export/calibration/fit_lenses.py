@@ -1,8 +1,9 @@
 """Fits the lenses of all checkpoints on a stream of text: between `collect` and the labels of the routers.
 
 A tuned lens (Belrose et al., https://arxiv.org/abs/2303.08112) of low rank brings the head's distribution for its
-output near the full model's (`lens_loss`); everything else is frozen. The model runs over a batch of text, its head
-once for all checkpoints, every lens is updated, and the states are freed: memory does not grow with the text.
+output near the full model's (`lens_loss`); everything else is frozen. For each batch of text the head runs once for all
+checkpoints, and every lens is updated. The states are those that `collect` kept, if it kept all; else the model is run
+again and the states are freed: memory does not grow with the text.
 
 On validation tokens the lenses are measured while they are fitted, and the best state of each is kept. A lens is used
 where that state is better than none, and with `exit_strategy = "auto"` only where it saves more than it costs.
@@ -37,9 +38,7 @@ from tide_export.routers.router import Lens
 
 logger = logging.getLogger("tide_export")
 
-UPDATE_TOKENS = 512  # per update, or fewer, so that a short text gives `UPDATES` of them too
-UPDATES = 200
-MIN_UPDATE_TOKENS = 64
+UPDATE_TOKENS = 64  # per update: with more, a lens needs more text
 VALIDATION_TOKENS = 2048
 MEASUREMENTS = 5  # on validation tokens, evenly over the tokens seen
 TRIAL = 0.35  # share of the tokens after which a lens that does not pay is given up, with `exit_strategy = "auto"`
@@ -49,6 +48,7 @@ MAX_GRADIENT = 1.0  # norm
 def fit_lenses(
     source: SourceModel,
     sequences: Sequence[TokenSequence],
+    train: Sample,
     validation: Sample,
     config: TideConfig,
     checkpoints: Sequence[int],
@@ -57,7 +57,8 @@ def fit_lenses(
     """Fits the lenses of `checkpoints` to `sequences`, the training split; none with `exit_strategy = "identity"`.
 
     Args:
-        validation: states at the checkpoints and after the last layer.
+        train, validation: states at the checkpoints and after the last layer. Where `train` keeps every token of
+            `sequences`, the model is not run again.
         folder: where the lenses are saved while they are fitted; a run that was killed resumes from there.
 
     Returns:
@@ -72,7 +73,7 @@ def fit_lenses(
         return {}, {}
     check_ids(source, sequences)
     text = _Stream.make(source, sequences, config)
-    fits = {layers: _start(source, validation, config, layers) for layers in checkpoints}
+    fits = {layers: start(source, validation.raw[layers], config, layers) for layers in checkpoints}
     saved = LensCheckpoint(source, config, text.sha256, checkpoints, folder)
     held_out = _some(validation, config.seed)
     with stage("fitting lenses", total=float(text.tokens)) as advance:
@@ -80,10 +81,30 @@ def fit_lenses(
         if not first:
             _measure(source, held_out, config, fits, 0)
         advance(float(text.ends[first - 1]) if first else 0.0)
-        _train(source, text, held_out, config, fits, first, saved, advance)
+        _train(source, text, train, held_out, config, fits, first, saved, advance)
     reports = {layers: _report(source, config, layers, fit) for layers, fit in fits.items()}
     logger.info("%s", _sentence(reports))
     return {layers: fits[layers].folded() for layers, report in reports.items() if report["used"]}, reports
+
+
+def start(source: SourceModel, states: torch.Tensor, config: TideConfig, layers: int) -> LensFit:
+    """Makes a lens that changes nothing, for raw states like `states` [n, D]."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed * 1013 + layers)
+        lens = Lens(source.hidden_size, lens_rank(source, config)).to(source.device)
+    optimizer = torch.optim.Adam(lens.parameters(), lr=config.lens_learning_rate)
+    size = float(states[:8192].square().mean().sqrt().clamp_min(1e-12))
+    return LensFit(lens, optimizer, size, best=copy.deepcopy(lens.state_dict()))
+
+
+def update(fit: LensFit, loss: torch.Tensor, rate: float) -> None:
+    """Moves the lens by one step against the gradient of `loss`."""
+    for group in fit.optimizer.param_groups:
+        group["lr"] = rate
+    fit.optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(fit.lens.parameters(), MAX_GRADIENT)
+    fit.optimizer.step()
 
 
 @dataclass(frozen=True)
@@ -96,17 +117,13 @@ class _Stream:
 
     @classmethod
     def make(cls, source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> "_Stream":
-        """Draws sequences with `lens_tokens` tokens, or repeats all until then, at most `lens_epochs` times."""
-        generator = np.random.default_rng(config.seed)
-        chosen, tokens = list[TokenSequence](), 0
-        for number in generator.permutation(len(sequences)).tolist():
-            if tokens >= config.lens_tokens:
-                break
-            chosen.append(sequences[number])
-            tokens += len(sequences[number].ids) - sequences[number].first
+        """Draws batches until they have `lens_tokens` tokens, each again after all others, `lens_epochs` times at
+        most."""
         per_pass = CPU_TOKENS if source.device.type == "cpu" else None
-        plan = Plan.make(chosen, tokens, config.seed, config.calibration_batch, per_pass)
-        epochs = min(config.lens_epochs, math.ceil(config.lens_tokens / tokens))
+        every = sum(len(sequence.ids) for sequence in sequences)
+        plan = Plan.make(sequences, every, config.seed, config.calibration_batch, per_pass)
+        generator = np.random.default_rng(config.seed)
+        epochs = min(config.lens_epochs, math.ceil(config.lens_tokens / plan.kept))
         order = [int(n) for _ in range(epochs) for n in generator.permutation(len(plan.batches))]
         ends = np.cumsum([len(plan.batch(number).slots) for number in order])
         stop = int(np.searchsorted(ends, config.lens_tokens)) + 1
@@ -121,18 +138,10 @@ class _Stream:
         return self.plan.sha256
 
 
-def _start(source: SourceModel, validation: Sample, config: TideConfig, layers: int) -> LensFit:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed * 1013 + layers)
-        lens = Lens(source.hidden_size, lens_rank(source, config)).to(source.device)
-    optimizer = torch.optim.Adam(lens.parameters(), lr=config.lens_learning_rate)
-    size = float(validation.raw[layers][:8192].square().mean().sqrt().clamp_min(1e-12))
-    return LensFit(lens, optimizer, size, best=copy.deepcopy(lens.state_dict()))
-
-
 def _train(
     source: SourceModel,
     text: _Stream,
+    train: Sample,
     held_out: Sample,
     config: TideConfig,
     fits: dict[int, LensFit],
@@ -142,8 +151,7 @@ def _train(
 ) -> None:
     head = PartialHead(source)
     depth, seen = source.num_layers, int(text.ends[first - 1]) if first else 0
-    wanted = max(MIN_UPDATE_TOKENS, min(UPDATE_TOKENS, text.tokens // UPDATES))
-    rows = min(wanted, next(blocks(source, UPDATE_TOKENS)).stop)  # fewer where their logits would be too large
+    rows = next(blocks(source, UPDATE_TOKENS)).stop  # fewer where their logits would be too large
     some = text.plan.sequences[int(text.plan.locations[0, 0])].ids.tolist()
     with fast_attention(source, some, [*fits, depth]):
         for number in range(first, len(text.order)):
@@ -152,7 +160,11 @@ def _train(
                 break
             generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
             batch = text.plan.batch(text.order[number])
-            states = _run(source, head, batch, [*fitted, depth])
+            if train.kept == text.plan.kept:
+                rows_kept = torch.from_numpy(batch.slots)
+                states = {n: train.raw[n].index_select(0, rows_kept).to(source.device) for n in (*fitted, depth)}
+            else:
+                states = _run(source, head, batch, [*fitted, depth])
             rate = config.lens_learning_rate * (1 - seen / text.tokens)
             for part in torch.randperm(len(batch.slots), generator=generator).split(rows):
                 part = part.to(source.device)
@@ -161,7 +173,7 @@ def _train(
                 target = head.target(full, generator)
                 for layers, fit in fitted.items():
                     exits = source.normalize(fit.translate(states[layers][part].float()))
-                    _update(fit, target.loss(exits), rate)
+                    update(fit, target.loss(exits), rate)
             before, seen = seen, int(text.ends[number])
             if seen * MEASUREMENTS // text.tokens > before * MEASUREMENTS // text.tokens:
                 _measure(source, held_out, config, fitted, seen)
@@ -180,15 +192,6 @@ def _run(source: SourceModel, head: PartialHead, batch: Batch, layers: Sequence[
 
     with head.autocast():
         return source.raw_states(batch.ids.to(source.device), layers, batch.mask.to(source.device), keep)
-
-
-def _update(fit: LensFit, loss: torch.Tensor, rate: float) -> None:
-    for group in fit.optimizer.param_groups:
-        group["lr"] = rate
-    fit.optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(fit.lens.parameters(), MAX_GRADIENT)
-    fit.optimizer.step()
 
 
 def _some(validation: Sample, seed: int) -> Sample:

@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from tide_export.calibration.assessment import Assessment
 from tide_export.calibration.collect import Sample, collect_splits
 from tide_export.calibration.distributed import Processes
+from tide_export.calibration.estimate import estimate
 from tide_export.calibration.evaluate import count_costs, evaluate, read_examples, report_checkpoints
 from tide_export.calibration.fit_checkpoints import fit_checkpoints
 from tide_export.calibration.fit_lenses import fit_lenses
 from tide_export.calibration.operating_points import operating_points
-from tide_export.calibration.placement import measure_layers, place_checkpoints
+from tide_export.calibration.placement import CURVE_TOKENS, measure_layers, place_checkpoints
 from tide_export.calibration.self_generated import answer_prompts
 from tide_export.calibration.split import split_sequences
 from tide_export.config import TideConfig
@@ -76,12 +77,17 @@ def calibrate(
             text.spec,
         )
     checkpoints = place_checkpoints(source, split.train, config)
+    if Processes.current().main:
+        logger.info("%s", estimate(source, split, checkpoints, config))
     samples = collect_splits(source, split, checkpoints, config, cache)
-    statistics = measure_layers(source, split.test, config)  # before the other processes end: they share this work
+    # Before the other processes end: they share this work.
+    statistics = measure_layers(source, split.test, config, CURVE_TOKENS)
     if not Processes.current().main:
         return None
 
-    lenses, lens_reports = fit_lenses(source, split.train, samples["validation"], config, checkpoints, cache)
+    lenses, lens_reports = fit_lenses(
+        source, split.train, samples["train"], samples["validation"], config, checkpoints, cache
+    )
     routers, reports = fit_checkpoints(source, config, checkpoints, samples["train"], samples["validation"], lenses)
     for layers, report in reports.items():
         report |= {"lens": lens_reports[layers]} if layers in lens_reports else {}

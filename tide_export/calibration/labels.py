@@ -19,6 +19,8 @@ from tide_export.routers.router import Lens
 LOGITS_BYTES = 64 << 20  # logits computed at a time; heads with scaling or soft capping hold a few copies of them
 LOGITS_ROWS = 512  # maximum tokens of a block: the logits of a small vocabulary then stay in the processor's cache
 NORM_ROWS = 8192  # tokens normalized at a time
+FREQUENT = 1 / 8  # share of the vocabulary that `agreement` asks first
+SLACK = 1e-4  # far above the rounding of a logit, relative to the norms of state and row
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,44 @@ def divergence(source: SourceModel, states: torch.Tensor, full: torch.Tensor) ->
 
 
 def agreement(source: SourceModel, states: torch.Tensor, full_top1: torch.Tensor) -> torch.Tensor:
-    """Returns whether the head's top-1 token for normalized states [n, D'] is `full_top1`, int64 [n]; bool [n]."""
-    return _by_blocks(source, len(states), lambda rows: predict(source, states[rows]).agree(full_top1[rows]))
+    """Returns whether the head's top-1 token for normalized states [n, D'] is `full_top1`, int64 [n]; bool [n].
+
+    On a CPU the most frequent tokens are asked first: where one of them is above the full model's token, as for most
+    states of early layers, the rest of the head need not be computed.
+    """
+    matrix = head_matrix(source) if source.device.type == "cpu" else None
+    if matrix is None:
+        return _by_blocks(source, len(states), lambda rows: predict(source, states[rows]).agree(full_top1[rows]))
+    frequent = matrix[most_frequent(full_top1, source.vocab_size, int(source.vocab_size * FREQUENT) + 1)]
+    norm = matrix.norm(dim=-1).max()
+
+    def agree(rows: slice) -> torch.Tensor:
+        here, truth = states[rows], full_top1[rows]
+        own = torch.linalg.vecdot(here, matrix[truth]) + SLACK * norm * here.norm(dim=-1)
+        left = ((here @ frequent.T).amax(-1) <= own).nonzero()[:, 0]
+        agrees = torch.zeros(len(here), dtype=torch.bool)
+        agrees[left] = predict(source, here[left]).agree(truth[left])
+        return agrees
+
+    return _by_blocks(source, len(states), agree)
+
+
+def most_frequent(tokens: torch.Tensor, vocab_size: int, count: int) -> torch.Tensor:
+    """Returns the `count` most frequent of `tokens`, int64 [n], the most frequent first."""
+    return torch.bincount(tokens, minlength=vocab_size).sort(descending=True, stable=True).indices[:count]
+
+
+@torch.no_grad()
+def head_matrix(source: SourceModel) -> torch.Tensor | None:
+    """Returns the head's rows [V, D'], float32 on the CPU, where logits are the product with them alone, without
+    scaling or soft caps; else None."""
+    rows = source.head_rows()
+    if rows is None:
+        return None
+    states = torch.randn(4, source.normalized_size, generator=torch.Generator().manual_seed(0))
+    logits = source.head(states[None].to(source.device))[0].float().cpu()
+    expected = states @ rows.T
+    return rows if bool((logits - expected).abs().max() <= 1e-3 * expected.abs().max()) else None
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from tide_export.calibration.labels import head_matrix
 from tide_export.model.source import SourceModel
 
 WHOLE_VOCABULARY = 8192  # up to this size the loss takes every token
@@ -53,10 +54,8 @@ class PartialHead:
     def __init__(self, source: SourceModel):
         self.source = source
         self.dtype = fast_dtype(source.device)
-        rows = source.head_rows()
-        self._rows = None
-        if rows is not None and _is_product(source, rows):
-            self._rows = rows.to(source.device, self.dtype or torch.float32)
+        rows = head_matrix(source)
+        self._rows = None if rows is None else rows.to(source.device, self.dtype or torch.float32)
 
     def autocast(self) -> AbstractContextManager:
         """Returns the context in which matrix products run in `dtype`."""
@@ -125,12 +124,3 @@ def product_seconds(dtype: torch.dtype) -> float:
         states @ weights
         seconds.append(time.perf_counter() - began)
     return min(seconds)
-
-
-@torch.no_grad()
-def _is_product(source: SourceModel, rows: torch.Tensor) -> bool:
-    """Returns whether the head is a product with `rows` [V, D'] alone, without scaling or soft caps."""
-    states = torch.randn(4, source.normalized_size, generator=torch.Generator().manual_seed(0))
-    logits = source.head(states[None].to(source.device))[0].float().cpu()
-    expected = states @ rows.T
-    return bool((logits - expected).abs().max() <= 1e-3 * expected.abs().max())

@@ -23,7 +23,8 @@ from tide_export.model.source import SourceModel
 
 logger = logging.getLogger("tide_export")
 
-TOKENS = 4096
+TOKENS = 4096  # that checkpoints are placed by
+CURVE_TOKENS = 1024  # for the curve in the report
 RECALL = 0.5  # share of the tokens that may exit that a fitted router exits, cautiously; docs/measurements/routers.md
 BRANCH_COST = 0.012  # cost of a branch in the graph per token, as a share of all layers; docs/measurements/branches.md
 
@@ -61,22 +62,23 @@ def place_checkpoints(source: SourceModel, sequences: Sequence[TokenSequence], c
     """
     if config.checkpoints != "auto":
         return config.resolve_checkpoints(source.num_layers)
-    statistics = measure_layers(source, sequences, config)
+    statistics = measure_layers(source, sequences, config, TOKENS)
     chosen = choose_checkpoints(statistics, count_costs(source, config), config.min_layers)
     logger.info("checkpoints auto: after %s of %d layers", ", ".join(map(str, chosen)), source.num_layers)
     return chosen
 
 
-def measure_layers(source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig) -> LayerStatistics:
-    """Measures a sample of `TOKENS` tokens of `sequences` after every layer.
+def measure_layers(
+    source: SourceModel, sequences: Sequence[TokenSequence], config: TideConfig, tokens: int
+) -> LayerStatistics:
+    """Measures a sample of `tokens` tokens of `sequences` after every layer.
 
     Raises:
         CalibrationError: as `collect`.
     """
     depth = source.num_layers
-    sample = collect(
-        source, _some(sequences), range(1, depth + 1), config, TOKENS, "looking at the model layer by layer"
-    )
+    some = _some(sequences, 4 * tokens)  # of more tokens, because neighbouring ones resemble each other
+    sample = collect(source, some, range(1, depth + 1), config, tokens, "looking at the model layer by layer")
     agrees = np.empty((sample.kept, depth), bool)
     kl, cosine = np.empty(agrees.shape, np.float32), np.empty(agrees.shape, np.float32)
 
@@ -140,13 +142,13 @@ def choose_checkpoints(statistics: LayerStatistics, costs: Costs, min_layers: in
     return tuple(sorted(chosen))
 
 
-def _some(sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-    """Draws sequences with four times the tokens of the sample, because neighbouring tokens resemble each other."""
+def _some(sequences: Sequence[TokenSequence], tokens: int) -> list[TokenSequence]:
+    """Draws sequences with `tokens` tokens, or all."""
     chosen: list[TokenSequence] = []
-    tokens = 0
+    drawn = 0
     for number in np.random.default_rng(0).permutation(len(sequences)).tolist():
-        if tokens >= 4 * TOKENS:
+        if drawn >= tokens:
             break
         chosen.append(sequences[number])
-        tokens += len(sequences[number].ids)
+        drawn += len(sequences[number].ids)
     return chosen

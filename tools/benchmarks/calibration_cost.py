@@ -44,7 +44,7 @@ sample = collect(source, sequences, layers_of(source), TideConfig(), {capacity},
 seconds = time.perf_counter() - started
 config = TideConfig(exit_strategy="lens", lens_tokens={tokens}, lens_epochs=1)
 if {lenses}:
-    fit_lenses(source, sequences, sample, config, layers_of(source)[:-1])
+    fit_lenses(source, sequences, sample, sample, config, layers_of(source)[:-1])
 fitting = time.perf_counter() - started - seconds
 print("MEASURED", sample.seen, sample.kept, before, peak_bytes(), seconds, fitting)
 """

@@ -1,0 +1,127 @@
+"""Estimates how long calibration will take on this machine, before it begins.
+
+Times on a few tokens what costs (the model, its head, an update of a lens and of a router) and multiplies by how many
+tokens will go through each.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from tide_export.calibration.collect import capacities
+from tide_export.calibration.fast_attention import fast_attention
+from tide_export.calibration.fit_lenses import UPDATE_TOKENS, start, update
+from tide_export.calibration.labels import blocks, predict
+from tide_export.calibration.lens_loss import PartialHead
+from tide_export.calibration.parallel import MAX_THREADS, in_parallel
+from tide_export.calibration.placement import CURVE_TOKENS
+from tide_export.calibration.split import Split
+from tide_export.config import TideConfig
+from tide_export.model.source import SourceModel
+from tide_export.progress import duration
+
+PROBED_TOKENS = 256  # of a sequence
+LABELS = 0.6  # of a whole head's time: `agreement` rarely needs all of it
+MEASURED = 1.5  # of a head's time, with the divergence and the perplexity
+EPOCHS = 0.8  # of `router_epochs`: the loss mostly stops falling before
+ROUTER = 5.0  # matrix products of its width in an update, small ones
+Result = TypeVar("Result")
+
+
+def estimate(source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig) -> str:
+    """Says how long calibration with `config` and each part of it will take."""
+    work = Work.of(source, split, checkpoints, config)
+    seconds = Costs.measure(source, split, config).of(work, len(checkpoints), source.num_layers)
+    parts = ", ".join(f"{what} {duration(time)}" for what, time in seconds.items() if time)
+    return f"calibration takes about {duration(sum(seconds.values()))} on this machine: {parts}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens that will go through each part.
+
+    Attributes:
+        read: the text's, over which the model runs once.
+        again: over which it runs again for the lenses.
+        lens: to which each lens is fitted, repeated ones included.
+        train, held_out: kept to fit routers, and of the validation and of the test split, each.
+    """
+
+    read: int
+    again: int
+    lens: int
+    train: int
+    held_out: int
+
+    @classmethod
+    def of(cls, source: SourceModel, split: Split, checkpoints: Sequence[int], config: TideConfig) -> "Work":
+        """Counts the tokens of `split`."""
+        parts = (split.train, split.validation, split.test)
+        train, validation, test = (sum(len(sequence.ids) for sequence in part) for part in parts)
+        most, held_out = capacities(source, config, len(checkpoints) + 1)
+        lens = 0 if config.exit_strategy == "identity" else min(config.lens_tokens, config.lens_epochs * train)
+        again = lens if train > most else 0
+        return cls(train + validation + test, again, lens, min(train, most), min(validation, test, held_out))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of this machine, with all its cores, for one token: of the model, of its head, of a lens's target, of an
+    update of one lens, and of one router in all epochs."""
+
+    model: float
+    head: float
+    target: float
+    lens: float
+    router: float
+
+    @classmethod
+    def measure(cls, source: SourceModel, split: Split, config: TideConfig) -> "Costs":
+        """Times the model, its head and a lens on the first tokens of a few sequences."""
+        threads = min(torch.get_num_threads(), MAX_THREADS)
+        ids = [torch.from_numpy(sequence.ids[:PROBED_TOKENS]).long()[None] for sequence in split.train[:threads]]
+        depth = source.num_layers
+
+        def run(part: torch.Tensor) -> torch.Tensor:
+            return source.raw_states(part.to(source.device), [depth])[depth][0].float()
+
+        def choose(rows: slice) -> torch.Tensor:
+            return predict(source, normalized[rows]).top1()
+
+        with fast_attention(source, ids[0][0].tolist(), [depth]):
+            model, states = _timed(lambda: torch.cat(list(in_parallel(source, run, ids))))
+        normalized = source.normalize(states)
+        head, _ = _timed(lambda: list(in_parallel(source, choose, blocks(source, len(states)))))
+        generator = torch.Generator().manual_seed(config.seed)
+        partial_head, fit = PartialHead(source), start(source, states, config, depth)
+        part = states[:UPDATE_TOKENS]
+        target, made = _timed(lambda: partial_head.target(source.normalize(part), generator))
+        lens, _ = _timed(
+            lambda: update(fit, made.loss(source.normalize(fit.translate(part))), config.lens_learning_rate)
+        )
+        router = head * config.router_epochs * EPOCHS * ROUTER * config.router_bottleneck_dim / source.vocab_size
+        tokens = len(states)
+        return cls(model / tokens, head / tokens, target / len(part), lens / len(part), router / tokens)
+
+    def of(self, work: Work, checkpoints: int, depth: int) -> dict[str, float]:
+        """Returns the seconds of each part of `work`."""
+        kept = work.train + work.held_out
+        measured = work.held_out * (checkpoints + 1) + CURVE_TOKENS * depth
+        return {
+            f"reading {work.read + work.again:,} tokens": self.model * (work.read + work.again + 4 * CURVE_TOKENS),
+            f"fitting {checkpoints} lenses to {work.lens:,}": work.lens * (self.target + checkpoints * self.lens),
+            f"fitting {checkpoints} routers to {work.train:,}": self.head * kept * (1 + LABELS * checkpoints)
+            + self.router * work.train * checkpoints,
+            "measuring": self.head * MEASURED * measured,
+        }
+
+
+def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Returns the seconds of the second of two calls, as the first allocates, and its result."""
+    work()
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
