@@ -1,6 +1,7 @@
 """A read that an exception ends: nothing is lost, and nothing is fed twice."""
 
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -178,3 +179,22 @@ def test_after_an_error_the_same_error_comes_again(tiny_engine: Engine, tmp_path
             list(stream)
     assert stream.tokens == expected[: expected.index(broken) + 1]
     assert stream.finish_reason is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_signal_while_an_object_is_freed_is_not_lost(tiny_engine: Engine, error: type[BaseException]) -> None:
+    """Python ignores what a finalizer raises, so the library's next call does."""
+    freed = Freed()
+    weakref.finalize(freed, raising, error)
+    del freed
+    with pytest.raises(error):
+        tiny_engine.generate([5], max_new_tokens=2)
+    assert len(tiny_engine.generate([5], max_new_tokens=2).tokens) == 2
+
+
+class Freed:
+    """An object with a finalizer."""
+
+
+def raising(error: type[BaseException]) -> None:
+    raise error

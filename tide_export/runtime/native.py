@@ -270,8 +270,10 @@ def keep_interrupt(error: BaseException) -> bool:
 
 def _keep_ignored(otherwise: Callable[[Any], object], ignored: Any) -> None:
     """Keeps what a signal handler raised before the first line of a function that the library called: ctypes ignores
-    it, the function has reported nothing, so that the call fails, and the caller raises this."""
-    ours = __package__ in f"{ignored.err_msg} {ignored.object!r}" and "ctypes" in str(ignored.err_msg)
+    it, the function has reported nothing, so that the call fails, and the caller raises this. Or while an object was
+    freed: the next call raises it."""
+    called = __package__ in f"{ignored.err_msg} {ignored.object!r}" and "ctypes" in str(ignored.err_msg)
+    ours = called or isinstance(ignored.object, weakref.finalize)
     error = ignored.exc_value
     if not ours or error is None or isinstance(error, Exception) or not keep_interrupt(error):
         otherwise(ignored)
@@ -306,7 +308,9 @@ def call(name: str, *arguments: Any) -> None:
 
     Raises:
         TideError: of the stage that failed.
+        KeyboardInterrupt: Ctrl-C came while an object was freed; the function is not called.
     """
+    raise_interrupt()
     check(getattr(library(), f"tide_{name}")(*arguments))
 
 
