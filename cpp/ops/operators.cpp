@@ -24,7 +24,7 @@ struct Operators {
 };
 
 Operators const& operators() {
-  static Operators const made;  // domains refer to it
+  static Operators const& made = *new Operators;  // kernels refer to it, some until the process ends
   return made;
 }
 

@@ -49,7 +49,7 @@ void (*forget_weights)(void const* data, std::size_t bytes) = nullptr;
 
 std::shared_ptr<std::uint8_t> weight_memory(std::size_t bytes) {
   static std::mutex mutex;
-  static std::weak_ptr<Slab> newest;
+  static auto& newest = *new std::weak_ptr<Slab>;  // some sessions end with the process
   std::lock_guard<std::mutex> const lock(mutex);
   std::shared_ptr<Slab> slab = newest.lock();
   std::uint8_t* memory = slab ? slab->take(bytes) : nullptr;
@@ -75,7 +75,7 @@ WeightKey::WeightKey(void const* at, std::size_t bytes, std::initializer_list<st
 
 std::shared_ptr<void const> weight_copy(WeightKey const& key, std::function<std::shared_ptr<void const>()> const& make) {
   static std::mutex mutex;
-  static std::map<WeightKey, std::weak_ptr<void const>> copies;
+  static auto& copies = *new std::map<WeightKey, std::weak_ptr<void const>>;  // some sessions end with the process
   std::lock_guard<std::mutex> const lock(mutex);
   auto const found = copies.find(key);
   std::shared_ptr<void const> copy = found == copies.end() ? nullptr : found->second.lock();

@@ -1,5 +1,6 @@
 """The estimate: it counts the tokens that calibration will use, and says how long each part takes before it begins."""
 
+import copy
 import logging
 import math
 import re
@@ -14,6 +15,7 @@ from tide_export.calibration.placement import CURVE_TOKENS
 from tide_export.calibration.split import Split
 from tide_export.config import TideConfig
 from tide_export.data.sequences import TokenSequence
+from tide_export.errors import CalibrationError
 
 TEXT = Path(__file__).parents[2] / "calibration" / "text" / "python-stdlib-validation.jsonl"
 
@@ -73,3 +75,12 @@ def test_it_is_said_before_the_model_runs(demo, tokenizer, caplog):
     assert "lens" not in sentence
     ran = [n for n, message in enumerate(caplog.messages) if message.startswith("running the model")]
     assert caplog.messages.index(sentence) < min(ran)
+
+
+@pytest.mark.parametrize("checkpoints", [(3, 9), "auto"])
+def test_another_models_tokenizer_is_refused_before_the_model_runs(demo, tokenizer, checkpoints):
+    other = copy.deepcopy(tokenizer)
+    assert other.add_tokens(["self.assertEqual"]) == 1
+    config = TideConfig(checkpoints=checkpoints, calibration_dataset=str(TEXT), calibration_samples=16)
+    with pytest.raises(CalibrationError, match=r"gives token id \d+ but .* knows \d+ tokens: it is another model's"):
+        calibrate(demo, other, config)

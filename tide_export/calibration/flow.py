@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tide_export.calibration.assessment import Assessment
-from tide_export.calibration.collect import Sample, collect_splits
+from tide_export.calibration.collect import Sample, check_ids, collect_splits
 from tide_export.calibration.distributed import Processes
 from tide_export.calibration.estimate import estimate
 from tide_export.calibration.evaluate import count_costs, evaluate, read_examples, report_checkpoints
@@ -76,6 +76,7 @@ def calibrate(
             "the report will look better than new text would",
             text.spec,
         )
+    check_ids(source, text.sequences)
     checkpoints = place_checkpoints(source, split.train, config)
     if Processes.current().main:
         logger.info("%s", estimate(source, split, checkpoints, config))
