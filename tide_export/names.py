@@ -22,12 +22,14 @@ OP_GATED_MATMUL = {
 }
 # Attention to K/V pages, by their type; functions and operators of cpp/ops alike.
 OP_PAGED_ATTENTION = {"float32": "TidePagedAttention", "int8": "TideInt8PagedAttention"}
+# Layers: nodes of the above and norms, as one; with matrices of integers or without. Functions and operators alike.
+OP_INTEGER_LAYERS, OP_LAYERS = "TideIntegerLayers", "TideLayers"
 # Last token's (lens +) norm + router; model-local functions and operators of cpp/ops.
 OP_CANDIDATE, OP_LENS_CANDIDATE = "TideCandidate", "TideLensCandidate"
 # Of cpp/ops.
 OPERATORS = (
     *(*OP_HALF_MATMUL.values(), *OP_INTEGER_MATMUL.values(), *OP_GATED_MATMUL.values()),
-    *(*OP_PAGED_ATTENTION.values(), OP_CANDIDATE, OP_LENS_CANDIDATE),
+    *(*OP_PAGED_ATTENTION.values(), OP_INTEGER_LAYERS, OP_LAYERS, OP_CANDIDATE, OP_LENS_CANDIDATE),
 )
 OP_EXIT = "TideExit"  # lens + norm + router + exit scatter; model-local function and TensorRT plugin
 WEIGHTS_METADATA = "tide.weights"  # of a node: the parameters that hold its quantized rows, one a line

@@ -3,18 +3,18 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "attention.h"
-#include "parallel.h"
+#include "node.h"
 
 namespace tide_ops {
 
 constexpr std::int64_t kTaskQueries = 32;        // that share the keys that are widened
 constexpr std::int64_t kSpanTokens = 64;         // of a span, at most
 constexpr std::int64_t kPartialFloats = 1 << 20;  // of partial results at a time
-// Of keys read and partial results; below, threads would cost more than they gain.
-constexpr std::int64_t kFewFloats = 1 << 13, kFewPartialFloats = 1 << 15;
+constexpr std::int64_t kFewFloats = 1 << 13;      // of keys read; below, threads would cost more than they gain
 
 // The rotation of heads by tables [.., head_dim / 2] of cosines and sines.
 struct Rotation {
@@ -49,17 +49,19 @@ struct Sequences {
   std::int64_t count, longest_table;
   std::int32_t const* pages;    // [count, longest_table]
   std::int64_t const* lengths;  // with the new tokens
-  std::int64_t const* starts;   // [count + 1]
+  std::int64_t const* given;    // starts [count + 1]; null: of a single one
+  std::int64_t whole[2];        // its starts
 
-  std::int64_t tokens(std::int64_t sequence) const { return starts[sequence + 1] - starts[sequence]; }
+  std::int64_t const* starts() const { return given != nullptr ? given : whole; }
+  std::int64_t tokens(std::int64_t sequence) const { return starts()[sequence + 1] - starts()[sequence]; }
   std::int64_t first_position(std::int64_t sequence) const { return lengths[sequence] - tokens(sequence); }
 };
 
 // New tokens' heads, which are rotated: queries to memory, keys and values to pages.
 struct NewTokens {
   AttentionKernel const& kernel;
-  Attention const& attention;
-  Sequences const& sequences;
+  Attention attention;
+  Sequences sequences;
   Rotation rotation;
   float scale;
   float const *query, *key, *value;       // a token's heads, [.., head_dim]; null: none
@@ -68,7 +70,7 @@ struct NewTokens {
   float* queries;                         // spans of [kv_heads, tokens, group, width]
 
   void take(std::int64_t begin, std::int64_t end) const {
-    std::int64_t const* const starts = sequences.starts;
+    std::int64_t const* const starts = sequences.starts();
     std::int64_t sequence = std::upper_bound(starts, starts + sequences.count, begin) - starts - 1;
     for (std::int64_t token = begin; token < end; ++token) {
       while (token >= starts[sequence + 1]) ++sequence;
@@ -81,8 +83,9 @@ struct NewTokens {
  private:
   void rotate(std::int64_t sequence, std::int64_t token, std::int64_t position) const {
     Attention const& a = attention;
-    std::int64_t const row = (token - sequences.starts[sequence]) % kSpanTokens, first = token - row;
-    std::int64_t const tokens = std::min(kSpanTokens, sequences.starts[sequence + 1] - first);
+    std::int64_t const* const starts = sequences.starts();
+    std::int64_t const row = (token - starts[sequence]) % kSpanTokens, first = token - row;
+    std::int64_t const tokens = std::min(kSpanTokens, starts[sequence + 1] - first);
     for (std::int64_t head = 0; head < a.heads; ++head) {
       std::int64_t const in_span = (head / a.group() * tokens + row) * a.group() + head % a.group();
       float* const to = queries + (first * a.heads + in_span) * a.width;
@@ -134,14 +137,23 @@ struct Span {
 };
 
 // Spans that are computed at once, whose partial results fit kPartialFloats.
+struct SpanGroup {
+  std::vector<Span> spans;
+  std::int64_t tasks = 0, units = 0, partials = 0, keys = 0;
+
+  static Span const& of(std::vector<Span> const& all, std::int64_t index, std::int64_t Span::*first) {
+    auto const after = [first](std::int64_t at, Span const& span) { return at < span.*first; };
+    return *(std::upper_bound(all.begin(), all.end(), index, after) - 1);
+  }
+};
+
+// All spans of a run, in groups.
 class Spans {
  public:
-  Spans(AttentionKernel const& kernel, Attention const& attention) : kernel_(kernel), attention_(attention) {
-    spans().clear();
-  }
+  explicit Spans(Attention const& attention) : attention_(attention), groups_(1) {}
 
-  // Computes what is there first if there is no room. `queries`: of the first head; those of the others follow.
-  Status* add(Context* context, Queries const& queries) {
+  // `queries`: of the first head; those of the others follow.
+  void add(Queries const& queries) {
     Attention const& a = attention_;
     std::int64_t const last = queries.position + queries.count / a.group() - 1;
     std::int64_t const oldest = a.window > 0 ? std::max<std::int64_t>(queries.position + 1 - a.window, 0) : 0;
@@ -149,61 +161,54 @@ class Spans {
     std::int64_t const rows = std::min(queries.count, std::max(a.group(), kTaskQueries / a.group() * a.group()));
     std::int64_t const units = (queries.count + rows - 1) / rows * a.kv_heads, floats = units * partial_floats(a, rows);
     for (std::int64_t chunk = first, count; chunk < end; chunk += count) {
-      if (partials_ + floats > kPartialFloats) TIDE_RETURN_IF_FAILED(compute(context));
-      count = std::max<std::int64_t>(std::min((kPartialFloats - partials_) / floats, end - chunk), 1);
+      if (groups_.back().partials + floats > kPartialFloats && groups_.back().tasks > 0) groups_.emplace_back();
+      SpanGroup& group = groups_.back();
+      count = std::max<std::int64_t>(std::min((kPartialFloats - group.partials) / floats, end - chunk), 1);
       Chunks const chunks{chunk, count, chunk == first, chunk + count == end};
-      spans().push_back({queries, rows, units, chunks, tasks_, units_, partials_});
-      tasks_ += units * count;
-      units_ += units;
-      partials_ += floats * count;
-      keys_ += a.kv_heads * (std::min((chunk + count) * kChunk, last + 1) - std::max(chunk * kChunk, oldest));
+      group.spans.push_back({queries, rows, units, chunks, group.tasks, group.units, group.partials});
+      group.tasks += units * count;
+      group.units += units;
+      group.partials += floats * count;
+      group.keys += a.kv_heads * (std::min((chunk + count) * kChunk, last + 1) - std::max(chunk * kChunk, oldest));
     }
-    return nullptr;
   }
 
-  Status* compute(Context* context) {
-    static thread_local Buffer kept;
-    Attention const& a = attention_;
-    float* const partials = kept.of(partials_);
-    std::vector<Span> const& all = spans();
-    auto const attend = [&](std::int64_t task) {
-      static thread_local Buffer scratch;
-      // One chunk of keys for all queries of its span after another: it stays in a cache, and its heads share pages.
-      Span const& span = of(all, task, &Span::task);
-      std::int64_t const chunk = (task - span.task) / span.units, unit = (task - span.task) % span.units;
-      Queries const queries = span.of_unit(a, unit);
-      float* const partial = partials + span.partial + (unit * span.chunks.count + chunk) * stride(span);
-      kernel_.attend(a, queries, span.chunks.first + chunk, partial, scratch.of(scratch_floats(a, queries.count)));
-    };
-    TIDE_RETURN_IF_FAILED(in_parallel(context, tasks_, keys_ * a.head_dim < kFewFloats, attend));
-    auto const merge = [&](std::int64_t index) {
-      Span const& span = of(all, index, &Span::unit);
-      std::int64_t const unit = index - span.unit;
-      kernel_.merge(a, span.of_unit(a, unit), span.chunks,
-                    partials + span.partial + unit * span.chunks.count * stride(span), stride(span));
-    };
-    TIDE_RETURN_IF_FAILED(in_parallel(context, units_, partials_ < kFewPartialFloats, merge));
-    spans().clear();
-    tasks_ = units_ = partials_ = keys_ = 0;
-    return nullptr;
+  // Of partial results at a time.
+  std::int64_t floats() const {
+    std::int64_t most = 0;
+    for (SpanGroup const& group : groups_) most = std::max(most, group.partials);
+    return most;
+  }
+
+  // Adds the phases that compute all of them. partials: of `floats`.
+  void add_phases(Run& run, AttentionKernel const& kernel, float* partials) && {
+    for (SpanGroup& each : groups_) {
+      auto const group = std::make_shared<SpanGroup const>(std::move(each));
+      auto const attend = [=, &kernel, a = attention_](std::int64_t task) {
+        static thread_local Buffer scratch;
+        // One chunk of keys for all queries of its span after another: it stays in a cache, and its heads share pages.
+        Span const& span = group->of(group->spans, task, &Span::task);
+        std::int64_t const chunk = (task - span.task) / span.units, unit = (task - span.task) % span.units;
+        Queries const queries = span.of_unit(a, unit);
+        std::int64_t const stride = partial_floats(a, span.rows);
+        float* const partial = partials + span.partial + (unit * span.chunks.count + chunk) * stride;
+        kernel.attend(a, queries, span.chunks.first + chunk, partial, scratch.of(scratch_floats(a, queries.count)));
+      };
+      auto const merge = [=, &kernel, a = attention_](std::int64_t index) {
+        Span const& span = group->of(group->spans, index, &Span::unit);
+        std::int64_t const unit = index - span.unit, stride = partial_floats(a, span.rows);
+        kernel.merge(a, span.of_unit(a, unit), span.chunks,
+                     partials + span.partial + unit * span.chunks.count * stride, stride);
+      };
+      run.add(group->tasks, attend);
+      run.add(group->units, merge);
+      if (group->keys * attention_.head_dim >= kFewFloats) run.needs_threads();
+    }
   }
 
  private:
-  static std::vector<Span>& spans() {
-    static thread_local std::vector<Span> kept;
-    return kept;
-  }
-
-  static Span const& of(std::vector<Span> const& all, std::int64_t index, std::int64_t Span::*first) {
-    auto const after = [first](std::int64_t at, Span const& span) { return at < span.*first; };
-    return *(std::upper_bound(all.begin(), all.end(), index, after) - 1);
-  }
-
-  std::int64_t stride(Span const& span) const { return partial_floats(attention_, span.rows); }
-
-  AttentionKernel const& kernel_;
-  Attention const& attention_;
-  std::int64_t tasks_ = 0, units_ = 0, partials_ = 0, keys_ = 0;
+  Attention const attention_;
+  std::vector<SpanGroup> groups_;
 };
 
 }  // namespace tide_ops

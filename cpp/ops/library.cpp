@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "gate.h"
 #include "half_matmul.h"
+#include "norm.h"
 #include "operators.h"
 
 #define TIDE_EXPORTED extern "C" __attribute__((visibility("default")))
@@ -41,6 +42,16 @@ TIDE_EXPORTED int tide_ops_gate(char const* instruction_set, float const* gates,
   tide_ops::GateKernel const* const kernel = tide_ops::gate_kernel(instruction_set);
   if (kernel == nullptr) return 1;
   kernel->apply(gates, count, ups);
+  return 0;
+}
+
+// The kernel of an instruction set, with epsilon 1e-5: the norm of x + skip (a layer norm, or by the root of the mean square)
+// and their sum, all of `size` floats; bias may be null. 0, or 1 if this CPU has no such instructions.
+TIDE_EXPORTED int tide_ops_norm(char const* instruction_set, int layer, std::int64_t size, float const* x,
+                                float const* skip, float const* scale, float const* bias, float* sum, float* y) {
+  tide_ops::NormKernel const* const kernel = tide_ops::norm_kernel(instruction_set);
+  if (kernel == nullptr) return 1;
+  (layer != 0 ? kernel->layer : kernel->rms)({x, skip, nullptr, scale, bias}, size, 1e-5f, sum, y);
   return 0;
 }
 

@@ -12,29 +12,23 @@ abi::Api api;
 
 namespace {
 
-// All of them. Those for integers are missing on a CPU without their instructions.
-struct Operators {
-  std::vector<Operator> all{candidate_operator(false), candidate_operator(true), attention_operator(false),
-                            attention_operator(true)};
-  std::vector<Operator> of_integers = integer_operators();
-
-  Operators() {
-    for (Operator const& op : half_operators()) all.push_back(op);
+// Those of this CPU; `all`: those that it lacks the instructions for, too. On such a CPU their functions run.
+std::vector<Operator const*> operators(bool all) {
+  static Operator const &candidate = *new Operator(candidate_operator(false)),
+                        &lens_candidate = *new Operator(candidate_operator(true));
+  std::vector<Operator const*> found{&candidate, &lens_candidate};
+  for (bool const of_integers : {false, true}) {
+    if (of_integers && !all && !integers_supported()) break;
+    for (Operator const* const op : node_operators(of_integers)) found.push_back(op);
   }
-};
-
-Operators const& operators() {
-  static Operators const& made = *new Operators;  // kernels refer to it, some until the process ends
-  return made;
+  return found;
 }
 
 }  // namespace
 
 std::string operator_names() {
   std::string names;
-  for (auto const* list : {&operators().all, &operators().of_integers}) {
-    for (Operator const& op : *list) names += std::string(op.GetName(&op)) + ' ';
-  }
+  for (Operator const* const op : operators(true)) names += std::string(op->GetName(op)) + ' ';
   return names;
 }
 
@@ -47,10 +41,7 @@ Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* bas
     if (!api) return nullptr;  // an older ONNX Runtime: graphs run without the operators, which are functions too
     abi::Domain* made;
     TIDE_RETURN_IF_FAILED(api.CreateCustomOpDomain("tide", &made));
-    for (Operator const& op : operators().all) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, &op));
-    if (integers_supported()) {  // on other CPUs their function runs: MatMulNBits
-      for (Operator const& op : operators().of_integers) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, &op));
-    }
+    for (Operator const* const op : operators(false)) TIDE_RETURN_IF_FAILED(api.CustomOpDomain_Add(made, op));
     domain = made;
   }
   return api.AddCustomOpDomain(options, domain);

@@ -8,12 +8,8 @@
 
 namespace tide_ops {
 
-// Attention to K/V in pages, float32 or int8 (attention_op.cpp).
-abi::Operator attention_operator(bool int8);
-
-// Matrices in 16 bits (half_matmul_op.cpp), and in 8 and 4 (quantized_matmul_op.cpp).
-std::vector<abi::Operator> half_operators();
-std::vector<abi::Operator> integer_operators();
+// Those that are nodes (nodes.h): that need a CPU with instructions for integers, or the others.
+std::vector<abi::Operator const*> node_operators(bool of_integers);
 
 // Adds them to the options (OrtSessionOptions) of a session; an OrtStatus, or null if that went well.
 abi::Status* register_operators(abi::SessionOptions* options, abi::ApiBase const* base);

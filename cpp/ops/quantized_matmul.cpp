@@ -3,6 +3,36 @@
 #include <algorithm>
 #include <cstring>
 
+#include "weight_copies.h"
+
+namespace tide_ops {
+namespace {
+
+// The float16 that equals `value`; false if none does, or none that has all its bits.
+bool as_float16(float value, std::uint16_t& half) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  std::uint32_t const magnitude = bits & 0x7fffffff, smallest = 0x38800000, infinite = 0x47800000;
+  if (magnitude != 0 && (magnitude < smallest || magnitude >= infinite || (bits & 0x1fff) != 0)) return false;
+  half = static_cast<std::uint16_t>(bits >> 16 & 0x8000);
+  if (magnitude != 0) half = static_cast<std::uint16_t>(half | (magnitude - 0x38000000) >> 13);
+  return true;
+}
+
+bool all_float16(float const* values, std::int64_t count) {
+  std::uint16_t half;
+  return std::all_of(values, values + count, [&](float value) { return as_float16(value, half); });
+}
+
+}  // namespace
+
+PackedWeights::PackedWeights(IntegerWeights const& weights)
+    : matrices(weights.matrices), rows(weights.rows), blocks(weights.blocks), block_size(weights.block_size),
+      bits(weights.bits), scale_bytes(all_float16(weights.scales, matrices * rows * blocks) ? 2 : 4),
+      memory_(weight_memory(static_cast<std::size_t>(panels() * panel_bytes()))) {}
+
+}  // namespace tide_ops
+
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // of GCC 12's own header
@@ -39,7 +69,8 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
   constexpr int kN = 2;
   constexpr std::int64_t kVector = PackedWeights::kVector;
   std::int64_t const x_stride = x.stride(), vectors = weights.vectors();
-  std::int64_t const half = x.block_size / 2;
+  std::int64_t const half = x.block_size / 2, scales_of_block = PackedWeights::kRows * weights.scale_bytes;
+  bool const halves = weights.scale_bytes == 2;
   std::uint8_t const* from = weights.panel(panel);
   char const* numbers = x.rows + m * x_stride;
   char const *scales = numbers + x.scales(), *starts = numbers + x.starts();
@@ -83,9 +114,10 @@ inline __attribute__((always_inline)) void tile(RoundedInputs const& x, std::int
     __m512 weight_scales[kN];
 #pragma GCC unroll 2
     for (int n = 0; n < kN; ++n) {
-      weight_scales[n] = _mm512_load_ps(reinterpret_cast<float const*>(from + n * kVector));
+      weight_scales[n] = halves ? _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<__m256i const*>(from) + n))
+                                : _mm512_load_ps(reinterpret_cast<float const*>(from) + 16 * n);
     }
-    from += kN * kVector;
+    from += scales_of_block;
 #pragma GCC unroll 8
     for (int row = 0; row < kM; ++row) {
       __m512 const scale = _mm512_set1_ps(value_at<float>(scales + row * x_stride));
@@ -117,13 +149,17 @@ void tile_of(std::int64_t rows, RoundedInputs const& x, std::int64_t m, PackedWe
 
 template <int kBits>
 void multiply(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
-              std::int64_t count, float* y, std::int64_t y_stride) {
+              std::int64_t count, float* const (&y)[2], std::int64_t y_stride) {
   constexpr std::int64_t kRows = PackedWeights::kRows;
-  for (std::int64_t panel = n / kRows; count > 0; ++panel, count -= kRows, y += kRows) {
-    for (std::int64_t m = 0, rows; m < m_size; m += rows) {  // rows are divided evenly, so that no tile is small
-      std::int64_t const left = m_size - m, tiles = (left + kTileRows - 1) / kTileRows;
-      rows = (left + tiles - 1) / tiles;
-      tile_of<kBits, kTileRows>(rows, x, m, weights, panel, count, y + m * y_stride, y_stride);
+  std::int64_t panel = n / kRows * weights.matrices;
+  for (std::int64_t done = 0; done < count; done += kRows) {
+    for (std::int64_t matrix = 0; matrix < weights.matrices; ++matrix, ++panel) {
+      for (std::int64_t m = 0, rows; m < m_size; m += rows) {  // rows are divided evenly, so that no tile is small
+        std::int64_t const left = m_size - m, tiles = (left + kTileRows - 1) / kTileRows;
+        rows = (left + tiles - 1) / tiles;
+        float* const to = y[matrix] + m * y_stride + done;
+        tile_of<kBits, kTileRows>(rows, x, m, weights, panel, count - done, to, y_stride);
+      }
     }
   }
 }
@@ -152,21 +188,26 @@ bool integers_supported() {
 
 void PackedWeights::fill(IntegerWeights const& weights, std::int64_t panel) {
   std::uint8_t* to = memory_.get() + panel * panel_bytes();
-  std::int64_t const first = panel * kRows, stored = std::min(kRows, rows - first), bytes = block_size * bits / 8;
-  for (std::int64_t block = 0; block < blocks; ++block, to += kRows * (bytes + 4)) {
-    auto* const scales = reinterpret_cast<float*>(to + kRows * bytes);
+  std::int64_t const in_matrix = panel / matrices * kRows, first = panel % matrices * rows + in_matrix;
+  std::int64_t const stored = std::min(kRows, rows - in_matrix), bytes = block_size * bits / 8;
+  for (std::int64_t block = 0; block < blocks; ++block, to += kRows * (bytes + scale_bytes)) {
+    std::uint8_t* const scales = to + kRows * bytes;
     for (std::int64_t row = 0; row < kRows; ++row) {
       alignas(64) std::uint8_t integers[256];
       if (row < stored) {
         std::uint8_t const* const from = weights.integers + (first + row) * weights.row_bytes() + block * bytes;
-        scales[row] = weights.scales[(first + row) * blocks + block];
+        float const scale = weights.scales[(first + row) * blocks + block];
+        std::uint16_t narrow = 0;
+        if (scale_bytes == 2) as_float16(scale, narrow);
+        std::memcpy(scales + row * scale_bytes, scale_bytes == 2 ? static_cast<void const*>(&narrow) : &scale,
+                    static_cast<std::size_t>(scale_bytes));
         if (bits == 8) {
           std::memcpy(integers, from, static_cast<std::size_t>(bytes));
         } else {
           join_halves(from, bytes, integers);
         }
       } else {
-        scales[row] = 0;
+        std::memset(scales + row * scale_bytes, 0, static_cast<std::size_t>(scale_bytes));
         std::memset(integers, 0, static_cast<std::size_t>(bytes));
       }
       for (std::int64_t i = 0; i < bytes; i += 4) std::memcpy(to + kRows * i + 4 * row, integers + i, 4);
@@ -199,7 +240,7 @@ void RoundedInputs::round(float const* x, std::int64_t k_size, std::int64_t m) c
 }
 
 void multiply_integers(RoundedInputs const& x, std::int64_t m_size, PackedWeights const& weights, std::int64_t n,
-                       std::int64_t count, float* y, std::int64_t y_stride) {
+                       std::int64_t count, float* const (&y)[2], std::int64_t y_stride) {
   (weights.bits == 4 ? multiply<4> : multiply<8>)(x, m_size, weights, n, count, y, y_stride);
 }
 
@@ -214,8 +255,8 @@ namespace tide_ops {
 bool integers_supported() { return false; }
 void PackedWeights::fill(IntegerWeights const&, std::int64_t) {}
 void RoundedInputs::round(float const*, std::int64_t, std::int64_t) const {}
-void multiply_integers(RoundedInputs const&, std::int64_t, PackedWeights const&, std::int64_t, std::int64_t, float*,
-                       std::int64_t) {}
+void multiply_integers(RoundedInputs const&, std::int64_t, PackedWeights const&, std::int64_t, std::int64_t,
+                       float* const (&)[2], std::int64_t) {}
 
 }  // namespace tide_ops
 

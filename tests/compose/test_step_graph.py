@@ -17,6 +17,7 @@ from tide_export.compose.cut import cut
 from tide_export.compose.step_graph import compose
 from tide_export.errors import GraphError
 from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.lower.onnxruntime.paged_attention import Form, form_of, options_of
 from tide_export.model.source import wrap_model
 from tide_export.routers.router import LensArrays, RouterArrays
 from tide_export.runtime.engine import load
@@ -91,7 +92,7 @@ def test_one_if_per_segment_after_the_first(model) -> None:
 def test_a_checkpoint_is_one_function_that_an_operator_can_replace(model) -> None:
     assert list(model.functions) == [
         ("tide", "TideCandidate", ""),
-        ("tide", "TidePagedAttention", "packed_rotation"),
+        ("tide", "TidePagedAttention", ""),
     ]
     calls = [node for node in model.graph.all_nodes() if node.op_type == "TideCandidate"]
     assert len(calls) == len(CHECKPOINTS)
@@ -128,7 +129,8 @@ def test_every_projection_is_packed_and_every_rotation_is_inside_attention(model
     for node in model.graph.all_nodes():
         if node.op_type == "TidePagedAttention":
             assert node.inputs[1] is None
-            assert node.overload == "packed_rotation"
+            assert form_of(node) == Form.PACKED
+            assert options_of(node) == ["rotation"]
 
 
 def test_weights_are_stored_once_and_the_tied_head_shares_the_embedding(model, demo_source, demo_bundle: Path) -> None:

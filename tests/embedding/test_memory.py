@@ -35,5 +35,5 @@ def test_an_allocation_that_fails(
     assert failures >= fewest
     if operation in ("schedule-0", "schedule-cache"):  # a step that fails is repeated for each request alone
         assert 0 < errors < failures / 5
-    else:
-        assert errors > failures / 2
+    else:  # of a list, a step that fails in an operator is repeated too
+        assert errors > failures / 3

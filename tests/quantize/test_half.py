@@ -22,6 +22,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.errors import ConfigError
 from tide_export.lower.onnxruntime.half_weights import half_matmul_function
+from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.source import load_model
 from tide_export.names import DOMAIN, OP_GATED_MATMUL, OP_HALF_MATMUL
 from tide_export.pipeline import flow
@@ -151,6 +152,7 @@ def test_a_graph_equals_the_model(
     engine = engine_of(source, routers, tmp_path / "bundle", pieces, batch=True, half=weights)
     assert engine.manifest.weights == weights
     graph = ir.load(tmp_path / "bundle" / names.GRAPH_FILE)
+    inline_layers(graph)
     nodes = list(graph.graph.all_nodes())
     kinds = [node.op_type for node in nodes]
     plain, gated = (kinds.count(op) for op in (OP_HALF_MATMUL[weights], OP_GATED_MATMUL[OP_HALF_MATMUL[weights]]))

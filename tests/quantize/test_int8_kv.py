@@ -17,6 +17,7 @@ from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
 from tide_export.config import TideConfig
 from tide_export.errors import BundleError, ConfigError, UnsupportedModelError
+from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.names import OP_PAGED_ATTENTION
 from tide_export.pipeline import flow
 from tide_export.pipeline.request import ExportRequest
@@ -49,7 +50,9 @@ def test_a_graph_equals_the_model_on_rounded_keys(
     assert deployed.manifest.weights == ("fp32" if bits == 32 else f"int{bits}")
     bundle = deployed.bundle
     engine = deployed if bits == 32 else float32_engine(bundle, 1)
-    nodes = list(ir.load(tmp_path / "bundle" / names.GRAPH_FILE).graph.all_nodes())
+    graph = ir.load(tmp_path / "bundle" / names.GRAPH_FILE)
+    inline_layers(graph)
+    nodes = list(graph.graph.all_nodes())
     attentions = [node.op_type for node in nodes if node.op_type in OP_PAGED_ATTENTION.values()]
     assert attentions == [OP_PAGED_ATTENTION[INT8_KV]] * LAYERS
     middle, tolerance = dividing_thresholds(source, routers, PROMPTS[2]), TOLERANCES["int8 K/V"]

@@ -13,6 +13,7 @@ from tiny_engines import engine_of, pieces_of
 from tide_export.bundle.manifest import Quantization
 from tide_export.bundle.opened import open_bundle
 from tide_export.errors import BundleError
+from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.names import OP_GATED_MATMUL, OP_INTEGER_MATMUL
 from tide_export.quantize.flow import quantize_model
 from tide_export.routers.random_routers import random_routers
@@ -73,7 +74,9 @@ def test_a_quantized_graph_equals_the_model_it_stands_for(family: str, operator_
 
 
 def _check_graph(family: str, path: Path, quantized) -> None:
-    graph = ir.load(path).graph
+    model = ir.load(path)
+    inline_layers(model)
+    graph = model.graph
     kinds = [node.op_type for node in graph.all_nodes()]
     symbolic = [weight.name for weight in graph.initializers.values() if weight.name in quantized.blocks]
     assert not symbolic, "a quantized weight is stored in float32 too"

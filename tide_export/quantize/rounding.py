@@ -8,11 +8,16 @@ import numpy as np
 from tide_export.bundle.manifest import Quantization
 from tide_export.model.quantized_weights import Blocks
 
+ROWS = 4096  # of a matrix that are rounded at a time
+
 Rounding = Callable[[np.ndarray, Quantization], Blocks]
 
 
 def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
-    """Quantizes `weight`, float32 [N, K]; the kernel chooses scales and zero points and packs the integers."""
+    """Quantizes `weight`, float32 [N, K], by the scales and zero points that ONNX Runtime's kernel chooses.
+
+    Without zero points scales are numbers of float16, so that they need half the bytes when the model runs.
+    """
     from onnxruntime.capi import _pybind_state as kernels
 
     quantize = {4: kernels.quantize_matmul_4bits, 8: kernels.quantize_matmul_8bits}[settings.bits]
@@ -24,7 +29,27 @@ def round_to_nearest(weight: np.ndarray, settings: Quantization) -> Blocks:
     scales = np.zeros((rows, blocks), np.float32)
     zeros = np.zeros((rows, -(-blocks * settings.bits // 8)), np.uint8)
     quantize(packed, padded, scales, zeros, settings.block_size, rows, columns, settings.symmetric)
-    return Blocks(packed, scales, None if settings.symmetric else zeros, columns, settings.bits)
+    if not settings.symmetric:
+        return Blocks(packed, scales, zeros, columns, settings.bits)
+    return _rounded(weight, _float16(scales), settings)
+
+
+def _float16(scales: np.ndarray) -> np.ndarray:
+    """`scales` rounded to float16, but for those that would change by more than it rounds a number in its range."""
+    with np.errstate(over="ignore"):
+        rounded = scales.astype(np.float16).astype(np.float32)
+    return np.where(np.abs(rounded - scales) <= np.abs(scales) / 2**11, rounded, scales)
+
+
+def _rounded(weight: np.ndarray, scales: np.ndarray, settings: Quantization) -> Blocks:
+    """`weight` without zero points by those scales [N, blocks]."""
+    integers, zero = np.empty(weight.shape, np.uint8), 2 ** (settings.bits - 1)
+    for first in range(0, len(weight), ROWS):
+        part = weight[first : first + ROWS]
+        of_each = np.repeat(scales[first : first + ROWS], settings.block_size, 1)[:, : weight.shape[1]]
+        steps = np.divide(part, of_each, out=np.zeros_like(part), where=of_each != 0)
+        integers[first : first + ROWS] = np.clip(np.rint(steps) + zero, 0, 2 * zero - 1)
+    return Blocks.from_integers(integers, scales, np.full_like(scales, zero), settings)
 
 
 def round_for_tensorrt(half: np.dtype) -> Rounding:

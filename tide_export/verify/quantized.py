@@ -16,6 +16,7 @@ from tide_export.bundle.engine_fields import FP8
 from tide_export.bundle.manifest import INT8_KV
 from tide_export.bundle.opened import Bundle
 from tide_export.errors import BundleError
+from tide_export.lower.onnxruntime.layers import inline_layers
 from tide_export.model.quantized_weights import Blocks
 from tide_export.model.source import SourceModel
 from tide_export.names import GRAPH_FILE, OP_GATED_MATMUL, OP_INTEGER_MATMUL, WEIGHTS_FILE, WEIGHTS_METADATA
@@ -80,7 +81,7 @@ def computes_in_float32(bundle: Bundle) -> bool:
 
 def float32_engine(bundle: Bundle, threads: int | None = None) -> Engine:
     """Opens the bundle's graph with quantized matmuls computed in float32. Raises as `runtime.engine.load`."""
-    proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
+    proto = ir.to_proto(_graph(bundle))
     for function in proto.functions:
         if function.name in INTEGER_MATMULS:
             function.name += "Function"
@@ -125,11 +126,17 @@ def _as_functions(nodes: Iterable[onnx.NodeProto]) -> None:
             node.op_type += "Function"
 
 
+def _graph(bundle: Bundle) -> ir.Model:
+    """The bundle's graph, every matmul a node of it."""
+    model = ir.from_proto(onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes()))
+    inline_layers(model)
+    return model
+
+
 def _stored(bundle: Bundle) -> Iterator[tuple[list[str], Blocks]]:
     """The quantized matrices of the graph, each with the names of the parameters its rows come from."""
-    proto = onnx.load_model_from_string(bundle.file(GRAPH_FILE).read_bytes())
     with bundle.file(WEIGHTS_FILE).mapped() as weights:
-        for node in ir.from_proto(proto).graph.all_nodes():
+        for node in _graph(bundle).graph.all_nodes():
             if node.op_type not in ("MatMulNBits", *INTEGER_MATMULS, "GatherBlockQuantized"):
                 continue
             indices = (0, 2, 3) if node.op_type == "GatherBlockQuantized" else (1, 2, 3)

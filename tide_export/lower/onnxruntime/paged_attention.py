@@ -5,7 +5,8 @@ Runtime without it inlines the functions, which are written to be read, not to b
 
 It is the attention of the new tokens of any number of sequences, concatenated on one axis, to keys and values in pages
 of one pool that all sequences share. A node has one of four forms (`Form`) and any of the inputs in `OPTIONAL`; each
-combination that a model uses is a function of its own, told apart by its `overload`.
+combination that a model uses is a function of its own. All but the first are told apart by their `overload`, which ONNX
+Runtime loses of nodes in a function, as those of `lower.onnxruntime.layers`.
 
 A row of int8 pages holds head_dim numbers and, in its last bytes, their scale: the largest magnitude over 127, a
 finite float32 in little-endian order. New keys and values are rounded before anything attends to them, so that the K/V
@@ -48,11 +49,14 @@ class PagedAttentionFunctionsPass(ir.passes.InPlacePass):
         modified = False
         for kv_cache, op_type in OP_PAGED_ATTENTION.items():
             nodes = nodes_of(model.graph, op_type, DOMAIN)
+            overloads = dict[str, str]()
             for node in nodes:
                 form, options = form_of(node), options_of(node)
-                node.overload = overload(form, options)
+                combination = overload(form, options)
+                node.overload = overloads.setdefault(combination, combination if overloads else "")
                 if (DOMAIN, op_type, node.overload) not in model.functions:
                     function = paged_attention_function(kv_cache, form, options, present(model.graph.opset_imports[""]))
+                    function.overload = node.overload
                     model.functions[function.identifier()] = function
             if nodes and kv_cache == INT8_KV:
                 read = {present(node.inputs[index]) for node in nodes for index in PAGES}

@@ -1,0 +1,86 @@
+// TideInt4MatMul, TideInt8MatMul and those with a gate: y [.., N] = x [.., K], rounded to 8 bits, times the transpose of
+// weights: integers [N, blocks, block_size * bits / 8] and scales [N, blocks].
+#include "nodes.h"
+#include "product.h"
+#include "quantized_matmul.h"
+#include "weight_copies.h"
+
+namespace tide_ops {
+namespace {
+
+constexpr std::int64_t kRoundedRows = 16;  // by one thread at a time
+
+class IntegerMatMul : public Node {
+ public:
+  IntegerMatMul(int bits, bool gated) : bits_(bits), gated_(gated) {}
+
+  Status* add(Operands const& operands, Run& run) override {
+    Tensor x, integers, scales;
+    TIDE_RETURN_IF_FAILED(operands.input(0, x));
+    TIDE_RETURN_IF_FAILED(operands.input(1, integers));
+    TIDE_RETURN_IF_FAILED(operands.input(2, scales));
+    bool const shapes = x.rank >= 1 && x.rank <= kMaxRank && integers.rank == 3 && scales.rank == 2 &&
+                        scales.dims[0] == integers.dims[0] && scales.dims[1] == integers.dims[1];
+    std::int64_t const k_size = shapes ? x.dims[x.rank - 1] : 0;
+    std::int64_t const block_size = shapes ? integers.dims[2] * 8 / bits_ : 0;
+    if (!shapes || !is_block_size(block_size) || (k_size + block_size - 1) / block_size != integers.dims[1]) {
+      return invalid("TideInt4MatMul and TideInt8MatMul take x [.., K], integers [N, blocks, bytes of a block] and "
+                     "scales [N, blocks]");
+    }
+    Product product{};
+    TIDE_RETURN_IF_FAILED(product.make(operands, x, integers.dims[0], gated_));
+    if (product.y == nullptr) return nullptr;
+    IntegerWeights const weights{static_cast<std::uint8_t const*>(integers.data),
+                                 static_cast<float const*>(scales.data),
+                                 gated_ ? 2 : 1,
+                                 product.n_size,
+                                 integers.dims[1],
+                                 block_size,
+                                 bits_};
+    RoundedInputs inputs{nullptr, weights.blocks, block_size, bits_};
+    std::int64_t const m_size = product.m_size, n_size = product.n_size;
+    inputs.rows = reinterpret_cast<char*>(product.scratch(run, m_size * inputs.stride() / 4, gated_));
+    auto const* const floats = static_cast<float const*>(x.data);
+    run.add((m_size + kRoundedRows - 1) / kRoundedRows, [=](std::int64_t part) {
+      for (std::int64_t m = part * kRoundedRows; m < std::min((part + 1) * kRoundedRows, m_size); ++m) {
+        inputs.round(floats + m * k_size, k_size, m);
+      }
+    });
+    std::shared_ptr<PackedWeights const> const packed = packed_of(weights, run);
+    auto const multiply = [=](std::int64_t n, std::int64_t count, float* const(&y)[2]) {
+      multiply_integers(inputs, m_size, *packed, n, count, y, n_size);
+    };
+    product.add(run, packed->panel(0), packed->panel_bytes() / PackedWeights::kRows, PackedWeights::kRows, multiply);
+    return nullptr;
+  }
+
+ private:
+  std::shared_ptr<PackedWeights const> packed_of(IntegerWeights const& weights, Run& run) {
+    std::int64_t const bytes = weights.matrices * weights.rows * weights.row_bytes();
+    auto const key = [&] {
+      return WeightKey(weights.integers, static_cast<std::size_t>(bytes),
+                       {weights.matrices, weights.rows, weights.blocks, weights.block_size, bits_});
+    };
+    auto const pack = [&] {
+      auto packed = std::make_shared<PackedWeights>(weights);
+      if (Status* const failed = run.now(packed->panels(), [&](std::int64_t panel) { packed->fill(weights, panel); })) {
+        api.ReleaseStatus(failed);
+        throw std::bad_alloc();
+      }
+      forget(weights.integers, static_cast<std::size_t>(bytes));
+      forget(weights.scales, static_cast<std::size_t>(weights.matrices * weights.rows * weights.blocks) * 4);
+      return std::shared_ptr<PackedWeights const>(packed);
+    };
+    return kept_.of(weights.integers, key, pack);
+  }
+
+  int const bits_;
+  bool const gated_;
+  KeptCopy<PackedWeights> kept_;
+};
+
+}  // namespace
+
+std::unique_ptr<Node> integer_matmul_node(int bits, bool gated) { return std::make_unique<IntegerMatMul>(bits, gated); }
+
+}  // namespace tide_ops

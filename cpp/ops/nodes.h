@@ -1,0 +1,24 @@
+// All nodes that there are.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "half_matmul.h"
+#include "node.h"
+
+namespace tide_ops {
+
+std::unique_ptr<Node> half_matmul_node(HalfFormat format, bool gated);
+std::unique_ptr<Node> integer_matmul_node(int bits, bool gated);  // of 4 or 8 bits
+std::unique_ptr<Node> attention_node(bool int8, Attributes const& attributes);
+// RMSNormalization or LayerNormalization; `skip`: ONNX Runtime's, which adds first.
+std::unique_ptr<Node> norm_node(bool layer, bool skip, Attributes const& attributes);
+std::unique_ptr<Node> add_node();
+// Nodes that share their threads: TideLayers. Throws std::invalid_argument if it cannot read `text`.
+std::unique_ptr<Node> layers_node(std::string const& text);
+
+// By the name of its operator; null if there is none.
+std::unique_ptr<Node> node_of(std::string const& name, Attributes const& attributes);
+
+}  // namespace tide_ops

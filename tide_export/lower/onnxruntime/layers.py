@@ -1,0 +1,273 @@
+"""Computes layers by one operator of `cpp/ops`, whose threads meet between its nodes' phases and not between operators.
+
+Every node of a run of nodes that `NODES` names becomes a line of the operator's attribute `nodes`:
+
+    slots 576 1536
+    RMSNormalization s0 = i0 w5 epsilon=1e-05
+    TideInt4MatMul s1 = s0 w6 w7
+
+`i` and `w` are the operator's inputs, `w` those that are initializers, `o` its outputs, all by number; `s` are states
+[1, N, width] between nodes, in memory that the first line gives the widths of; `-` is absent. `cpp/ops/layers_node.cpp`
+reads it. The nodes themselves are the body of a model-local function, which an ONNX Runtime inlines where the operator
+is not registered.
+
+Sound where all nodes of a run compute rows of the same N tokens, and none reads what others make of the run's values.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common as common_passes
+
+from tide_export.names import (
+    DOMAIN,
+    OP_GATED_MATMUL,
+    OP_HALF_MATMUL,
+    OP_INTEGER_LAYERS,
+    OP_INTEGER_MATMUL,
+    OP_LAYERS,
+    OP_PAGED_ATTENTION,
+)
+from tide_export.trace.rewriting import FLOAT, graph_of, is_weight, last_dim, new_node, present, rank
+
+INTEGER_MATMULS = {name for plain in OP_INTEGER_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
+HALF_MATMULS = {name for plain in OP_HALF_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
+HEAVY = INTEGER_MATMULS | HALF_MATMULS | set(OP_PAGED_ATTENTION.values())
+# Attributes that the operator reads, by node.
+NORMS = {("", "RMSNormalization"), ("", "LayerNormalization")}
+SKIP_NORMS = {
+    ("com.microsoft", "SkipSimplifiedLayerNormalization"),
+    ("com.microsoft", "SkipLayerNormalization"),
+}
+ATTENTION_ATTRIBUTES = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "rotary_interleaved")
+MIN_HEAVY = 2  # nodes that make a run worth it
+
+
+class LayersPass(ir.passes.InPlacePass):
+    """After all passes that change nodes."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for graph in _graphs(model.graph):
+            for run in list(_runs(graph)):
+                _replace(model, run, str(sum(key[1] in (OP_LAYERS, OP_INTEGER_LAYERS) for key in model.functions)))
+                modified = True
+        return ir.passes.PassResult(model, modified=modified)
+
+
+def inline_layers(model: ir.Model) -> None:
+    """Replaces each such operator by the nodes it computes."""
+    common_passes.InlinePass(lambda function: function.name in (OP_LAYERS, OP_INTEGER_LAYERS))(model)
+
+
+def _graphs(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """`graph` and its branches."""
+    yield graph
+    for node in list(graph):
+        for branch in _branches(node):
+            yield from _graphs(branch)
+
+
+def _branches(node: ir.Node) -> list[ir.Graph]:
+    return [attribute.as_graph() for attribute in node.attributes.values() if attribute.type == ir.AttributeType.GRAPH]
+
+
+class _Run:
+    """Nodes to be one, in their order; `after`: nodes between them that read values of theirs."""
+
+    def __init__(self) -> None:
+        self.nodes = list[ir.Node]()
+        self.after = list[ir.Node]()
+        self.states = set[ir.Value]()  # that nodes of it read or make
+        self._later = list[ir.Node]()  # readers after the last node
+        self._tainted = set[ir.Value]()
+
+    def takes(self, node: ir.Node) -> bool:
+        read = _read(node)
+        return self._tainted.isdisjoint(read) and (not self.nodes or not self.states.isdisjoint(_states(read)))
+
+    def add(self, node: ir.Node) -> None:
+        self.nodes.append(node)
+        self.after += self._later
+        self._later.clear()
+        self.states.update(_states(_read(node)), _states(node.outputs))
+
+    def pass_by(self, node: ir.Node) -> None:
+        """Notes a node that is not of the run."""
+        made = {value for own in self.nodes for value in own.outputs}
+        if not (made | self._tainted).isdisjoint(_all_read(node)):
+            self._later.append(node)
+            self._tainted.update(node.outputs)
+
+    def is_worth_it(self) -> bool:
+        return sum(node.op_type in HEAVY for node in self.nodes) >= MIN_HEAVY
+
+
+def _runs(graph: ir.Graph) -> Iterator[_Run]:
+    run = _Run()
+    for node in list(graph):
+        if not _is_known(node):
+            run.pass_by(node)
+            continue
+        if not run.takes(node):
+            if run.is_worth_it():
+                yield run
+            run = _Run()
+        run.add(node)
+    if run.is_worth_it():
+        yield run
+
+
+def _is_known(node: ir.Node) -> bool:
+    """Whether the operator and a function may hold the node, and it makes states [1, N, width]."""
+    if not _states(_read(node)) or not all(rank(value) in (3, 4) for value in node.outputs if value.name):
+        return False
+    if any(last_dim(value) is None for value in _states(node.outputs)):
+        return False
+    if node.domain == DOMAIN:
+        return node.op_type in HEAVY and not node.overload
+    kind = (node.domain, node.op_type)
+    if kind in NORMS:
+        weights = node.inputs[1:]
+        return node.attributes.get_int("axis", -1) in (-1, 2) and all(is_weight(each, 1) for each in weights if each)
+    if kind == ("", "Add"):
+        a, b = map(present, node.inputs)
+        return (a.shape == b.shape and rank(a) == 3) or any(is_weight(value, 1) for value in (a, b))
+    return kind in SKIP_NORMS
+
+
+def _read(node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None]
+
+
+def _all_read(node: ir.Node) -> Iterator[ir.Value]:
+    """What the node and its branches read."""
+    yield from _read(node)
+    for branch in _branches(node):
+        yield from branch.outputs
+        for inner in branch.all_nodes():
+            yield from _read(inner)
+
+
+def _states(values: Iterable[ir.Value]) -> list[ir.Value]:
+    """Those that are computed float32 [1, N, width]."""
+    return [
+        value
+        for value in values
+        if value.name and value.dtype == FLOAT and rank(value) == 3 and not value.is_initializer()
+    ]
+
+
+def _replace(model: ir.Model, run: _Run, overload: str) -> None:
+    own = set(run.nodes)
+    inputs = list(dict.fromkeys(value for node in run.nodes for value in _read(node) if value.producer() not in own))
+    first = next(iter(_states(_read(run.nodes[0]))))
+    inputs.sort(key=lambda value: value is not first)
+    outputs = [value for node in run.nodes for value in node.outputs if value.name and _is_read_outside(value, own)]
+    op_type = OP_INTEGER_LAYERS if any(node.op_type in INTEGER_MATMULS for node in run.nodes) else OP_LAYERS
+    layers = new_node(
+        op_type,
+        inputs,
+        {"nodes": _written(run.nodes, inputs, outputs)},
+        name=f"{run.nodes[0].name}/{op_type}",
+        domain=DOMAIN,
+        outputs=[(value.dtype, value.shape) for value in outputs],
+    )
+    layers.overload = overload
+    function = _function(model, layers, run.nodes, inputs, outputs)
+    model.functions[function.identifier()] = function
+    graph = graph_of(run.nodes[-1])
+    graph.insert_after(run.nodes[-1], layers)
+    last = layers
+    for node in run.after:
+        graph.remove(node)
+        graph.insert_after(last, node)
+        last = node
+    for old, new in zip(outputs, layers.outputs, strict=True):
+        name = old.name
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        old.name, new.name = f"{name}/inlined", name
+    graph.remove(run.nodes, safe=False)
+
+
+def _is_read_outside(value: ir.Value, own: set[ir.Node]) -> bool:
+    return value.is_graph_output() or any(use.node not in own for use in value.uses())
+
+
+def _function(
+    model: ir.Model,
+    layers: ir.Node,
+    nodes: Sequence[ir.Node],
+    inputs: Sequence[ir.Value],
+    outputs: Sequence[ir.Value],
+) -> ir.Function:
+    """The function of those nodes, copied."""
+    values = {value: ir.Value(name=value.name, type=value.type, shape=value.shape) for value in inputs}
+    copies = []
+    for node in nodes:
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if value is None else values[value] for value in node.inputs],
+            [attribute for attribute in node.attributes.values() if isinstance(attribute, ir.Attr)],
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            name=node.name,
+            metadata_props=dict(node.metadata_props),
+        )
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+            values[old] = new
+        copies.append(copy)
+    imports = model.graph.opset_imports
+    body = ir.Graph(
+        [values[value] for value in inputs],
+        [values[value] for value in outputs],
+        nodes=copies,
+        opset_imports={domain: imports.get(domain, 1) for domain in sorted({"", *(node.domain for node in nodes)})},
+        name=layers.op_type,
+    )
+    attributes = [ir.Attr("nodes", ir.AttributeType.STRING, None)]
+    return ir.Function(DOMAIN, layers.op_type, layers.overload, graph=body, attributes=attributes)
+
+
+def _written(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> str:
+    """The attribute `nodes`. States between nodes share memory where none is needed at the same time."""
+    places: dict[ir.Value | None, str] = {None: "-"}
+    places |= {value: f"{'w' if value.is_initializer() else 'i'}{i}" for i, value in enumerate(inputs)}
+    places |= {value: f"o{i}" for i, value in enumerate(outputs)}
+    last_read = {value: i for i, node in enumerate(nodes) for value in _read(node)}
+    widths, free, lines = list[int](), set[int](), list[str]()
+    for i, node in enumerate(nodes):
+        for value in node.outputs:
+            if value in places or not value.name:
+                continue
+            if value not in last_read:
+                places[value] = "-"
+                continue
+            width = present(last_dim(value))
+            slot = min(free, key=lambda each: abs(widths[each] - width), default=len(widths))
+            if slot == len(widths):
+                widths.append(width)
+            free.discard(slot)
+            widths[slot] = max(widths[slot], width)
+            places[value] = f"s{slot}"
+        results = [places[value] if value.name else "-" for value in node.outputs]
+        read = [places[value] for value in node.inputs]
+        lines.append(" ".join([node.op_type, *results, "=", *read, *_attributes(node)]))
+        for value in dict.fromkeys(_read(node)):
+            if last_read[value] == i and places[value].startswith("s"):
+                free.add(int(places[value][1:]))
+    return "\n".join([" ".join(["slots", *map(str, widths)]), *lines])
+
+
+def _attributes(node: ir.Node) -> Iterator[str]:
+    if node.op_type in OP_PAGED_ATTENTION.values():
+        names: Sequence[str] = ATTENTION_ATTRIBUTES
+    else:
+        names = [] if node.domain == DOMAIN or node.op_type == "Add" else ["epsilon"]
+    for name in names:
+        if name in node.attributes:
+            value = node.attributes[name].value
+            yield f"{name}={str(np.float32(value)) if isinstance(value, float) else value}"
