@@ -137,7 +137,7 @@ def test_the_operator_is_the_nodes(matmul: str, norm: str, operator_library: Pat
     name = OP_INTEGER_LAYERS if matmul in OP_INTEGER_MATMUL.values() else OP_LAYERS
     assert [(node.domain, node.op_type) for node in model.graph] == [(DOMAIN, name)]
     session, nodes, plain = opened(model, tmp_path), opened(before, tmp_path), opened(model, None)
-    rounded = 1e-2 if name == OP_INTEGER_LAYERS else 2e-4  # an input near a half is rounded up or down
+    rounded = 3e-2 if name == OP_INTEGER_LAYERS else 2e-4  # an input near a half is rounded up or down
     for lengths, tokens in (([5], [5]), ([40], [1]), ([33, 7, 90], [1, 7, 30]), ([4], [0])):
         feeds = feeds_of(lengths, tokens)
         y = session.run(None, feeds)
