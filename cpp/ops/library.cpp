@@ -1,10 +1,12 @@
 // What the library exports of the operators: for sessions that others open, and for tests of the kernels.
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "attention.h"
 #include "gate.h"
 #include "half_matmul.h"
+#include "logits.h"
 #include "norm.h"
 #include "operators.h"
 
@@ -52,6 +54,20 @@ TIDE_EXPORTED int tide_ops_norm(char const* instruction_set, int layer, std::int
   tide_ops::NormKernel const* const kernel = tide_ops::norm_kernel(instruction_set);
   if (kernel == nullptr) return 1;
   (layer != 0 ? kernel->layer : kernel->rms)({x, skip, nullptr, scale, bias}, size, 1e-5f, sum, y);
+  return 0;
+}
+
+// The kernel of an instruction set (logits.h): the largest logit of each block, the sum of all weights, and which of the words
+// of a block are `least` or more. 0; 1 if this CPU has no such instructions; 2 if a logit is NaN.
+TIDE_EXPORTED int tide_ops_logits(char const* instruction_set, float const* logits, std::int64_t count,
+                                  float temperature, float* maxima, double* sum, std::uint32_t const* key,
+                                  std::uint32_t const* position, std::uint32_t first, std::uint32_t least,
+                                  std::uint64_t* words) {
+  tide_ops::LogitsKernel const* const kernel = tide_ops::logits_kernel(instruction_set);
+  if (kernel == nullptr) return 1;
+  if (!kernel->maxima(logits, count, maxima)) return 2;
+  *sum = kernel->sum(logits, count, *std::max_element(logits, logits + count), temperature);
+  *words = kernel->words({key[0], key[1]}, {position[0], position[1]}, first, least);
   return 0;
 }
 

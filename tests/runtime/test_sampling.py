@@ -3,7 +3,8 @@
 import json
 import math
 from collections import Counter
-from ctypes import byref, c_int64
+from ctypes import CDLL, byref, c_double, c_float, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,47 @@ def test_the_generator_is_philox() -> None:
     assert philox((ones,) * 4, (ones,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
     pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
     assert philox(*pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "baseline"])
+@pytest.mark.parametrize("count", [1, 64, 67, 200])
+def test_a_kernel(operator_library: Path, instruction_set: str, count: int) -> None:
+    """Of scans of logits: the largest of each block of 64, the sum of weights, and which words of Philox are large."""
+    random = np.random.default_rng(count)
+    logits = 4 * random.standard_normal(count, dtype=np.float32)
+    logits[count // 2] = -np.inf if count > 1 else 1
+    maxima, total, found = np.zeros(4, np.float32), c_double(), c_uint64()
+    key, position, least = (7, 2**32 - 1), (5, 1), 0xC0000000
+    arrays = [(c_uint32 * 2)(*pair) for pair in (key, position)]
+    scan = CDLL(str(operator_library)).tide_ops_logits
+    pointers = [c_void_p(logits.ctypes.data), c_int64(count), c_float(0.7), c_void_p(maxima.ctypes.data)]
+    given = [*pointers, byref(total), *arrays, c_uint32(100), c_uint32(least), byref(found)]
+    status = scan(instruction_set.encode(), *given)
+    if status == 1:
+        pytest.skip(f"this CPU has no {instruction_set}")
+    assert status == 0
+    blocks = [logits[i : i + 64].max() for i in range(0, count, 64)]
+    np.testing.assert_array_equal(maxima[: len(blocks)], blocks)
+    exact = np.exp((logits.astype(np.float64) - logits.max()) / 0.7).sum()
+    assert math.isclose(total.value, exact, rel_tol=1e-6)
+    words = [word for i in range(16) for word in philox((100 + i, *position, 0), key)]
+    assert [found.value >> i & 1 for i in range(64)] == [word >= least for word in words]
+    logits[count - 1] = np.nan
+    assert scan(instruction_set.encode(), *given) == 2
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("scale", [2.0, 6.0])
+def test_a_nucleus_of_many_tokens_is_whole(top_p: float, scale: float) -> None:
+    """Rare tokens are passed over in blocks, but for those that belong to it."""
+    random = np.random.default_rng(1)
+    logits = (random.standard_normal(5000) * scale).astype(np.float32)
+    kept = set(probabilities(logits, temperature=1.0, top_p=top_p))
+    for position in range(10):
+        seed = position + 7
+        found = sample(logits, position, seed=seed, temperature=1.0, top_p=top_p)
+        best = max(sorted(kept), key=lambda token: float(logits[token]) + noise(seed, position, token))
+        assert found == best
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 // position in the sequence and its token: drafts share the noise of the verifying run, and C++, C and Python draw the same.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
+
+#include "../../ops/logits.h"
 
 namespace tide {
 
@@ -32,11 +35,18 @@ class GumbelNoise {
       : key_{static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)},
         position_{static_cast<std::uint32_t>(position), static_cast<std::uint32_t>(position >> 32)} {}
 
-  // The words of tokens 4 * number .. 4 * number + 3.
-  PhiloxBlock block(std::uint32_t number) const { return philox({number, position_[0], position_[1], 0}, key_); }
-
+  // Each counter has the words of four tokens.
   std::uint32_t word(std::int64_t token) const {
-    return block(static_cast<std::uint32_t>(token / 4))[static_cast<std::size_t>(token % 4)];
+    PhiloxBlock const counter{static_cast<std::uint32_t>(token / 4), position_[0], position_[1], 0};
+    return philox(counter, key_)[static_cast<std::size_t>(token % 4)];
+  }
+
+  // Of the 64 tokens whose counters begin with `first`, a bit for each whose noise may be `least` or more: with a word of
+  // 2^32 (1 - e^-least) or more, as noise is at most -log(1 - u).
+  std::uint64_t likely(std::uint32_t first, double least) const {
+    static tide_ops::LogitsKernel const& kernel = *tide_ops::logits_kernel();
+    double const word = -std::expm1(-std::max(least, 0.0)) * (1 - 1e-9) * 0x1p32 - 2;
+    return kernel.words(key_, position_, first, word > 0 ? static_cast<std::uint32_t>(word) : 0);
   }
 
   // -log(-log(u)) of u = (word + 1/2) / 2^32.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <random>
 
@@ -10,22 +11,57 @@
 #include "request.h"
 
 namespace tide {
+
+// A row of logits, whose blocks are passed over where their largest logit is too low.
+class LogitsRow {
+ public:
+  // Throws GenerationError: the largest logit is not finite, or one is NaN.
+  LogitsRow(float const* logits, std::size_t count) : logits_(logits), count_(count), maxima_((count + kBlock - 1) / kBlock) {
+    bool const numbers = kernel().maxima(logits, static_cast<std::int64_t>(count), maxima_.data());
+    auto const most = std::max_element(maxima_.begin(), maxima_.end());  // the first
+    if (!numbers || !std::isfinite(*most)) throw GenerationError("the model's logits are not finite");
+    best_ = static_cast<std::size_t>(most - maxima_.begin()) * kBlock;
+    while (logits[best_] != *most) ++best_;
+  }
+
+  // The first of the largest logits.
+  std::size_t best() const { return best_; }
+  double most() const { return logits_[best_]; }
+
+  // The sum of the weights e^((logit - most) / T).
+  double sum(double temperature) const {
+    return kernel().sum(logits_, static_cast<std::int64_t>(count_), logits_[best_], static_cast<float>(temperature));
+  }
+
+  // Calls work(begin, end, largest) for each block.
+  template <typename Work>
+  void each_block(Work const& work) const {
+    for (std::size_t block = 0; block < maxima_.size(); ++block) {
+      work(block * kBlock, std::min((block + 1) * kBlock, count_), double{maxima_[block]});
+    }
+  }
+
+ private:
+  static constexpr std::size_t kBlock = tide_ops::kLogitsBlock;
+
+  static tide_ops::LogitsKernel const& kernel() {
+    static tide_ops::LogitsKernel const& best = *tide_ops::logits_kernel();
+    return best;
+  }
+
+  float const* const logits_;
+  std::size_t const count_;
+  std::vector<float> maxima_;
+  std::size_t best_;
+};
+
 namespace {
 
+constexpr double kCutStep = 4;  // by which the least logit of a nucleus is lowered until it is found
 constexpr std::size_t kHeap = 1024;  // of top-k: up to so many a heap holds the largest logits so far
 constexpr double kTiny = 1e-30, kHuge = 1e30;  // temperatures beyond which nothing changes any more
 
-// The index of the first of the largest logits. Throws GenerationError: it is not finite, or any logit is NaN.
-std::size_t checked_best(float const* logits, std::size_t vocabulary) {
-  std::size_t best = 0;
-  bool ordered = true;
-  for (std::size_t i = 0; i < vocabulary; ++i) {
-    ordered = ordered && !std::isnan(logits[i]);
-    if (logits[i] > logits[best]) best = i;
-  }
-  if (!ordered || !std::isfinite(logits[best])) throw GenerationError("the model's logits are not finite");
-  return best;
-}
+std::size_t checked_best(float const* logits, std::size_t count) { return LogitsRow(logits, count).best(); }
 
 // The indices of the k largest logits, ascending; of equal ones at the edge, the lowest.
 std::vector<std::size_t> top_indices(float const* logits, std::size_t count, std::size_t k) {
@@ -51,15 +87,10 @@ std::vector<std::size_t> top_indices(float const* logits, std::size_t count, std
   return top;
 }
 
-// Keeps the fewest indices of the largest weights that sum to a share or more; ascending.
-void keep_nucleus(std::vector<std::size_t>& indices, std::vector<float> const& weights, double share) {
-  double const total = std::accumulate(weights.begin(), weights.end(), 0.0);
-  // All that are less than this add up to half of what may be omitted, at most.
-  double const least = (1 - share) * total / (2 * static_cast<double>(weights.size()));
-  std::vector<std::size_t> order;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    if (weights[i] >= least) order.push_back(i);
-  }
+// Keeps the fewest indices of the largest weights that sum to a share of `total` or more; ascending.
+void keep_nucleus(std::vector<std::size_t>& indices, std::vector<float> const& weights, double share, double total) {
+  std::vector<std::size_t> order(weights.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return weights[a] > weights[b]; });
   double sum = 0;
   std::vector<std::size_t> kept;
@@ -132,47 +163,75 @@ std::size_t Sampler::candidates() const {
 }
 
 std::size_t Sampler::choose(float const* logits, std::size_t count, std::int64_t const* tokens) const {
-  std::size_t const best = checked_best(logits, count);
-  return greedy() ? best : draw(logits, count, tokens, best);
+  LogitsRow const row(logits, count);
+  return greedy() ? row.best() : draw(row, logits, count, tokens);
 }
 
 // Noise is needed of the tokens alone that can win: most logits are too low for any, and most words for their logit.
-std::size_t Sampler::draw(float const* logits, std::size_t count, std::int64_t const* tokens, std::size_t best) const {
-  double const temperature = std::clamp(temperature_, kTiny, kHuge), most = logits[best];
-  auto const scaled = [&](std::size_t i) { return (double{logits[i]} - most) / temperature; };
+std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens) const {
+  double const temperature = std::clamp(temperature_, kTiny, kHuge), most = row.most();
+  auto const scaled = [&](double logit) { return (logit - most) / temperature; };
   GumbelNoise const noise(seed_, length_);
   auto const token = [&](std::size_t i) { return tokens == nullptr ? static_cast<std::int64_t>(i) : tokens[i]; };
-  Drawn drawn{best, GumbelNoise::of(noise.word(token(best)))};
-  bool const keeps_all = (top_k_ == 0 || top_k_ >= count) && min_p_ <= 0 && top_p_ >= 1;
-  if (keeps_all && tokens == nullptr) {
-    for (std::size_t first = 0; first < count; first += 4) {
-      std::size_t const end = std::min(first + 4, count);
-      double const largest = *std::max_element(logits + first, logits + end);
-      if ((largest - most) / temperature + GumbelNoise::kMost < drawn.score) continue;
-      PhiloxBlock const words = noise.block(static_cast<std::uint32_t>(first / 4));
-      for (std::size_t i = first; i < end; ++i) drawn.consider(i, scaled(i), words[i - first]);
-    }
+  Drawn drawn{row.best(), GumbelNoise::of(noise.word(token(row.best())))};
+  bool const some_k = 0 < top_k_ && top_k_ < count;
+  if (!some_k && min_p_ <= 0 && top_p_ >= 1 && tokens == nullptr) {
+    row.each_block([&](std::size_t begin, std::size_t end, double largest) {
+      double const missing = drawn.score - scaled(largest);
+      if (missing > GumbelNoise::kMost) return;
+      std::uint64_t likely = noise.likely(static_cast<std::uint32_t>(begin / 4), missing);
+      if (end - begin < 64) likely &= (std::uint64_t{1} << (end - begin)) - 1;
+      for (; likely != 0; likely &= likely - 1) {
+        std::size_t const i = begin + static_cast<std::size_t>(__builtin_ctzll(likely));
+        drawn.consider(i, scaled(logits[i]), noise.word(static_cast<std::int64_t>(i)));
+      }
+    });
     return drawn.index;
   }
-  std::vector<std::size_t> kept;
-  if (0 < top_k_ && top_k_ < count) {
-    kept = top_indices(logits, count, top_k_);
-  } else {
-    kept.resize(count);
-    std::iota(kept.begin(), kept.end(), std::size_t{0});
-  }
-  if (min_p_ > 0) {
-    double const least = std::log(min_p_);
-    kept.erase(std::remove_if(kept.begin(), kept.end(), [&](std::size_t i) { return scaled(i) < least; }), kept.end());
-  }
-  if (top_p_ < 1) {
+  // The indices whose scaled logits are at least `cut`.
+  auto const from = [&](double cut) {
+    std::vector<std::size_t> found;
+    row.each_block([&](std::size_t begin, std::size_t end, double largest) {
+      if (scaled(largest) < cut) return;
+      for (std::size_t i = begin; i < end; ++i) {
+        if (!(scaled(logits[i]) < cut)) found.push_back(i);
+      }
+    });
+    return found;
+  };
+  auto const weights_of = [&](std::vector<std::size_t> const& indices) {
     std::vector<float> weights;
-    weights.reserve(kept.size());
-    for (std::size_t const i : kept) weights.push_back(std::exp(static_cast<float>(scaled(i))));
-    keep_nucleus(kept, weights, top_p_);
+    weights.reserve(indices.size());
+    for (std::size_t const i : indices) weights.push_back(std::exp(static_cast<float>(scaled(logits[i]))));
+    return weights;
+  };
+  constexpr double kAll = -std::numeric_limits<double>::infinity();
+  std::vector<std::size_t> kept;
+  if (some_k || min_p_ > 0 || top_p_ >= 1) {
+    kept = some_k ? top_indices(logits, count, top_k_) : from(min_p_ > 0 ? std::log(min_p_) : kAll);
+    if (some_k && min_p_ > 0) {
+      auto const unlikely = [&](std::size_t i) { return scaled(logits[i]) < std::log(min_p_); };
+      kept.erase(std::remove_if(kept.begin(), kept.end(), unlikely), kept.end());
+    }
+    if (top_p_ < 1) {
+      std::vector<float> const weights = weights_of(kept);
+      keep_nucleus(kept, weights, top_p_, std::accumulate(weights.begin(), weights.end(), 0.0));
+    }
+  } else {  // the nucleus of all: the largest few, mostly
+    double const total = row.sum(temperature);
+    for (double cut = -kCutStep;; cut -= kCutStep) {
+      bool const all = cut < -88;  // the weights of the rest are 0
+      kept = from(all ? kAll : cut);
+      std::vector<float> const weights = weights_of(kept);
+      if (!all && std::accumulate(weights.begin(), weights.end(), 0.0) < top_p_ * total) continue;
+      keep_nucleus(kept, weights, top_p_, total);
+      break;
+    }
   }
   for (std::size_t const i : kept) {
-    if (scaled(i) + GumbelNoise::kMost >= drawn.score) drawn.consider(i, scaled(i), noise.word(token(i)));
+    if (scaled(logits[i]) + GumbelNoise::kMost >= drawn.score) {
+      drawn.consider(i, scaled(logits[i]), noise.word(token(i)));
+    }
   }
   return drawn.index;
 }

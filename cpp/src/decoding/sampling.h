@@ -17,6 +17,8 @@
 
 namespace tide {
 
+class LogitsRow;
+
 // A chosen token.
 struct Choice {
   std::int64_t id;
@@ -67,7 +69,7 @@ class Sampler {
 
   // The index of the token chosen from logits, of tokens 0, 1, ... or of `tokens`.
   std::size_t choose(float const* logits, std::size_t count, std::int64_t const* tokens) const;
-  std::size_t draw(float const* logits, std::size_t count, std::int64_t const* tokens, std::size_t best) const;
+  std::size_t draw(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens) const;
 
   double temperature_;
   std::size_t top_k_;
