@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kAnything = 0;  // of any number of inputs or outputs, of any types
 
-// An operator and the types of its tensors. Those in `required` are never absent.
+// An operator and the types of its tensors. Inputs before the first and after the last required one may be absent.
 struct NodeOperator : Operator {
   char const* name;
   std::vector<int> inputs, outputs;

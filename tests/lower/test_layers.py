@@ -217,6 +217,16 @@ def test_what_reads_a_value_between_cuts_the_run_where_the_run_needs_it() -> Non
     assert [node.op_type for node in graph] == [OP_LAYERS, "Relu", OP_LAYERS]
 
 
+def test_an_addition_that_broadcasts_one_number_is_left_to_onnx_runtime() -> None:
+    model = layer("TideBf16MatMul", "RMSNormalization")
+    graph = model.graph
+    bias = next(node for node in graph if node.op_type == "Add").inputs[1]
+    bias.shape, bias.const_value = ir.Shape([1]), ir.tensor(np.ones(1, np.float32), name=bias.name)
+    LayersPass()(model)
+    kinds = [node.op_type for node in graph]
+    assert kinds[:2] == [OP_LAYERS, "Add"]
+
+
 def test_two_residual_streams_are_two_runs() -> None:
     """Segments that one graph holds side by side are cut apart later."""
     model = layer("TideBf16MatMul", "RMSNormalization")

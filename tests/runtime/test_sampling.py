@@ -79,6 +79,12 @@ def test_a_kernel(operator_library: Path, instruction_set: str, count: int) -> N
     assert scan(instruction_set.encode(), *given) == 2
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_logits_are_refused(temperature: float) -> None:
+    with pytest.raises(GenerationError, match="no logits to choose a token from"):
+        sample(np.zeros(0, np.float32), temperature=temperature, seed=1 if temperature else None)
+
+
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9])
 @pytest.mark.parametrize("scale", [2.0, 6.0])
 def test_a_nucleus_of_many_tokens_is_whole(top_p: float, scale: float) -> None:

@@ -15,8 +15,10 @@ namespace tide {
 // A row of logits, whose blocks are passed over where their largest logit is too low.
 class LogitsRow {
  public:
-  // Throws GenerationError: the largest logit is not finite, or one is NaN.
-  LogitsRow(float const* logits, std::size_t count) : logits_(logits), count_(count), maxima_((count + kBlock - 1) / kBlock) {
+  // Throws GenerationError: there is none, the largest is not finite, or one is NaN.
+  LogitsRow(float const* logits, std::size_t count)
+      : logits_(logits), count_(count), maxima_((count + kBlock - 1) / kBlock) {
+    if (count == 0) throw GenerationError("there are no logits to choose a token from");
     bool const numbers = kernel().maxima(logits, static_cast<std::int64_t>(count), maxima_.data());
     auto const most = std::max_element(maxima_.begin(), maxima_.end());  // the first
     if (!numbers || !std::isfinite(*most)) throw GenerationError("the model's logits are not finite");
@@ -57,10 +59,11 @@ class LogitsRow {
 
 namespace {
 
-constexpr double kCutStep = 4;  // by which the least logit of a nucleus is lowered until it is found
+constexpr double kCutStep = 4;                 // by which a nucleus's least logit is lowered until it is found
 constexpr std::size_t kHeap = 1024;  // of top-k: up to so many a heap holds the largest logits so far
 constexpr double kTiny = 1e-30, kHuge = 1e30;  // temperatures beyond which nothing changes any more
 
+// The first of the largest logits. Throws as `LogitsRow`.
 std::size_t checked_best(float const* logits, std::size_t count) { return LogitsRow(logits, count).best(); }
 
 // The indices of the k largest logits, ascending; of equal ones at the edge, the lowest.
@@ -168,7 +171,8 @@ std::size_t Sampler::choose(float const* logits, std::size_t count, std::int64_t
 }
 
 // Noise is needed of the tokens alone that can win: most logits are too low for any, and most words for their logit.
-std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens) const {
+std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t count,
+                          std::int64_t const* tokens) const {
   double const temperature = std::clamp(temperature_, kTiny, kHuge), most = row.most();
   auto const scaled = [&](double logit) { return (logit - most) / temperature; };
   GumbelNoise const noise(seed_, length_);
@@ -180,7 +184,7 @@ std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t
       double const missing = drawn.score - scaled(largest);
       if (missing > GumbelNoise::kMost) return;
       std::uint64_t likely = noise.likely(static_cast<std::uint32_t>(begin / 4), missing);
-      if (end - begin < 64) likely &= (std::uint64_t{1} << (end - begin)) - 1;
+      if (end - begin < std::size_t{tide_ops::kLogitsBlock}) likely &= (std::uint64_t{1} << (end - begin)) - 1;
       for (; likely != 0; likely &= likely - 1) {
         std::size_t const i = begin + static_cast<std::size_t>(__builtin_ctzll(likely));
         drawn.consider(i, scaled(logits[i]), noise.word(static_cast<std::int64_t>(i)));

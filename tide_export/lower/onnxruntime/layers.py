@@ -1,6 +1,7 @@
 """Computes layers by one operator of `cpp/ops`, whose threads meet between its nodes' phases and not between operators.
 
-Every node of a run of nodes that `NODES` names becomes a line of the operator's attribute `nodes`:
+Each node of a run (matmuls in 16, 8 or 4 bits, paged attention, norms, additions) becomes a line of the operator's
+attribute `nodes`:
 
     slots 576 1536
     RMSNormalization s0 = i0 w5 epsilon=1e-05
@@ -34,7 +35,6 @@ from tide_export.trace.rewriting import FLOAT, graph_of, is_weight, last_dim, ne
 INTEGER_MATMULS = {name for plain in OP_INTEGER_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
 HALF_MATMULS = {name for plain in OP_HALF_MATMUL.values() for name in (plain, OP_GATED_MATMUL[plain])}
 HEAVY = INTEGER_MATMULS | HALF_MATMULS | set(OP_PAGED_ATTENTION.values())
-# Attributes that the operator reads, by node.
 NORMS = {("", "RMSNormalization"), ("", "LayerNormalization")}
 SKIP_NORMS = {
     ("com.microsoft", "SkipSimplifiedLayerNormalization"),
@@ -133,7 +133,8 @@ def _is_known(node: ir.Node) -> bool:
         return node.attributes.get_int("axis", -1) in (-1, 2) and all(is_weight(each, 1) for each in weights if each)
     if kind == ("", "Add"):
         a, b = map(present, node.inputs)
-        return (a.shape == b.shape and rank(a) == 3) or any(is_weight(value, 1) for value in (a, b))
+        width = last_dim(node.outputs[0])
+        return (a.shape == b.shape and rank(a) == 3) or any(is_weight(v, 1) and last_dim(v) == width for v in (a, b))
     return kind in SKIP_NORMS
 
 
