@@ -16,6 +16,7 @@ from tide_export.errors import (
     ConfigError,
     ConstraintError,
     DatasetError,
+    DraftError,
     GenerationError,
     GraphError,
     ModelError,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from tide_export.adaptation.config import AdaptConfig
     from tide_export.adaptation.flow import adapt
     from tide_export.config import TideConfig
+    from tide_export.drafting.config import DraftConfig
+    from tide_export.drafting.flow import draft
     from tide_export.model.structure import ModelStructure, register_adapter
     from tide_export.pipeline.calibrate import calibrate
     from tide_export.pipeline.flow import export
@@ -56,6 +59,8 @@ __all__ = [
     "ConfigError",
     "ConstraintError",
     "DatasetError",
+    "DraftConfig",
+    "DraftError",
     "Engine",
     "ExportRequest",
     "Generation",
@@ -79,6 +84,7 @@ __all__ = [
     "adapt",
     "bench",
     "calibrate",
+    "draft",
     "export",
     "load",
     "register_adapter",
@@ -89,6 +95,7 @@ __all__ = [
 _MODULES = {
     "AdaptConfig": "adaptation.config",
     "AuditConfig": "runtime.scheduler",
+    "DraftConfig": "drafting.config",
     "Engine": "runtime.engine",
     "ExportRequest": "pipeline.request",
     "Generation": "runtime.generation",
@@ -101,6 +108,7 @@ _MODULES = {
     "adapt": "adaptation.flow",
     "bench": "runtime.bench",
     "calibrate": "pipeline.calibrate",
+    "draft": "drafting.flow",
     "export": "pipeline.flow",
     "load": "runtime.engine",
     "register_adapter": "model.structure",

@@ -45,6 +45,10 @@ class AdaptError(TideError):
     """A model cannot be trained for early exit, or the result or the state to resume from cannot be written or read."""
 
 
+class DraftError(TideError):
+    """A drafter cannot be trained on a bundle's answers, or its cache or the bundle cannot be read or written."""
+
+
 class RouterFileError(TideError):
     """A router file is unreadable or was made for another depth, width or model."""
 

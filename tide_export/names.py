@@ -49,6 +49,7 @@ LOGITS = "logits"  # float32 [m, V], at LOGITS_POSITIONS, or of the last token i
 SCORES = "router_scores"  # float32 [1, K-1], NaN where the router was not reached or is off
 # float32 [1, n, D], states pending before the first segment that did not run; empty if every segment ran.
 NEW_PENDING = "new_pending_states"
+FINAL_STATES = "final_states"  # float32 [1, n, D'], what the head reads of the tokens that the last segment ran over
 
 # Metadata of the step graph, which no tensor shows: decimal numbers, several joined by commas, "" for none.
 CHECKPOINTS_METADATA = "tide.checkpoints"  # layers run at each
@@ -125,10 +126,19 @@ POSITION_IDS = "position_ids"  # input: int64 [1, N], each token's position in i
 SEQUENCE_STARTS = "sequence_starts"  # input: int64 [R + 1], each sequence's first of the N; 0 first, N at the end
 SLOT_THRESHOLDS = "slot_thresholds"  # input: float32 [m, 1]; above 1: neither score nor exit state of it will be read
 
+# The drafter's network (see `compose.drafter`): N tokens of R sequences as in a batch, with INPUT_IDS [1, N] and
+# HIDDEN_STATES [1, N, D'], POSITION_IDS, SEQUENCE_LENGTHS, SEQUENCE_STARTS, PAGE_TABLE, the pages of one layer, and
+# LAST_TOKENS [m]. It gives LOGITS [m, n] of the tokens in its metadata, and NEW_HIDDEN_STATES [m, D'].
+TOKENS_METADATA = "tide.tokens"  # ids that it proposes, ascending, joined by commas
+ACCEPTANCE_METADATA = "tide.acceptance"  # share of accepted drafts by confidence, joined by commas
+FINGERPRINT_METADATA = "tide.weights_sha256"  # of the model that it was trained for
+MAX_TOKENS_METADATA = "tide.max_tokens"  # rows of a sequence at most
+
 
 # Files of a bundle.
 MANIFEST_FILE = "tide.json"
 GRAPH_FILE = "model.onnx"
+DRAFTER_FILE = "drafter.onnx"  # holds its own weights; it reads the embedding in WEIGHTS_FILE
 WEIGHTS_FILE = "model.onnx.data"
 ROUTERS_FILE = "routers.safetensors"
 REPORT_FILE = "report.html"  # with a picture of the same name beside it; if `export` calibrated the routers

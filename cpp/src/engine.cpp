@@ -1,6 +1,8 @@
 // Generates for one prompt, or for a list of prompts as a batch. An engine holds what all sequences share; everything
 // that belongs to one generation is on its caller's stack, so that any number of threads may generate at once.
 #include <algorithm>
+#include <chrono>
+#include <limits>
 
 #include "bundle/verification.h"
 #include "decoding/lossless.h"
@@ -21,6 +23,8 @@ constexpr std::size_t kListSlots = 32;
 
 // Of a list's prompts in one step: nobody waits for a token of it.
 constexpr std::int64_t kListPromptTokens = 2048;
+
+constexpr std::size_t kTimedDrafts = 25;
 
 // With fewer a prompt of a bundle that propagates could not be divided.
 constexpr std::int64_t kMinPromptTokens = 4;
@@ -86,6 +90,7 @@ std::vector<Generation> Engine::stream(std::vector<std::vector<std::int64_t>> co
   }
   auto const request = std::make_shared<Request>(
       backend_->bundle(), resolved(config, static_cast<std::int64_t>(prompts.size())), prompts.size());
+  check_states(*backend_, *request);
   if (prompts.empty()) return {};
   backend_->process().check();
   SchedulerLimits limits;
@@ -132,6 +137,33 @@ GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<s
   Request const request(backend_->bundle(), resolved, prompts);
   if (prompts) resolved.compaction_threshold = request.compaction_threshold;
   return resolved;
+}
+
+double Engine::seconds_of_draft(std::size_t rows, std::size_t sequences) const {
+  backend_->process().check();
+  auto const drafts = backend_->start_drafts(sequences);
+  if (drafts == nullptr) return std::numeric_limits<double>::quiet_NaN();
+  DrafterInfo const& info = drafts->info();
+  rows = std::clamp<std::size_t>(rows, 1, static_cast<std::size_t>(info.max_rows) - 1);
+  auto const some = [&](std::size_t before, std::size_t count) {
+    return DraftRows{static_cast<std::int64_t>(before), std::vector<std::int64_t>(count, info.tokens[0]),
+                     std::vector<float>(count * info.width)};
+  };
+  DraftRows const first = some(0, rows), next = some(rows, 1);
+  std::vector<SlotDraft> begin, draft;
+  for (std::size_t slot = 0; slot < sequences; ++slot) {
+    begin.push_back({slot, first});
+    draft.push_back({slot, next});
+  }
+  drafts->run(begin);
+  std::vector<double> seconds;
+  for (std::size_t i = 0; i < kTimedDrafts; ++i) {
+    auto const started = std::chrono::steady_clock::now();
+    drafts->run(draft);
+    seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+  }
+  std::nth_element(seconds.begin(), seconds.begin() + kTimedDrafts / 2, seconds.end());
+  return seconds[kTimedDrafts / 2];
 }
 
 BatchState Engine::start_batch(double compaction_threshold, std::int64_t slots) const {

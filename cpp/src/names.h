@@ -15,6 +15,7 @@ constexpr char const* kThresholds = "exit_thresholds";         // float32 [K-1]
 constexpr char const* kLogits = "logits";                      // float32 [m, V]; of the head's network [1, m, V]
 constexpr char const* kScores = "router_scores";               // float32 [1, K-1], NaN: not reached
 constexpr char const* kNewPending = "new_pending_states";      // float32 [1, n, D]
+constexpr char const* kFinalStates = "final_states";           // float32 [1, n, D'], of the last segment's tokens
 
 // Prefix of the graph's metadata: what it was exported with and no tensor shows.
 constexpr char const* kMetadata = "tide.";
@@ -60,6 +61,12 @@ constexpr char const* kHiddenStates = "hidden_states";         // float32 [1, N,
 constexpr char const* kNewHiddenStates = "new_hidden_states";  // float32 [1, N, D], of all but the last segment
 constexpr char const* kPositionIds = "position_ids";        // int64 [1, N], each token's position in its sequence
 constexpr char const* kSlotThresholds = "slot_thresholds";  // float32 [m, 1], above 1: no score of it is read
+
+// Metadata of the drafter's network, whose tensors have names of the batch networks'.
+constexpr char const* kTokensMetadata = "tide.tokens";              // ids that it proposes, ascending
+constexpr char const* kAcceptanceMetadata = "tide.acceptance";      // share of accepted drafts by confidence
+constexpr char const* kFingerprintMetadata = "tide.weights_sha256"; // of the model that it was trained for
+constexpr char const* kMaxTokensMetadata = "tide.max_tokens";       // rows of a sequence, at most
 
 constexpr char const *kHead = "head", *kBest = "best", *kCandidates = "candidates";
 constexpr std::size_t kAfterSegments = 3;  // these networks, which follow the segments

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "formatting.h"
+#include "sequence.h"
 
 namespace tide {
 namespace {
@@ -61,14 +62,16 @@ Drafting drafting_of(Manifest const& manifest, GenerationConfig const& config) {
 // The limits of drafting; none outside lossless mode.
 std::optional<DraftLimits> draft_limits(Bundle const& bundle, GenerationConfig const& config) {
   if (config.mode != Mode::lossless) {
-    if (!config.prompt_lookup) return std::nullopt;
-    throw GenerationError("prompt_lookup is for mode 'lossless', not '" + std::string(name_of(config.mode)) +
+    if (!config.prompt_lookup && !config.drafter) return std::nullopt;
+    throw GenerationError((config.prompt_lookup ? "prompt_lookup" : "drafter") +
+                          std::string(" is for mode 'lossless', not '") + std::string(name_of(config.mode)) +
                           "': elsewhere nothing is drafted");
   }
   Drafting const drafting = drafting_of(bundle.manifest, config);
-  DraftLimits limits{drafting.max_drafts, drafting.prompt_lookup, drafting.draft_costs, drafting.verify_costs};
+  DraftLimits limits(drafting);
   if (config.max_pending) limits.max_drafts = whole_number("max_pending", *config.max_pending, 0);
   if (config.prompt_lookup) limits.prompt_lookup = whole_number("prompt_lookup", *config.prompt_lookup, 0);
+  if (config.drafter) limits.drafter = whole_number("drafter", *config.drafter, 0);
   if (bundle.manifest.propagates()) {
     throw GenerationError("mode 'lossless' needs an exact K/V cache, and bundle " + bundle.path.string() +
                           " propagates: export it with kv_cache_strategy exact");
@@ -148,6 +151,11 @@ Request::Request(Bundle const& bundle, GenerationConfig const& config, std::opti
   check_logits(bundle.manifest, config);
   stop = stop_strings(config);
   detokenizer = config.detokenizer;
+  states = config.states;
+  if (states && mode != Mode::full) {
+    throw GenerationError("states is for mode 'full', where every token has a final state, not '" +
+                          std::string(name_of(mode)) + "'");
+  }
   if (prompts) compaction_threshold = compaction_share(bundle.manifest, config);
 }
 
@@ -157,8 +165,9 @@ GenerationConfig without_auto(Bundle const& bundle, GenerationConfig config, std
   check_exits(bundle, config, batched);
   pending_limit(bundle.manifest, config.max_pending);
   if (batched) compaction_share(bundle.manifest, config);
-  if (config.prompt_lookup) {
-    throw GenerationError("prompt_lookup is for mode 'lossless', not 'auto': elsewhere nothing is drafted");
+  if (config.prompt_lookup || config.drafter) {
+    throw GenerationError((config.prompt_lookup ? "prompt_lookup" : "drafter") +
+                          std::string(" is for mode 'lossless', not 'auto': elsewhere nothing is drafted"));
   }
   if (config.threshold || config.min_layers) {
     config.mode = Mode::exit;
@@ -255,6 +264,11 @@ void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& pro
     throw GenerationError(name + " has " + std::to_string(prompt.size()) + " tokens but the model's context holds " +
                           std::to_string(*context));
   }
+}
+
+void check_states(Backend const& backend, Request const& request) {
+  if (!request.states || backend.gives_states()) return;
+  throw GenerationError("states are given by provider 'cpu', not '" + backend.provider() + "'");
 }
 
 std::int64_t context_of(Manifest const& manifest) {

@@ -14,6 +14,8 @@
 
 namespace tide {
 
+class Backend;
+
 // A configuration resolved for one bundle.
 struct Request {
   // config: its mode is not `automatic`.
@@ -30,6 +32,7 @@ struct Request {
   std::set<std::int64_t> stop_token_ids;
   std::vector<std::string> stop;  // none is empty
   Detokenizer detokenizer;        // none: no text is made
+  bool states;                    // whether the generation gets its final states
 };
 
 // `config` without mode `automatic`: with the mode that it is, its thresholds, and none of the options that this mode
@@ -54,6 +57,9 @@ void check_thresholds(Manifest const& manifest, std::vector<double> const& thres
 
 // Throws unless the prompt has tokens of the vocabulary alone and fits the context; `name` is its name in messages.
 void check_prompt(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std::string const& name);
+
+// Throws if a request asks for final states of an engine that does not give them.
+void check_states(Backend const& backend, Request const& request);
 
 // The maximum number of tokens of a sequence on ONNX Runtime, whose graphs count them in 32 bits.
 std::int64_t context_of(Manifest const& manifest);

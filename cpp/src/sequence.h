@@ -10,6 +10,7 @@
 
 #include "bundle/store.h"
 #include "decoding/decoder.h"
+#include "decoding/drafts.h"
 #include "process.h"
 #include "tide/runtime.h"
 
@@ -31,6 +32,7 @@ class Sequence {
   virtual std::int64_t limit() const = 0;                                   // tokens it may have, at most
 
   std::size_t candidates = 0;  // how many of the largest logits who steps it needs; 0: all
+  bool states = false;         // whether who steps it needs final states
 };
 
 // When the tokens of a sequence exit, and how many of them may be pending before a segment must run over it.
@@ -50,6 +52,7 @@ class SequenceState {
 
   std::vector<std::int64_t> lengths;  // tokens in each segment's K/V, shallowest first; never rising with depth
   std::size_t candidates = 0;         // how many of the largest logits who steps it needs; 0: all
+  bool states = false;                // whether who steps it needs final states
 
   std::int64_t length() const { return lengths[0]; }
   virtual std::vector<std::int64_t> computed() const { return lengths; }  // tokens that each segment has run over
@@ -109,6 +112,12 @@ class Backend {
 
   // Starts an empty sequence, which must not outlive the backend. The arguments are those of `Engine::start`, checked.
   virtual std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) = 0;
+
+  // Starts the bundle's drafter for so many sequences; null: it has none that this backend runs. Must not outlive the
+  // backend. Throws BundleError: it does not load or does not match the bundle.
+  virtual std::unique_ptr<Drafts> start_drafts(std::size_t) { return nullptr; }
+
+  virtual bool gives_states() const { return false; }  // whether steps can give final states
 
   virtual std::size_t max_batch_size() const = 0;  // sequences that a batch can have; 1: there are no batches
 

@@ -41,6 +41,8 @@ StepResult State::step(std::vector<std::int64_t> const& ids, std::int64_t logits
 
 void State::use_candidates(std::size_t count) { sequence_->candidates = count; }
 
+void State::use_states(bool states) { sequence_->states = states; }
+
 void State::rewind(std::int64_t length) {
   check_rewind(backend_->manifest(), this->length(), length);
   or_generation_error("the rewind failed", [&] { sequence_->rewind(length); });

@@ -17,9 +17,11 @@ class TokenStream::Impl {
       : request_(std::move(request)),
         on_token_(std::move(on_token)),
         state_(std::move(state)),
-        decoder_(make_decoder(backend->manifest(), *request_, 0)),
+        drafts_(request_->drafts ? backend->start_drafts(1) : nullptr),
+        decoder_(make_decoder(backend->manifest(), *request_, 0, nullptr, drafts_ ? &drafts_->info() : nullptr)),
         progress_(backend->manifest(), prompt, *request_) {
     state_.use_candidates(decoder_->candidates);
+    state_.use_states(decoder_->reads_states());
     progress_.begin(*decoder_);
   }
 
@@ -30,8 +32,10 @@ class TokenStream::Impl {
     begun_ = true;
     if (!block_) {
       if (!result_) {
+        while (DraftRows const* const rows = decoder_->draft_rows()) decoder_->take_draft(drafts_->run({{0, *rows}})[0]);
         StepRequest const& request = decoder_->request();
         result_ = state_.step(request.ids, request.logits_to_keep, request.full);
+        decoder_->read_states(*result_);
       }
       block_ = decoder_->take(*result_);
       result_.reset();
@@ -60,6 +64,7 @@ class TokenStream::Impl {
   std::unique_ptr<Request> const request_;
   std::function<bool(Token const&)> const on_token_;
   State state_;
+  std::unique_ptr<Drafts> const drafts_;  // null: there is no drafter
   std::unique_ptr<Decoder> const decoder_;
   Progress progress_;
   std::vector<Token> tokens_;
@@ -92,6 +97,7 @@ TokenStream Engine::open_stream(std::vector<std::int64_t> const& prompt, Generat
   check_prompt(manifest(), prompt, "the prompt");
   GenerationConfig const resolved = without_auto(backend_->bundle(), config, auto_mode(), false);
   auto request = std::make_unique<Request>(backend_->bundle(), resolved, std::nullopt);
+  check_states(*backend_, *request);
   State state = start(request->thresholds, request->max_pending);
   return TokenStream(
       std::make_unique<TokenStream::Impl>(backend_, std::move(state), prompt, std::move(request), std::move(on_token)));

@@ -145,7 +145,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "no object": (write("tide.json", b"[1]"), "is not the manifest of a bundle"),
     "other schema": (
         field("schema", value="tide_export.bundle/99"),
-        "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/10'",
+        "has schema 'tide_export.bundle/99' but this release reads 'tide_export.bundle/11'",
     ),
     "missing field": (field("model", "vocab_size", value=...), r"field 'model\.vocab_size' is missing"),
     "unknown field": (field("colour", value="red"), "field 'colour' is unknown"),

@@ -12,7 +12,7 @@ from tiny_model import TinyModel
 from tide_export.bundle.manifest import DEFAULT_VERIFY_COSTS, Drafting
 from tide_export.errors import GenerationError
 from tide_export.runtime.engine import Engine, load
-from tide_export.runtime.stats import LOOKUP_DRAFT
+from tide_export.runtime.stats import NO_LAYER
 from tide_export.thresholds.resolve import NEVER_EXIT
 
 ALWAYS, NEVER = 0.0, 1.0
@@ -61,7 +61,7 @@ def test_greedy_tokens_are_the_full_model_s_with_prompt_lookup_drafts(
     assert out.tokens == expected
     stats = out.stats
     assert stats.lookup_drafted > 0
-    assert stats.exit_layer.count(LOOKUP_DRAFT) == stats.lookup_accepted
+    assert stats.exit_layer.count(NO_LAYER) == stats.lookup_accepted
     assert (stats.drafted > stats.lookup_drafted) == (max_pending > 0 and thresholds != [NEVER, NEVER])
     assert stats.total_exited + stats.lookup_accepted == stats.accepted
     assert stats.remaining_tokens == 40 - stats.accepted

@@ -75,7 +75,9 @@ def test_tokens_are_those_without_a_cache(engine: Engine, mixed: list[float], bl
         if found.finish_reason == "cancelled":
             assert found.tokens == expected.tokens[: len(found.tokens)]
         else:
-            assert (found.tokens, found.stats.exit_layer) == (expected.tokens, expected.stats.exit_layer)
+            assert found.tokens == expected.tokens
+            if chosen.get("mode") != "lossless":  # which drafts less beside others
+                assert found.stats.exit_layer == expected.stats.exit_layer
     reused = sum(handle.cached_tokens for handle in handles)
     assert reused > (0 if blocks < 1000 else 300)
 

@@ -22,7 +22,7 @@ DRAFTING = Drafting(
     thresholds=(0.3, 0.4), max_drafts=5, prompt_lookup=7, draft_costs=(0.4, 0.8), verify_costs=COSTS, tuning={}
 )
 ALL_GIVEN = {"threshold": 0.5, "max_pending": 1, "compaction_threshold": 0.75}
-DRAFTS = {"max_drafts": 5, "prompt_lookup": 7, "draft_costs": [0.4, 0.8], "verify_costs": list(COSTS)}
+DRAFTS = {"max_drafts": 5, "prompt_lookup": 7, "draft_costs": [0.4, 0.8], "verify_costs": list(COSTS), "drafter": 0}
 
 
 @pytest.fixture(scope="module")

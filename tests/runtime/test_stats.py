@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tide_export.runtime.stats import LOOKUP_DRAFT, ExitStats
+from tide_export.runtime.stats import NO_LAYER, ExitStats
 
 
 def filled() -> ExitStats:
@@ -55,7 +55,7 @@ def test_summary_says_what_matters() -> None:
 
 
 def test_summary_of_drafts() -> None:
-    made = {"exit_layer": [12, LOOKUP_DRAFT, 4, LOOKUP_DRAFT], "layers_run": [12, 0, 4, 0]}
+    made = {"exit_layer": [12, NO_LAYER, 4, NO_LAYER], "layers_run": [12, 0, 4, 0]}
     stats = ExitStats(checkpoints=(4,), num_layers=12, prompt_tokens=5, **made)
     stats.drafted, stats.accepted, stats.lookup_drafted, stats.lookup_accepted = 8, 3, 5, 2
     lines = stats.summary().splitlines()

@@ -99,7 +99,7 @@ class TinyModel:
             f"int32[1,J] {names.PAGE_TABLE}",
             f"int64[M,2] {names.LOGITS_POSITIONS}",
         ]
-        outputs = [f"float[M,{self.vocabulary}] {names.LOGITS}"]
+        outputs = [f"float[M,{self.vocabulary}] {names.LOGITS}", f"float[1,F,{WIDTH}] {names.FINAL_STATES}"]
         if self.checkpoints:
             inputs.append(f"float[{segments - 1}] {names.THRESHOLDS}")
             inputs += [f'float[1] "{names.skip_threshold(k)}"' for k in range(1, segments)]
@@ -185,6 +185,10 @@ class TinyModel:
         else_lines = [f"elast{k} = Identity(last{k - 1})", f"ewait{k} = Identity(x{k})"]
         then_out, else_out = [f"tlast{k}", f"twait{k}"], [f"elast{k}", f"ewait{k}"]
         results = [f"last{k}", f"x{k + 1}"]
+        if not more:
+            then_lines.append(f"tfinal = Identity(ty{k})")
+            else_lines.append("efinal = ConstantOfShape(empty_shape)")
+            then_out, else_out, results = [*then_out, "tfinal"], [*else_out, "efinal"], [*results, names.FINAL_STATES]
         if more:
             then_lines.append(f"tscore{k + 1} = {self._score(k + 1, f'tlast{k}', then_lines)}")
             else_lines.append(f"escore{k + 1} = Identity(nan)")
@@ -224,6 +228,8 @@ class TinyModel:
             lines.append(f"joined = Concat<axis=2>({scores})")
             lines.append(f"{names.SCORES} = Squeeze(joined, axis0)")
             lines.append(f"{names.NEW_PENDING} = Identity(x{segments})")
+        else:
+            lines.append(f"{names.FINAL_STATES} = Identity(y0)")
         return lines
 
     # --- the bundle --------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_another_token_than_full_depth_s_is_an_error(demo_bundle: Path, monkeypa
     )
     request = LosslessRequest(dataset="", prompts=2, new_tokens=8, temperature=0)
     with pytest.raises(TuneError, match=r"another token than full depth at position \d after prompt 0"):
-        lossless._compare(engine, drafting, [[50, 60, 70]], request)
+        lossless.compare(engine, drafting, [[50, 60, 70]], request)
 
 
 @pytest.mark.parametrize(

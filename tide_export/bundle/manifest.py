@@ -20,6 +20,7 @@ from tide_export.names import (
     AFTER_SEGMENTS,
     CHECKPOINTS_METADATA,
     CONTEXT_METADATA,
+    DRAFTER_FILE,
     FINAL_ROW,
     GRAPH_FILE,
     HIDDEN_SIZE_METADATA,
@@ -29,7 +30,7 @@ from tide_export.names import (
     segment,
 )
 
-SCHEMA = "tide_export.bundle/10"
+SCHEMA = "tide_export.bundle/11"
 WEIGHTS = ("fp32", "bf16", "fp16", "int8", "int4")  # of the graph
 QUANTIZATION_METHODS = ("rtn", "gptq")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -45,8 +46,9 @@ FLAVOURS = TARGETS[1:]
 MAX_BYTES = 1 << 24  # of tide.json; those of large models have about 1 MB
 # Fields that are not written when None.
 OMITTED = (
-    *("quantization", "remote_code", "auto", "kv_cache"),
-    *("model.kv_layers", "networks.matrices", "engines.built", "auto.slots"),
+    *("quantization", "remote_code", "auto", "kv_cache", "drafter"),
+    *("model.kv_layers", "networks.matrices", "engines.built", "auto.slots", "drafting.drafter_cost"),
+    *("drafting.max_learned",),
 )
 
 
@@ -111,6 +113,8 @@ class Drafting:
     draft_costs: tuple[float, ...]  # of an early exit at each checkpoint, in steps of full depth
     verify_costs: tuple[float, ...]  # of verifying 1, 2, 4, 8, 16 drafts
     tuning: dict[str, Any]  # what was measured where (see `tuning.report`)
+    max_learned: int | None = None  # drafts of a drafter before one verification; None, and then not written: 8
+    drafter_cost: float | None = None  # of a drafter's draft, in steps of full depth; None, and then not written: none
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ class Manifest:
     remote_code: bool | None = None  # whether Python code of the model's own was run; None: not written
     kv_cache: str | None = None  # one of KV_CACHES: type of the K/V pages; None, and then not written: float32
     auto: AutoMode | None = None  # what mode `auto` is; None, and then not written: not measured, so full depth
+    drafter: dict[str, Any] | None = None  # how the drafter was trained; None, and then not written: there is none
     files: dict[str, FileInfo] = field(default_factory=dict)  # by path relative to the bundle, "/" between folders
 
     @property
@@ -257,6 +262,9 @@ def _check(manifest: Manifest, source: str) -> None:
         require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more")
         require(len(drafting.draft_costs) == len(points), "drafting.draft_costs", "must have one value per checkpoint")
         require(len(drafting.verify_costs) == 5, "drafting.verify_costs", "must have five values")
+        for name in ("drafter_cost", "max_learned"):
+            value = getattr(drafting, name)
+            require(value is None or value >= 0, f"drafting.{name}", "must be 0 or more")
         for name in ("draft_costs", "verify_costs"):
             require(all(value >= 0 for value in getattr(drafting, name)), f"drafting.{name}", "holds a negative value")
     auto = manifest.auto
@@ -288,6 +296,11 @@ def _check(manifest: Manifest, source: str) -> None:
         f"must be some of {', '.join(TARGETS)}",
     )
     require(GRAPH_FILE in manifest.files, "files", f"does not list {GRAPH_FILE}")
+    require(
+        (manifest.drafter is None) == (DRAFTER_FILE not in manifest.files),
+        "drafter",
+        f"must be there with the file {DRAFTER_FILE}, and not without it",
+    )
     _check_networks(manifest, require)
     _check_quantization(manifest, require)
     for name, info in sorted(manifest.files.items()):

@@ -121,9 +121,13 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
         BundleError: the bundle has changed since it was opened, an export to it is running, it cannot be written to,
             or the manifest is one that `Manifest.from_json` would refuse.
     """
+    return _write_over(bundle, replace(manifest, files=bundle.manifest.files))
+
+
+def _write_over(bundle: Bundle, manifest: Manifest) -> Bundle:
     folder = bundle.path.resolve()
     file = folder / MANIFEST_FILE
-    text = replace(manifest, files=bundle.manifest.files).to_json()
+    text = manifest.to_json()
     written = Manifest.from_json(text, source=f"the new '{file}'")
     with _lock(folder):
         if open_bundle(folder, verify=False).manifest != bundle.manifest:
@@ -133,6 +137,32 @@ def replace_manifest(bundle: Bundle, manifest: Manifest) -> Bundle:
         except OSError as error:
             raise BundleError(f"cannot write '{file}', which stays as it was: {failure(error, folder)}") from error
     return replace(bundle, manifest=written)
+
+
+def replace_file(bundle: Bundle, name: str, source: Path, manifest: Manifest, without: Manifest) -> Bundle:
+    """Moves `source` into a bundle as its file `name`, and replaces the manifest.
+
+    A process that is killed in between leaves a bundle without that file, which loads as `without` says.
+
+    Args:
+        source: on the same disk.
+        manifest, without: with that file and without it; their `files` are filled from the bundle's.
+
+    Raises:
+        BundleError: as `replace_manifest`.
+    """
+    info = FileInfo(source.stat().st_size, _sha256(source))
+    fsync(source)
+    others = {other: of for other, of in bundle.manifest.files.items() if other != name}
+    plain = replace(bundle, manifest=replace(bundle.manifest, files=others))
+    if name in bundle.manifest.files:
+        _write_over(bundle, replace(without, files=others))
+    try:
+        source.replace(bundle.path / name)
+    except OSError as error:
+        raise BundleError(f"cannot write '{bundle.path / name}': {failure(error, bundle.path)}") from error
+    current = replace(plain, manifest=replace(without, files=others)) if name in bundle.manifest.files else bundle
+    return _write_over(current, replace(manifest, files={**others, name: info}))
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def prompts_to_answer(
         DatasetError: the file cannot be read or holds no prompt, the chat template refuses one, or all are too long.
     """
     prompts = prompts_in(path)[:limit]
-    encoded = {number: _encode(tokenizer, prompt) for number, prompt in enumerate(prompts)}
+    encoded = {number: encode_prompt(tokenizer, prompt) for number, prompt in enumerate(prompts)}
     usable = {number: ids for number, ids in encoded.items() if 0 < len(ids) <= MAX_PROMPT_SHARE * length}
     if not usable:
         raise DatasetError(
@@ -154,7 +154,12 @@ def answer_length(source: SourceModel, config: TideConfig) -> int:
     return min(config.calibration_length, source.context_length or config.calibration_length)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Returns the token ids of a prompt, as a user's message where the tokenizer has a chat template.
+
+    Raises:
+        DatasetError: the chat template refuses it.
+    """
     if tokenizer.chat_template is None:
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}]

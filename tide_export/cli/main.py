@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tide_export.cli.adapt import run_adapt
+from tide_export.cli.draft import run_draft
 from tide_export.cli.fields import given
 from tide_export.cli.generate import run_generate
 from tide_export.cli.options import PROGRAM, build_parser, config_flag
@@ -37,13 +38,15 @@ EXPORT_FIELDS = {"epsilon", "exit_threshold", "min_layers", "max_pending"}
 EXPORT_FIELDS |= {"kv_cache_strategy", "kv_cache", "compaction_threshold"}
 QUANTIZATION_FIELDS = {"calibration_dataset", "calibration_samples", "calibration_length"}  # gptq reads text
 
+CONFIGURED = ("adapt", "calibrate", "draft", "export", "serve", "triton")  # commands whose options need pydantic
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code (usage errors leave through SystemExit with code 2)."""
     words = sys.argv[1:] if arguments is None else arguments
     command = next((word for word in words if not word.startswith("-")), None)
     try:
-        options = build_parser(config=command in ("adapt", "calibrate", "export", "serve", "triton")).parse_args(words)
+        options = build_parser(config=command in CONFIGURED).parse_args(words)
     except ModuleNotFoundError as error:  # pydantic
         return _fail(f"error: {_sentence(error)}", TideError.exit_code)
     prepare()  # before PyTorch is loaded
@@ -153,6 +156,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "adapt": run_adapt,
     "calibrate": _calibrate,
     "export": _export,
+    "draft": run_draft,
     "build": _build,
     "validate": _validate,
     "tune": _tune,

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from tide_export.bundle.manifest import FLAVOURS, NETWORK_MATRICES, NETWORK_PRECISIONS, TARGETS, WEIGHTS
 from tide_export.cli.adapt import add_adapt_options
+from tide_export.cli.draft import add_draft_options
 from tide_export.cli.fields import field_option, whole_numbers, yes_or_no
 from tide_export.cli.generate import add_prompt_options, add_sampling_options
 from tide_export.cli.serve import add_serve_options
@@ -60,6 +61,7 @@ def build_parser(config: bool = True) -> argparse.ArgumentParser:
     _add_adapt(commands, config)
     _add_calibrate(commands, config)
     _add_export(commands, config)
+    _add_draft(commands, config)
     _add_build(commands)
     _add_validate(commands)
     _add_tune(commands)
@@ -102,6 +104,12 @@ def _add_adapt(commands, config: bool) -> None:
     )
     _add_trust(parser)
     add_adapt_options(parser, config)
+
+
+def _add_draft(commands, config: bool) -> None:
+    parser = _command(commands, "draft", "Train a drafter for a bundle on its own answers: `lossless` gets faster.")
+    _add_trust(parser)
+    add_draft_options(parser, config)
 
 
 def _add_calibrate(commands, config: bool) -> None:
@@ -284,6 +292,7 @@ def _add_generate(commands) -> None:
     parser.add_argument(
         "--prompt-lookup", type=int, metavar="N", help="--mode lossless: draft up to N tokens from earlier text"
     )
+    parser.add_argument("--drafter", type=int, metavar="N", help="--mode lossless: up to N drafts of the drafter")
     add_sampling_options(parser)
     parser.add_argument(
         "--compaction-threshold",

@@ -52,7 +52,7 @@ from tide_export.trace.tracer import OPSET
 POSITIONS = "positions"  # the symbolic dimension of `logits_positions`
 END = np.iinfo(np.int64).max
 
-INTERNAL = ("candidate", "pending", "score", "skip")  # outputs of an `If` for the next one, not for the caller
+INTERNAL = ("candidate", "pending", "final", "score", "skip")  # outputs of an `If` for the next one, not for the caller
 
 RouterWeights = Mapping[int, RouterArrays]  # by layers run
 LensWeights = Mapping[int, LensArrays]
@@ -97,6 +97,8 @@ class Step:
     # Where there is a next segment:
     score: ir.Value | None = None  # [1, 1], the router's, NaN where it was not reached
     skip: ir.Value | None = None  # bool [1, 1], whether to skip it
+    # After the last segment:
+    final: ir.Value | None = None  # [1, n, D'], what the head reads of all its tokens
 
 
 class Composer:
@@ -145,7 +147,8 @@ class Composer:
         if self.segments > 1:
             inputs += [self.thresholds, *self.skip_thresholds.values(), *self.pending.values()]
         inputs += self.pages.values()
-        outputs = {names.LOGITS: self._logits(state), **routing, **self.outputs}
+        final = {names.FINAL_STATES: present(step.final)}
+        outputs = {names.LOGITS: self._logits(state), **routing, **final, **self.outputs}
         functions = {call.op_type: candidate_function(call, OPSET) for call in self.checkpoints}
         return self.main.model("tide_step", inputs, outputs, list(functions.values()))
 
@@ -185,7 +188,8 @@ class Composer:
         y, written = self._run(main, 0, x, "sequence", positions)
         self.outputs.update(written)
         if self.segments == 1:
-            return Step(candidate=self._last_states(main, y))
+            candidate, final = self._last_states(main, y)
+            return Step(candidate, final=final)
         candidate, score, skip = self._checkpoint(main, 0, y)
         return Step(candidate, self._pending(main, 1, y), score, skip)
 
@@ -201,6 +205,7 @@ class Composer:
         types: dict[str, OutputType] = {name: (FLOAT, value.shape) for name, value in run_values.items()} | {
             "candidate": (FLOAT, [POSITIONS if k == self.segments - 1 else 1, self.pieces.normalized_size]),
             "pending": (FLOAT, [1, f"pending_{k + 1}", self.pieces.state_size]),
+            "final": (FLOAT, [1, "final_tokens", self.pieces.normalized_size]),
             "score": (FLOAT, [1, 1]),
             "skip": (BOOL, [1, 1]),
         }
@@ -224,7 +229,7 @@ class Composer:
             values["candidate"], values["score"], values["skip"] = self._checkpoint(block, k, y)
             values["pending"] = self._pending(block, k + 1, y)
         else:
-            values["candidate"] = self._last_states(block, y)
+            values["candidate"], values["final"] = self._last_states(block, y)
         if k == self.segments - 1 and self.pending:
             none = np.zeros((1, 0, self.pieces.state_size), dtype=np.float32)
             values["pending"] = block.copy(self.weights.constant("no_tokens", none))
@@ -239,6 +244,9 @@ class Composer:
         if k < self.segments - 1:
             values["score"] = block.copy(self.weights.constant("not_scored", np.full((1, 1), np.nan, np.float32)))
             values["skip"] = block.copy(present(step.skip))
+        else:
+            none = np.zeros((1, 0, self.pieces.normalized_size), dtype=np.float32)
+            values["final"] = block.copy(self.weights.constant("no_final_states", none))
         for layer in self.pieces.kv_written(k):
             values |= page_outputs(self._skipped(block, k, layer, pending))
         return block, values
@@ -277,7 +285,8 @@ class Composer:
         self.checkpoints.append(present(values[0].producer()))
         return values
 
-    def _last_states(self, block: Block, y: ir.Value) -> ir.Value:
-        """What the head reads after the last segment: y through the final norm at `logits_positions`, [m, D']."""
+    def _last_states(self, block: Block, y: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """What the head reads after the last segment, y through the final norm: at `logits_positions`, [m, D'], and of
+        all tokens, [1, n, D']."""
         states, width = exit_states(block, self.pieces, self.bounds[-1], None, y), self.pieces.normalized_size
-        return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width])
+        return block.op("GatherND", [states, self.logits_positions], dtype=FLOAT, shape=[POSITIONS, width]), states

@@ -33,6 +33,8 @@ class GenerationConfig:
             await verification; changes speed, never tokens. None: the bundle's.
         prompt_lookup: lossless mode: maximum length of a prompt-lookup draft, 0 for none; changes speed, never
             tokens. None: the bundle's.
+        drafter: lossless mode: drafts of the bundle's drafter before one verification at most, 0 for none; changes
+            speed, never tokens. None: the bundle's.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: sample from the k most likely tokens; 0 keeps all.
         top_p: sample from the fewest most likely tokens whose probabilities (after top_k) sum to this or more.
@@ -61,6 +63,7 @@ class GenerationConfig:
             segment, only those run it; else all that have tokens pending before it catch up in the same run. Changes
             speed, never tokens. None: the bundle's; in lossless mode 0. Not where K/V are propagated: nothing is
             pending there.
+        states: mode full on the CPU: give the final states of all tokens that were run (`Generation.states`).
 
     Raises:
         GenerationError: an option is of the wrong type or out of range.
@@ -72,6 +75,7 @@ class GenerationConfig:
     min_layers: int | None = None
     max_pending: int | None = None
     prompt_lookup: int | None = None
+    drafter: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -90,13 +94,14 @@ class GenerationConfig:
     grammar: str | None = None
     detokenize: bool = False
     compaction_threshold: float | None = None
+    states: bool = False
 
     def __post_init__(self) -> None:
         self._set("max_new_tokens", whole_number("max_new_tokens", self.max_new_tokens, minimum=1))
         check_mode(self.mode)
         if self.threshold is not None:
             self._set("threshold", _threshold(self.threshold))
-        for name in ("min_layers", "max_pending", "prompt_lookup"):
+        for name in ("min_layers", "max_pending", "prompt_lookup", "drafter"):
             if getattr(self, name) is not None:
                 self._set(name, whole_number(name, getattr(self, name), minimum=0))
         self._set("temperature", real_number("temperature", self.temperature))
@@ -133,8 +138,9 @@ class GenerationConfig:
                 _check_grammar(name, getattr(self, name))
         if sum(one is not None for one in (self.json_schema, self.regex, self.grammar)) > 1:
             raise GenerationError("json_schema, regex and grammar exclude each other: give one")
-        if not isinstance(self.detokenize, bool):
-            raise GenerationError(f"detokenize must be True or False, not {shown(self.detokenize)}")
+        for name in ("detokenize", "states"):
+            if not isinstance(getattr(self, name), bool):
+                raise GenerationError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         if self.compaction_threshold is not None:
             self._set_range("compaction_threshold", 0, 1)
 
@@ -157,6 +163,7 @@ class GenerationOptions(TypedDict, total=False):
     min_layers: int | None
     max_pending: int | None
     prompt_lookup: int | None
+    drafter: int | None
     temperature: float
     top_k: int
     top_p: float
@@ -175,6 +182,7 @@ class GenerationOptions(TypedDict, total=False):
     grammar: str | None
     detokenize: bool
     compaction_threshold: float | None
+    states: bool
 
 
 def with_options(config: GenerationConfig | None, options: GenerationOptions) -> GenerationConfig:

@@ -7,6 +7,7 @@ The library does the work (`native`); this module checks types, and holds what b
 
 import ctypes
 import json
+import math
 import os
 from collections.abc import Sequence
 from ctypes import c_size_t
@@ -275,6 +276,16 @@ class Engine:
         mode = "full" if (auto := self.auto_of(limits.slots)) is None else auto.mode
         by_default = f"{mode} by default: {sentence(self.auto)}"
         return Scheduler(self.bundle, self._handle, limits, compaction_threshold, audit, by_default, self._drafting)
+
+    def seconds_of_draft(self, rows: int, sequences: int = 1) -> float | None:
+        """Times a draft of the bundle's drafter for each of some sequences; None: it has none that this provider runs.
+
+        Args:
+            rows: tokens that each sequence has.
+        """
+        seconds = ctypes.c_double()
+        call("time_drafter", self._handle, rows, sequences, ctypes.byref(seconds))
+        return None if math.isnan(seconds.value) else seconds.value
 
     def start(self, thresholds: Sequence[float], max_pending: int | None = None) -> SingleSequence:
         """An empty sequence to `step` by hand.

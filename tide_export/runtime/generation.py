@@ -2,9 +2,12 @@
 
 import ctypes
 import json
-from ctypes import c_int64, c_size_t
+from ctypes import c_float, c_int64, c_size_t
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tide_export.runtime.native import Owned, library, text_at
 from tide_export.runtime.stats import ExitStats
@@ -30,6 +33,8 @@ class Generation:
             full); of a scheduler's request also "cancelled" and "timeout".
         logprobs: of each token, where `GenerationConfig.logprobs` asked for them.
         text: of the tokens, up to a stop string, where `stop` or `detokenize` asked for it.
+        states: what the model's head reads of each token that was run, which the last new one is not, float32
+            [prompt + tokens - 1, D], where `GenerationConfig.states` asked for them.
     """
 
     tokens: list[int]
@@ -37,6 +42,7 @@ class Generation:
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
     text: str | None = None
+    states: NDArray[np.float32] | None = None
 
 
 class Snapshot(NamedTuple):
@@ -47,6 +53,7 @@ class Snapshot(NamedTuple):
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs]
     text: str | None
+    states: NDArray[np.float32] | None
 
 
 def take_snapshot(handle: Owned) -> Snapshot:
@@ -65,4 +72,8 @@ def take_snapshot(handle: Owned) -> Snapshot:
             break
         (_, own), *top = ((entry.id, entry.logprob) for entry in entries[: count.value])
         logprobs.append(TokenLogprobs(own, tuple(top)))
-    return Snapshot(tokens, stats, reason.decode() if reason else None, logprobs, text)
+    at, states = functions.tide_generation_states(handle, ctypes.byref(count)), None
+    if count.value:
+        rows = stats.prompt_tokens + len(tokens) - 1
+        states = np.array((c_float * count.value).from_address(at), np.float32).reshape(rows, -1)
+    return Snapshot(tokens, stats, reason.decode() if reason else None, logprobs, text, states)

@@ -108,7 +108,7 @@ class RequestHandle(Iterator[int], AsyncIterator[int]):
         made = self._snapshot()
         assert made.finish_reason is not None
         logprobs = made.logprobs if self._with_logprobs else None
-        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text)
+        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text, made.states)
 
     def __next__(self) -> int:
         while (token := self._take()) is None:

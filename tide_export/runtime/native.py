@@ -135,6 +135,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "generation_tokens": (c_void_p, (_HANDLE, POINTER(c_size_t))),
     "generation_finish_reason": (c_char_p, (_HANDLE,)),
     "generation_stats": (c_char_p, (_HANDLE,)),
+    "generation_states": (c_void_p, (_HANDLE, POINTER(c_size_t))),
     "generation_text": (c_void_p, (_HANDLE, POINTER(c_size_t))),
     "generation_logprobs": (POINTER(Logprob), (_HANDLE, c_size_t, POINTER(c_size_t))),
     "generation_free": (c_void_p, (_HANDLE,)),
@@ -170,6 +171,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "batch_rewind": (None, (_HANDLE, c_size_t, c_int64)),
     "batch_lengths": (None, (_HANDLE, c_size_t, POINTER(c_int64), POINTER(c_int64))),
     "batch_free": (c_void_p, (_HANDLE,)),
+    "time_drafter": (None, (_HANDLE, c_size_t, c_size_t, POINTER(c_double))),
     "replay": (None, (c_char_p, _IDS, c_size_t, _IDS, _IDS, _IDS, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)),
 }
 

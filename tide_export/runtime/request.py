@@ -19,9 +19,9 @@ MAX_INT64 = 2**63 - 1
 # Options that the library takes as they are.
 PLAIN = (
     *("mode", "threshold", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "stop_token_ids", "compaction_threshold"),
+    *("frequency_penalty", "stop_token_ids", "compaction_threshold", "states"),
 )
-WHOLE = ("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "top_k", "logprobs")
+WHOLE = ("max_new_tokens", "min_layers", "max_pending", "prompt_lookup", "drafter", "top_k", "logprobs")
 DEFAULTS = GenerationConfig()
 
 
@@ -54,8 +54,16 @@ def options_json(bundle: Bundle, config: GenerationConfig, drafting: Drafting | 
         ends = bundle.manifest.model.eos_token_ids
         options["stop_token_ids"] = sorted({*config.stop_token_ids, *ends})
     if drafting is not None:
-        names = ("thresholds", "max_drafts", "prompt_lookup", "draft_costs", "verify_costs")
-        options["drafting"] = {name: getattr(drafting, name) for name in names}
+        names = (
+            "thresholds",
+            "max_drafts",
+            "prompt_lookup",
+            "draft_costs",
+            "verify_costs",
+            "drafter_cost",
+            "max_learned",
+        )
+        options["drafting"] = {name: value for name in names if (value := getattr(drafting, name)) is not None}
     return json.dumps(options).encode()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tide_export.formatting import attributes
 
-LOOKUP_DRAFT = 0  # the exit layer of a token from a prompt-lookup draft
+NO_LAYER = 0  # the exit layer of a draft by prompt lookup or a drafter
 RATES = ("exit_rate", "layers_run_per_token", "layers_skipped_per_token", "acceptance_rate", "tokens_per_second")
 DERIVED = ("total_tokens", "remaining_tokens", "total_exited", *RATES)  # properties that `as_dict` gives
 
@@ -32,6 +32,8 @@ class ExitStats:
     accepted: int = 0  # those that the full model accepted
     lookup_drafted: int = 0  # those of `drafted` by prompt lookup
     lookup_accepted: int = 0  # and of `accepted`
+    learned_drafted: int = 0  # those of `drafted` by the bundle's drafter
+    learned_accepted: int = 0  # and of `accepted`
     prefill_seconds: float = 0.0  # the step over the prompt, which gives the first token
     decode_seconds: float = 0.0  # all steps after it
 
@@ -60,12 +62,22 @@ class ExitStats:
     @property
     def remaining_tokens(self) -> int:
         """Tokens at full depth: neither an early exit nor a prompt-lookup draft."""
-        return self.total_tokens - self.total_exited - self.exit_layer.count(LOOKUP_DRAFT)
+        return self.total_tokens - self.total_exited - self.exit_layer.count(NO_LAYER)
 
     @property
     def exit_rate(self) -> float:
         """Share of tokens that exited, 0 to 1."""
         return self.total_exited / self.total_tokens if self.total_tokens else 0.0
+
+    @property
+    def drafts(self) -> dict[str, tuple[int, int]]:
+        """Drafts made and accepted, by source: "exit", "drafter" and "lookup"."""
+        others = self.lookup_drafted + self.learned_drafted, self.lookup_accepted + self.learned_accepted
+        return {
+            "exit": (self.drafted - others[0], self.accepted - others[1]),
+            "drafter": (self.learned_drafted, self.learned_accepted),
+            "lookup": (self.lookup_drafted, self.lookup_accepted),
+        }
 
     @property
     def acceptance_rate(self) -> float:
@@ -95,8 +107,9 @@ class ExitStats:
         ]
         rows = [(f"after layer {layers:>3} of {self.num_layers}", n) for layers, n in self.exits_per_layer.items()]
         rows.append((f"after layer {self.num_layers:>3} of {self.num_layers}", self.remaining_tokens))
-        if self.lookup_drafted:
-            rows.append(("prompt lookup", self.exit_layer.count(LOOKUP_DRAFT)))
+        if self.lookup_drafted or self.learned_drafted:
+            names = ["drafter"] * bool(self.learned_drafted) + ["prompt lookup"] * bool(self.lookup_drafted)
+            rows.append((" and ".join(names), self.exit_layer.count(NO_LAYER)))
         for where, count in rows:
             share = count / self.total_tokens if self.total_tokens else 0.0
             lines.append(f"  {where}: {count:>5} tokens {share:>7.1%}")
@@ -106,10 +119,10 @@ class ExitStats:
         )
         if self.drafted:
             lines.append(f"drafts: {self.accepted} of {self.drafted} accepted ({self.acceptance_rate:.1%})")
-            if self.lookup_drafted:
-                exits, accepted = self.drafted - self.lookup_drafted, self.accepted - self.lookup_accepted
-                lookups = f"{self.lookup_accepted} of {self.lookup_drafted} by prompt lookup"
-                lines[-1] += f": {accepted} of {exits} early exits, {lookups}"
+            labels = {"exit": "early exits", "drafter": "by the drafter", "lookup": "by prompt lookup"}
+            made = {labels[source]: counts for source, counts in self.drafts.items() if counts[0]}
+            if list(made) != [labels["exit"]]:
+                lines[-1] += ": " + ", ".join(f"{good} of {all_} {name}" for name, (all_, good) in made.items())
         never = max(self.layer_tokens_total - self.layer_tokens_run, 0)
         lines.append(f"never computed: {never} of {self.layer_tokens_total} (positions x layers, prompt included)")
         speed = f"{self.tokens_per_second:.1f} tokens/s" if self.decode_seconds > 0 else "one step only"

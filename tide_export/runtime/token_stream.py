@@ -77,7 +77,7 @@ class TokenStream(Iterator[int]):
         made = self._snapshot()
         assert made.finish_reason is not None
         logprobs = made.logprobs if self._with_logprobs else None
-        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text)
+        return Generation(made.tokens, made.stats, made.finish_reason, logprobs, self.text, made.states)
 
     def _make_tokens(self) -> None:
         """Runs a step, which may give tokens."""

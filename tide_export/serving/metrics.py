@@ -28,7 +28,7 @@ class Metrics:
         self._hits = Counter("tide_prefix_cache_hits", "Requests that began with what was cached.", **own)
         self._tokens = Counter("tide_tokens", "Tokens generated, by the layers they were made after.", ["layer"], **own)
         self._layers = Counter("tide_layer_passes", "Layer passes of generated tokens.", ["kind"], **own)
-        self._drafts = Counter("tide_drafts", "Drafts of lossless mode.", ["kind"], **own)
+        self._drafts = Counter("tide_drafts", "Drafts of lossless mode, by source.", ["source", "kind"], **own)
         self.first_token = Histogram(
             "tide_first_token_seconds", "From the request to its first token.", buckets=SECONDS, **own
         )
@@ -53,8 +53,9 @@ class Metrics:
         run, total = sum(stats.layers_run), stats.num_layers * stats.total_tokens
         self._layers.labels("run").inc(run)
         self._layers.labels("skipped").inc(max(total - run, 0))
-        self._drafts.labels("drafted").inc(stats.drafted)
-        self._drafts.labels("accepted").inc(stats.accepted)
+        for source, (drafted, accepted) in stats.drafts.items():
+            self._drafts.labels(source, "drafted").inc(drafted)
+            self._drafts.labels(source, "accepted").inc(accepted)
         if stats.total_tokens > 1:
             self._per_token.observe(stats.decode_seconds / (stats.total_tokens - 1))
 

@@ -20,7 +20,7 @@ from tide_export.runtime.generation import Generation
 from tide_export.tuning.auto import with_lossless
 from tide_export.tuning.measure import measure_prompts
 from tide_export.tuning.prompts import Prompts
-from tide_export.tuning.replay import best_setting, replay, step_costs
+from tide_export.tuning.replay import off, replay, settings_to_measure, step_costs
 from tide_export.tuning.report import Comparison, LosslessReport
 from tide_export.tuning.request import LosslessRequest
 
@@ -43,11 +43,14 @@ def tune_lossless(engine: Engine, request: LosslessRequest, prompts: Prompts) ->
     with stage("timing steps"):
         costs = step_costs(engine, texts[0])
     with stage("choosing a setting"):
-        setting = best_setting(recorded, costs, prompts.path)
-        expected = replay(recorded, costs, prompts.path, setting)
-    measured, tuned = Comparison(1.0, 0, 0, 0), engine.drafting_as(setting.drafting(costs, {}))
-    if setting.speedup > 1.0:
-        measured = _compare(engine, tuned, prompts.calibration, request)
+        settings = settings_to_measure(recorded, costs, prompts.path)
+    setting, measured = off(costs, len(checkpoints)), Comparison(1.0, 0, 0, 0)
+    for number, tried in enumerate(settings):
+        found = compare(engine, engine.drafting_as(tried.drafting(costs, {})), prompts.calibration, request)
+        if number == 0 or found.speedup > measured.speedup:
+            setting, measured = tried, found
+    expected = replay(recorded, costs, prompts.path, setting)
+    tuned = engine.drafting_as(setting.drafting(costs, {}))
     pays = measured.speedup >= MIN_SPEEDUP
     if not pays:
         logger.warning(
@@ -80,10 +83,10 @@ def _decode(engine: Engine, prompt: Sequence[int], request: LosslessRequest, mod
     )
 
 
-def _compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], request: LosslessRequest) -> Comparison:
+def compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], request: LosslessRequest) -> Comparison:
     """Times full and lossless mode on the same prompts, interleaved. Raises TuneError: the two modes gave different
     greedy tokens. Sampled ones are equal up to rounding, which decides a draw among thousands of unlikely tokens."""
-    ratios, drafted, accepted, lookup_drafted = [], 0, 0, 0
+    ratios, drafted, accepted, lookup_drafted, learned_drafted = [], 0, 0, 0, 0
     with stage("comparing with full depth", total=len(prompts)) as advance:
         for number, prompt in enumerate(prompts):
             if number % 2:
@@ -94,6 +97,7 @@ def _compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], re
                 full = _decode(engine, prompt, request, "full", number)
             drafted, accepted = drafted + out.stats.drafted, accepted + out.stats.accepted
             lookup_drafted += out.stats.lookup_drafted
+            learned_drafted += out.stats.learned_drafted
             if request.temperature == 0 and out.tokens != full.tokens:
                 first = next(
                     i for i, pair in enumerate(zip(out.tokens, full.tokens, strict=True)) if pair[0] != pair[1]
@@ -104,4 +108,4 @@ def _compare(engine: Engine, tuned: Engine, prompts: Sequence[Sequence[int]], re
                 )
             ratios.append(full.stats.decode_seconds / out.stats.decode_seconds)
             advance(1)
-    return Comparison(median(ratios), drafted, accepted, lookup_drafted)
+    return Comparison(median(ratios), drafted, accepted, lookup_drafted, learned_drafted)

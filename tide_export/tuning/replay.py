@@ -43,12 +43,19 @@ class StepCosts:
         verify: by n, a step of one token that runs every segment, the deep ones over n tokens.
         block: by n, a step of n tokens that runs every segment over all of them.
         plain: a step at full depth with nothing pending, as in mode full.
+        drafter: a draft of the bundle's drafter; None: it has none.
     """
 
     draft: tuple[float, ...]
     verify: dict[int, float]
     block: dict[int, float]
     plain: float
+    drafter: float | None = None
+
+    @property
+    def drafter_cost(self) -> float | None:
+        """As `manifest.Drafting` has it."""
+        return None if self.drafter is None else round(self.drafter / self.plain, 4)
 
     @property
     def draft_costs(self) -> tuple[float, ...]:
@@ -71,17 +78,26 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Setting:
-    """How to draft (see `manifest.Drafting`), and the expected speed-up: full depth's time over this setting's."""
+    """How to draft (see `manifest.Drafting`), and the expected speed-up: full depth's time over this setting's, None
+    where it is not known before it is measured."""
 
     thresholds: tuple[float, ...]
     max_drafts: int
     prompt_lookup: int
-    speedup: float
+    speedup: float | None
+    max_learned: int | None = None
 
     def drafting(self, costs: StepCosts, tuning: dict[str, Any]) -> Drafting:
         """The manifest's record of it."""
         return Drafting(
-            self.thresholds, self.max_drafts, self.prompt_lookup, costs.draft_costs, costs.verify_costs, tuning
+            self.thresholds,
+            self.max_drafts,
+            self.prompt_lookup,
+            costs.draft_costs,
+            costs.verify_costs,
+            tuning,
+            self.max_learned,
+            costs.drafter_cost,
         )
 
 
@@ -128,6 +144,7 @@ def step_costs(
         {n: medians["verify" if drafts else "block", n] for n in lengths},
         {n: medians["block", n] for n in lengths},
         medians["plain", 0],
+        engine.seconds_of_draft(len(ids)),
     )
 
 
@@ -180,6 +197,27 @@ def replay(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[i
     )
 
 
+def settings_to_measure(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> list[Setting]:
+    """The best setting of exits and prompt lookup, if it should be faster than full depth; and the drafter with prompt
+    lookup in place of exits, if the bundle has one: what that gains no recording tells."""
+    best = best_setting(recorded, costs, prompts)
+    found = [best] if (best.speedup or 0.0) > 1.0 else []
+    if costs.drafter is None:
+        return found
+    return [*found, learned(costs, recorded.scores.shape[-1])]
+
+
+def learned(costs: StepCosts, checkpoints: int) -> Setting:
+    """The setting that drafts by the bundle's drafter and prompt lookup, and not by exits."""
+    nothing = off(costs, checkpoints)
+    return replace(nothing, prompt_lookup=LOOKUP, max_learned=max(DRAFTS), speedup=None)
+
+
+def off(costs: StepCosts, checkpoints: int) -> Setting:
+    """The setting that drafts nothing."""
+    return Setting((MAX_THRESHOLD,) * checkpoints, 0, 0, 1.0, None if costs.drafter is None else 0)
+
+
 def best_setting(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]]) -> Setting:
     """The setting with the highest expected speed-up; everything off, with speed-up 1, where none is faster.
 
@@ -190,13 +228,18 @@ def best_setting(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequ
         prompts: token ids, of which continuations were recorded.
     """
     columns = recorded.scores.shape[-1]
-    off = Setting((MAX_THRESHOLD,) * columns, 0, 0, 1.0)
-    lookup = _tried(recorded, costs, prompts, replace(off, prompt_lookup=LOOKUP))
-    tried = [off, lookup]
+    nothing = off(costs, columns)
+    lookup = _tried(recorded, costs, prompts, replace(nothing, prompt_lookup=LOOKUP))
+    tried = [nothing, lookup]
     if columns:
-        starts = [replace(base, max_drafts=max_drafts) for base, max_drafts in product((off, lookup), DRAFTS)]
+        starts = [replace(base, max_drafts=max_drafts) for base, max_drafts in product((nothing, lookup), DRAFTS)]
         tried += [_ascend(recorded, costs, prompts, start) for start in starts]
-    return max(tried, key=lambda setting: setting.speedup)
+    return max(tried, key=_speedup)
+
+
+def _speedup(setting: Setting) -> float:
+    assert setting.speedup is not None
+    return setting.speedup
 
 
 def _tried(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[int]], setting: Setting) -> Setting:
@@ -215,7 +258,7 @@ def _ascend(recorded: Measurement, costs: StepCosts, prompts: Sequence[Sequence[
             for value in sorted(min(max(value, 0.0), MAX_THRESHOLD) for value in grid):
                 thresholds = (*current.thresholds[:c], value, *current.thresholds[c + 1 :])
                 tried = _tried(recorded, costs, prompts, replace(current, thresholds=thresholds))
-                current = max(current, tried, key=lambda setting: setting.speedup)
+                current = max(current, tried, key=_speedup)
         if current == before:
             break
     return current

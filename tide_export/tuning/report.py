@@ -10,7 +10,7 @@ from tide_export.formatting import attributes, table
 from tide_export.thresholds.resolve import MAX_THRESHOLD
 from tide_export.tuning.choose import Tested
 from tide_export.tuning.prompts import Prompts
-from tide_export.tuning.replay import Replayed, Setting, StepCosts
+from tide_export.tuning.replay import Replayed, Setting, StepCosts, off
 from tide_export.tuning.request import ExitRequest, LosslessRequest
 from tide_export.version import __version__
 
@@ -165,13 +165,14 @@ class Comparison:
     Attributes:
         speedup: median over the prompts of full's decoding time over lossless mode's; 1.0 where nothing was measured.
         drafted, accepted: drafts made and accepted.
-        lookup_drafted: drafts made from earlier text.
+        lookup_drafted, learned_drafted: drafts made from earlier text, and by the bundle's drafter.
     """
 
     speedup: float
     drafted: int
     accepted: int
     lookup_drafted: int
+    learned_drafted: int = 0
 
     @property
     def acceptance(self) -> float:
@@ -180,6 +181,10 @@ class Comparison:
     @property
     def lookup_share(self) -> float:
         return _share(self.lookup_drafted, self.drafted)
+
+    @property
+    def learned_share(self) -> float:
+        return _share(self.learned_drafted, self.drafted)
 
 
 @dataclass(frozen=True)
@@ -215,8 +220,8 @@ class LosslessReport:
 
     def drafting(self) -> Drafting:
         """What lossless mode does from now on."""
-        off = Setting((MAX_THRESHOLD,) * len(self.checkpoints), 0, 0, 1.0)
-        return (self.setting if self.pays else off).drafting(self.costs, self.record())
+        setting = self.setting if self.pays else off(self.costs, len(self.checkpoints))
+        return setting.drafting(self.costs, self.record())
 
     def record(self) -> dict[str, Any]:
         """Everything needed to measure it again, as JSON types."""
@@ -228,15 +233,18 @@ class LosslessReport:
             "speedup": self.measured.speedup,
             "acceptance": self.measured.acceptance,
             "lookup_drafted": self.measured.lookup_share,
+            "learned_drafted": self.measured.learned_share,
             "expected_speedup": setting.speedup,
             "expected_acceptance": _share(accepted, expected.drafted + expected.lookup_drafted),
             "tried_thresholds": list(setting.thresholds),
             "tried_max_drafts": setting.max_drafts,
             "tried_lookup": setting.prompt_lookup,
+            "tried_learned": setting.max_learned,
             "draft_seconds": list(self.costs.draft),
             "verify_seconds": {str(n): seconds for n, seconds in self.costs.verify.items()},
             "block_seconds": {str(n): seconds for n, seconds in self.costs.block.items()},
             "full_seconds": self.costs.plain,
+            "drafter_seconds": self.costs.drafter,
             "path_prompts": len(self.prompts.path),
             "n": len(self.prompts.calibration),
             **attributes(request, "prompt_length", "new_tokens", "temperature", "threads", "dataset", "seed"),
@@ -260,14 +268,17 @@ class LosslessReport:
         """The text the command prints."""
         record, measured = self.record(), self.measured
         lines = [f"{self.bundle} on {self.request.dataset}", "", self._table(), ""]
-        if self.setting.speedup > 1.0:
+        if self.measured.drafted:
+            expected = ""
+            if self.setting.speedup is not None:
+                expected = f"; expected {self.setting.speedup:.2f}x with {record['expected_acceptance']:.0%} accepted"
             lines += [
-                f"best setting: {self._setting()}; expected {self.setting.speedup:.2f}x with "
-                f"{record['expected_acceptance']:.0%} of drafts accepted",
+                f"best setting: {self._setting()}{expected}",
                 f"measured on {len(self.prompts.calibration)} other prompts, temperature {self.request.temperature:g}: "
                 f"{measured.speedup:.2f}x, "
-                f"{measured.acceptance:.0%} of drafts accepted ({measured.lookup_share:.0%} of drafts from prompt "
-                "lookup)" + (", every token that of full depth" if self.request.temperature == 0 else ""),
+                f"{measured.acceptance:.0%} of drafts accepted ({measured.learned_share:.0%} of drafts by the drafter, "
+                f"{measured.lookup_share:.0%} by prompt lookup)"
+                + (", every token that of full depth" if self.request.temperature == 0 else ""),
             ]
         else:
             lines.append("no setting is expected to be faster than full depth")
@@ -285,12 +296,16 @@ class LosslessReport:
         if self.checkpoints:
             steps += [(f"verifying {n} pending tokens", seconds) for n, seconds in costs.verify.items()]
         steps += [(f"{n} tokens at once", seconds) for n, seconds in costs.block.items()]
+        if costs.drafter is not None:
+            steps.append(("draft of the drafter", costs.drafter))
         rows = [[name, f"{1e3 * seconds:.3f}", f"{seconds / costs.plain:.2f}x"] for name, seconds in steps]
         return table(["step", "ms", "x full"], rows)
 
     def _setting(self) -> str:
         setting, thresholds = self.setting, ", ".join(map(_threshold, self.setting.thresholds))
         exits = f"thresholds {thresholds}, at most {setting.max_drafts} early exits" if thresholds else "no early exits"
+        if setting.max_learned:
+            exits = f"up to {setting.max_learned} drafts of the drafter"
         if not setting.prompt_lookup:
             return f"{exits}, no prompt lookup"
         return f"{exits}, prompt lookup of up to {setting.prompt_lookup} tokens"

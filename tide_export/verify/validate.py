@@ -27,7 +27,7 @@ from tide_export.routers.router_set import RouterSet
 from tide_export.runtime.config import GenerationConfig
 from tide_export.runtime.engine import open_engine
 from tide_export.runtime.providers import NAME_A_GPU
-from tide_export.runtime.stats import LOOKUP_DRAFT
+from tide_export.runtime.stats import NO_LAYER
 from tide_export.runtime.tensorrt.plugins import NONE
 from tide_export.thresholds.resolve import resolve_thresholds
 from tide_export.values import whole_number
@@ -99,7 +99,7 @@ class ValidationReport:
             + ("; both with K/V rounded to int8" if self.kv_cache == INT8_KV else ""),
             *self._draft_lines(),
             "",
-            table([*headers, *("lookup" if layer == LOOKUP_DRAFT else f"exit@{layer}" for layer in layers)], rows),
+            table([*headers, *("drafted" if layer == NO_LAYER else f"exit@{layer}" for layer in layers)], rows),
             "",
             *(f"  {c.name}: {difference}" for c in self.checks for difference in c.differences),
             *(f"  {c.name}: the logits are off by {c.max_error:.2g}" for c in self.checks if not c.logits_equal),

@@ -4,7 +4,8 @@
     python tools/benchmarks/lossless.py BUNDLE --dataset SPEC --prompt-length 128
 
 Each prompt is continued by both modes, interleaved in random order and with the same seed; the speed-up is full depth's
-decoding time over lossless mode's. Lossless mode runs as the bundle says, by exits alone, and by prompt lookup alone.
+decoding time over lossless mode's. Lossless mode runs as the bundle says, by its drafter alone, by exits alone, and by
+prompt lookup alone.
 Prompts of a file go through the bundle's chat template where it has one. The exit code is 1 where a greedy token
 differs.
 """
@@ -25,16 +26,23 @@ from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.tokenizer import BundleTokenizer
 from tide_export.tuning.prompts import draw_prompts
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "the bundle's": {},
-    "exits alone": {"prompt_lookup": 0},
-    "prompt lookup alone": {"max_pending": 0},
-}
+
+def settings_of(engine: Engine) -> dict[str, dict[str, Any]]:
+    """The options of each setting of lossless mode."""
+    settings: dict[str, dict[str, Any]] = {"the bundle's": {}}
+    none: dict[str, Any] = {"prompt_lookup": 0}
+    if engine.manifest.drafter is not None:
+        settings["the drafter alone"] = {"prompt_lookup": 0, "max_pending": 0}
+        none |= {"drafter": 0}
+    if engine.manifest.checkpoints:
+        settings["exits alone"] = none
+        settings["prompt lookup alone"] = {**none, "max_pending": 0, "prompt_lookup": 15}
+    return settings
 
 
 def measure(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int) -> list[list[str]]:
     """One row of the table per setting."""
-    settings = SETTINGS if engine.manifest.checkpoints else {"the bundle's": {}}
+    settings = settings_of(engine)
     cases: dict[str, dict[str, Any]] = {"full": {"mode": "full"}}
     cases |= {name: {"mode": "lossless", **options} for name, options in settings.items()}
     order, seconds = random.Random(0), {name: list[float]() for name in cases}

@@ -37,6 +37,7 @@ FLOORS = (
     ("engines",),
     ("report", "tuning", "verify"),
     ("adaptation", "pipeline"),
+    ("drafting",),
     ("cli",),
     (PACKAGE,),
 )

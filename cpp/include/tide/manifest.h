@@ -37,6 +37,8 @@ struct Drafting {
   std::int64_t prompt_lookup = 0;  // tokens of one prompt-lookup draft, at most
   std::vector<double> draft_costs;   // of an early exit at each checkpoint, in steps of full depth
   std::vector<double> verify_costs;  // of verifying 1, 2, 4, 8, 16 drafts
+  std::optional<double> drafter_cost = {};  // of a drafter's draft, in steps of full depth; none: not measured
+  std::optional<std::int64_t> max_learned = {};  // drafts of a drafter before one verification; none: 8
 };
 
 // The segment networks and the head, which a bundle for TensorRT holds beside its graph.
@@ -119,6 +121,7 @@ struct Manifest {
   std::string kv_cache = "float32";       // type of the K/V buffers: "float32" or "int8"
   std::string weights;                    // precision of the graph's weights: "fp32", "bf16", "fp16", "int8", "int4"
   std::optional<Drafting> drafting;
+  bool has_drafter = false;           // whether there is a drafter's network
   std::optional<AutoMode> auto_mode;  // none: not measured, and mode "auto" is full depth
   std::optional<NetworksInfo> networks;
   std::optional<EnginesInfo> engines;

@@ -119,6 +119,9 @@ struct GenerationConfig {
   std::vector<std::string> stop;
   Detokenizer detokenizer;  // makes `Generation::text`
   std::optional<Drafting> drafting;  // of lossless mode; none: the bundle's
+  // Lossless mode: drafts of the bundle's drafter before one verification, at most; 0: none. None: the bundle's.
+  std::optional<std::int64_t> drafter;
+  bool states = false;  // mode full: gives the final states of all tokens that were run (`Generation::states`)
   // Lists of prompts, in [0, 1]: if a smaller share of the sequences needs a segment, only those run it; else all with
   // pending tokens run it too. Changes speed, never tokens. Default in lossless mode: 0.
   std::optional<double> compaction_threshold;
@@ -133,7 +136,7 @@ struct TokenLogprobs {
 // One generated token.
 struct Token {
   std::int64_t id;
-  std::int64_t exit_layer;  // layers its logits went through (accepted draft: when drafted); 0: prompt-lookup draft
+  std::int64_t exit_layer;  // layers its logits went through (accepted draft: when drafted); 0: a draft by prompt lookup or a drafter
   std::int64_t layers_run;  // layer passes it cost; those of rejected drafts count for the token that replaced them
   std::optional<TokenLogprobs> logprobs = {};  // where GenerationConfig::logprobs asks for them
 };
@@ -154,6 +157,8 @@ struct Generation {
   FinishReason finish_reason = FinishReason::length;
   std::optional<std::string> text;  // of the tokens, up to a stop string, where GenerationConfig::detokenizer makes it
   std::vector<TokenLogprobs> logprobs;  // one per token where GenerationConfig::logprobs asks for them
+  // [prompt's tokens + tokens - 1, width], what the model's head reads, where GenerationConfig::states asks for them.
+  std::vector<float> states;
 };
 
 class BatchState;
@@ -264,6 +269,10 @@ class Engine {
   // Throws what `generate` of a list of so many prompts would throw about its options; none: of one prompt. Returns the
   // options with the mode that mode `automatic` is, and with the compaction threshold of a list.
   GenerationConfig checked(GenerationConfig const& config, std::optional<std::size_t> prompts) const;
+
+  // Seconds of one draft of the bundle's drafter for each of some sequences that have so many rows, the median of several
+  // runs; NaN: there is no drafter that this provider runs.
+  double seconds_of_draft(std::size_t rows, std::size_t sequences) const;
 
   // Starts an empty batch to step by hand: include tide/batch.h. Throws GenerationError and BundleError as for a list.
   BatchState start_batch(double compaction_threshold, std::int64_t slots) const;

@@ -29,6 +29,9 @@ struct StepResult {
   std::int64_t exit_layer = 0;    // layers the last position's logits went through; the model's depth without an exit
   std::int64_t segments_run = 0;  // segments 0 .. segments_run - 1 ran in this step
   float const* scores = nullptr;  // [checkpoints], NaN where the router was not reached or is off
+  // [state_rows, state_width], the final states of all tokens that the last segment ran over, where they were asked for.
+  float const* states = nullptr;
+  std::size_t state_rows = 0, state_width = 0;
   // [rows] in place of logits, where `Engine::generate` needs no others; never of a step that you make yourself.
   Candidates const* candidates = nullptr;
 
@@ -71,6 +74,9 @@ class State {
 
   // Internal: lets steps give the largest `count` logits alone, where the engine can; 0: all.
   void use_candidates(std::size_t count);
+
+  // Internal: lets steps give final states.
+  void use_states(bool states);
 
  private:
   friend class Engine;

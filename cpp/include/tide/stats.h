@@ -14,7 +14,7 @@ struct ExitStats {
   std::vector<std::int64_t> checkpoints;  // layers run at each
   std::int64_t num_layers = 0;
   std::int64_t prompt_tokens = 0;
-  std::vector<std::int64_t> exit_layer;  // per token: layers its logits went through; 0: a prompt-lookup draft
+  std::vector<std::int64_t> exit_layer;  // per token: layers its logits went through; 0: drafted by no layer
   std::vector<std::int64_t> layers_run;  // per token: layer passes its step executed
   std::int64_t layer_tokens_run = 0;     // positions x layers computed so far, the prompt's included
   std::int64_t layer_tokens_total = 0;   // what full depth would have computed for the same positions
@@ -22,13 +22,15 @@ struct ExitStats {
   std::int64_t accepted = 0;             // drafts that the full model accepted
   std::int64_t lookup_drafted = 0;       // of `drafted`, those by prompt lookup
   std::int64_t lookup_accepted = 0;      // of `accepted`, those by prompt lookup
+  std::int64_t learned_drafted = 0;      // of `drafted`, those of the bundle's drafter
+  std::int64_t learned_accepted = 0;     // of `accepted`, those of the bundle's drafter
   double prefill_seconds = 0;            // the step over the prompt, which yields the first token
   double decode_seconds = 0;             // all steps after it
 
   std::int64_t total_tokens() const { return static_cast<std::int64_t>(exit_layer.size()); }
   std::map<std::int64_t, std::int64_t> exits_per_layer() const;  // tokens by checkpoint; the last layer is no exit
   std::int64_t total_exited() const;
-  std::int64_t remaining_tokens() const;  // tokens from full depth: neither an early exit nor a prompt-lookup draft
+  std::int64_t remaining_tokens() const;  // tokens from full depth: neither early exits nor drafts by no layer
   double exit_rate() const;               // share of tokens that exited, in [0, 1]
   double acceptance_rate() const;         // share of drafts that were accepted; 0 outside lossless mode
   double layers_run_per_token() const;

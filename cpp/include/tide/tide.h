@@ -54,7 +54,7 @@ typedef struct {
 
 typedef struct {
   int64_t id;
-  int64_t exit_layer; /* layers its logits went through; 0: a prompt-lookup draft */
+  int64_t exit_layer; /* layers its logits went through; 0: a draft by prompt lookup or a drafter */
   int64_t layers_run; /* layer passes it cost */
   /* With the option "logprobs": of this token, then of the most likely ones, best first; otherwise NULL and 0. Valid in
    * the callback, or until the next call for the request. */
@@ -193,6 +193,8 @@ TIDE_API const char* tide_generation_finish_reason(const tide_generation* genera
 TIDE_API const char* tide_generation_stats(const tide_generation* generation); /* a JSON object, as ExitStats.as_dict */
 /* The text, up to a stop string; NULL without the options "stop" and "detokenize". */
 TIDE_API const char* tide_generation_text(const tide_generation* generation, size_t* size);
+/* float [count], the final states one after the other, where option "states" asks for them. */
+TIDE_API const float* tide_generation_states(const tide_generation* generation, size_t* count);
 /* Of the token of this number, as in tide_token. */
 TIDE_API const tide_logprob* tide_generation_logprobs(const tide_generation* generation, size_t token, size_t* count);
 TIDE_API void tide_generation_free(tide_generation* generation);
@@ -266,6 +268,10 @@ TIDE_API void tide_request_cancel(tide_request* request); /* before the next ste
 TIDE_API void tide_request_free(tide_request* request);   /* does not cancel it */
 
 /* --- drafting ------------------------------------------------------------------------------------------------------ */
+
+/* Seconds of one draft of the bundle's drafter for each of some sequences that have so many rows, the median of several
+ * runs; NaN: there is no drafter that this provider runs. */
+TIDE_API tide_status tide_time_drafter(const tide_engine* engine, size_t rows, size_t sequences, double* seconds);
 
 /* Replays lossless mode on a recorded continuation of a prompt, without a model: what it would have drafted and verified.
  * drafting: a JSON object, as in a manifest, of which "thresholds" are not read. left [positions]: the checkpoint that each

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "bundle/engine_fields.h"
+#include "bundle/mode_fields.h"
 #include "bundle/fields.h"
 #include "bundle/store.h"
 #include "formatting.h"
@@ -16,7 +17,7 @@
 namespace tide {
 namespace {
 
-constexpr char const* kSchema = "tide_export.bundle/10";
+constexpr char const* kSchema = "tide_export.bundle/11";
 
 // All fields of a manifest. Those that this runtime does not read are checked too.
 std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresholds",
@@ -26,8 +27,9 @@ std::vector<std::string> const kFields = {"model",      "checkpoints",  "thresho
                                           "versions",   "created",      "compaction_threshold",
                                           "tuning",     "drafting",     "networks",
                                           "engines",    "quantization", "remote_code",
-                                          "kv_cache",   "auto",         "files"};
-std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "kv_layers", "slots"};  // or missing
+                                          "kv_cache",   "auto",         "drafter",
+                                          "files"};
+std::set<std::string> const kOmitted = {"quantization", "remote_code", "kv_cache", "auto", "drafter", "kv_layers"};  // or missing
 
 ModelInfo model_of(Field const& field) {
   field.object({"name", "architecture", "weights_sha256", "num_layers", "hidden_size", "vocab_size", "context_length",
@@ -53,34 +55,6 @@ ModelInfo model_of(Field const& field) {
     std::iota(model.kv_layers.begin(), model.kv_layers.end(), 0);
   }
   return model;
-}
-
-std::optional<Drafting> drafting_of(Field const& field) {
-  if (field.is_null()) return std::nullopt;
-  field.object({"thresholds", "max_drafts", "prompt_lookup", "draft_costs", "verify_costs", "tuning"});
-  Drafting const drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
-                          field["draft_costs"].reals(), field["verify_costs"].reals()};
-  field["tuning"].entries();
-  return drafting;
-}
-
-std::optional<AutoMode> auto_mode_of(Field const& field) {
-  if (!field.has("auto") || field["auto"].is_null()) return std::nullopt;
-  Field const record = field["auto"];
-  record.object(
-      {"mode", "thresholds", "epsilon", "provider", "exit_speedup", "lossless_speedup", "machine", "evidence", "slots"},
-      kOmitted);
-  AutoMode measured;
-  measured.mode = record["mode"].text();
-  measured.thresholds = record["thresholds"].reals();
-  measured.epsilon = record["epsilon"].real();
-  measured.provider = record["provider"].text();
-  if (!record["exit_speedup"].is_null()) measured.exit_speedup = record["exit_speedup"].real();
-  if (!record["lossless_speedup"].is_null()) measured.lossless_speedup = record["lossless_speedup"].real();
-  measured.machine = record["machine"].text();
-  record["evidence"].entries();
-  if (record.has("slots") && !record["slots"].is_null()) measured.slots = record["slots"].whole();
-  return measured;
 }
 
 std::map<std::string, FileInfo> files_of(Field const& field) {
@@ -131,7 +105,6 @@ bool is_inside(std::string const& name) {
   return ("/" + name + "/").find("/../") == std::string::npos && std::all_of(name.begin(), name.end(), is_plain);
 }
 
-using Require = std::function<void(bool condition, std::string const& name, std::string const& rule)>;
 
 void check_networks(Manifest const& manifest, Require const& require) {
   std::vector<std::string> parts;
@@ -257,31 +230,7 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
           "must lie in 1.." + std::to_string(model.num_layers - 1));
   require(manifest.thresholds.size() == points.size(), "thresholds", "must have one value per checkpoint");
   require(all(manifest.thresholds, is_share), "thresholds", "must lie in [0, 1]");
-  if (manifest.drafting) {
-    Drafting const& drafting = *manifest.drafting;
-    require(drafting.thresholds.size() == points.size(), "drafting.thresholds", "must have one value per checkpoint");
-    require(all(drafting.thresholds, is_share), "drafting.thresholds", "must lie in [0, 1]");
-    require(drafting.max_drafts >= 0, "drafting.max_drafts", "must be 0 or more");
-    require(drafting.prompt_lookup >= 0, "drafting.prompt_lookup", "must be 0 or more");
-    require(drafting.draft_costs.size() == points.size(), "drafting.draft_costs", "must have one value per checkpoint");
-    require(drafting.verify_costs.size() == 5, "drafting.verify_costs", "must have five values");
-    auto const is_cost = [](double value) { return value >= 0; };
-    require(all(drafting.draft_costs, is_cost), "drafting.draft_costs", "holds a negative value");
-    require(all(drafting.verify_costs, is_cost), "drafting.verify_costs", "holds a negative value");
-  }
-  if (manifest.auto_mode) {
-    AutoMode const& measured = *manifest.auto_mode;
-    require(std::set<std::string>{"full", "exit", "lossless"}.count(measured.mode) == 1, "auto.mode",
-            "must be one of full, exit, lossless");
-    require(measured.thresholds.size() == points.size(), "auto.thresholds", "must have one value per checkpoint");
-    require(all(measured.thresholds, is_share), "auto.thresholds", "must lie in [0, 1]");
-    require(0 <= measured.epsilon && measured.epsilon < 1, "auto.epsilon", "must lie in [0, 1)");
-    require(measured.mode != "exit" || measured.exit_speedup, "auto.exit_speedup", "is missing for mode exit");
-    require(measured.mode != "lossless" || measured.lossless_speedup, "auto.lossless_speedup",
-            "is missing for mode lossless");
-    require(measured.slots.value_or(2) >= 2, "auto.slots", "must be 2 or more");
-    require(!measured.slots || measured.mode != "full", "auto.slots", "is for modes exit and lossless");
-  }
+  check_modes(manifest, require);
   require(manifest.min_layers >= 0, "min_layers", "must be 0 or more");
   require(manifest.max_pending >= 0, "max_pending", "must be 0 or more");
   require(manifest.kv_cache_strategy == "exact" || manifest.propagates(), "kv_cache_strategy",
@@ -297,6 +246,8 @@ void check(Manifest const& manifest, std::vector<std::string> const& targets, st
   };
   require(!targets.empty() && all(targets, is_target), "targets", "must be some of onnxruntime, tensorrt, tensorrt-rtx");
   require(manifest.files.count(kGraphFile) == 1, "files", std::string("does not list ") + kGraphFile);
+  require(manifest.has_drafter == (manifest.files.count(kDrafterFile) == 1), "drafter",
+          std::string("must be there with the file ") + kDrafterFile + ", and not without it");
   check_networks(manifest, require);
   check_quantization(manifest.weights, used, require);
   for (auto const& [name, info] : manifest.files) {
@@ -387,6 +338,8 @@ Manifest Manifest::from_json(std::string const& text, std::string const& source)
   if (field.has("remote_code") && !field["remote_code"].is_null()) field["remote_code"].boolean();
   if (field.has("kv_cache") && !field["kv_cache"].is_null()) manifest.kv_cache = field["kv_cache"].text();
   manifest.auto_mode = auto_mode_of(field);
+  manifest.has_drafter = field.has("drafter") && !field["drafter"].is_null();
+  if (manifest.has_drafter) field["drafter"].entries();
   manifest.files = files_of(field["files"]);
   check(manifest, targets, used, source);
   return manifest;

@@ -48,9 +48,13 @@ std::map<std::int64_t, double> biases(Field const& field) {
 
 // As a manifest has it.
 Drafting given_drafting(Field const& field) {
-  field.object({"thresholds", "max_drafts", "prompt_lookup", "draft_costs", "verify_costs"});
-  return {field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
-          field["draft_costs"].reals(), field["verify_costs"].reals()};
+  field.object({"thresholds", "max_drafts", "prompt_lookup", "draft_costs", "verify_costs", "drafter_cost", "max_learned"},
+               {"drafter_cost", "max_learned"});
+  Drafting drafting{field["thresholds"].reals(), field["max_drafts"].whole(), field["prompt_lookup"].whole(),
+                    field["draft_costs"].reals(), field["verify_costs"].reals()};
+  if (field.has("drafter_cost")) drafting.drafter_cost = field["drafter_cost"].real();
+  if (field.has("max_learned")) drafting.max_learned = field["max_learned"].whole();
+  return drafting;
 }
 
 }  // namespace
@@ -80,6 +84,8 @@ GenerationConfig generation_config(char const* text, std::function<Detokenizer()
       {"min_layers", [&](Field const& field) { config.min_layers = field.whole(); }},
       {"max_pending", [&](Field const& field) { config.max_pending = field.whole(); }},
       {"prompt_lookup", [&](Field const& field) { config.prompt_lookup = field.whole(); }},
+      {"drafter", [&](Field const& field) { config.drafter = field.whole(); }},
+      {"states", [&](Field const& field) { config.states = field.boolean(); }},
       {"temperature", [&](Field const& field) { config.temperature = field.real(); }},
       {"top_k", [&](Field const& field) { config.top_k = field.whole(); }},
       {"top_p", [&](Field const& field) { config.top_p = field.real(); }},
@@ -135,6 +141,8 @@ std::string json_of(Engine const& engine, GenerationConfig const& config) {
     Drafting const used = config.drafting.value_or(engine.drafting());
     drafting = "{\"max_drafts\": " + std::to_string(config.max_pending.value_or(used.max_drafts)) +
                ", \"prompt_lookup\": " + std::to_string(config.prompt_lookup.value_or(used.prompt_lookup)) +
+               ", \"drafter\": " +
+               std::to_string(engine.manifest().has_drafter ? config.drafter.value_or(DraftLimits(used).drafter) : 0) +
                ", \"draft_costs\": " + list(used.draft_costs) + ", \"verify_costs\": " + list(used.verify_costs) + "}";
   }
   std::int64_t const pending = drafts ? -1 : config.max_pending.value_or(engine.manifest().max_pending);

@@ -148,6 +148,11 @@ char const* tide_generation_text(tide_generation const* generation, std::size_t*
   return text ? text->c_str() : nullptr;
 }
 
+float const* tide_generation_states(tide_generation const* generation, std::size_t* count) {
+  *count = generation->generation.states.size();
+  return generation->generation.states.data();
+}
+
 tide_logprob const* tide_generation_logprobs(tide_generation const* generation, std::size_t token, std::size_t* count) {
   bool const there = token < generation->logprobs.size();
   *count = there ? generation->logprobs[token].size() : 0;

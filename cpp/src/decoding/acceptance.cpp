@@ -18,18 +18,28 @@ std::size_t ngram_source(std::size_t length, std::int64_t agreements) {
   return (length - 1) * (kAgreements + 1) + static_cast<std::size_t>(std::min(agreements, kAgreements));
 }
 
-void Balance::settle(std::size_t accepted, double cost, std::size_t tokens) {
-  double const gained = static_cast<double>(accepted) - cost;
+std::size_t confidence_source(double confidence) {
+  auto const above = std::upper_bound(kConfidences.begin() + 1, kConfidences.end(), confidence);
+  return static_cast<std::size_t>(above - kConfidences.begin()) - 1;
+}
+
+void Balance::settle(double gained, std::size_t tokens) {
   steps_ = std::min(steps_ + gained + kAllowance * static_cast<double>(tokens), kMaxBalance);
 }
 
-Acceptance::Acceptance() {
-  for (auto const& shares : kNgramShares) {
-    for (double const share : shares) {
-      accepted_.push_back(share * kWeight);
-      drafted_.push_back(kWeight);
-    }
-  }
+Acceptance::Acceptance(std::vector<double> const& shares) : drafted_(shares.size(), kWeight), made_(shares.size(), 1.0) {
+  for (double const share : shares) accepted_.push_back(share * kWeight);
+}
+
+Acceptance Acceptance::of_ngrams() {
+  std::vector<double> all;
+  for (auto const& shares : kNgramShares) all.insert(all.end(), shares.begin(), shares.end());
+  return Acceptance(all);
+}
+
+void Acceptance::count(std::size_t source) {
+  for (double& made : made_) made *= kDecay;
+  made_[source] += 1.0;
 }
 
 void Acceptance::record(std::vector<std::size_t> const& sources, std::size_t accepted) {

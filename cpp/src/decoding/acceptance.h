@@ -1,6 +1,7 @@
 // What drafts of one sequence gain and cost, by what verification showed before in it.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -12,22 +13,31 @@ constexpr std::size_t kMaxNgram = 3;  // length of the longest n-gram that promp
 // The source of a draft after a match of `length` tokens which the same token followed `agreements` times more.
 std::size_t ngram_source(std::size_t length, std::int64_t agreements);
 
+// Lower ends of the intervals of confidence whose drafts are counted together, those of tide_export/routers/drafter.py.
+constexpr std::array<double, 8> kConfidences{0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9};
+
+// The interval of a drafter's draft with this confidence.
+std::size_t confidence_source(double confidence);
+
 // What drafts of one kind may still lose in a sequence, in steps of full depth.
 class Balance {
  public:
   double steps() const { return steps_; }
 
-  // Adds a verification: of `accepted` drafts, each of which saved a step, at a cost; the sequence grew by `tokens`.
-  void settle(std::size_t accepted, double cost, std::size_t tokens);
+  // Adds what a verification gained; the sequence grew by `tokens`.
+  void settle(double gained, std::size_t tokens);
 
  private:
   double steps_ = 0.5;
 };
 
-// Estimated shares of prompt-lookup drafts that are accepted, by source.
+// Estimated shares of drafts that are accepted, by source.
 class Acceptance {
  public:
-  Acceptance();
+  // The shares to begin with.
+  explicit Acceptance(std::vector<double> const& shares);
+
+  static Acceptance of_ngrams();
 
   // Estimated probability that the next draft of a source is accepted if those before it are.
   double of(std::size_t source) const { return accepted_[source] / drafted_[source]; }
@@ -35,8 +45,22 @@ class Acceptance {
   // Adds a verification: of drafts of these sources the first `accepted`. Those after the first rejected show nothing.
   void record(std::vector<std::size_t> const& sources, std::size_t accepted);
 
+  // Counts a draft of a source that was made, whether or not it is verified.
+  void count(std::size_t source);
+
+  // The mean of `value` of the share that is accepted, over the sources in the proportions that were counted.
+  template <typename Value>
+  double mean(Value const& value) const {
+    double sum = 0, all = 0;
+    for (std::size_t source = 0; source < made_.size(); ++source) {
+      sum += made_[source] * value(of(source));
+      all += made_[source];
+    }
+    return sum / all;
+  }
+
  private:
-  std::vector<double> accepted_, drafted_;
+  std::vector<double> accepted_, drafted_, made_;
 };
 
 }  // namespace tide

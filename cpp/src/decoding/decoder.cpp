@@ -35,19 +35,20 @@ class OneByOne final : public Decoder {
 }  // namespace
 
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
-                                      std::shared_ptr<Audit> const& audit) {
+                                      std::shared_ptr<Audit> const& audit, DrafterInfo const* drafter) {
   Sampler sampler = std::move(request.samplers[number]);
   std::size_t const candidates = sampler.candidates();
   std::unique_ptr<Decoder> decoder;
   if (request.drafts) {
     decoder = make_lossless_decoder(manifest.depths(), manifest.model.context_length, std::move(sampler), *request.drafts,
-                                    request.stop_token_ids);
+                                    request.stop_token_ids, drafter);
   } else if (audit != nullptr && request.mode == Mode::exit) {
     decoder = make_audited_decoder(std::move(sampler), manifest.depths(), audit);
   } else {
     decoder = std::make_unique<OneByOne>(std::move(sampler), manifest.depths());
   }
   decoder->candidates = candidates;
+  decoder->keeps_states = request.states;
   return decoder;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "tide/runtime.h"
@@ -10,6 +11,9 @@
 namespace tide {
 
 class Audit;
+struct DraftResult;
+struct DraftRows;
+struct DrafterInfo;
 struct Request;
 
 // A step that a decoder requests: the arguments of `State::step`.
@@ -28,8 +32,25 @@ class Decoder {
   // the last token).
   virtual void begin(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) = 0;
 
-  // The step to run next.
+  // The rows that the bundle's drafter is to run over before the next step; null: none.
+  virtual DraftRows const* draft_rows() const { return nullptr; }
+
+  // Takes the drafter's result for `draft_rows`. Where it throws nothing has changed.
+  virtual void take_draft(DraftResult const&) {}
+
+  // The step to run next, once `draft_rows` is null.
   StepRequest const& request() const { return request_; }
+
+  // Whether it reads the final states of steps.
+  virtual bool reads_states() const { return keeps_states; }
+
+  // Takes the final states of a step, before `take`; of a request that is run in parts, of each part.
+  void read_states(StepResult const& result) {
+    states_.insert(states_.end(), result.states, result.states + result.state_rows * result.state_width);
+  }
+
+  // The states that were read since the last call.
+  std::vector<float> take_states() { return std::exchange(states_, {}); }
 
   // Takes the step's result. Returns the block's tokens; empty if another step is requested. Where it throws nothing has
   // changed: it may be called again with the same result.
@@ -44,19 +65,24 @@ class Decoder {
 
   std::int64_t drafted = 0, accepted = 0;                // drafts made, drafts accepted
   std::int64_t lookup_drafted = 0, lookup_accepted = 0;  // of these, prompt-lookup drafts
+  std::int64_t learned_drafted = 0, learned_accepted = 0;  // of these, drafts of the bundle's drafter
+  bool keeps_states = false;    // whether the generation is to have its final states
+  std::size_t others = 0;       // sequences beside this one in its steps
   std::int64_t undone = 0;                               // positions that every layer computed and a rewind removed
   std::size_t candidates = 0;                            // see `Sampler::candidates`
 
  protected:
   StepRequest request_;
   std::int64_t length_ = 0;
+  std::vector<float> states_;  // of tokens that steps ran over, in their order
 };
 
 // The decoder of a request's prompt of this number. In lossless mode the sequence must be started with kNoLimit as
 // `max_pending`: the decoder decides when to verify.
 //
-// audit: of mode exit; null: none.
+// audit: of mode exit; null: none. drafter: of the bundle, which outlives it; null: none.
 std::unique_ptr<Decoder> make_decoder(Manifest const& manifest, Request& request, std::size_t number,
-                                      std::shared_ptr<Audit> const& audit = nullptr);
+                                      std::shared_ptr<Audit> const& audit = nullptr,
+                                      DrafterInfo const* drafter = nullptr);
 
 }  // namespace tide

@@ -14,9 +14,13 @@ Progress::Progress(Manifest const& manifest, std::vector<std::int64_t> const& pr
   generation_.text.emplace();
 }
 
-std::size_t Progress::take(std::vector<Token> const& block, Decoder const& decoder,
+std::size_t Progress::take(std::vector<Token> const& block, Decoder& decoder,
                            std::vector<std::int64_t> const& computed, double seconds,
                            std::function<bool(Token const&)> const& on_token) {
+  if (request_.states) {
+    std::vector<float> const states = decoder.take_states();
+    generation_.states.insert(generation_.states.end(), states.begin(), states.end());
+  }
   ExitStats& stats = generation_.stats;
   std::optional<GeneratedText> text = text_;
   std::optional<std::string> shown = generation_.text;
@@ -50,6 +54,8 @@ std::size_t Progress::take(std::vector<Token> const& block, Decoder const& decod
   stats.accepted = decoder.accepted;
   stats.lookup_drafted = decoder.lookup_drafted;
   stats.lookup_accepted = decoder.lookup_accepted;
+  stats.learned_drafted = decoder.learned_drafted;
+  stats.learned_accepted = decoder.learned_accepted;
   stats.layer_tokens_run = decoder.undone * stats.num_layers;
   for (std::size_t k = 0; k < depths_.size(); ++k) {
     stats.layer_tokens_run += (computed[k] - cached_tokens) * (depths_[k] - (k == 0 ? 0 : depths_[k - 1]));

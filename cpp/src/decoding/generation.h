@@ -35,7 +35,7 @@ class Progress {
   // throws, nothing has changed.
   //
   // computed: tokens that each segment of the sequence has run over. seconds: that the block took.
-  std::size_t take(std::vector<Token> const& block, Decoder const& decoder, std::vector<std::int64_t> const& computed,
+  std::size_t take(std::vector<Token> const& block, Decoder& decoder, std::vector<std::int64_t> const& computed,
             double seconds, std::function<bool(Token const&)> const& on_token);
 
   // Ends it after the last token; its text is then complete.

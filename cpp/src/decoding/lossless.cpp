@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "decoding/acceptance.h"
+#include "decoding/drafts.h"
 #include "decoding/prompt_lookup.h"
 #include "room.h"
 #include "tide/errors.h"
@@ -12,37 +13,40 @@ namespace tide {
 namespace {
 
 constexpr double kHeadCost = 0.1;     // of a step of full depth
+constexpr std::int64_t kMaxLearned = 8;
+constexpr double kDrafterCost = 0.1;
 constexpr double kTokenValue = 0.75;  // steps of full depth that an accepted draft saves
 
 // A token that awaits verification.
 struct Draft {
   Token token;
-  std::optional<std::size_t> source;  // see `Acceptance`; none: an early exit
+  std::size_t source;  // see `Acceptance`; 0 of an early exit
 };
 
-// What verifying drafts costs, from the costs of 1, 2, 4, 8 and 16.
-double verify_cost(std::vector<double> const& costs, std::size_t drafts) {
-  if (drafts == 0) return 0;
+// What running more tokens than one costs, in steps over one, from the costs of 1, 2, 4, 8 and 16 more.
+double cost_of_more(std::vector<double> const& costs, std::size_t more) {
+  if (more == 0) return 0;
   std::size_t k = 0;
-  while (k + 2 < costs.size() && drafts >> (k + 1) > 0) ++k;
+  while (k + 2 < costs.size() && more >> (k + 1) > 0) ++k;
   double const known = static_cast<double>(std::size_t{1} << k);
-  return costs[k] + (static_cast<double>(drafts) - known) * (costs[k + 1] - costs[k]) / known;
+  return costs[k] + (static_cast<double>(more) - known) * (costs[k + 1] - costs[k]) / known;
 }
 
 class LosslessDecoder final : public Decoder {
  public:
   LosslessDecoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context, Sampler sampler,
-                  DraftLimits const& limits, std::set<std::int64_t> stops)
+                  DraftLimits const& limits, std::set<std::int64_t> stops, DrafterInfo const* drafter)
       : sampler_(std::move(sampler)),
         depths_(std::move(depths)),
-        max_drafts_(limits.max_drafts),
-        max_ngram_(limits.prompt_lookup),
-        draft_costs_(limits.draft_costs),
-        verify_costs_(limits.verify_costs),
+        limits_(limits),
         stops_(std::move(stops)),
-        context_(context) {}
+        context_(context),
+        drafter_(limits.drafter > 0 ? drafter : nullptr) {
+    if (drafter_ != nullptr) learned_ = Acceptance(drafter_->acceptance);
+  }
 
   bool verifies() const override { return true; }
+  bool reads_states() const override { return drafter_ != nullptr; }
 
   void begin(std::vector<std::int64_t> const& ids, std::int64_t max_tokens) override {
     if (length_ == 0) {
@@ -52,13 +56,64 @@ class LosslessDecoder final : public Decoder {
     max_tokens_ = length_ == 0 ? 1 : max_tokens;  // a prompt needs every layer: no draft
     drafts_.clear();
     cost_ = 0;
+    share_ = 1;
+    new_ids_ = ids;
+    by_drafter_ = drafting_ = false;
     sampler_.undo(sampler_.length());
-    request_step(ids);
+    if (length_ > 0 && asks_drafter()) {
+      by_drafter_ = drafting_ = true;
+    } else {
+      request_step(ids);
+    }
+  }
+
+  DraftRows const* draft_rows() const override { return drafting_ ? &rows_ : nullptr; }
+
+  void take_draft(DraftResult const& result) override {
+    std::size_t const before = sampler_.with_drafts();
+    make_room(drafts_, 1);
+    auto const drafted = sampler_.draft(result.logits, drafter_->tokens, vocabulary_, drafts_.size());
+    DraftRows next;
+    bool taken = false;
+    try {
+      if (drafted) {
+        std::size_t const source = confidence_source(drafted->confidence);
+        double const share = share_ * learned_.of(source);
+        if (share * token_value() >= marginal_cost(drafts_.size())) {
+          next = {rows_.before + static_cast<std::int64_t>(rows_.ids.size()), {drafted->id},
+                  {result.state, result.state + drafter_->width}};
+          taken = true;
+        }
+        if (drafts_.empty()) {
+          kept_rows_ += static_cast<std::int64_t>(rows_.ids.size());
+          waiting_ids_.clear();
+          waiting_states_.clear();
+        }
+        learned_.count(source);
+        cost_ += draft_cost();
+        if (taken) {
+          drafts_.push_back({{drafted->id, 0, 0}, source});
+          share_ = share;
+        }
+      }
+    } catch (...) {
+      sampler_.undo(before);
+      throw;
+    }
+    if (taken) {
+      rows_ = std::move(next);
+      drafting_ = asks_drafter();
+    } else {
+      sampler_.undo(before);
+      drafting_ = false;
+    }
+    if (!drafting_) request_step(drafted_ids());
   }
 
   std::vector<Token> take(StepResult const& result) override {
     std::int64_t const passes = depths_[static_cast<std::size_t>(result.segments_run - 1)];
     auto const ran = static_cast<std::int64_t>(request_.ids.size());
+    vocabulary_ = result.vocabulary;
     if (static_cast<std::size_t>(result.segments_run) == depths_.size()) {
       std::size_t const before = sampler_.length();
       try {
@@ -68,11 +123,11 @@ class LosslessDecoder final : public Decoder {
         throw;
       }
     }
-    double const cost = draft_costs_[static_cast<std::size_t>(result.segments_run - 1)];
+    double const cost = limits_.draft_costs[static_cast<std::size_t>(result.segments_run - 1)];
     std::size_t const before = sampler_.with_drafts();
     make_room(drafts_, 1);
     std::int64_t const drafted_id = sampler_.draft(result);
-    drafts_.push_back({{drafted_id, result.exit_layer, passes}, std::nullopt});
+    drafts_.push_back({{drafted_id, result.exit_layer, passes}, 0});
     length_ += ran;
     cost_ += cost;
     try {
@@ -88,6 +143,86 @@ class LosslessDecoder final : public Decoder {
   }
 
  private:
+  // --- costs, in steps over one token of this sequence alone ---------------------------------------------------------------
+
+  // Of this sequence's share in a step without drafts.
+  double step_cost() const {
+    return (1 + cost_of_more(limits_.verify_costs, others)) / static_cast<double>(others + 1);
+  }
+  // Of verifying drafts, beside the other sequences' tokens.
+  double verify_cost(std::size_t drafts) const {
+    return cost_of_more(limits_.verify_costs, others + drafts) - cost_of_more(limits_.verify_costs, others);
+  }
+  double marginal_cost(std::size_t drafts) const { return verify_cost(drafts + 1) - verify_cost(drafts); }
+  double token_value() const { return kTokenValue * step_cost(); }
+  double draft_cost() const { return limits_.drafter_cost * step_cost(); }
+
+  // --- the drafter -----------------------------------------------------------------------------------------------------
+
+  // Whether the drafter shall draft the next token of the block; its rows are then ready.
+  bool asks_drafter() {
+    if (drafter_ == nullptr) return false;
+    std::size_t const drafts = drafts_.size();
+    auto const length = length_ + static_cast<std::int64_t>(new_ids_.size() + drafts);
+    bool const ends = drafts > 0 && stops_.count(drafts_.back().token.id) == 1;
+    if (ends || static_cast<std::int64_t>(drafts) >= std::min(limits_.drafter, max_tokens_ - 1)) return false;
+    if (context_ && length >= *context_) return false;
+    double const cost = draft_cost(), marginal = marginal_cost(drafts);
+    if (cost_ + cost + verify_cost(drafts + 1) > drafter_balance_.steps()) return false;
+    double const gain =
+        learned_.mean([&](double share) { return std::max(share_ * share * token_value() - marginal, 0.0); });
+    if (gain < cost) return false;
+    if (limits_.prompt_lookup > 0) {  // an n-gram costs no draft
+      auto const match = lookup_.next(ids_of(drafts_));
+      double const share = match ? ngrams_share_.of(match->source) : 0.0;
+      if (share_ * share * token_value() - marginal > gain - cost) return false;
+    }
+    return drafts > 0 || prepare_rows();
+  }
+
+  // Makes the rows whose tokens and states are known since the drafter last ran. Returns whether there are any.
+  bool prepare_rows() {
+    if (waiting_ids_.empty()) return false;
+    auto const rows = static_cast<std::int64_t>(waiting_ids_.size());
+    if (kept_rows_ + rows + limits_.drafter > drafter_->max_rows) kept_rows_ = 0;
+    rows_ = {kept_rows_, waiting_ids_, waiting_states_};
+    return true;
+  }
+
+  // Keeps the states of a step's tokens that stay, each with the token after it.
+  //
+  // next: the tokens after each that ran and stays. ran: tokens that ran, with those that are rejected.
+  void keep_rows(std::vector<std::int64_t> const& next, std::size_t ran) {
+    std::vector<float> states = take_states();
+    std::size_t rows = states.size() / drafter_->width;
+    rows -= std::min(rows, ran - next.size());
+    rows = std::min(rows, next.size());
+    std::size_t const most = static_cast<std::size_t>(drafter_->max_rows) / 2;
+    states.resize(rows * drafter_->width);
+    waiting_ids_.insert(waiting_ids_.end(), next.end() - static_cast<std::ptrdiff_t>(rows), next.end());
+    waiting_states_.insert(waiting_states_.end(), states.begin(), states.end());
+    if (waiting_ids_.size() <= most) return;
+    kept_rows_ = 0;  // the drafter begins anew with the last of them
+    auto const gone = static_cast<std::ptrdiff_t>(waiting_ids_.size() - most);
+    waiting_ids_.erase(waiting_ids_.begin(), waiting_ids_.begin() + gone);
+    waiting_states_.erase(waiting_states_.begin(),
+                          waiting_states_.begin() + gone * static_cast<std::ptrdiff_t>(drafter_->width));
+  }
+
+  static std::vector<std::int64_t> ids_of(std::vector<Draft> const& drafts) {
+    std::vector<std::int64_t> ids;
+    for (Draft const& draft : drafts) ids.push_back(draft.token.id);
+    return ids;
+  }
+
+  std::vector<std::int64_t> drafted_ids() const {
+    std::vector<std::int64_t> ids = new_ids_, drafted = ids_of(drafts_);
+    ids.insert(ids.end(), drafted.begin(), drafted.end());
+    return ids;
+  }
+
+  // --- steps --------------------------------------------------------------------------------------------------------------
+
   // Requests the step over `ids`, which drafts one more token or verifies all drafts. Where it throws, only the sampler may
   // have changed.
   void request_step(std::vector<std::int64_t> const& ids) {
@@ -95,8 +230,9 @@ class LosslessDecoder final : public Decoder {
     auto const drafts = static_cast<std::int64_t>(drafts_.size());
     bool const ends = drafts > 0 && stops_.count(drafts_.back().token.id) == 1;
     bool const context_full = context_ && length == *context_;
-    std::int64_t const limit = std::min(max_drafts_, max_tokens_ - 1);
-    bool const may_exit = drafts < limit && cost_ < exits_.steps() && !ends && !context_full;
+    std::int64_t const limit = std::min(limits_.max_drafts, max_tokens_ - 1);
+    bool const may_exit =
+        !(by_drafter_ && drafts > 0) && drafts < limit && cost_ < exits_.steps() && !ends && !context_full;
     std::vector<Draft> ngram;
     if (!ends) ngram = ngram_drafts(max_tokens_ - 1 - drafts, length);
     StepRequest next{ids, drafts + static_cast<std::int64_t>(ngram.size()) + 1, !ngram.empty() || !may_exit};
@@ -107,25 +243,24 @@ class LosslessDecoder final : public Decoder {
 
   // Adds tokens to the text that is searched.
   void extend(std::vector<std::int64_t> const& ids) {
-    if (max_ngram_ > 0) lookup_.extend(ids);
+    if (limits_.prompt_lookup > 0) lookup_.extend(ids);
   }
 
   // Drafts by prompt lookup after a sequence of `length` tokens that ends in the drafts: up to a stop token, and as
   // long as the next token is expected to save more than its verification costs.
   std::vector<Draft> ngram_drafts(std::int64_t max_tokens, std::int64_t length) {
     if (context_) max_tokens = std::min(max_tokens, *context_ - length);
-    max_tokens = std::min(max_tokens, max_ngram_);
+    max_tokens = std::min(max_tokens, limits_.prompt_lookup);
     std::vector<Draft> made;
-    std::vector<std::int64_t> tokens;
-    for (Draft const& draft : drafts_) tokens.push_back(draft.token.id);
-    double share = 1;
+    std::vector<std::int64_t> tokens = ids_of(drafts_);
+    double const before = verify_cost(drafts_.size());
+    double share = share_;
     while (static_cast<std::int64_t>(made.size()) < max_tokens) {
       if (!made.empty() && stops_.count(tokens.back()) == 1) break;
       auto const match = lookup_.next(tokens);
-      double const cost = verify_cost(verify_costs_, tokens.size());
-      if (!match || cost - verify_cost(verify_costs_, drafts_.size()) > ngrams_.steps()) break;
-      share *= acceptance_.of(match->source);
-      if (share * kTokenValue < verify_cost(verify_costs_, tokens.size() + 1) - cost) break;
+      if (!match || verify_cost(tokens.size()) - before > ngrams_.steps()) break;
+      share *= ngrams_share_.of(match->source);
+      if (share * token_value() < marginal_cost(tokens.size())) break;
       if (!sampler_.take_draft(match->token)) break;
       made.push_back({{match->token, 0, 0}, match->source});
       tokens.push_back(match->token);
@@ -136,7 +271,6 @@ class LosslessDecoder final : public Decoder {
   // The accepted drafts, and the full model's token after them, from its logits of every draft; `length` is that of the
   // sequence after the step. Does all that may throw before anything but the sampler changes.
   std::vector<Token> verify(StepResult const& result, std::int64_t passes, std::int64_t length) {
-    std::size_t const exits = drafts_.size();
     std::vector<Draft> all = drafts_;
     all.insert(all.end(), ngram_.begin(), ngram_.end());
     std::vector<Token> tokens;
@@ -146,52 +280,81 @@ class LosslessDecoder final : public Decoder {
       tokens.back().logprobs = std::move(last.logprobs);
       last = sampler_(result, tokens.size());
     }
-    std::size_t const num_accepted = tokens.size(), ngram_accepted = num_accepted - std::min(num_accepted, exits);
+    std::size_t const num_accepted = tokens.size();
     std::int64_t rejected_passes = 0;
     for (std::size_t i = num_accepted; i < all.size(); ++i) rejected_passes += all[i].token.layers_run;
     tokens.push_back({last.id, result.exit_layer, passes + rejected_passes, std::move(last.logprobs)});
     std::vector<std::int64_t> ids;
     for (Token const& token : tokens) ids.push_back(token.id);
     std::vector<std::size_t> sources;
-    for (Draft const& draft : ngram_) sources.push_back(*draft.source);
+    for (Draft const& draft : all) sources.push_back(draft.source);
+    if (drafter_ != nullptr) {
+      std::vector<std::int64_t> next(new_ids_.begin() + 1, new_ids_.end());
+      next.insert(next.end(), ids.begin(), ids.end());
+      keep_rows(next, new_ids_.size() + all.size());
+    }
     extend(ids);
-    settle(all.size(), exits, num_accepted, ngram_accepted, sources);
+    settle(sources, num_accepted);
     length_ = length - static_cast<std::int64_t>(all.size() - num_accepted);
     return tokens;
   }
 
-  // Counts a verification of `all` drafts, of which the first `exits` are early exits. sources: of the others.
-  void settle(std::size_t all, std::size_t exits, std::size_t num_accepted, std::size_t ngram_accepted,
-              std::vector<std::size_t> const& sources) noexcept {
-    if (num_accepted >= exits) acceptance_.record(sources, ngram_accepted);
-    double const exits_cost = verify_cost(verify_costs_, exits);
-    exits_.settle(num_accepted - ngram_accepted, cost_ + exits_cost, num_accepted + 1);
-    ngrams_.settle(ngram_accepted, verify_cost(verify_costs_, all) - exits_cost, num_accepted + 1);
+  // Counts a verification of drafts of these sources, of which the first `num_accepted` are accepted.
+  void settle(std::vector<std::size_t> const& sources, std::size_t num_accepted) {
+    std::size_t const first = drafts_.size(), all = sources.size();  // then n-grams
+    std::size_t const ngram_accepted = num_accepted - std::min(num_accepted, first);
+    auto const edge = sources.begin() + static_cast<std::ptrdiff_t>(first);
+    if (num_accepted >= first) ngrams_share_.record({edge, sources.end()}, ngram_accepted);
+    double const first_cost = verify_cost(first), value = step_cost();
+    std::size_t const tokens = num_accepted + 1;
+    double const first_gain = value * static_cast<double>(num_accepted - ngram_accepted) - cost_ - first_cost;
+    if (by_drafter_) learned_.record({sources.begin(), edge}, std::min(num_accepted, first));
+    (by_drafter_ ? exits_ : drafter_balance_).settle(0, tokens);
+    (by_drafter_ ? drafter_balance_ : exits_).settle(first_gain, tokens);
+    ngrams_.settle(value * static_cast<double>(ngram_accepted) - verify_cost(all) + first_cost, tokens);
     drafted += static_cast<std::int64_t>(all);
     accepted += static_cast<std::int64_t>(num_accepted);
-    lookup_drafted += static_cast<std::int64_t>(all - exits);
+    lookup_drafted += static_cast<std::int64_t>(all - first);
     lookup_accepted += static_cast<std::int64_t>(ngram_accepted);
+    if (by_drafter_) learned_drafted += static_cast<std::int64_t>(first);
+    if (by_drafter_) learned_accepted += static_cast<std::int64_t>(num_accepted - ngram_accepted);
     undone += static_cast<std::int64_t>(all - num_accepted);
   }
 
   Sampler sampler_;
   std::vector<std::int64_t> const depths_;
-  std::int64_t const max_drafts_;
-  std::int64_t const max_ngram_;
-  std::vector<double> const draft_costs_;
-  std::vector<double> const verify_costs_;
+  DraftLimits const limits_;
   PromptLookup lookup_;
-  Acceptance acceptance_;
-  Balance exits_, ngrams_;
+  Acceptance ngrams_share_ = Acceptance::of_ngrams(), learned_{std::vector<double>()};
+  Balance exits_, ngrams_, drafter_balance_;
   std::set<std::int64_t> const stops_;
   std::optional<std::int64_t> const context_;
-  std::int64_t max_tokens_ = 1;             // of the block
-  double cost_ = 0;                         // of the block's early exits
-  std::vector<Draft> drafts_;               // of the block, so far
-  std::vector<Draft> ngram_;                // by prompt lookup after them in the requested step
+  std::int64_t max_tokens_ = 1;        // of the block
+  double cost_ = 0;                    // of the block's drafts so far, without n-grams
+  double share_ = 1;                   // probability that all drafts of the block so far are accepted
+  std::vector<std::int64_t> new_ids_;  // that begin the block
+  std::vector<Draft> drafts_;          // of the block, so far: early exits or the drafter's
+  std::vector<Draft> ngram_;           // by prompt lookup after them in the requested step
+
+  DrafterInfo const* const drafter_;  // null: none
+  bool by_drafter_ = false;           // whether the block's drafts are the drafter's
+  bool drafting_ = false;             // whether it is to run over `rows_`
+  DraftRows rows_;
+  std::int64_t kept_rows_ = 0;             // that it has of accepted tokens
+  std::vector<std::int64_t> waiting_ids_;  // rows of accepted tokens that it has not run over
+  std::vector<float> waiting_states_;      // [rows, width], before these
+  std::size_t vocabulary_ = 0;
 };
 
 }  // namespace
+
+DraftLimits::DraftLimits(Drafting const& drafting)
+    : max_drafts(drafting.max_drafts),
+      prompt_lookup(drafting.prompt_lookup),
+      drafter(drafting.max_learned.value_or(kMaxLearned)),
+      draft_costs(drafting.draft_costs),
+      verify_costs(drafting.verify_costs),
+      drafter_cost(drafting.drafter_cost.value_or(kDrafterCost)) {}
 
 void check_drafting(Drafting const& drafting, std::size_t checkpoints) {
   auto const require = [](bool holds, char const* what) {
@@ -202,6 +365,8 @@ void check_drafting(Drafting const& drafting, std::size_t checkpoints) {
   };
   require(drafting.max_drafts >= 0, "max_drafts must be 0 or more");
   require(drafting.prompt_lookup >= 0, "prompt_lookup must be 0 or more");
+  require(drafting.drafter_cost.value_or(0) >= 0, "drafter_cost must be 0 or more");
+  require(drafting.max_learned.value_or(0) >= 0, "max_learned must be 0 or more");
   require(drafting.draft_costs.size() >= checkpoints, "draft_costs must have one value per checkpoint");
   require(drafting.verify_costs.size() == 5, "verify_costs must have five values");
   require(costs(drafting.draft_costs), "draft_costs holds a negative value");
@@ -221,8 +386,8 @@ Drafting default_drafting(Manifest const& manifest) {
 
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
-                                               std::set<std::int64_t> const& stops) {
-  return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops);
+                                               std::set<std::int64_t> const& stops, DrafterInfo const* drafter) {
+  return std::make_unique<LosslessDecoder>(std::move(depths), context, std::move(sampler), limits, stops, drafter);
 }
 
 }  // namespace tide

@@ -7,7 +7,8 @@
 // often as speculative rejection (Leviathan et al. 2023, arXiv 2211.17192). Rejected tokens are undone by lowering the lengths
 // of the K/V buffers: nothing is copied. Self-speculative decoding with early exits is due to LayerSkip (Elhoushi et al. 2024,
 // arXiv 2404.16710); here the verifying run is the catch-up of lazy depth, so no layer runs twice for a token. Prompt-lookup
-// drafts are verified by the same run. `Acceptance` estimates whether a draft pays.
+// drafts are verified by the same run, and so are those of a bundle's drafter, which proposes tokens from the final states of
+// what was verified before. `Acceptance` estimates whether a draft pays.
 #pragma once
 
 #include <memory>
@@ -22,10 +23,15 @@ namespace tide {
 
 // How far a decoder may draft, as `Drafting`.
 struct DraftLimits {
+  DraftLimits() = default;
+  explicit DraftLimits(Drafting const& drafting);
+
   std::int64_t max_drafts = 0;     // early exits that one verification may cover; 0: none
   std::int64_t prompt_lookup = 0;  // tokens of one prompt-lookup draft, at most; 0: none
+  std::int64_t drafter = 0;        // drafts of the bundle's drafter that one verification may cover; 0: none
   std::vector<double> draft_costs;
   std::vector<double> verify_costs;
+  double drafter_cost = 0.1;
 };
 
 // Throws GenerationError unless the limits and costs are those of a model with so many checkpoints.
@@ -37,9 +43,10 @@ Drafting default_drafting(Manifest const& manifest);
 // The decoder of lossless mode.
 //
 // depths: layers run at the end of each segment. context: tokens that the sequence may have; none: any number. stops: the
-// tokens that end the generation: nothing is drafted after one.
+// tokens that end the generation: nothing is drafted after one. drafter: which outlives it; null: none.
 std::unique_ptr<Decoder> make_lossless_decoder(std::vector<std::int64_t> depths, std::optional<std::int64_t> context,
                                                Sampler sampler, DraftLimits const& limits,
-                                               std::set<std::int64_t> const& stops);
+                                               std::set<std::int64_t> const& stops,
+                                               DrafterInfo const* drafter = nullptr);
 
 }  // namespace tide

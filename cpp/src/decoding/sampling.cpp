@@ -61,6 +61,7 @@ namespace {
 
 constexpr double kCutStep = 4;                 // by which a nucleus's least logit is lowered until it is found
 constexpr std::size_t kHeap = 1024;  // of top-k: up to so many a heap holds the largest logits so far
+constexpr double kUnlikely = 9;    // e^-9 is 1 in 8,000
 constexpr double kTiny = 1e-30, kHuge = 1e30;  // temperatures beyond which nothing changes any more
 
 // The first of the largest logits. Throws as `LogitsRow`.
@@ -165,17 +166,17 @@ std::size_t Sampler::candidates() const {
   return greedy() ? 1 : top_k_;
 }
 
-std::size_t Sampler::choose(float const* logits, std::size_t count, std::int64_t const* tokens) const {
-  LogitsRow const row(logits, count);
-  return greedy() ? row.best() : draw(row, logits, count, tokens);
+std::size_t Sampler::choose(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens,
+                            std::size_t position) const {
+  return greedy() ? row.best() : draw(row, logits, count, tokens, position);
 }
 
 // Noise is needed of the tokens alone that can win: most logits are too low for any, and most words for their logit.
 std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t count,
-                          std::int64_t const* tokens) const {
+                          std::int64_t const* tokens, std::size_t position) const {
   double const temperature = std::clamp(temperature_, kTiny, kHuge), most = row.most();
   auto const scaled = [&](double logit) { return (logit - most) / temperature; };
-  GumbelNoise const noise(seed_, length_);
+  GumbelNoise const noise(seed_, position);
   auto const token = [&](std::size_t i) { return tokens == nullptr ? static_cast<std::int64_t>(i) : tokens[i]; };
   Drawn drawn{row.best(), GumbelNoise::of(noise.word(token(row.best())))};
   bool const some_k = 0 < top_k_ && top_k_ < count;
@@ -240,17 +241,38 @@ std::size_t Sampler::draw(LogitsRow const& row, float const* logits, std::size_t
   return drawn.index;
 }
 
+// As `draw` among the tokens that have at least e^-kUnlikely times the largest probability.
+std::size_t Sampler::draw_likely(LogitsRow const& row, float const* logits, std::int64_t const* tokens,
+                                 std::size_t position) const {
+  double const temperature = std::clamp(temperature_, kTiny, kHuge), most = row.most();
+  GumbelNoise const noise(seed_, position);
+  Drawn drawn{row.best(), -std::numeric_limits<double>::infinity()};
+  float const least = static_cast<float>(most - kUnlikely * temperature);
+  row.each_block([&](std::size_t begin, std::size_t end, double largest) {
+    if (largest < least) return;
+    for (std::size_t i = begin; i < end; ++i) {
+      if (logits[i] < least) continue;
+      std::int64_t const token = tokens == nullptr ? static_cast<std::int64_t>(i) : tokens[i];
+      drawn.consider(i, (logits[i] - most) / temperature, noise.word(token));
+    }
+  });
+  return drawn.index;
+}
+
 Choice Sampler::operator()(StepResult const& result, std::size_t row) {
   if (result.candidates != nullptr) {
     Candidates const& some = result.candidates[row];
-    std::size_t const index = choose(some.logits.data(), some.logits.size(), some.tokens.data());
+    LogitsRow const candidates(some.logits.data(), some.logits.size());
+    std::size_t const index =
+        choose(candidates, some.logits.data(), some.logits.size(), some.tokens.data(), length_);
     ++length_;
     return {some.tokens[index], std::nullopt};
   }
   float const* const logits = result.row(row);
   std::size_t const vocabulary = result.vocabulary;
   if (processing_) processing_->rewind(length_);
-  std::size_t const index = choose(processed(logits, vocabulary), vocabulary, nullptr);
+  float const* const choices = processed(logits, vocabulary);
+  std::size_t const index = choose(LogitsRow(choices, vocabulary), choices, vocabulary, nullptr, length_);
   Choice choice{static_cast<std::int64_t>(index), std::nullopt};
   if (logprobs_) choice.logprobs = logprobs_of(logits, vocabulary, choice.id, *logprobs_);
   if (processing_) processing_->accept(choice.id);
@@ -267,6 +289,34 @@ std::int64_t Sampler::draft(StepResult const& result) {
       static_cast<std::int64_t>(checked_best(processed(result.last(), result.vocabulary), result.vocabulary));
   if (processing_) processing_->accept(id);
   return id;
+}
+
+std::optional<LikelyDraft> Sampler::draft(float const* logits, std::vector<std::int64_t> const& tokens,
+                                          std::size_t vocabulary, std::size_t ahead) {
+  constexpr float kLeft = -1e30f;  // in place of the logits of other tokens, finite for hooks
+  std::int64_t const* ids = tokens.data();
+  std::size_t count = tokens.size();
+  if (processing_) {
+    all_.assign(vocabulary, kLeft);
+    for (std::size_t i = 0; i < count; ++i) all_[static_cast<std::size_t>(tokens[i])] = logits[i];
+    try {
+      logits = processed(all_.data(), vocabulary);
+    } catch (ConstraintError const&) {
+      return std::nullopt;
+    }
+    ids = nullptr;
+    count = vocabulary;
+  }
+  LogitsRow const row(logits, count);
+  if (row.most() <= kLeft / 2) return std::nullopt;
+  bool const all = !greedy() && top_k_ == 0 && min_p_ <= 0 && top_p_ >= 1;
+  std::size_t const index = all ? draw_likely(row, logits, ids, length_ + ahead)
+                                : choose(row, logits, count, ids, length_ + ahead);
+  std::int64_t const id = ids == nullptr ? static_cast<std::int64_t>(index) : ids[index];
+  double const temperature = greedy() ? 1 : std::clamp(temperature_, kTiny, kHuge);
+  double const confidence = std::exp((logits[index] - row.most()) / temperature) / row.sum(temperature);
+  if (processing_) processing_->accept(id);
+  return LikelyDraft{id, confidence};
 }
 
 bool Sampler::take_draft(std::int64_t token) {

@@ -25,6 +25,12 @@ struct Choice {
   std::optional<TokenLogprobs> logprobs;  // where asked for
 };
 
+// A draft, and the probability that its logits give it.
+struct LikelyDraft {
+  std::int64_t id;
+  double confidence;
+};
+
 class Sampler {
  public:
   // Uses the configuration's sampling options; without a seed it takes a random one. Throws GenerationError: one is out
@@ -59,6 +65,15 @@ class Sampler {
   // further drafts, until the next token is chosen. Throws as above.
   std::int64_t draft(StepResult const& result);
 
+  // A drafter's draft, from its logits of some tokens: drawn after the same processing and with the same noise as the token
+  // `ahead` places after the next one will be, so that it is that token as often as both distributions overlap (Daliri et
+  // al. 2024, arXiv 2408.07978, coupled by Gumbel noise). It is part of the sequence for further drafts, until the next token
+  // is chosen. None: a constraint leaves none of these tokens.
+  //
+  // tokens: ascending, whose `logits` these are. vocabulary: of the model.
+  std::optional<LikelyDraft> draft(float const* logits, std::vector<std::int64_t> const& tokens, std::size_t vocabulary,
+                                   std::size_t ahead);
+
   // Adds an n-gram draft to the sequence, until the next token is chosen, unless a constraint does not let it follow;
   // returns whether it does.
   bool take_draft(std::int64_t token);
@@ -67,9 +82,14 @@ class Sampler {
   // The logits to choose from.
   float const* processed(float const* logits, std::size_t vocabulary);
 
-  // The index of the token chosen from logits, of tokens 0, 1, ... or of `tokens`.
-  std::size_t choose(float const* logits, std::size_t count, std::int64_t const* tokens) const;
-  std::size_t draw(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens) const;
+  // The index of the token at a position of the sequence that is chosen from logits, of tokens 0, 1, ... or of `tokens`.
+  std::size_t choose(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens,
+                     std::size_t position) const;
+  std::size_t draw(LogitsRow const& row, float const* logits, std::size_t count, std::int64_t const* tokens,
+                   std::size_t position) const;
+
+  std::size_t draw_likely(LogitsRow const& row, float const* logits, std::int64_t const* tokens,
+                          std::size_t position) const;
 
   double temperature_;
   std::size_t top_k_;
@@ -77,6 +97,7 @@ class Sampler {
   double min_p_;
   std::optional<std::size_t> logprobs_;           // the most likely tokens to return
   std::unique_ptr<LogitsProcessing> processing_;  // none: nothing changes logits
+  std::vector<float> all_;                        // a drafter's logits among those of all tokens
   std::size_t length_ = 0;                        // tokens of the sequence that are not drafts
   std::uint64_t seed_ = 0;
 };

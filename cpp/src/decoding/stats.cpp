@@ -8,7 +8,7 @@
 namespace tide {
 namespace {
 
-constexpr std::int64_t kLookupDraft = 0;  // the exit layer of a prompt-lookup draft
+constexpr std::int64_t kNoLayer = 0;  // the exit layer of a draft by prompt lookup or a drafter
 
 double share(double part, std::int64_t whole) { return whole > 0 ? part / static_cast<double>(whole) : 0.0; }
 
@@ -29,7 +29,7 @@ std::int64_t ExitStats::total_exited() const {
 }
 
 std::int64_t ExitStats::remaining_tokens() const {
-  return total_tokens() - total_exited() - std::count(exit_layer.begin(), exit_layer.end(), kLookupDraft);
+  return total_tokens() - total_exited() - std::count(exit_layer.begin(), exit_layer.end(), kNoLayer);
 }
 
 double ExitStats::exit_rate() const { return share(static_cast<double>(total_exited()), total_tokens()); }
@@ -73,6 +73,8 @@ std::string ExitStats::json() const {
   put("accepted", std::to_string(accepted));
   put("lookup_drafted", std::to_string(lookup_drafted));
   put("lookup_accepted", std::to_string(lookup_accepted));
+  put("learned_drafted", std::to_string(learned_drafted));
+  put("learned_accepted", std::to_string(learned_accepted));
   put("acceptance_rate", shown(acceptance_rate()));
   put("prefill_seconds", shown(prefill_seconds));
   put("decode_seconds", shown(decode_seconds));

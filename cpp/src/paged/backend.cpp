@@ -15,7 +15,7 @@ namespace tide {
 namespace {
 
 // The tensors that a graph of this manifest must have.
-NetworkSpec graph_spec(Manifest const& manifest) {
+NetworkSpec graph_spec(Manifest const& manifest, std::int64_t exit_size) {
   ModelInfo const& model = manifest.model;
   auto const count = static_cast<std::int64_t>(manifest.checkpoints.size());
   NetworkSpec spec{kGraphFile,
@@ -25,6 +25,7 @@ NetworkSpec graph_spec(Manifest const& manifest) {
   auto const add = [&](std::string const& name, bool is_input, std::vector<std::int64_t> shape) {
     spec.tensors.push_back({name, is_input, "float32", std::move(shape)});
   };
+  add(names::kFinalStates, false, {1, kTokens, exit_size});
   if (count > 0) {
     add(names::kThresholds, true, {count});
     add(names::kScores, false, {1, count});
@@ -69,6 +70,7 @@ class GraphSequence final : public Sequence {
 
   StepResult step(std::int64_t const* ids, std::size_t count, std::int64_t, std::int64_t logits_to_keep,
                   bool full) override {
+    sequence_.states = states;
     return graph_.step(sequence_, ids, count, logits_to_keep, full);
   }
   void rewind(std::int64_t length) override { sequence_.rewind(length); }
@@ -86,17 +88,28 @@ class GraphSequence final : public Sequence {
 }  // namespace
 
 PagedBackend::PagedBackend(Bundle opened, std::optional<std::int64_t> threads, std::string const* replacement)
-    : Backend(std::move(opened), "cpu"), pool_(manifest()), batch_networks_(bundle(), threads) {
+    : Backend(std::move(opened), "cpu"), pool_(manifest()), batch_networks_(bundle(), threads), threads_(threads) {
   env_ = Ort::Env("tide");
   std::filesystem::path const graph = bundle().file(kGraphFile).path();
   session_ = load_network(env_, bundle(), kGraphFile, threads, kWeightsFile, std::nullopt, replacement);
-  graph_spec(manifest()).check(tensors_of(session_), graph.string());
+  std::vector<Tensor> const tensors = tensors_of(session_);
+  graph_spec(manifest(), last_dimension(tensors, names::kFinalStates)).check(tensors, graph.string());
   check_metadata(session_, manifest(), quoted(graph));
 }
 
 std::unique_ptr<Sequence> PagedBackend::start(std::vector<float> const& thresholds, std::int64_t max_pending) {
   bundle().check_weights();
   return std::make_unique<GraphSequence>(session_, manifest(), pool_, ExitRule{thresholds, max_pending});
+}
+
+std::unique_ptr<Drafts> PagedBackend::start_drafts(std::size_t slots) {
+  if (!manifest().has_drafter) return nullptr;
+  bundle().check_weights();
+  return or_generation_error("cannot start the drafter", [&] {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    if (!drafter_) drafter_ = std::make_unique<DrafterNetwork>(bundle(), threads_);
+    return std::make_unique<PagedDrafts>(*drafter_, slots);
+  });
 }
 
 std::unique_ptr<Batch> PagedBackend::start_batch(double compaction_threshold, std::size_t slots) {

@@ -2,6 +2,10 @@
 #pragma once
 
 #include "onnxruntime/session.h"
+#include <mutex>
+#include <optional>
+
+#include "paged/drafter.h"
 #include "paged/networks.h"
 #include "paged/pool.h"
 #include "sequence.h"
@@ -17,6 +21,9 @@ class PagedBackend final : public Backend {
 
   std::unique_ptr<Sequence> start(std::vector<float> const& thresholds, std::int64_t max_pending) override;
 
+  std::unique_ptr<Drafts> start_drafts(std::size_t slots) override;
+  bool gives_states() const override { return true; }
+
   std::size_t max_batch_size() const override { return batch_networks_.max_batch_size(); }
   std::unique_ptr<Batch> start_batch(double compaction_threshold, std::size_t slots) override;
 
@@ -26,6 +33,9 @@ class PagedBackend final : public Backend {
   Ort::Env env_{nullptr};
   NetworkSession session_;
   BatchNetworks batch_networks_;
+  std::optional<std::int64_t> const threads_;
+  std::mutex mutex_;
+  std::unique_ptr<DrafterNetwork> drafter_;  // once it is used
 };
 
 }  // namespace tide

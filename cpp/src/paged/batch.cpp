@@ -81,7 +81,10 @@ std::vector<StepResult> PagedBatch::run_step(std::vector<SlotRequest> const& req
       bool const may_exit = !deepest && !one->exit && !request.full &&
                             (!propagates_ || (one->count == 1 && one->total > 1));
       one->threshold = static_cast<float>(may_exit ? one->sequence->rule.thresholds[k] : kNeverExit);
-      logits.push_back(deepest && one->request->verifies ? std::min(request.logits_to_keep, one->count) : 1);
+      bool const verifies = deepest && one->request->verifies;
+      std::int64_t const needed = verifies ? std::min(request.logits_to_keep, one->count) : 1;
+      logits.push_back(deepest && one->sequence->states ? one->count : needed);
+      one->logits = static_cast<std::size_t>(needed);
     }
     run(k, scheduled, logits, input);
     note_exits(k, scheduled, logits);
@@ -160,8 +163,9 @@ void PagedBatch::note_exits(std::size_t k, Steps const& scheduled, std::vector<s
     bool const exits = deepest ? !one.exit || one.request->verifies : segment.scores[i] > one.threshold;
     if (exits) {
       one.exit = k;
-      one.exit_states.assign(states, end);
+      one.exit_states.assign(end - one.logits * sessions_->exit_size, end);
     }
+    if (deepest && one.sequence->states) one.final_states.assign(states, end);
     states = end;
   }
 }
@@ -189,7 +193,7 @@ void PagedBatch::propagate(std::size_t k, std::vector<SlotStep>& all) {
   if (!parts.empty()) network->second.run(parts, input_.data());
 }
 
-std::vector<StepResult> PagedBatch::results(std::vector<SlotStep> const& all) {
+std::vector<StepResult> PagedBatch::results(std::vector<SlotStep>& all) {
   exit_states_.clear();
   for (SlotStep const& one : all) {
     exit_states_.insert(exit_states_.end(), one.exit_states.begin(), one.exit_states.end());
@@ -206,13 +210,17 @@ std::vector<StepResult> PagedBatch::results(std::vector<SlotStep> const& all) {
   auto const vocabulary = static_cast<std::size_t>(logits_.shape().back());
   float const* logits = logits_.data<float>();
   std::vector<StepResult> step_results;
-  for (SlotStep const& one : all) {
+  for (SlotStep& one : all) {
+    one.sequence->final_states.swap(one.final_states);
     StepResult result;
     result.logits = logits;
     result.rows = one.exit_states.size() / width;
     result.vocabulary = vocabulary;
     result.exit_layer = depths_[*one.exit];
     result.segments_run = static_cast<std::int64_t>(one.segments_run);
+    result.states = one.sequence->final_states.data();
+    result.state_rows = one.sequence->final_states.size() / width;
+    result.state_width = width;
     step_results.push_back(result);
     logits += result.rows * vocabulary;
   }

@@ -44,7 +44,9 @@ class PagedBatch final : public Batch {
     std::size_t segments_run = 0;          // segments 0 .. segments_run - 1 ran over it
     float threshold = static_cast<float>(kNeverExit);  // of the segment that runs next, for the last token's score
     std::optional<std::size_t> exit{};     // the segment after which it exits
-    std::vector<float> exit_states{};      // [m, D'], the head's input
+    std::size_t logits = 1;                // rows of the head's input
+    std::vector<float> exit_states{};      // [logits, D'], the head's input
+    std::vector<float> final_states{};     // [n, D'], of all tokens of the last segment, where they are asked for
     std::vector<float> states{};           // [n, D], after the last segment that ran, unless it was the model's last
   };
   using Steps = std::vector<SlotStep*>;
@@ -58,7 +60,7 @@ class PagedBatch final : public Batch {
   void note_exits(std::size_t k, Steps const& scheduled, std::vector<std::int64_t> const& logits);
   void keep_states(std::size_t k, Steps const& ran);
   void propagate(std::size_t k, std::vector<SlotStep>& all);
-  std::vector<StepResult> results(std::vector<SlotStep> const& all);
+  std::vector<StepResult> results(std::vector<SlotStep>& all);
   void commit(std::vector<SlotStep>& all);
 
   // A sequence's new hidden states [count, D] in segment k's last run.

@@ -45,17 +45,14 @@ NetworkSpec head_spec(Manifest const& manifest, std::int64_t exit_size) {
            {names::kLogits, false, "float32", {1, kTokens, manifest.model.vocab_size}}}};
 }
 
-// The last dimension of the head's input; 0, which no head has, where it is not a number.
-std::int64_t exit_size_of(std::vector<Tensor> const& tensors) {
+}  // namespace
+
+std::int64_t last_dimension(std::vector<Tensor> const& tensors, char const* name) {
   for (Tensor const& tensor : tensors) {
-    if (tensor.is_input && tensor.name == names::kExitStates && !tensor.shape.empty()) {
-      return std::max<std::int64_t>(tensor.shape.back(), 0);
-    }
+    if (tensor.name == name && !tensor.shape.empty()) return std::max<std::int64_t>(tensor.shape.back(), 0);
   }
   return 0;
 }
-
-}  // namespace
 
 Layers layers_of(Manifest const& manifest, std::size_t k) {
   std::vector<std::int64_t> const depths = manifest.depths();
@@ -107,7 +104,7 @@ std::shared_ptr<BatchSessions> BatchNetworks::open() const {
   auto opened = std::make_shared<BatchSessions>();
   std::size_t const segments = manifest.checkpoints.size() + 1;
   opened->head = load(opened->env, names::kHead);
-  std::int64_t const exit_size = exit_size_of(tensors_of(opened->head));
+  std::int64_t const exit_size = last_dimension(tensors_of(opened->head), names::kExitStates);
   check(opened->head, head_spec(manifest, exit_size), names::kHead);
   opened->exit_size = static_cast<std::size_t>(exit_size);
   for (std::size_t k = 0; k < segments; ++k) {

@@ -23,6 +23,9 @@ Layers layers_of(Manifest const& manifest, std::size_t k);
 // Those of segment k with K/V of their own, ascending.
 std::vector<std::size_t> kv_written(Manifest const& manifest, std::size_t k);
 
+// The last dimension of a tensor; 0, which none has, where it is not a number or there is no such tensor.
+std::int64_t last_dimension(std::vector<Tensor> const& tensors, char const* name);
+
 // Adds the pages of `layers` to a specification: those that are read as inputs, and as outputs those that are written.
 void add_pages(NetworkSpec& spec, Manifest const& manifest, std::vector<std::size_t> const& read,
                std::vector<std::size_t> const& written);

@@ -19,6 +19,7 @@ class PagedSequence final : public SequenceState {
   ExitRule rule;
 
   std::vector<std::int64_t> skipped;  // tokens of `lengths` that skipped the segment: their K/V are propagated
+  std::vector<float> final_states;    // [n, D'], of the last step, where `states` asks for them
   std::vector<std::vector<float>> pending;  // states [n, D] before each segment; none before the first
 
   std::vector<std::int64_t> computed() const override;

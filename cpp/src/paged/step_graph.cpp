@@ -65,15 +65,24 @@ StepResult StepGraph::step(PagedSequence& sequence, std::int64_t const* ids, std
     if (!pending_.empty() && (may_skip_ || !no_pending_output_)) {
       binding_.BindOutput(names::kNewPending, memory_);  // bound again, or it keeps the last step's shape
     }
+    states_bound_ = states_bound_ || sequence.states;
+    if (states_bound_) binding_.BindOutput(names::kFinalStates, memory_);  // after all others, and each time
     session_.Run(run_options_, binding_);
     segments_run += first_above(scores_, skip_thresholds_);
     bool const leaves_pending = !pending_.empty() && segments_run < depths_.size();
     std::vector<Ort::Value> outputs;
-    if (leaves_pending || num_logits_ > 1) outputs = binding_.GetOutputValues();
+    if (leaves_pending || num_logits_ > 1 || states_bound_) outputs = binding_.GetOutputValues();
     std::size_t const first = 2 * all_layers(manifest_).size();
     rows_ = num_logits_ > 1 ? std::move(outputs[first + (pending_.empty() ? 0 : 1)]) : Ort::Value(nullptr);
     result.rows = rows_ ? static_cast<std::size_t>(rows_.shape()[0]) : 1;
     result.logits = rows_ ? rows_.data<float>() : logits_.data();
+    if (states_bound_) {
+      states_ = std::move(outputs.back());
+      std::vector<std::int64_t> const shape = states_.shape();
+      result.states = states_.data<float>();
+      result.state_rows = static_cast<std::size_t>(shape[1]);
+      result.state_width = static_cast<std::size_t>(shape[2]);
+    }
     std::vector<float> pending;
     if (leaves_pending) {
       float const* const states = outputs[first].data<float>();

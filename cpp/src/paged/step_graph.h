@@ -61,6 +61,8 @@ class StepGraph {
   bool one_id_bound_ = false;
   std::int64_t num_logits_ = 0;  // rows of logits that are bound
   Ort::Value rows_{nullptr};     // the last step's logits, where they are not in `logits_`
+  Ort::Value states_{nullptr};   // the last step's final states, once a sequence asked for them
+  bool states_bound_ = false;
 };
 
 }  // namespace tide

@@ -23,10 +23,11 @@ Job::Job(Manifest const& manifest, std::vector<std::int64_t> const& prompt, std:
       number_(number),
       progress_(manifest, prompt, *request_) {}
 
-void Job::begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit) {
-  decoder_ = make_decoder(manifest_, *request_, number_, audit);
+void Job::begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DrafterInfo const* drafter) {
+  decoder_ = make_decoder(manifest_, *request_, number_, audit, drafter);
   progress_.begin(*decoder_);
   sequence.candidates = decoder_->candidates;
+  sequence.states = decoder_->reads_states();
   sequence_ = &sequence;
 }
 
@@ -62,6 +63,7 @@ StepRequest const* Job::next_step(std::int64_t limit, bool whole) {
 bool Job::take(StepResult const& result, double seconds) {
   seconds_ += seconds;
   stepped_ += count_;
+  decoder_->read_states(result);
   if (stepped_ < decoder_->request().ids.size()) return false;
   stepped_ = 0;
   std::vector<Token> block = decoder_->take(result);

@@ -37,8 +37,9 @@ class Job {
 
   // --- called by who does the steps -----------------------------------------------------------------------------------
 
-  // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none.
-  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit);
+  // Takes over an empty sequence, which stays until the job's end. audit: of mode exit; null: none. drafter: as in
+  // `make_decoder`.
+  void begin(SequenceState& sequence, std::shared_ptr<Audit> const& audit, DrafterInfo const* drafter);
 
   // Omits the first `count` tokens of the prompt, whose K/V the sequence has, from the first step.
   void skip(std::int64_t count);
@@ -59,6 +60,7 @@ class Job {
   bool unread() const { return sequence_->length() == 0; }  // whether its sequence is empty
   bool reads_prompt() const { return reads_prompt_; }       // whether it has no token yet
   bool verifies() const { return decoder_->verifies(); }
+  Decoder& decoder() const { return *decoder_; }
 
   std::vector<std::int64_t> const& prompt() const { return prompt_; }
   std::vector<std::int64_t> text() const;  // the prompt, and the tokens so far

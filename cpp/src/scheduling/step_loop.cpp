@@ -66,6 +66,7 @@ bool StepLoop::step() noexcept {
   stepper_ = std::this_thread::get_id();
   end_cancelled();
   admit();
+  draft();
   choose_steps();
   bool const runs = !requests_.empty();
   if (runs) run(requests_);
@@ -219,7 +220,8 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
     slot = or_generation_error("cannot start a sequence",
                                [&] { return batch_->join(thresholds_of(job->request()), job->request().max_pending); });
     slots_[*slot] = job;
-    job->begin(batch_->sequence(*slot), audit_);
+    if (job->request().drafts && drafts_ == nullptr) drafts_ = backend_->start_drafts(slots_.size());
+    job->begin(batch_->sequence(*slot), audit_, drafts_ == nullptr ? nullptr : &drafts_->info());
   } catch (...) {
     if (slot) return fail(*slot, std::current_exception());
     {
@@ -229,6 +231,38 @@ void StepLoop::join(std::shared_ptr<Job> const& job) noexcept {
     if (!failure_) failure_ = std::current_exception();
     job->end(std::nullopt, std::current_exception());
     news_ = true;
+  }
+}
+
+// Runs the drafter for the jobs that ask it, all at once, until none does.
+void StepLoop::draft() noexcept {
+  std::size_t writing = 0;
+  for (auto const& job : slots_) writing += job != nullptr && !job->reads_prompt() ? 1 : 0;
+  for (auto const& job : slots_) {
+    if (job != nullptr) job->decoder().others = std::max<std::size_t>(writing, 1) - 1;
+  }
+  while (drafts_ != nullptr) {
+    std::vector<std::size_t> asking;
+    try {
+      std::vector<SlotDraft> rows;
+      for (std::size_t slot = 0; slot < slots_.size(); ++slot) {
+        if (slots_[slot] == nullptr || slots_[slot]->decoder().draft_rows() == nullptr) continue;
+        asking.push_back(slot);
+        rows.push_back({slot, *slots_[slot]->decoder().draft_rows()});
+      }
+      if (asking.empty()) return;
+      std::vector<DraftResult> const results = drafts_->run(rows);
+      for (std::size_t i = 0; i < asking.size(); ++i) {
+        try {
+          slots_[asking[i]]->decoder().take_draft(results[i]);
+        } catch (...) {  // of a hook
+          fail(asking[i], std::current_exception());
+        }
+      }
+    } catch (...) {
+      for (std::size_t const slot : asking) fail(slot, std::current_exception());
+      return;
+    }
   }
 }
 
@@ -310,6 +344,7 @@ void StepLoop::end(std::size_t slot, std::optional<FinishReason> reason, std::ex
   news_ = true;
   std::shared_ptr<Job> const job = std::move(slots_[slot]);
   batch_->leave(slot);
+  if (drafts_ != nullptr) drafts_->leave(slot);
   {
     std::lock_guard<std::mutex> const lock(mutex_);
     --running_;

@@ -36,6 +36,7 @@ class StepLoop {
   std::size_t running() const;
   bool closed() const;
   bool in_step() const { return stepper_ == std::this_thread::get_id(); }
+  bool caches_prefixes() const { return prefixes_ != nullptr; }
   std::int64_t prefix_cache_bytes() const { return prefixes_ == nullptr ? 0 : prefixes_->bytes(); }
 
   // A step by the reader of a handle; false: the thread does them.
@@ -56,6 +57,7 @@ class StepLoop {
   std::vector<double> thresholds_of(Request const& request) const;
   void join(std::shared_ptr<Job> const& job) noexcept;
   void choose_steps() noexcept;
+  void draft() noexcept;
   void keep(std::size_t slot) noexcept;
   void run(std::vector<SlotRequest> const& requests) noexcept;
   void take(std::size_t slot, StepResult const& result, double seconds) noexcept;
@@ -67,6 +69,7 @@ class StepLoop {
   std::shared_ptr<Backend> const backend_;
   std::unique_ptr<Batch> const batch_;
   SchedulerLimits const limits_;
+  std::unique_ptr<Drafts> drafts_;               // null: there is no drafter, or no job drafts
   std::unique_ptr<PrefixCache> const prefixes_;  // null: there is none
   std::int64_t const kv_tokens_;                 // of all requests with a slot, at most
   std::shared_ptr<Audit> const audit_;           // null: there is none

@@ -1,0 +1,50 @@
+// What a decoder and a drafter say to each other: rows to run, and the logits and state of the last one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tide {
+
+// Of a bundle's drafter.
+struct DrafterInfo {
+  std::vector<std::int64_t> tokens;  // that it can propose, ascending
+  std::vector<double> acceptance;    // share of its drafts that was accepted in training, by confidence
+  std::int64_t max_rows = 0;         // of a sequence
+  std::size_t width = 0;             // of a state
+};
+
+// Rows that the drafter is to run over in one sequence: tokens, each with the state before it.
+struct DraftRows {
+  std::int64_t before = 0;        // rows of the sequence that stay; later ones are removed
+  std::vector<std::int64_t> ids;  // [n], at least one
+  std::vector<float> states;      // [n, width]
+};
+
+// Of the last row; valid until the next run.
+struct DraftResult {
+  float const* logits;  // [tokens]
+  float const* state;   // [width], in place of the model's for a further row
+};
+
+struct SlotDraft {
+  std::size_t slot;
+  DraftRows const& rows;
+};
+
+// Sequences of a drafter, in slots. May be used by one thread at a time.
+class Drafts {
+ public:
+  virtual ~Drafts() = default;
+
+  virtual DrafterInfo const& info() const = 0;
+
+  // Runs rows of some sequences, one slot at most once; a slot without rows so far begins anew. Throws GenerationError: not
+  // enough memory, or the network failed; the rows of a slot are then those before.
+  virtual std::vector<DraftResult> run(std::vector<SlotDraft> const& drafts) = 0;
+
+  virtual void leave(std::size_t slot) noexcept = 0;  // removes the rows of a slot
+};
+
+}  // namespace tide

@@ -1,0 +1,61 @@
+// A bundle's drafter: a small network that proposes the next token from the last token and the model's final state before it
+// (tide_export/routers/drafter.py has its formula). It has K/V of its own, in pages as the model's.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "decoding/drafts.h"
+#include "onnxruntime/session.h"
+#include "paged/pool.h"
+#include "paged/run.h"
+
+namespace tide {
+
+// The network and the pool of its K/V. May be used by several threads at once.
+class DrafterNetwork {
+ public:
+  // Throws BundleError: it does not load, or is not one for the bundle's model. GenerationError: no memory can be reserved.
+  DrafterNetwork(Bundle const& bundle, std::optional<std::int64_t> threads);
+
+  DrafterInfo const& info() const { return info_; }
+
+ private:
+  friend class PagedDrafts;
+  void check(Bundle const& bundle);
+
+  ReturnsFreeMemory returns_free_memory_;
+  Ort::Env env_{"tide"};
+  NetworkSession session_;
+  Manifest manifest_;  // of its one layer, for its sequences and pages
+  DrafterInfo info_;
+  std::optional<PagePool> pool_;
+};
+
+// The drafter's sequences of one stream or batch, and its bindings for them.
+class PagedDrafts final : public Drafts {
+ public:
+  PagedDrafts(DrafterNetwork& network, std::size_t slots);
+
+  DrafterInfo const& info() const override { return network_.info(); }
+  std::vector<DraftResult> run(std::vector<SlotDraft> const& drafts) override;
+  void leave(std::size_t slot) noexcept override { sequences_[slot].reset(); }
+
+ private:
+  template <typename T>
+  void bind(char const* name, std::vector<T>& values, std::vector<std::int64_t> const& shape, bool is_input);
+
+  DrafterNetwork& network_;
+  Ort::MemoryInfo const memory_ = Ort::MemoryInfo::cpu();
+  Ort::RunOptions const run_options_;
+  Ort::IoBinding binding_;
+  PageBindings pages_;
+  std::vector<std::unique_ptr<PagedSequence>> sequences_;  // by slot; null: it has no rows
+  std::int64_t rows_ = -1, count_ = -1;                    // that the buffers are bound for
+  std::vector<std::int64_t> ids_, positions_, starts_, last_;
+  std::vector<float> states_, logits_, next_states_;
+};
+
+}  // namespace tide

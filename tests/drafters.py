@@ -1,0 +1,58 @@
+"""Drafters with random weights, and bundles with one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from tide_export import names
+from tide_export.bundle.opened import open_bundle
+from tide_export.bundle.store import write_manifest
+from tide_export.compose.builder import Block, Weights
+from tide_export.compose.drafter import compose_drafter
+from tide_export.drafting.bundle import put_before, quantized
+from tide_export.lower.onnxruntime.lower import lower_for_onnxruntime
+from tide_export.routers.drafter import CONFIDENCES, Drafter, Shape
+from tide_export.trace.rewriting import FLOAT, INT64, typed_value
+
+ROWS = 64  # of a sequence
+
+
+def random_drafter(state: int, embedding: int, tokens: np.ndarray, bias: bool = False, **changes: Any) -> Drafter:
+    """A drafter with random weights of which none is without effect."""
+    shape, generator = Shape.of(state, embedding), np.random.default_rng(4)
+
+    def normal(*size: int) -> np.ndarray:
+        return generator.standard_normal(size).astype(np.float32)
+
+    arrays = {
+        name: normal(*size) * size[1] ** -0.5 if len(size) == 2 else 1 + 0.2 * normal(*size)
+        for name, size in shape.arrays.items()
+    }
+    head = normal(len(tokens), state) * 2 * state**-0.5
+    acceptance = (0.9,) * len(CONFIDENCES)  # so that it drafts until it has shown otherwise
+    drafter = Drafter(shape, tokens, head, normal(len(tokens)) if bias else None, arrays, acceptance, "0" * 64)
+    return replace(drafter, **changes)
+
+
+def with_drafter(bundle: Path, drafter: Drafter, rows: int = ROWS, **metadata: str) -> Path:
+    """Puts `drafter` into a bundle without weights outside its graph; returns the bundle's path.
+
+    Args:
+        metadata: of the network, in place of what it should have.
+    """
+    manifest = open_bundle(bundle, verify=False).manifest
+    vocabulary = manifest.model.vocab_size
+    model = lower_for_onnxruntime(compose_drafter(drafter, rows), quantized(drafter))
+    block = Block("embedding", Weights())
+    table = np.random.default_rng(6).standard_normal((vocabulary, drafter.shape.embedding)).astype(np.float32)
+    ids = typed_value(names.INPUT_IDS, INT64, [1, "tokens"])
+    inputs = [block.weights.float32("embedding", table), ids]
+    rows_of = block.op("Gather", inputs, dtype=FLOAT, shape=[1, "tokens", drafter.shape.embedding])
+    put_before(model, block.model("embedding", [ids], {"embeddings": rows_of}), drafter.shape.embedding)
+    model.metadata_props.update({f"tide.{name}": value for name, value in metadata.items()})
+    ir.save(model, bundle / names.DRAFTER_FILE)
+    write_manifest(bundle, replace(manifest, drafter={}))
+    return bundle

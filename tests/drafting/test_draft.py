@@ -1,0 +1,43 @@
+"""`tide-export draft` on a real bundle: what it writes, and that the bundle's tokens stay those of full."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tide_export.bundle.opened import open_bundle
+from tide_export.cli.main import main
+from tide_export.runtime.engine import load
+
+
+def test_a_drafter_is_trained_written_and_used(
+    demo_model: Path, demo_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "b"
+    shutil.copytree(demo_bundle, bundle)
+    before = open_bundle(bundle).manifest
+    command = ["draft", str(demo_model), str(bundle), "--minutes", "0.15", "--max-new-tokens", "24", "-q", "--json"]
+    assert main(command) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["tokens"] > 100
+    assert said["measured_speed"] > 0
+    manifest = open_bundle(bundle).manifest  # every hash
+    assert manifest.drafter is not None
+    assert manifest.drafter["settings"]["model"] == manifest.model.weights_sha256
+    assert set(manifest.files) == set(before.files) | {"drafter.onnx"}
+    assert manifest.drafting is not None
+    assert manifest.drafting.drafter_cost is not None
+    assert manifest.drafting.drafter_cost > 0
+    assert not (tmp_path / ".b.draft").exists()
+    engine = load(bundle, threads=1)
+    for temperature in (0.0, 0.8):
+        options = {"temperature": temperature, "seed": 3, "max_new_tokens": 40, "stop_token_ids": []}
+        full = engine.generate([50, 60, 70], mode="full", **options)
+        drafted = engine.generate([50, 60, 70], mode="lossless", drafter=4, **options)
+        assert drafted.tokens == full.tokens
+        assert drafted.stats.learned_drafted or not manifest.drafting.tuning["pays"]
+    # Again, in place of the first: the bundle stays whole.
+    assert main([*command[:-1], "--seed", "1"]) == 0
+    assert "draft 1" in capsys.readouterr().out
+    assert open_bundle(bundle).manifest.drafter is not None

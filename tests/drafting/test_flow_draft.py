@@ -1,0 +1,257 @@
+"""`tide-export draft` from end to end, on an engine that stands in for the bundle's, with a clock that counts."""
+
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from drafting_stubs import Clock, StubEngine
+from tiny_configs import small_llama
+from transformers import LlamaForCausalLM
+
+from tide_export.cli.main import main
+from tide_export.drafting import answers, flow, run, schedule, store, training
+from tide_export.drafting.config import DraftConfig
+from tide_export.drafting.flow import draft
+from tide_export.drafting.target import Target
+from tide_export.errors import ConfigError, DraftError
+from tide_export.model.source import load_model
+from tide_export.routers.drafter import CONFIDENCES, Drafter
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}:"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """A random Llama with the demo model's tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = small_llama(4096, 32, 1, 512)
+        config.initializer_range = 0.5
+        LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, folder / name)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(model: Path) -> Target:
+    return Target.of(load_model(model))
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "now", Clock())
+    monkeypatch.setattr(schedule, "MIN_GAIN", -math.inf)
+    monkeypatch.setattr(answers, "MAX_BATCH", 16)
+    monkeypatch.setattr(answers, "FIRST_BATCH", 16)
+    monkeypatch.setattr(training, "fast_dtype", lambda device: None)
+    monkeypatch.setattr(run, "SAVE_SECONDS", 0.5)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"def f{number}(x):\n" for number in range(40)))
+    return str(file)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A stand-in for a bundle and its engine, and the drafters that were written."""
+    stub = SimpleNamespace(path=tmp_path / "bundle", engine=StubEngine(target), written=list[Drafter](), loaded=0)
+    stub.path.mkdir()
+
+    def check(path, weights_sha256=None):
+        if weights_sha256 not in (None, target.weights_sha256):
+            raise DraftError(f"bundle {path} was exported from another model than the one given: its weights differ")
+        return SimpleNamespace(path=stub.path, manifest=SimpleNamespace(weights="fp32", drafting=None))
+
+    def load(path, provider, threads):
+        assert provider == "cpu"
+        stub.loaded += 1
+        return stub.engine
+
+    monkeypatch.setattr(flow, "check_bundle", check)
+    monkeypatch.setattr(run, "load", load)
+    monkeypatch.setattr(flow, "write_drafter", lambda path, drafter: stub.written.append(drafter))
+    monkeypatch.setattr(flow, "_measure", lambda path, prompts, temperature: 1.25)
+    return stub
+
+
+def config(prompts: str | None, **options) -> DraftConfig:
+    given = {"minutes": 0.075, "max_new_tokens": 8, "vocabulary": 128}
+    return DraftConfig(prompts=prompts, **{**given, **options})
+
+
+def test_a_drafter_is_trained_measured_and_written(
+    model: Path, bundle, prompts: str, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "tide_export"):
+        report = draft(str(model), bundle.path, config(prompts))
+    assert report is not None
+    (drafter,) = bundle.written
+    assert np.array_equal(drafter.head, target.head.numpy()[drafter.tokens])
+    assert len(drafter.tokens) == 128
+    assert drafter.bias is None
+    assert {name: array.shape for name, array in drafter.arrays.items()} == drafter.shape.arrays
+    assert len(drafter.acceptance) == len(CONFIDENCES)
+    assert drafter.weights_sha256 == target.weights_sha256
+    assert json.loads(json.dumps(drafter.provenance))["acceptance"]["drafts"] > 50
+    assert report.minutes == pytest.approx(0.075, rel=0.25)
+    assert report.trained_tokens > 1.2 * report.tokens
+    assert 5 <= len([one for one in caplog.messages if "drafts accepted" in one]) <= 10
+    assert caplog.messages[-3].startswith("done, ")
+    assert "expected speed" in report.render()
+    assert sorted(entry.name for entry in bundle.path.parent.iterdir()) == ["bundle", "prompts.txt"]
+    assert bundle.loaded == 1
+
+
+@pytest.mark.parametrize("at", ["answers", "training"])
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
+    at: str, model: Path, bundle, prompts: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    whole = draft(str(model), bundle.path, config(prompts))
+    assert whole is not None
+    step, steps = training.Trainer.train_step, list[float]()
+
+    def interrupted(trainer: training.Trainer, progress: float) -> None:
+        steps.append(progress)
+        if len(steps) == 9:
+            raise KeyboardInterrupt
+        step(trainer, progress)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO, "tide_export"):
+        if at == "answers":
+            bundle.engine = StubEngine(target, interrupt_at=5)
+        else:
+            patched.setattr(training.Trainer, "train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            draft(str(model), bundle.path, config(prompts))
+    assert f"goes on from what is in {tmp_path / '.bundle.draft'}" in caplog.messages[-1]
+    assert len(bundle.written) == 1
+    bundle.engine = StubEngine(target)
+    report = draft(str(model), bundle.path, config(prompts))
+    expected, found = bundle.written
+    assert all(np.array_equal(found.arrays[name], expected.arrays[name]) for name in expected.arrays)
+    assert np.array_equal(found.tokens, expected.tokens)
+    assert report == whole
+
+
+def test_a_cache_that_is_complete_writes_the_drafter_again(model: Path, bundle, prompts: str, tmp_path: Path) -> None:
+    first = draft(str(model), bundle.path, config(prompts), cache=tmp_path / "cache")
+    calls = bundle.engine.calls
+    second = draft(str(model), bundle.path, config(prompts), cache=tmp_path / "cache")
+    assert second == first
+    assert (bundle.engine.calls, bundle.loaded) == (calls, 1)
+    assert all(np.array_equal(a, b) for a, b in zip(*(one.arrays.values() for one in bundle.written), strict=True))
+    longer = draft(str(model), bundle.path, config(prompts, minutes=0.1), cache=tmp_path / "cache")
+    assert longer is not None
+    assert longer.minutes == pytest.approx(0.1, rel=0.25)
+    assert longer.trained_tokens > first.trained_tokens
+    assert bundle.engine.calls > calls
+    with pytest.raises(DraftError, match=r"cache is of a training with seed 0, not 7: give the same settings"):
+        draft(str(model), bundle.path, config(prompts, seed=7), cache=tmp_path / "cache")
+
+
+def test_a_training_that_gains_little_ends_early(
+    model: Path, bundle, prompts: str, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(schedule, "MIN_GAIN", 100.0)
+    with caplog.at_level(logging.INFO, "tide_export"):
+        report = draft(str(model), bundle.path, config(prompts))
+    assert report is not None
+    assert report.minutes < 0.06
+    assert len([one for one in caplog.messages if "drafts accepted" in one]) == 4
+    assert any(one.endswith("of speed: the last round") for one in caplog.messages)
+
+
+def test_shipped_prompts(model: Path, bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide_export.drafting.prompts.MAX_PROMPTS", 300)
+    assert draft(str(model), bundle.path, config(None)) is not None
+    assert len(set(bundle.engine.prompts)) > 100
+
+
+def test_command_line(model: Path, bundle, prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["draft", str(model), str(bundle.path), "--minutes", "0.05", "--prompts", prompts, "--vocabulary", "64"]
+    assert main([*words, "--max-new-tokens", "8", "--json", "-q"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["settings"]["vocabulary"] == 64
+    assert len(report["acceptance"]["sampled"]) == 4
+    assert main(["draft", str(model), str(bundle.path), "--prompts", "none.txt"]) == 2
+    assert capsys.readouterr().err.startswith("tide-export: error: cannot read prompts from none.txt: ")
+    with pytest.raises(SystemExit):
+        main(["draft", "--help"])
+    shown = capsys.readouterr().out
+    assert "--minutes X" in shown
+    assert "--prompts FILE" in shown
+
+
+class TestRefusals:
+    def test_before_the_model_is_loaded(self, bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(flow, "load_model", lambda *_, **__: pytest.fail("loaded"))
+        (tmp_path / "empty.txt").write_text("")
+        with pytest.raises(DraftError, match=r"empty.txt holds no prompts"):
+            draft("none", bundle.path, config(str(tmp_path / "empty.txt")))
+        monkeypatch.setattr(store, "SPARE_BYTES", 10**18)
+        with pytest.raises(
+            DraftError, match=r"the answers need about 1000000000.0 GB in .*bundle.draft, and .* are free: name"
+        ):
+            draft("none", bundle.path, config(None))
+
+    def test_a_bundle_that_cannot_be_written(self, bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(file: Path) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(flow, "check_writable", refuse)
+        with pytest.raises(DraftError, match=r"cannot write to bundle .*: Permission denied"):
+            draft("none", bundle.path, config(None))
+
+    def test_a_bundle_of_another_model(self, bundle, model: Path, prompts: str, monkeypatch) -> None:
+        check = flow.check_bundle
+        monkeypatch.setattr(flow, "check_bundle", lambda path, sha=None: check(path, sha and "00" * 32))
+        with pytest.raises(DraftError, match="was exported from another model than the one given"):
+            draft(str(model), bundle.path, config(prompts))
+        assert [entry.name for entry in bundle.path.parent.iterdir() if "draft" in entry.name] == []
+
+    def test_a_model_that_answers_with_a_token(self, bundle, model: Path, prompts: str, target: Target) -> None:
+        bundle.engine = StubEngine(target, longest=1)
+        with pytest.raises(
+            DraftError, match=r"answers each of the first 16 prompts with fewer than 3 tokens, so there is"
+        ):
+            draft(str(model), bundle.path, config(prompts))
+
+    def test_states_of_another_width(self, bundle, model: Path, prompts: str, target: Target) -> None:
+        bundle.engine.mixers = torch.cat([bundle.engine.mixers, bundle.engine.mixers], -1)
+        bundle.engine.target = Target(target.embeddings, torch.cat([target.head, target.head], -1), None, "")
+        with pytest.raises(DraftError, match=r"the bundle's states have the shape \(\d+, 64\), not \(\d+, 32\)"):
+            draft(str(model), bundle.path, config(prompts))
+
+    def test_states_that_are_not_finite(self, bundle, model: Path, prompts: str, monkeypatch) -> None:
+        original = bundle.engine.generate
+
+        def broken(ids, config):
+            results = original(ids, config)
+            results[3].states[0, 0] = np.nan
+            return results
+
+        monkeypatch.setattr(bundle.engine, "generate", broken)
+        with pytest.raises(DraftError, match=r"states hold numbers that are not finite: `tide-export validate`"):
+            draft(str(model), bundle.path, config(prompts))
+
+    def test_no_room_for_the_answers_of_the_whole_time(
+        self, bundle, model: Path, prompts: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(DraftError, match=r"the answers of \d+\.\d hours need about \d+\.\d GB in .*\.draft, and"):
+            draft(str(model), bundle.path, config(prompts, minutes=10.0**10))
+
+    def test_options(self) -> None:
+        with pytest.raises(ConfigError, match="option minutes: Input should be greater than 0"):
+            DraftConfig.from_options(minutes=0)

@@ -1,0 +1,106 @@
+"""Prompts: shipped ones and the user's, and which are held out."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tide_export.drafting.config import DraftConfig
+from tide_export.drafting.prompts import HELD_OUT_PROMPTS, Prompts, check_prompts, choose_prompts
+from tide_export.drafting.shipped_prompts import shipped_prompts
+from tide_export.errors import DraftError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_shipped_prompts_are_many_and_none_is_of_the_benchmark(chat: bool) -> None:
+    prompts = shipped_prompts(0, 5000, chat)
+    assert len(set(prompts)) == 5000
+    assert prompts == shipped_prompts(0, 5000, chat)
+    assert len(set(prompts) & set(shipped_prompts(1, 5000, chat))) < 2500
+    for prompt in prompts:
+        assert "{" not in prompt or not chat
+        assert prompt == prompt.rstrip(" ")
+    assert max(map(len, prompts)) < 1000
+    files = (ROOT / "tools" / "benchmarks" / "prompts").glob("*.txt")
+    benchmark = {line.strip().lower() for file in files for line in file.read_text().splitlines() if line.strip()}
+    assert len(benchmark) > 50
+    assert not benchmark & {prompt.strip().lower() for prompt in shipped_prompts(0, 20_000, chat)}
+
+
+def test_shipped_prompts_are_of_many_kinds() -> None:
+    prompts = shipped_prompts(0, 3000, True)
+    for word in ("Python", "SQL", "email", "Translate", "story", "Was", "请", "Correct"):
+        assert any(word in prompt for prompt in prompts), word
+    beginnings = shipped_prompts(0, 3000, False)
+    assert any(prompt.startswith("def ") for prompt in beginnings)
+
+
+class Letters:
+    """A tokenizer: one token per letter."""
+
+    chat_template = None
+
+    def __call__(self, text: str):
+        return {"input_ids": [ord(letter) % 100 for letter in text]}
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    prompts = Prompts([f"prompt {n}" for n in range(50)], Letters(), 100, 0)  # type: ignore[arg-type]
+    requests = [prompts.request(number) for number in range(3000)]
+    held_out = [request for request in requests if request.held_out]
+    assert len(held_out) == HELD_OUT_PROMPTS
+    assert held_out[0].number == 0
+    assert not {request.ids for request in held_out} & {request.ids for request in requests if not request.held_out}
+    assert len({request.seed for request in requests}) == 3000
+    assert prompts.request(17) == prompts.request(17)
+
+
+def test_two_prompts_are_enough(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one\ntwo\none\n")
+    config = DraftConfig(prompts=str(tmp_path / "prompts.txt"))
+    texts = check_prompts(config)
+    assert texts == ["one", "two"]
+    prompts = choose_prompts(texts, Letters(), config, 64)  # type: ignore[arg-type]
+    assert len({prompts.request(number).ids for number in range(30)}) == 2
+
+
+class TestRefusals:
+    def refused(self, tmp_path: Path, content: str, name: str = "prompts.txt") -> str:
+        (tmp_path / name).write_text(content)
+        config = DraftConfig(prompts=str(tmp_path / name))
+        with pytest.raises(DraftError) as error:
+            choose_prompts(check_prompts(config), Letters(), config, 64)  # type: ignore[arg-type]
+        return str(error.value)
+
+    def test_empty(self, tmp_path: Path) -> None:
+        assert self.refused(tmp_path, "\n \n").endswith("prompts.txt holds no prompts")
+
+    def test_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(DraftError, match=r"cannot read prompts from .*none.txt"):
+            check_prompts(DraftConfig(prompts=str(tmp_path / "none.txt")))
+
+    def test_other_format(self, tmp_path: Path) -> None:
+        message = self.refused(tmp_path, '{"text": "a"}\n', "prompts.jsonl")
+        assert message.endswith("prompts.jsonl: entry 1 is no JSON object with a string `prompt`")
+
+    def test_binary(self, tmp_path: Path) -> None:
+        (tmp_path / "prompts.txt").write_bytes(b"\xff\xfe\x00\x80")
+        with pytest.raises(DraftError, match="cannot read prompts from"):
+            check_prompts(DraftConfig(prompts=str(tmp_path / "prompts.txt")))
+
+    def test_one(self, tmp_path: Path) -> None:
+        assert "holds one prompt, and drafts are measured on another" in self.refused(tmp_path, "one\none\n")
+
+    def test_too_long(self, tmp_path: Path) -> None:
+        message = self.refused(tmp_path, "a" * 33 + "\n" + "b" * 40 + "\nshort\n")
+        assert message.endswith("prompts.txt: 1 of its prompts have 1 to 32 tokens, and 2 are needed")
+
+    def test_chat_template(self, tmp_path: Path) -> None:
+        def refuse(*_, **__):
+            raise ValueError("only system messages")
+
+        tokenizer = SimpleNamespace(chat_template="x", apply_chat_template=refuse)
+        with pytest.raises(DraftError, match="the chat template refuses the prompt 'a': only system messages"):
+            choose_prompts(["a", "b"], tokenizer, DraftConfig(), None)  # type: ignore[arg-type]

@@ -1,0 +1,248 @@
+"""Lossless mode with a drafter's drafts returns the full model's tokens with the same seed, whatever it drafts: alone,
+in lists, beside exits and n-grams, with everything that changes logits, up to every kind of end."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drafters import ROWS, random_drafter, with_drafter
+from tiny_model import WIDTH, TinyModel
+
+from tide_export.errors import BundleError, GenerationError
+from tide_export.runtime.engine import Engine, load
+from tide_export.runtime.scheduler import SchedulerLimits
+
+SMALL = TinyModel(vocabulary=7, seed=3)
+TOKENS = np.array([0, 1, 3, 4, 5, 6])  # not 2
+NEVER = 1.0
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_drafter(SMALL.write(tmp_path_factory.mktemp("small") / "b"), random_drafter(WIDTH, WIDTH, TOKENS))
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> Engine:
+    return load(bundle)
+
+
+def both(engine: Engine, prompt: list[int], **options: Any) -> tuple[list[int], Any]:
+    """The tokens of full, and the generation in lossless mode, which must have these."""
+    drafting = {name: options.pop(name) for name in ("drafter", "prompt_lookup", "threshold") if name in options}
+    full = engine.generate(prompt, mode="full", **options)
+    lossless = engine.generate(
+        prompt, mode="lossless", **{"threshold": NEVER, "prompt_lookup": 0} | drafting, **options
+    )
+    assert lossless.tokens == full.tokens
+    assert lossless.finish_reason == full.finish_reason
+    return full.tokens, lossless
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.5])
+@pytest.mark.parametrize("drafter", [1, 3, 8])
+@pytest.mark.parametrize("lookup", [0, 4])
+def test_the_tokens_are_those_of_full(engine: Engine, temperature: float, drafter: int, lookup: int) -> None:
+    drafted = accepted = 0
+    for seed in range(20):
+        _, made = both(
+            engine,
+            [1, 4, 2][: 1 + seed % 3],
+            temperature=temperature,
+            seed=seed,
+            max_new_tokens=40,
+            stop_token_ids=[],
+            drafter=drafter,
+            prompt_lookup=lookup,
+        )
+        stats = made.stats
+        drafted, accepted = drafted + stats.learned_drafted, accepted + stats.learned_accepted
+        assert stats.learned_drafted + stats.lookup_drafted == stats.drafted
+        assert stats.learned_accepted + stats.lookup_accepted == stats.accepted == stats.exit_layer.count(0)
+        assert stats.layer_tokens_run == 6 * (len([1, 4, 2][: 1 + seed % 3]) + 39 + stats.drafted - stats.accepted)
+    assert drafted > accepted
+    assert accepted > 0 or temperature == 0, "or this says nothing about drafts that are accepted"
+
+
+def test_coupled_draws_agree_more_often_than_independent_ones(engine: Engine) -> None:
+    """A drafter that knows nothing, at a temperature that makes all tokens about equally likely."""
+    drafted = accepted = 0
+    for seed in range(60):
+        _, made = both(engine, [1, 2], temperature=20.0, seed=seed, max_new_tokens=60, stop_token_ids=[], drafter=1)
+        drafted, accepted = drafted + made.stats.learned_drafted, accepted + made.stats.learned_accepted
+    assert drafted > 300
+    assert accepted > 0.6 * drafted  # six of seven tokens are proposed; drawn independently it would be a seventh
+
+
+def test_no_drafter_no_drafts(engine: Engine) -> None:
+    made = engine.generate([1], mode="lossless", threshold=NEVER, prompt_lookup=0, drafter=0, max_new_tokens=30)
+    assert made.stats.drafted == 0
+
+
+def test_it_is_for_lossless_mode_alone(engine: Engine) -> None:
+    with pytest.raises(GenerationError, match="drafter is for mode 'lossless', not 'exit'"):
+        engine.generate([1], mode="exit", drafter=4)
+    with pytest.raises(GenerationError, match="drafter is for mode 'lossless', not 'auto'"):
+        engine.generate([1], drafter=4)
+    with pytest.raises(GenerationError, match="drafter must be a whole number, 0 or more, not -1"):
+        engine.generate([1], mode="lossless", drafter=-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.7, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+        {"logit_bias": {2: 3.0, 5: -2.0}},
+        {"logprobs": 2},
+        {"logits_processor": lambda ids, logits: logits + 0.3 * (np.arange(len(logits)) == len(ids) % 7)},
+        {"logits_processor": lambda ids, logits: np.where(np.arange(len(logits)) == 2, logits, -np.inf)},
+        {"threshold": 0.0},
+    ],
+)
+def test_whatever_changes_logits_changes_drafts_too(engine: Engine, options: dict[str, Any]) -> None:
+    for seed in range(12):
+        tokens, made = both(engine, [3, 1], temperature=0.8, seed=seed, max_new_tokens=30, stop_token_ids=[], **options)
+        assert len(tokens) == 30
+        if "logprobs" in options:
+            full = engine.generate(
+                [3, 1], mode="full", temperature=0.8, seed=seed, max_new_tokens=30, stop_token_ids=[], logprobs=2
+            )
+            assert made.logprobs is not None
+            assert full.logprobs is not None
+            assert [one.logprob for one in made.logprobs] == pytest.approx([one.logprob for one in full.logprobs])
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_not_one_token_more_than_asked_for(engine: Engine, most: int) -> None:
+    for seed in range(5):
+        tokens, _ = both(engine, [3, 1, 4], temperature=0.5, seed=seed, max_new_tokens=most, stop_token_ids=[])
+        assert len(tokens) == most
+
+
+def test_stop_tokens_and_a_full_context_end_it(engine: Engine) -> None:
+    for stop in range(7):
+        both(engine, [2, 5], temperature=0.9, seed=stop, max_new_tokens=60, stop_token_ids=[stop])
+    prompt = [1] * (SMALL.context - 10)
+    _, made = both(engine, prompt, temperature=0.5, seed=1, max_new_tokens=50, stop_token_ids=[])
+    assert made.finish_reason == "context"
+
+
+def test_a_sequence_longer_than_the_drafter_s_goes_on(tmp_path: Path) -> None:
+    model = TinyModel(vocabulary=7, seed=3, context=6 * ROWS)
+    engine = load(with_drafter(model.write(tmp_path / "b"), random_drafter(WIDTH, WIDTH, TOKENS)))
+    for prompt in ([1, 2], [3] * (ROWS + 5)):
+        _, made = both(engine, prompt, temperature=0.5, seed=2, max_new_tokens=4 * ROWS, stop_token_ids=[])
+        assert made.stats.learned_drafted > 20  # also after the drafter began anew
+
+
+def test_a_hook_that_fails_leaves_the_stream_as_it_was(engine: Engine) -> None:
+    calls = 0
+
+    def process(ids: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        if calls in (4, 5, 11):
+            raise ValueError("not now")
+        return logits
+
+    options: dict[str, Any] = {"temperature": 0.6, "seed": 5, "max_new_tokens": 25, "stop_token_ids": []}
+    expected = engine.generate([1, 2], mode="full", **options).tokens
+    stream = engine.stream([1, 2], mode="lossless", threshold=NEVER, logits_processor=process, **options)
+    made: list[int] = []
+    failures = 0
+    while len(made) < 25:
+        try:
+            made.append(next(stream))
+        except GenerationError:
+            failures += 1
+    assert (made, failures) == (expected, 3)
+
+
+def test_states_are_what_the_head_reads(engine: Engine, tmp_path: Path) -> None:
+    made = engine.generate([1, 4, 2], mode="full", max_new_tokens=9, states=True, stop_token_ids=[])
+    assert made.states is not None
+    assert made.states.shape == (3 + 9 - 1, WIDTH)
+    logits = made.states @ SMALL.weights()["head"]
+    assert logits.argmax(axis=1)[2:].tolist() == made.tokens
+    assert engine.generate([1], mode="full").states is None
+    with pytest.raises(GenerationError, match="states is for mode 'full', where every token has a final state"):
+        engine.generate([1], mode="lossless", states=True)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({"weights_sha256": "1" * 64}, "was trained for another model than the bundle's: run tide-export draft again"),
+        ({"tokens": "0,1,3,4,5,5"}, "does not record its tokens as this release writes them"),
+        ({"tokens": "0,1,3,4,5,7"}, "does not record its tokens as this release writes them"),
+        ({"acceptance": "0.5"}, "does not record its tokens as this release writes them"),
+        ({"max_tokens": "none"}, "does not record its tokens as this release writes them"),
+        ({"tokens": "0,1"}, "drafter.onnx"),
+    ],
+)
+def test_a_drafter_that_is_not_the_bundle_s_is_refused(
+    bundle: Path, tmp_path: Path, metadata: dict[str, str], sentence: str
+) -> None:
+    copy = tmp_path / "b"
+    shutil.copytree(bundle, copy)
+    engine = load(with_drafter(copy, random_drafter(WIDTH, WIDTH, TOKENS), **metadata))
+    assert engine.generate([1], mode="full", max_new_tokens=3).tokens  # which needs none
+    with pytest.raises(BundleError, match=sentence):
+        engine.generate([1], mode="lossless", max_new_tokens=3)
+
+
+def test_the_manifest_and_the_file_belong_together(bundle: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "b"
+    shutil.copytree(bundle, copy)
+    text = (copy / "tide.json").read_text()
+    (copy / "tide.json").write_text(text.replace('"drafter": {}', '"drafter": null'))
+    with pytest.raises(BundleError, match=r"field 'drafter' must be there with the file drafter\.onnx"):
+        load(copy)
+
+
+def test_it_says_how_long_a_draft_takes(engine: Engine, tmp_path: Path) -> None:
+    seconds = engine.seconds_of_draft(10, sequences=3)
+    assert seconds is not None
+    assert 0 < seconds < 1
+    assert load(SMALL.write(tmp_path / "b")).seconds_of_draft(10) is None
+
+
+@pytest.fixture(scope="module")
+def demo(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo bundle with a random drafter of the right widths, as `write_drafter` puts it there."""
+    from tide_export.bundle.opened import open_bundle
+    from tide_export.drafting.bundle import write_drafter
+
+    copy = tmp_path_factory.mktemp("demo") / "b"
+    shutil.copytree(demo_bundle, copy)
+    manifest = open_bundle(copy, verify=False).manifest
+    width = manifest.model.hidden_size
+    tokens = np.arange(0, manifest.model.vocab_size, 3)
+    write_drafter(copy, random_drafter(width, width, tokens, weights_sha256=manifest.model.weights_sha256))
+    return copy
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_lists_and_schedulers_give_the_tokens_of_full(demo: Path, demo_text_ids: list[int], temperature: float) -> None:
+    engine = load(demo, threads=1)
+    prompts = [demo_text_ids[150 * n : 150 * n + length] for n, length in enumerate((1, 37, 90, 2))]
+    options: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_new_tokens": 20, "stop_token_ids": []}
+    full = [made.tokens for made in engine.generate(prompts, mode="full", **options)]
+    made = engine.generate(prompts, mode="lossless", **options)
+    assert [one.tokens for one in made] == full
+    assert all(one.stats.learned_drafted for one in made)
+    # From a prefix cache, whose tokens have no states: the drafter begins after them.
+    scheduler = engine.scheduler(SchedulerLimits(slots=2, prompt_tokens=32, prefix_cache_bytes=1 << 24))
+    text = demo_text_ids[300:390]
+    expected = engine.generate(text, mode="full", **options).tokens
+    for cached in (False, True):
+        request = scheduler.submit(text, mode="lossless", **options)
+        result = request.result()
+        assert result.tokens == expected
+        assert (request.cached_tokens > 0) == cached
+        assert result.stats.learned_drafted

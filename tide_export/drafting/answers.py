@@ -1,0 +1,90 @@
+"""Lets a bundle answer prompts, and keeps the answers with the model's states.
+
+Runs on the bundle's own runtime, so that a drafter learns from the states that it will read, roundings included.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tide_export.drafting import schedule
+from tide_export.drafting.config import DraftConfig
+from tide_export.drafting.prompts import Prompts, Request
+from tide_export.drafting.store import AnswerStore
+from tide_export.errors import DraftError
+from tide_export.runtime.config import GenerationConfig
+
+FIRST_BATCH = 32
+MIN_BATCH, MAX_BATCH = 8, 256
+BATCH_SECONDS = 30.0
+MIN_NEW_TOKENS = 3  # of some answer of the first batch: shorter ones have nothing to draft
+
+
+class Answered(Protocol):
+    """What an engine returns for a prompt when asked for states."""
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def states(self) -> np.ndarray | None: ...
+
+
+class AnswerEngine(Protocol):
+    """The part of `runtime.engine.Engine` that answers a list of prompts."""
+
+    def generate(self, ids: Sequence[Sequence[int]], config: GenerationConfig) -> Sequence[Answered]: ...
+
+
+class Answerer:
+    """Answers the prompts of this process, one batch after the other."""
+
+    def __init__(self, engine: AnswerEngine, prompts: Prompts, store: AnswerStore, config: DraftConfig) -> None:
+        self._engine, self._prompts, self._store, self._config = engine, prompts, store, config
+
+    def answer_batch(self, seconds: float) -> None:
+        """Answers as many more prompts as take `BATCH_SECONDS`, or `seconds` where that is less.
+
+        Raises:
+            DraftError: the answers are too short to train on, or states are not numbers; they cannot be kept.
+            GenerationError: the bundle cannot answer lists of prompts.
+        """
+        began = schedule.now()
+        store, size = self._store, self._batch_size(seconds)
+        requests = [self._prompts.request((store.own + index) * store.count + store.rank) for index in range(size)]
+        config = GenerationConfig(
+            mode="full",
+            temperature=self._config.temperature,
+            max_new_tokens=self._config.max_new_tokens,
+            seed=[request.seed for request in requests],
+            states=True,
+        )
+        results = self._engine.generate([list(request.ids) for request in requests], config)
+        answered = list[tuple[Request, Sequence[int], np.ndarray]]()
+        for request, result in zip(requests, results, strict=True):
+            states = result.states
+            expected = (len(request.ids) + len(result.tokens) - 1, store.width)
+            if states is None or states.shape != expected:
+                found = None if states is None else states.shape
+                raise DraftError(f"the bundle's states have the shape {found}, not {expected}: is it of this model?")
+            if not np.isfinite(states).all():
+                raise DraftError(
+                    "the bundle's states hold numbers that are not finite: `tide-export validate` checks it"
+                )
+            answered.append((request, result.tokens, states))
+        if not store.own and max(len(tokens) for _, tokens, _ in answered) < MIN_NEW_TOKENS:
+            raise DraftError(
+                f"the model answers each of the first {size} prompts with fewer than {MIN_NEW_TOKENS} tokens, so there "
+                "is nothing to draft: give prompts that it answers at length with --prompts"
+            )
+        store.append(answered, schedule.now() - began)
+        store.reload()
+
+    def _batch_size(self, left: float) -> int:
+        """Prompts that take about `BATCH_SECONDS`, or the seconds that are left."""
+        if not self._store.own or not self._store.seconds:
+            return FIRST_BATCH
+        a_second = self._store.own / self._store.seconds
+        return max(MIN_BATCH, min(MAX_BATCH, math.ceil(min(left, BATCH_SECONDS) * a_second)))

@@ -1,0 +1,109 @@
+"""`tide-export draft`: checks everything that takes long to find out otherwise, trains a drafter and writes it into the
+bundle."""
+
+import logging
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from tide_export.bundle.store import replace_manifest
+from tide_export.calibration.distributed import Processes
+from tide_export.data.sequences import load_tokenizer
+from tide_export.drafting.bundle import check_bundle, write_drafter
+from tide_export.drafting.config import CHANGEABLE, DraftConfig
+from tide_export.drafting.prompts import check_prompts, choose_prompts
+from tide_export.drafting.report import DraftReport
+from tide_export.drafting.run import Run
+from tide_export.drafting.store import check_settings, check_space
+from tide_export.drafting.target import Target
+from tide_export.errors import DraftError
+from tide_export.files import check_writable, failure
+from tide_export.model.source import load_model
+from tide_export.names import MANIFEST_FILE
+from tide_export.progress import stage
+from tide_export.runtime.engine import load
+from tide_export.tuning.drafter import with_drafter
+
+logger = logging.getLogger("tide_export")
+
+MEASURED_PROMPTS, MEASURED_TOKENS = 12, 64  # that lossless mode is compared with full depth on at the end
+
+
+def draft(
+    model: str,
+    bundle: str | os.PathLike[str],
+    config: DraftConfig | None = None,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+) -> DraftReport | None:
+    """Trains a drafter for `model` (folder or hub id) on the answers of `bundle`, and writes it into the bundle.
+
+    A run that was interrupted goes on when it is started again, with the minutes that are left; so does one that is
+    done, when it is given more minutes.
+
+    Args:
+        cache: a folder for answers and training, which is kept (a hidden folder beside the bundle, removed at the end).
+        trust_remote_code: run Python code of the model's own, if it has any (see `model.source.load_model`).
+
+    Returns:
+        The report; None in all but the main one of several processes.
+
+    Raises:
+        DraftError: prompts that cannot be used; a model that answers with a token or two; a bundle of another model, or
+            one that cannot have a drafter; a cache of another training; no room on the disk.
+        TideError: the model or the bundle cannot be read or run.
+    """
+    config, target_bundle = config or DraftConfig(), Path(bundle).absolute()
+    folder = target_bundle.parent / f".{target_bundle.name}.draft" if cache is None else Path(cache).absolute()
+    processes = Processes.current()
+    opened = check_bundle(bundle)
+    texts = check_prompts(config)
+    check_space(folder, 0, "the answers")
+    try:
+        check_writable(target_bundle / MANIFEST_FILE)
+    except OSError as error:
+        raise DraftError(f"cannot write to bundle {bundle}: {failure(error, target_bundle)}") from error
+    with stage("loading the model"):
+        source = load_model(model, trust_remote_code=trust_remote_code)
+        check_bundle(bundle, source.weights_sha256)
+        target = Target.of(source)
+        context = source.context_length
+        source.release()
+    prompts = choose_prompts(texts, load_tokenizer(model, trust_remote_code), config, context)
+    settings = config.model_dump(mode="json", exclude=CHANGEABLE) | {
+        "model": target.weights_sha256,
+        "weights": opened.manifest.weights,
+        "prompts_sha256": prompts.sha256,
+        "processes": processes.count,
+    }
+    if processes.main:
+        check_settings(folder, settings)
+    processes.barrier()
+    run = Run(opened, target, prompts, config, folder, processes)
+    try:
+        run.train()
+    except KeyboardInterrupt:
+        logger.info("interrupted: the same command goes on from what is in %s", folder)
+        raise
+    finally:
+        run.close()
+    if not processes.main:
+        return None
+    report = run.report(str(bundle), settings | {"source": model} | config.model_dump(mode="json", include=CHANGEABLE))
+    with stage("writing the drafter"):
+        write_drafter(bundle, run.drafter(report.provenance()))
+    with stage("measuring what drafts gain here"):
+        speed = _measure(bundle, run.prompts(MEASURED_PROMPTS), config.temperature)
+    if cache is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return replace(report, measured_speed=speed)
+
+
+def _measure(bundle: str | os.PathLike[str], prompts: list[list[int]], temperature: float) -> float:
+    """Stores how lossless mode is to draft here, and what mode auto is; returns its speed over full depth's."""
+    engine = load(bundle, provider="cpu", verify=False)
+    manifest, measured = with_drafter(engine, prompts, temperature, MEASURED_TOKENS)
+    replace_manifest(engine.bundle, manifest)
+    return measured.speedup

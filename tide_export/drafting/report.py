@@ -1,0 +1,61 @@
+"""Says what the training of a drafter reached: a table, and JSON."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tide_export.drafting.measure import Acceptance
+from tide_export.formatting import table
+from tide_export.routers.drafter import CONFIDENCES
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """The result of a training.
+
+    Attributes:
+        bundle: the folder that has the drafter now.
+        settings: as given, with the model's hash.
+        minutes: spent, all runs together.
+        answers: of the model, the held-out ones included.
+        tokens: different tokens of answers that were learned from.
+        trained_tokens: all that were learned from, repeated ones counted again.
+        held_out: answers that were measured on.
+        acceptance: on these.
+        speed: expected over full depth at the temperature of the answers, and greedily.
+        measured_speed: of lossless mode over full depth's at that temperature, after prompts of held-out answers.
+    """
+
+    bundle: str
+    settings: dict[str, Any]
+    minutes: float
+    answers: int
+    tokens: int
+    trained_tokens: int
+    held_out: int
+    acceptance: Acceptance
+    speed: tuple[float, float]
+    measured_speed: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def provenance(self) -> dict[str, Any]:
+        """What a bundle keeps of it."""
+        return {name: value for name, value in self.as_dict().items() if name not in ("bundle", "measured_speed")}
+
+    def render(self) -> str:
+        """Returns the report as two tables, one line per draft and per interval of confidence."""
+        temperature = f"T {self.settings['temperature']:g}"
+        pairs = zip(self.acceptance.sampled, self.acceptance.greedy, strict=True)
+        rows = [[f"draft {n}", f"{100 * a:.1f} %", f"{100 * b:.1f} %"] for n, (a, b) in enumerate(pairs, 1)]
+        rows.append(["expected speed", *(f"{speed:.2f}x" for speed in self.speed)])
+        if self.measured_speed is not None:
+            rows.append(["measured speed", f"{self.measured_speed:.2f}x", ""])
+        bounds = zip(CONFIDENCES, [*CONFIDENCES[1:], 1.0], self.acceptance.by_confidence, strict=True)
+        confident = [[f"{low:g} to {high:g}", f"{100 * share:.1f} %"] for low, high, share in bounds]
+        head = (
+            f"{self.bundle}: a drafter of {self.tokens} tokens of {self.answers} answers, in {self.minutes:.0f} "
+            f"minutes; accepted of drafts for {self.held_out} held-out answers:"
+        )
+        tables = table(["", temperature, "greedy"], rows), table(["confidence", f"draft 1, {temperature}"], confident)
+        return "\n".join([head, *tables])

@@ -1,0 +1,51 @@
+"""Measures what a bundle's drafter costs and gains on this machine, when `draft` has written it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from tide_export.bundle.manifest import Manifest
+from tide_export.runtime.engine import Engine
+from tide_export.tuning.auto import with_lossless
+from tide_export.tuning.lossless import MIN_SPEEDUP, compare
+from tide_export.tuning.replay import learned, off, step_costs
+from tide_export.tuning.report import Comparison
+from tide_export.tuning.request import LosslessRequest
+
+METHOD = "interleaved generations after the drafter was trained"
+
+
+def with_drafter(
+    engine: Engine, prompts: Sequence[list[int]], temperature: float, new_tokens: int
+) -> tuple[Manifest, Comparison]:
+    """Compares lossless mode by the drafter and prompt lookup with full depth, interleaved.
+
+    Args:
+        engine: of a bundle with a drafter.
+        prompts: to generate after, which the drafter has not seen; at least one.
+        new_tokens: after each.
+
+    Returns:
+        The manifest with the costs and what mode auto is; nothing is drafted where it is not faster. And what was
+        measured.
+    """
+    checkpoints = len(engine.manifest.checkpoints)
+    request = LosslessRequest(dataset="", prompts=len(prompts), new_tokens=new_tokens, temperature=temperature)
+    costs = step_costs(engine, prompts[0])
+    setting = learned(costs, checkpoints)
+    tuned = engine.drafting_as(setting.drafting(costs, {}))
+    measured = compare(engine, tuned, prompts, request)
+    pays = measured.speedup >= MIN_SPEEDUP
+    record: dict[str, Any] = {
+        "method": METHOD,
+        "pays": pays,
+        "n": len(prompts),
+        "new_tokens": new_tokens,
+        "temperature": temperature,
+        "full_seconds": costs.plain,
+        "drafter_seconds": costs.drafter,
+        **asdict(measured),
+    }
+    drafting = (setting if pays else off(costs, checkpoints)).drafting(costs, record)
+    auto = with_lossless(tuned, measured.speedup if pays else None, replace(request, slots=()), prompts)
+    return replace(engine.manifest, drafting=drafting, auto=auto), measured
