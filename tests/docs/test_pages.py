@@ -209,7 +209,9 @@ def test_a_page_of_the_guide_is_short(page: Path) -> None:
     assert len(page.read_text().split()) < 1000
 
 
-@pytest.mark.parametrize(("page", "settings"), [("settings", "TideConfig"), ("adapt", "AdaptConfig")])
+@pytest.mark.parametrize(
+    ("page", "settings"), [("settings", "TideConfig"), ("adapt", "AdaptConfig"), ("draft", "DraftConfig")]
+)
 def test_every_setting_is_in_the_reference_with_its_default(page: str, settings: str) -> None:
     text = (ROOT / "docs" / "reference" / f"{page}.md").read_text().partition("## `adapt.json`")[0]
     rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+?)`? \|", text, re.MULTILINE)

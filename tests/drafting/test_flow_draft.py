@@ -108,7 +108,7 @@ def test_a_drafter_is_trained_measured_and_written(
     assert report.minutes == pytest.approx(0.075, rel=0.25)
     assert report.trained_tokens > 1.2 * report.tokens
     assert 5 <= len([one for one in caplog.messages if "drafts accepted" in one]) <= 10
-    assert caplog.messages[-3].startswith("done, ")
+    assert any(one.startswith("done, ") for one in caplog.messages)
     assert "expected speed" in report.render()
     assert sorted(entry.name for entry in bundle.path.parent.iterdir()) == ["bundle", "prompts.txt"]
     assert bundle.loaded == 1

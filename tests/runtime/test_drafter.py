@@ -132,6 +132,14 @@ def test_stop_tokens_and_a_full_context_end_it(engine: Engine) -> None:
     assert made.finish_reason == "context"
 
 
+def test_any_number_of_drafts_may_be_asked_for(engine: Engine) -> None:
+    for most in (ROWS // 2, 10**6, 2**63 - 1):
+        _, made = both(
+            engine, [1, 2], temperature=0.5, seed=2, max_new_tokens=60, stop_token_ids=[], drafter=most, prompt_lookup=2
+        )
+        assert made.stats.learned_drafted
+
+
 def test_a_sequence_longer_than_the_drafter_s_goes_on(tmp_path: Path) -> None:
     model = TinyModel(vocabulary=7, seed=3, context=6 * ROWS)
     engine = load(with_drafter(model.write(tmp_path / "b"), random_drafter(WIDTH, WIDTH, TOKENS)))

@@ -66,6 +66,8 @@ def describe_bundle(bundle: Bundle, verified: bool) -> dict[str, Any]:
         "tuning": manifest.tuning,
         "tuning_in_force": _tuning_in_force(manifest),
         "auto": None if manifest.auto is None else asdict(manifest.auto),
+        "drafter": manifest.drafter,
+        "drafting": None if manifest.drafting is None else asdict(manifest.drafting),
         "versions": manifest.versions,
         "files": {name: asdict(info) for name, info in manifest.files.items()},
         "files_verified": verified,
@@ -123,6 +125,7 @@ def render(described: dict[str, Any]) -> str:
         f"stops at   token {', '.join(map(str, model['eos_token_ids'])) or '- (no end-of-sequence token)'}",
         f"exits      from {described['min_layers']} layers on; " + _pending(described),
         f"mode auto  {_auto(described['auto'])}",
+        f"drafter    {_drafter(described['drafter'])}",
         "",
         "segments",
         table(["segment", "layers", "exit after", "threshold"], [_segment_row(s) for s in described["segments"]]),
@@ -145,6 +148,15 @@ def render(described: dict[str, Any]) -> str:
 
 def _auto(record: dict[str, Any] | None) -> str:
     return sentence(None if record is None else AutoMode(**record)).removeprefix("mode auto is ")
+
+
+def _drafter(record: dict[str, Any] | None) -> str:
+    """How the drafter was trained, as far as the record of `draft` says it."""
+    if record is None:
+        return "none"
+    acceptance = record.get("acceptance", {}).get("sampled", [])
+    accepted = f", {acceptance[0]:.0%} of first drafts accepted on held-out answers" if acceptance else ""
+    return f"trained on {record.get('tokens', 'an unknown number of')} tokens of answers{accepted}"
 
 
 def _network_lines(networks: dict[str, Any] | None, engines: dict[str, Any] | None) -> list[str]:

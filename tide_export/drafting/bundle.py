@@ -68,9 +68,7 @@ def write_drafter(bundle: str | os.PathLike[str], drafter: Drafter) -> None:
     try:
         ir.save(model, temporary)
         drafting = opened.manifest.drafting
-        plain = replace(
-            opened.manifest, drafter=None, auto=None, drafting=drafting and replace(drafting, drafter_cost=None)
-        )
+        plain = replace(opened.manifest, drafter=None, drafting=drafting and replace(drafting, drafter_cost=None))
         replace_file(opened, names.DRAFTER_FILE, temporary, replace(plain, drafter=dict(drafter.provenance)), plain)
     except OSError as error:
         raise DraftError(f"cannot write the drafter into {bundle}: {failure(error, opened.path)}") from error

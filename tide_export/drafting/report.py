@@ -5,6 +5,7 @@ from typing import Any
 
 from tide_export.drafting.measure import Acceptance
 from tide_export.formatting import table
+from tide_export.progress import duration
 from tide_export.routers.drafter import CONFIDENCES
 
 
@@ -54,8 +55,8 @@ class DraftReport:
         bounds = zip(CONFIDENCES, [*CONFIDENCES[1:], 1.0], self.acceptance.by_confidence, strict=True)
         confident = [[f"{low:g} to {high:g}", f"{100 * share:.1f} %"] for low, high, share in bounds]
         head = (
-            f"{self.bundle}: a drafter of {self.tokens} tokens of {self.answers} answers, in {self.minutes:.0f} "
-            f"minutes; accepted of drafts for {self.held_out} held-out answers:"
+            f"{self.bundle}: a drafter of {self.tokens} tokens of {self.answers} answers, in "
+            f"{duration(60 * self.minutes)}; accepted of drafts for {self.held_out} held-out answers:"
         )
         tables = table(["", temperature, "greedy"], rows), table(["confidence", f"draft 1, {temperature}"], confident)
         return "\n".join([head, *tables])

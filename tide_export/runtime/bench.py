@@ -55,6 +55,7 @@ class Timing:
     decode_ms: float  # per token, the average of the run
     layers: int  # decoder layers run while decoding; a catch-up over several pending tokens counts once
     exits: Counter[int]  # layers -> decoded tokens that exited there
+    drafts: dict[str, tuple[int, int]]  # made and accepted, by source
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,14 @@ class BenchReport:
             "decode_speedup": median(run.decode_ms for run in full) / decode,
             "layers_per_token": runs[0].layers / self.new_tokens,
             "exits_per_layer": {str(layers): count for layers, count in sorted(exits.items())},
+            "drafts": {source: {"drafted": made, "accepted": good} for source, (made, good) in runs[0].drafts.items()},
         }
+
+    def _drafts(self) -> list[str]:
+        """A line of the drafts that were accepted, by source; none where nothing was drafted."""
+        drafts = {name: runs[0].drafts for name, runs in self.runs.items()}.get("lossless", {})
+        made = [f"{good} of {count} by {source}" for source, (count, good) in drafts.items() if count]
+        return [f"  drafts accepted: {', '.join(made)}"] if made else []
 
     def render(self) -> str:
         """The table the command prints."""
@@ -122,6 +130,7 @@ class BenchReport:
                 "",
                 "  exit: the given thresholds; lossless: exits are drafts, verified, so the tokens are those of full;",
                 "  first: every token exits at the first checkpoint (the upper bound)",
+                *self._drafts(),
                 sentence(self.auto),
             ]
         )
@@ -222,4 +231,5 @@ def _run(engine: Engine, mode: Mode, prompt: list[int], new_tokens: int) -> Timi
         decode_ms=1e3 * stats.decode_seconds / new_tokens,
         layers=sum(stats.layers_run[1:]),
         exits=Counter(stats.exit_layer[1:]),
+        drafts=stats.drafts,
     )

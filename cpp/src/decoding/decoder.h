@@ -38,8 +38,8 @@ class Decoder {
   // Takes the drafter's result for `draft_rows`. Where it throws nothing has changed.
   virtual void take_draft(DraftResult const&) {}
 
-  // The step to run next, once `draft_rows` is null.
-  StepRequest const& request() const { return request_; }
+  // The step to run next, once `draft_rows` is null. Where it throws nothing has changed.
+  virtual StepRequest const& request() { return request_; }
 
   // Whether it reads the final states of steps.
   virtual bool reads_states() const { return keeps_states; }

@@ -15,7 +15,8 @@ namespace {
 constexpr double kHeadCost = 0.1;     // of a step of full depth
 constexpr std::int64_t kMaxLearned = 8;
 constexpr double kDrafterCost = 0.1;
-constexpr double kTokenValue = 0.75;  // steps of full depth that an accepted draft saves
+constexpr double kTokenValue = 0.75;  // of the cost of a step, what a token costs until it is known
+constexpr double kSpentTokens = 20, kSpentDecay = 0.97;
 
 // A token that awaits verification.
 struct Draft {
@@ -41,7 +42,8 @@ class LosslessDecoder final : public Decoder {
         limits_(limits),
         stops_(std::move(stops)),
         context_(context),
-        drafter_(limits.drafter > 0 ? drafter : nullptr) {
+        max_learned_(drafter == nullptr ? 0 : std::min(limits.drafter, drafter->max_rows / 2)),
+        drafter_(max_learned_ > 0 ? drafter : nullptr) {
     if (drafter_ != nullptr) learned_ = Acceptance(drafter_->acceptance);
   }
 
@@ -62,9 +64,22 @@ class LosslessDecoder final : public Decoder {
     sampler_.undo(sampler_.length());
     if (length_ > 0 && asks_drafter()) {
       by_drafter_ = drafting_ = true;
+      requested_ = false;
     } else {
       request_step(ids);
     }
+  }
+
+  StepRequest const& request() override {
+    if (requested_) return request_;
+    std::size_t const before = sampler_.with_drafts();
+    try {
+      request_step(drafted_ids());
+    } catch (...) {
+      sampler_.undo(before);
+      throw;
+    }
+    return request_;
   }
 
   DraftRows const* draft_rows() const override { return drafting_ ? &rows_ : nullptr; }
@@ -107,7 +122,6 @@ class LosslessDecoder final : public Decoder {
       sampler_.undo(before);
       drafting_ = false;
     }
-    if (!drafting_) request_step(drafted_ids());
   }
 
   std::vector<Token> take(StepResult const& result) override {
@@ -154,7 +168,8 @@ class LosslessDecoder final : public Decoder {
     return cost_of_more(limits_.verify_costs, others + drafts) - cost_of_more(limits_.verify_costs, others);
   }
   double marginal_cost(std::size_t drafts) const { return verify_cost(drafts + 1) - verify_cost(drafts); }
-  double token_value() const { return kTokenValue * step_cost(); }
+  // What an accepted draft saves: what a token costs with drafts, as of late.
+  double token_value() const { return spent_ / made_ * step_cost(); }
   double draft_cost() const { return limits_.drafter_cost * step_cost(); }
 
   // --- the drafter -----------------------------------------------------------------------------------------------------
@@ -165,7 +180,7 @@ class LosslessDecoder final : public Decoder {
     std::size_t const drafts = drafts_.size();
     auto const length = length_ + static_cast<std::int64_t>(new_ids_.size() + drafts);
     bool const ends = drafts > 0 && stops_.count(drafts_.back().token.id) == 1;
-    if (ends || static_cast<std::int64_t>(drafts) >= std::min(limits_.drafter, max_tokens_ - 1)) return false;
+    if (ends || static_cast<std::int64_t>(drafts) >= std::min(max_learned_, max_tokens_ - 1)) return false;
     if (context_ && length >= *context_) return false;
     double const cost = draft_cost(), marginal = marginal_cost(drafts);
     if (cost_ + cost + verify_cost(drafts + 1) > drafter_balance_.steps()) return false;
@@ -184,7 +199,7 @@ class LosslessDecoder final : public Decoder {
   bool prepare_rows() {
     if (waiting_ids_.empty()) return false;
     auto const rows = static_cast<std::int64_t>(waiting_ids_.size());
-    if (kept_rows_ + rows + limits_.drafter > drafter_->max_rows) kept_rows_ = 0;
+    if (kept_rows_ + rows + max_learned_ > drafter_->max_rows) kept_rows_ = 0;
     rows_ = {kept_rows_, waiting_ids_, waiting_states_};
     return true;
   }
@@ -239,6 +254,7 @@ class LosslessDecoder final : public Decoder {
     for (Draft const& draft : ngram) next.ids.push_back(draft.token.id);
     ngram_ = std::move(ngram);
     request_ = std::move(next);
+    requested_ = true;
   }
 
   // Adds tokens to the text that is searched.
@@ -307,6 +323,8 @@ class LosslessDecoder final : public Decoder {
     if (num_accepted >= first) ngrams_share_.record({edge, sources.end()}, ngram_accepted);
     double const first_cost = verify_cost(first), value = step_cost();
     std::size_t const tokens = num_accepted + 1;
+    spent_ = spent_ * kSpentDecay + 1 + (cost_ + verify_cost(all)) / value;
+    made_ = made_ * kSpentDecay + static_cast<double>(tokens);
     double const first_gain = value * static_cast<double>(num_accepted - ngram_accepted) - cost_ - first_cost;
     if (by_drafter_) learned_.record({sources.begin(), edge}, std::min(num_accepted, first));
     (by_drafter_ ? exits_ : drafter_balance_).settle(0, tokens);
@@ -331,11 +349,14 @@ class LosslessDecoder final : public Decoder {
   std::optional<std::int64_t> const context_;
   std::int64_t max_tokens_ = 1;        // of the block
   double cost_ = 0;                    // of the block's drafts so far, without n-grams
+  double spent_ = kTokenValue * kSpentTokens, made_ = kSpentTokens;  // steps' costs without drafts, and tokens, as of late
   double share_ = 1;                   // probability that all drafts of the block so far are accepted
   std::vector<std::int64_t> new_ids_;  // that begin the block
   std::vector<Draft> drafts_;          // of the block, so far: early exits or the drafter's
   std::vector<Draft> ngram_;           // by prompt lookup after them in the requested step
+  bool requested_ = true;              // whether `request_` is the step to run next
 
+  std::int64_t const max_learned_;    // drafts of the drafter before one verification
   DrafterInfo const* const drafter_;  // null: none
   bool by_drafter_ = false;           // whether the block's drafts are the drafter's
   bool drafting_ = false;             // whether it is to run over `rows_`

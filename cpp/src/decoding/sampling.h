@@ -66,8 +66,8 @@ class Sampler {
   std::int64_t draft(StepResult const& result);
 
   // A drafter's draft, from its logits of some tokens: drawn after the same processing and with the same noise as the token
-  // `ahead` places after the next one will be, so that it is that token as often as both distributions overlap (Daliri et
-  // al. 2024, arXiv 2408.07978, coupled by Gumbel noise). It is part of the sequence for further drafts, until the next token
+  // `ahead` places after the next one will be, so that it is that token nearly as often as both distributions overlap
+  // (coupled by Gumbel noise: Daliri et al. 2024, arXiv 2408.07978). It is part of the sequence for further drafts, until the next token
   // is chosen. None: a constraint leaves none of these tokens.
   //
   // tokens: ascending, whose `logits` these are. vocabulary: of the model.
