@@ -71,6 +71,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "min_layers": st.integers(0, 7),
     "max_pending": st.integers(0, 5),
     "prompt_lookup": st.integers(0, 5),
+    "drafter": st.integers(0, 5),
+    "states": st.booleans(),
     "temperature": st.floats(0, 3),
     "top_k": st.integers(0, 60),
     "top_p": st.floats(0.1, 1),

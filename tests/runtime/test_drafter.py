@@ -10,6 +10,7 @@ import pytest
 from drafters import ROWS, random_drafter, with_drafter
 from tiny_model import WIDTH, TinyModel
 
+from tide_export.bundle.manifest import Drafting
 from tide_export.errors import BundleError, GenerationError
 from tide_export.runtime.engine import Engine, load
 from tide_export.runtime.scheduler import SchedulerLimits
@@ -254,3 +255,21 @@ def test_lists_and_schedulers_give_the_tokens_of_full(demo: Path, demo_text_ids:
         assert result.tokens == expected
         assert (request.cached_tokens > 0) == cached
         assert result.stats.learned_drafted
+
+
+def test_what_a_step_costs_with_others_in_it_decides(demo: Path, demo_text_ids: list[int]) -> None:
+    """Up to four more tokens than one cost nothing here, and each further one more than a step."""
+    engine = load(demo, threads=1)
+    checkpoints = len(engine.manifest.checkpoints)
+    steep = Drafting((NEVER,) * checkpoints, 0, 0, (1.0,) * checkpoints, (0.0, 0.0, 0.0, 9.0, 20.0), {}, 3, 0.0)
+    tuned = engine.drafting_as(steep)
+    options: dict[str, Any] = {"mode": "lossless", "max_new_tokens": 24, "stop_token_ids": []}
+    prompts = [demo_text_ids[50 * n : 50 * n + 20] for n in range(8)]
+    drafted = {
+        count: sum(made.stats.learned_drafted for made in tuned.generate(prompts[:count], **options))
+        for count in (1, 2, 8)
+    }
+    assert drafted[1] > 20
+    assert drafted[2] > 20
+    # All but those that go on after the others have ended.
+    assert drafted[8] <= 3

@@ -206,16 +206,15 @@ class LosslessDecoder final : public Decoder {
 
   // Keeps the states of a step's tokens that stay, each with the token after it.
   //
-  // next: the tokens after each that ran and stays. ran: tokens that ran, with those that are rejected.
-  void keep_rows(std::vector<std::int64_t> const& next, std::size_t ran) {
-    std::vector<float> states = take_states();
-    std::size_t rows = states.size() / drafter_->width;
-    rows -= std::min(rows, ran - next.size());
-    rows = std::min(rows, next.size());
-    std::size_t const most = static_cast<std::size_t>(drafter_->max_rows) / 2;
-    states.resize(rows * drafter_->width);
+  // next: the tokens after each that ran and stays, for which there is room. rejected: tokens that ran after these.
+  void keep_rows(std::vector<std::int64_t> const& next, std::size_t rejected) noexcept {
+    std::size_t rows = states_.size() / drafter_->width;
+    rows = std::min(rows - std::min(rows, rejected), next.size());  // those of a prefix cache were not run
+    auto const end = states_.begin() + static_cast<std::ptrdiff_t>(rows * drafter_->width);
     waiting_ids_.insert(waiting_ids_.end(), next.end() - static_cast<std::ptrdiff_t>(rows), next.end());
-    waiting_states_.insert(waiting_states_.end(), states.begin(), states.end());
+    waiting_states_.insert(waiting_states_.end(), states_.begin(), end);
+    states_.clear();
+    std::size_t const most = static_cast<std::size_t>(drafter_->max_rows) / 2;
     if (waiting_ids_.size() <= most) return;
     kept_rows_ = 0;  // the drafter begins anew with the last of them
     auto const gone = static_cast<std::ptrdiff_t>(waiting_ids_.size() - most);
@@ -302,31 +301,38 @@ class LosslessDecoder final : public Decoder {
     tokens.push_back({last.id, result.exit_layer, passes + rejected_passes, std::move(last.logprobs)});
     std::vector<std::int64_t> ids;
     for (Token const& token : tokens) ids.push_back(token.id);
-    std::vector<std::size_t> sources;
-    for (Draft const& draft : all) sources.push_back(draft.source);
+    std::vector<std::size_t> sources, ngram_sources;
+    for (Draft const& draft : drafts_) sources.push_back(draft.source);
+    for (Draft const& draft : ngram_) ngram_sources.push_back(draft.source);
+    std::vector<std::int64_t> next;
     if (drafter_ != nullptr) {
-      std::vector<std::int64_t> next(new_ids_.begin() + 1, new_ids_.end());
+      next.assign(new_ids_.begin() + 1, new_ids_.end());
       next.insert(next.end(), ids.begin(), ids.end());
-      keep_rows(next, new_ids_.size() + all.size());
+      make_room(waiting_ids_, next.size());
+      make_room(waiting_states_, next.size() * drafter_->width);
     }
     extend(ids);
-    settle(sources, num_accepted);
+    settle(sources, ngram_sources, num_accepted);
+    if (drafter_ != nullptr) keep_rows(next, all.size() - num_accepted);
     length_ = length - static_cast<std::int64_t>(all.size() - num_accepted);
     return tokens;
   }
 
-  // Counts a verification of drafts of these sources, of which the first `num_accepted` are accepted.
-  void settle(std::vector<std::size_t> const& sources, std::size_t num_accepted) {
-    std::size_t const first = drafts_.size(), all = sources.size();  // then n-grams
+  // Counts a verification of drafts of these sources and then n-grams of those, of which the first `num_accepted` are
+  // accepted.
+  void settle(std::vector<std::size_t> const& sources, std::vector<std::size_t> const& ngram_sources,
+              std::size_t num_accepted) noexcept {
+    std::size_t const first = sources.size(), all = first + ngram_sources.size();
     std::size_t const ngram_accepted = num_accepted - std::min(num_accepted, first);
-    auto const edge = sources.begin() + static_cast<std::ptrdiff_t>(first);
-    if (num_accepted >= first) ngrams_share_.record({edge, sources.end()}, ngram_accepted);
+    if (num_accepted >= first) ngrams_share_.record(ngram_sources, ngram_accepted);
     double const first_cost = verify_cost(first), value = step_cost();
     std::size_t const tokens = num_accepted + 1;
-    spent_ = spent_ * kSpentDecay + 1 + (cost_ + verify_cost(all)) / value;
-    made_ = made_ * kSpentDecay + static_cast<double>(tokens);
+    if (length_ > 0) {  // of the prompt no token could be drafted
+      spent_ = spent_ * kSpentDecay + 1 + (cost_ + verify_cost(all)) / value;
+      made_ = made_ * kSpentDecay + static_cast<double>(tokens);
+    }
     double const first_gain = value * static_cast<double>(num_accepted - ngram_accepted) - cost_ - first_cost;
-    if (by_drafter_) learned_.record({sources.begin(), edge}, std::min(num_accepted, first));
+    if (by_drafter_) learned_.record(sources, std::min(num_accepted, first));
     (by_drafter_ ? exits_ : drafter_balance_).settle(0, tokens);
     (by_drafter_ ? drafter_balance_ : exits_).settle(first_gain, tokens);
     ngrams_.settle(value * static_cast<double>(ngram_accepted) - verify_cost(all) + first_cost, tokens);
