@@ -19,6 +19,7 @@ char const* const kUsage =
     "  --min-layers N        checkpoints after fewer layers never exit\n"
     "  --max-pending N       pending tokens (in lossless mode drafts) before a segment must run\n"
     "  --prompt-lookup N     lossless mode: tokens of one prompt-lookup draft, at most\n"
+    "  --drafter N           lossless mode: drafts of the bundle's drafter before one verification, at most\n"
     "  --compaction-threshold X  batches: if a smaller share than this needs a segment, only those run it\n"
     "  --temperature X  --top-k N  --top-p X  --min-p X\n"
     "  --repetition-penalty X  --presence-penalty X  --frequency-penalty X\n"
@@ -107,6 +108,7 @@ Options parse(std::vector<std::string> const& arguments) {
        }},
       {"--min-layers", [&](Text name, Text text) { config.min_layers = whole(name, text); }},
       {"--max-pending", [&](Text name, Text text) { config.max_pending = whole(name, text); }},
+      {"--drafter", [&](Text name, Text text) { config.drafter = whole(name, text); }},
       {"--prompt-lookup", [&](Text name, Text text) { config.prompt_lookup = whole(name, text); }},
       {"--compaction-threshold", [&](Text name, Text text) { config.compaction_threshold = real(name, text); }},
       {"--temperature", [&](Text name, Text text) { config.temperature = real(name, text); }},

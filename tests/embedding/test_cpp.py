@@ -154,7 +154,15 @@ def test_onnx_runtime_leaves_nothing_to_send(embedding: Embedding, tiny_bundle: 
 
 def test_the_help_names_every_option(embedding: Embedding) -> None:
     text = run([str(embedding.program), "--help"])
-    for name in ("--ids-file", "--max-pending", "--prompt-lookup", "--top-p", "--ignore-eos", "--no-verify"):
+    for name in (
+        "--ids-file",
+        "--max-pending",
+        "--prompt-lookup",
+        "--drafter",
+        "--top-p",
+        "--ignore-eos",
+        "--no-verify",
+    ):
         assert name in text
 
 
