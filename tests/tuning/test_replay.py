@@ -65,9 +65,10 @@ def test_prompt_lookup_is_chosen_for_a_text_that_repeats_itself() -> None:
     wrong = recording([[0.9, 0.9]] * 24, [[0, 0]] * 24)
     circle = replace(wrong, full=np.array([[5, 6, 7] * 8]))
     found = best_setting(circle, COSTS, NO_TEXT)
-    assert found.thresholds == (1.0, 1.0)
     assert found.prompt_lookup > 0
     replayed = replay(circle, COSTS, NO_TEXT, found)
+    without_exits = replay(circle, COSTS, NO_TEXT, replace(found, thresholds=(1.0, 1.0), max_drafts=0))
+    assert without_exits.seconds < 1.05 * replayed.seconds
     assert found.speedup == COSTS.plain / replayed.seconds > 1.5
     assert replayed.lookup_accepted > 12
 

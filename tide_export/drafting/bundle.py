@@ -27,7 +27,7 @@ from tide_export.trace.rewriting import FLOAT, present, replace_value
 logger = logging.getLogger("tide_export")
 
 MAX_TOKENS = 2048  # rows of a sequence, at most: a drafter begins anew after these
-QUANTIZATION = Quantization("rtn", bits=4, block_size=32, symmetric=True, accuracy_level=INT8_MATMULS)
+QUANTIZATION = Quantization("rtn", bits=4, block_size=16, symmetric=True, accuracy_level=INT8_MATMULS)
 
 
 def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = None) -> Bundle:
