@@ -94,8 +94,10 @@ def draft(
     report = run.report(str(bundle), settings | {"source": model} | config.model_dump(mode="json", include=CHANGEABLE))
     with stage("writing the drafter"):
         write_drafter(bundle, run.drafter(report.provenance()))
-    with stage("measuring what drafts gain here"):
-        speed = _measure(bundle, run.prompts(MEASURED_PROMPTS), config.temperature)
+    speed = None
+    if prompts_left := run.prompts(MEASURED_PROMPTS):  # none where each held-out answer is one token
+        with stage("measuring what drafts gain here"):
+            speed = _measure(bundle, prompts_left, config.temperature)
     if cache is None:
         shutil.rmtree(folder, ignore_errors=True)
     return replace(report, measured_speed=speed)
