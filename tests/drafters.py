@@ -51,7 +51,7 @@ def with_drafter(bundle: Path, drafter: Drafter, rows: int = ROWS, **metadata: s
     ids = typed_value(names.INPUT_IDS, INT64, [1, "tokens"])
     inputs = [block.weights.float32("embedding", table), ids]
     rows_of = block.op("Gather", inputs, dtype=FLOAT, shape=[1, "tokens", drafter.shape.embedding])
-    put_before(model, block.model("embedding", [ids], {"embeddings": rows_of}), drafter.shape.embedding)
+    put_before(model, block.model("embedding", [ids], {"embeddings": rows_of}))
     model.metadata_props.update({f"tide.{name}": value for name, value in metadata.items()})
     ir.save(model, bundle / names.DRAFTER_FILE)
     write_manifest(bundle, replace(manifest, drafter={}))

@@ -142,6 +142,7 @@ GenerationConfig Engine::checked(GenerationConfig const& config, std::optional<s
 
 double Engine::seconds_of_draft(std::size_t rows, std::size_t sequences) const {
   backend_->process().check();
+  whole_number("sequences", static_cast<std::int64_t>(sequences), 1);
   auto const drafts = backend_->start_drafts(sequences);
   if (drafts == nullptr) return std::numeric_limits<double>::quiet_NaN();
   DrafterInfo const& info = drafts->info();

@@ -9,6 +9,8 @@ import pytest
 from tide_export.bundle.manifest import Drafting
 from tide_export.bundle.opened import open_bundle
 from tide_export.cli.main import main
+from tide_export.drafting.bundle import check_bundle
+from tide_export.errors import DraftError
 from tide_export.runtime.engine import load
 
 
@@ -44,3 +46,9 @@ def test_a_drafter_is_trained_written_and_used(
     assert main([*command[:-1], "--seed", "1"]) == 0
     assert "draft 1" in capsys.readouterr().out
     assert open_bundle(bundle).manifest.drafter is not None
+
+
+def test_an_embedding_of_another_width_is_refused_before_any_work(demo_bundle: Path) -> None:
+    check_bundle(demo_bundle, None, open_bundle(demo_bundle).manifest.model.hidden_size)
+    with pytest.raises(DraftError, match="numbers a token first, not the 7 of the model's embedding"):
+        check_bundle(demo_bundle, None, 7)

@@ -69,7 +69,8 @@ def bundle(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> S
     stub = SimpleNamespace(path=tmp_path / "bundle", engine=StubEngine(target), written=list[Drafter](), loaded=0)
     stub.path.mkdir()
 
-    def check(path, weights_sha256=None):
+    def check(path, weights_sha256=None, width=None):
+        assert width in (None, target.embeddings.shape[1])
         if weights_sha256 not in (None, target.weights_sha256):
             raise DraftError(f"bundle {path} was exported from another model than the one given: its weights differ")
         return SimpleNamespace(path=stub.path, manifest=SimpleNamespace(weights="fp32", drafting=None))
@@ -216,7 +217,7 @@ class TestRefusals:
 
     def test_a_bundle_of_another_model(self, bundle, model: Path, prompts: str, monkeypatch) -> None:
         check = flow.check_bundle
-        monkeypatch.setattr(flow, "check_bundle", lambda path, sha=None: check(path, sha and "00" * 32))
+        monkeypatch.setattr(flow, "check_bundle", lambda path, sha=None, width=None: check(path, sha and "00" * 32))
         with pytest.raises(DraftError, match="was exported from another model than the one given"):
             draft(str(model), bundle.path, config(prompts))
         assert [entry.name for entry in bundle.path.parent.iterdir() if "draft" in entry.name] == []

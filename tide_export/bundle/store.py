@@ -154,15 +154,13 @@ def replace_file(bundle: Bundle, name: str, source: Path, manifest: Manifest, wi
     info = FileInfo(source.stat().st_size, _sha256(source))
     fsync(source)
     others = {other: of for other, of in bundle.manifest.files.items() if other != name}
-    plain = replace(bundle, manifest=replace(bundle.manifest, files=others))
     if name in bundle.manifest.files:
-        _write_over(bundle, replace(without, files=others))
+        bundle = _write_over(bundle, replace(without, files=others))
     try:
         source.replace(bundle.path / name)
     except OSError as error:
         raise BundleError(f"cannot write '{bundle.path / name}': {failure(error, bundle.path)}") from error
-    current = replace(plain, manifest=replace(without, files=others)) if name in bundle.manifest.files else bundle
-    return _write_over(current, replace(manifest, files={**others, name: info}))
+    return _write_over(bundle, replace(manifest, files={**others, name: info}))
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

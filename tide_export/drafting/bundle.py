@@ -30,11 +30,12 @@ MAX_TOKENS = 2048  # rows of a sequence, at most: a drafter begins anew after th
 QUANTIZATION = Quantization("rtn", bits=4, block_size=16, symmetric=True, accuracy_level=INT8_MATMULS)
 
 
-def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = None) -> Bundle:
+def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = None, width: int | None = None) -> Bundle:
     """Opens a bundle that a drafter can be written into.
 
     Args:
         weights_sha256: of the model that the drafter is trained for; None: not known yet.
+        width: of that model's embeddings; None: not known yet.
 
     Raises:
         BundleError: it is missing or damaged.
@@ -48,7 +49,12 @@ def check_bundle(bundle: str | os.PathLike[str], weights_sha256: str | None = No
         )
     if weights_sha256 is not None and manifest.model.weights_sha256 != weights_sha256:
         raise DraftError(f"bundle {bundle} was exported from another model than the one given: its weights differ")
-    _embedding(opened)
+    shape = _embedding(opened).graph.outputs[0].shape
+    if width is not None and (shape is None or shape[-1] != width):
+        raise DraftError(
+            f"bundle {bundle} looks up {'unknown' if shape is None else shape[-1]} numbers a token first, not the "
+            f"{width} of the model's embedding: a drafter cannot read it"
+        )
     return opened
 
 
@@ -59,11 +65,11 @@ def write_drafter(bundle: str | os.PathLike[str], drafter: Drafter) -> None:
         BundleError: the bundle cannot be written to, or was changed meanwhile; it is then as it was, or has no drafter.
         DraftError: as `check_bundle`; or there is no room on the disk.
     """
-    opened = check_bundle(bundle, drafter.weights_sha256)
+    opened = check_bundle(bundle, drafter.weights_sha256, drafter.shape.embedding)
     context = opened.manifest.model.context_length or MAX_TOKENS
     model = compose_drafter(drafter, min(context, MAX_TOKENS))
     lower_for_onnxruntime(model, quantized(drafter))
-    put_before(model, _embedding(opened), drafter.shape.embedding)
+    put_before(model, _embedding(opened))
     temporary = opened.path / f".{names.DRAFTER_FILE}.{TEMPORARY}"
     try:
         ir.save(model, temporary)
@@ -112,13 +118,9 @@ def _embedding(bundle: Bundle) -> ir.Model:
     return model
 
 
-def put_before(model: ir.Model, embedding: ir.Model, width: int) -> None:
-    """Makes `model` read token ids in place of embeddings [1, N, width]."""
+def put_before(model: ir.Model, embedding: ir.Model) -> None:
+    """Makes `model` read token ids in place of the embeddings that `embedding` makes of them."""
     output = embedding.graph.outputs[0]
-    if output.shape is None or output.shape[-1] != width:
-        raise DraftError(
-            f"the bundle's embedding is {output.shape} and not {width} wide: the drafter is of another model"
-        )
     graph = model.graph
     (placeholder,) = (value for value in graph.inputs if value.name == EMBEDDINGS)
     (ids,) = (value for value in embedding.graph.inputs if value.name == names.INPUT_IDS)

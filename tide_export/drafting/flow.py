@@ -67,8 +67,8 @@ def draft(
         raise DraftError(f"cannot write to bundle {bundle}: {failure(error, target_bundle)}") from error
     with stage("loading the model"):
         source = load_model(model, trust_remote_code=trust_remote_code)
-        check_bundle(bundle, source.weights_sha256)
         target = Target.of(source)
+        check_bundle(bundle, source.weights_sha256, target.embeddings.shape[1])
         context = source.context_length
         source.release()
     prompts = choose_prompts(texts, load_tokenizer(model, trust_remote_code), config, context)

@@ -79,7 +79,7 @@ void DrafterNetwork::check(Bundle const& bundle) {
   bool const shares = info_.acceptance.size() == kConfidences.size() &&
                       std::all_of(info_.acceptance.begin(), info_.acceptance.end(),
                                   [](double share) { return 0 <= share && share <= 1; });
-  if (!ascending || !known || !shares || info_.max_rows < 1) {
+  if (!ascending || !known || !shares || info_.max_rows < 2) {
     throw BundleError(file + " does not record its tokens as this release writes them: run tide-export draft again");
   }
 }

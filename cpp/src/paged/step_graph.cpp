@@ -76,7 +76,7 @@ StepResult StepGraph::step(PagedSequence& sequence, std::int64_t const* ids, std
     rows_ = num_logits_ > 1 ? std::move(outputs[first + (pending_.empty() ? 0 : 1)]) : Ort::Value(nullptr);
     result.rows = rows_ ? static_cast<std::size_t>(rows_.shape()[0]) : 1;
     result.logits = rows_ ? rows_.data<float>() : logits_.data();
-    if (states_bound_) {
+    if (sequence.states) {
       states_ = std::move(outputs.back());
       std::vector<std::int64_t> const shape = states_.shape();
       result.states = states_.data<float>();
